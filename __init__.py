@@ -30,18 +30,44 @@ if TYPE_CHECKING:
     from .client import samples as samples
 
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "Mapped", "MidstreamError", "PatchSource",
-    "PatchSpec", "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "__version__", "harvest",
-    "lens", "matrix", "probes", "returned_rows", "samples",
-]  # fmt: skip
+    "Answer",
+    "AsyncClient",
+    "AsyncPatchStudy",
+    "CaptureReader",
+    "CaptureSpec",
+    "Client",
+    "Mapped",
+    "MidstreamError",
+    "PatchSource",
+    "PatchSpec",
+    "PatchStudy",
+    "ServerUnreachable",
+    "Span",
+    "SteeringSpec",
+    "UnknownArgument",
+    "VersionMismatch",
+    "__version__",
+    "harvest",
+    "lens",
+    "matrix",
+    "probes",
+    "returned_rows",
+    "samples",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The client's names, loaded when first asked for: servers and ranks import this package without it."""
+    """The client's names, loaded when first asked for: servers and ranks import this package
+    without it.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "lens":
         return import_module(".lens", __name__)
     from . import client
 
-    return import_module(f".client.{name}", __name__) if name in ("probes", "harvest") else getattr(client, name)
+    return (
+        import_module(f".client.{name}", __name__)
+        if name in ("probes", "harvest")
+        else getattr(client, name)
+    )

@@ -1,4 +1,7 @@
-"""The TransformerLens-style facade: `HookedModel`, its cache, and the ops that its hooks take. See `docs/coming-from.md`."""
+"""The TransformerLens-style facade: `HookedModel`, its cache, and the ops that its hooks take.
+
+See `docs/coming-from.md`.
+"""
 
 from .client.lens import ops as ops
 from .client.lens.cache import ActivationCache as ActivationCache

@@ -1,4 +1,7 @@
-"""`python -m midstream.api`: serve the HTTP edge with the settings of the environment. `--openapi` prints the document instead."""
+"""`python -m midstream.api`: serve the HTTP edge with the settings of the environment.
+
+`--openapi` prints the document instead.
+"""
 
 import asyncio
 import gc
@@ -25,18 +28,21 @@ from .web.middleware import App
 #: Seconds to wait at shutdown for bodies still being sent; held responses end immediately.
 GRACE_S = 5
 BACKLOG = 2048
-#: Seconds that an idle connection is kept: longer than clients keep theirs (httpx 5, OpenAI's 5, aiohttp 15), so that it is never closed
-#: under a request that is on its way.
+#: Seconds that an idle connection is kept: longer than clients keep theirs (httpx 5, OpenAI's 5,
+#: aiohttp 15), so that it is never closed under a request that is on its way.
 KEEP_ALIVE_S = 75
 #: Seconds between attempts to reach a Redis that was unreachable at the start.
 ASK_AGAIN_S = 1.0
-#: Allocations between two garbage collections. A body of 8 MiB makes some ten thousand objects; with Python's default (700) every such
-#: body triggers a collection of the whole process, which takes longer than decoding it.
+#: Allocations between two garbage collections. A body of 8 MiB makes some ten thousand objects;
+#: with Python's default (700) every such body triggers a collection of the whole process, which
+#: takes longer than decoding it.
 GC_OBJECTS = 10_000
 
 NO_KEYS = (
-    "MIDSTREAM_API_HOST={host}: API keys are required beyond loopback, but none exists. Create one with "
-    "`midstream keys create first --scope admin --redis-url …`, or set MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one), or "
+    "MIDSTREAM_API_HOST={host}: API keys are required beyond loopback, but none "
+    "exists. Create one with "
+    "`midstream keys create first --scope admin --redis-url …`, or set "
+    "MIDSTREAM_ADMIN_KEY (`midstream keys generate` prints one), or "
     "MIDSTREAM_AUTH=keys to start without a key; MIDSTREAM_AUTH=open turns authentication off"
 )
 
@@ -46,7 +52,9 @@ log = logging.getLogger("midstream.api")
 class Server(uvicorn.Server):
     """uvicorn that logs its address when ready and releases held responses on shutdown."""
 
-    def __init__(self, config: uvicorn.Config, app: App, url: str, undecided: Settings | None = None):
+    def __init__(
+        self, config: uvicorn.Config, app: App, url: str, undecided: Settings | None = None
+    ):
         """`undecided`: the settings, where it is not known yet whether there are keys."""
         super().__init__(config)
         self.refused = ""
@@ -83,7 +91,10 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket and its URL; port 0 takes a free one. Raises SettingsError naming the setting."""
+    """A listening socket and its URL; port 0 takes a free one.
+
+    Raises SettingsError naming the setting.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,20 +102,28 @@ def bind(host: str, port: int) -> tuple[socket.socket, str]:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise SettingsError(f"MIDSTREAM_API_HOST={host}, MIDSTREAM_API_PORT={port}: {error.strerror}") from error
+        raise SettingsError(
+            f"MIDSTREAM_API_HOST={host}, MIDSTREAM_API_PORT={port}: {error.strerror}"
+        ) from error
     listening.listen(BACKLOG)
     shown = f"[{host}]" if family == socket.AF_INET6 else host
     return listening, f"http://{shown}:{listening.getsockname()[1]}"
 
 
 def trusted_proxies(settings: Settings) -> list[str]:
-    """The entries of `trusted_proxies`. Raises SettingsError for one that is neither an address nor a network."""
+    """The entries of `trusted_proxies`.
+
+    Raises SettingsError for one that is neither an address nor a network.
+    """
     entries = [entry for entry in map(str.strip, settings.trusted_proxies.split(",")) if entry]
     for entry in entries:
         try:
             ipaddress.ip_network(entry)
         except ValueError as error:
-            valid = "valid: addresses and networks, such as 127.0.0.1 or 10.0.0.0/8, separated by commas"
+            valid = (
+                "valid: addresses and networks, such as 127.0.0.1 or 10.0.0.0/8, separated by "
+                "commas"
+            )
             raise SettingsError(f"MIDSTREAM_TRUSTED_PROXIES: {error}; {valid}") from error
     return entries
 
@@ -122,7 +141,10 @@ def serve(settings: Settings) -> None:
     if refused:
         raise SettingsError(refused)
     if settings.auth == "open" and not is_loopback(settings.api_host):
-        log.warning("MIDSTREAM_AUTH=open on %s: anyone who can reach this address has full access", settings.api_host)
+        log.warning(
+            "MIDSTREAM_AUTH=open on %s: anyone who can reach this address has full access",
+            settings.api_host,
+        )
     faults.arm(settings.fault, settings.data_dir)
     traces.setup(settings, "api")
     metrics_server.identify("api")
@@ -149,7 +171,9 @@ def serve(settings: Settings) -> None:
 
 
 async def _refusal(settings: Settings) -> str | None:
-    """Why this API must not run: keys are required beyond loopback, and none exists. Empty: it may; None: Redis is unreachable, retry.
+    """Why this API must not run: keys are required beyond loopback, and none exists.
+
+    Empty: it may; None: Redis is unreachable, retry.
 
     Until then it requires keys, so no caller is admitted.
     """

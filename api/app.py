@@ -1,4 +1,7 @@
-"""The HTTP application: `make_app` assembles routes, error handlers and documents. Stateless: run as many as needed."""
+"""The HTTP application: `make_app` assembles routes, error handlers and documents.
+
+Stateless: run as many as needed.
+"""
 
 import logging
 from collections.abc import AsyncIterator
@@ -45,10 +48,25 @@ from .web.request_context import awaits_log
 VERSION_HEADER = "x-midstream-version"
 
 ROUTES = [
-    *jobs.ROUTES, *completions.ROUTES, *captures.ROUTES, *norms.ROUTES, *source_runs.ROUTES, *steering.ROUTES, *registered.ROUTES,
-    *probes.ROUTES, *sweeps.ROUTES, *harvests.ROUTES, *webhooks.ROUTES, *keys.ROUTES, *status.ROUTES, *service.ROUTES, *pages.ROUTES,
-    *tokens.ROUTES, *session.ROUTES, *feed.ROUTES,
-]  # fmt: skip
+    *jobs.ROUTES,
+    *completions.ROUTES,
+    *captures.ROUTES,
+    *norms.ROUTES,
+    *source_runs.ROUTES,
+    *steering.ROUTES,
+    *registered.ROUTES,
+    *probes.ROUTES,
+    *sweeps.ROUTES,
+    *harvests.ROUTES,
+    *webhooks.ROUTES,
+    *keys.ROUTES,
+    *status.ROUTES,
+    *service.ROUTES,
+    *pages.ROUTES,
+    *tokens.ROUTES,
+    *session.ROUTES,
+    *feed.ROUTES,
+]
 
 
 async def _name_version(message: Message, scope: Scope) -> None:
@@ -58,7 +76,10 @@ async def _name_version(message: Message, scope: Scope) -> None:
 
 
 async def _allow(message: Message, scope: Scope) -> None:
-    """The answer to OPTIONS names every method of its path. (Litestar's names those of the handler that was registered first.)"""
+    """The answer to OPTIONS names every method of its path.
+
+    (Litestar's names those of the handler that was registered first.)
+    """
     if message["type"] == "http.response.start" and scope.get("method") == "OPTIONS":
         methods = {
             method
@@ -71,7 +92,9 @@ async def _allow(message: Message, scope: Scope) -> None:
 
 
 def make_app(settings: Settings) -> App:
-    """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to start."""
+    """The application over the Redis of `settings.redis_url`; needs no worker, relay or Redis to
+    start.
+    """
 
     @asynccontextmanager
     async def context(app: Litestar) -> AsyncIterator[None]:
@@ -80,7 +103,9 @@ def make_app(settings: Settings) -> App:
             yield
 
     async def keep(response: Response[Any]) -> Response[Any]:
-        """Confirm acceptances and changes only once they survive a kill of Redis; otherwise answer `unavailable`."""
+        """Confirm acceptances and changes only once they survive a kill of Redis; otherwise answer
+        `unavailable`.
+        """
         if awaits_log():
             await app.state.context.ledger.written()
         return response
@@ -95,7 +120,11 @@ def make_app(settings: Settings) -> App:
         after_request=keep,
         before_send=[_name_version, _allow],
         guards=[well_called, authorize],
-        middleware=[PrometheusConfig(app_name="midstream", prefix="midstream_http", group_path=True).middleware],
+        middleware=[
+            PrometheusConfig(
+                app_name="midstream", prefix="midstream_http", group_path=True
+            ).middleware
+        ],
         openapi_config=openapi.config(records),
         plugins=[records],
         logging_config=None,

@@ -1,9 +1,19 @@
-"""Application context of the routes: one `AppContext` per process with ledger, watcher, Celery and tokenizers. Holds no job state."""
+"""Application context of the routes: one `AppContext` per process with ledger, watcher, Celery and
+tokenizers. Holds no job state.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -74,13 +84,16 @@ OUTAGE_S = 20.0
 OUTAGE_PAUSE_S = 0.25
 #: An abandoned wait normally ends long before; if its cancellation was lost, it is cancelled again.
 CANCEL_AGAIN_S = 0.2
-#: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next renewal.
+#: Time limit for broadcasting a cancellation to workers; otherwise they notice it at their next
+#: renewal.
 BROADCAST_S = 5.0
-#: Seconds between two looks of an event stream at its harvest. All streams of a harvest share looks.
+#: Seconds between two looks of an event stream at its harvest. All streams of a harvest share
+#: looks.
 HARVEST_LOOK_S = 0.5
 #: Captures whose rows are read for their norms at the same time; others wait.
 MEASURED_AT_ONCE = 2
-#: Of those that are read or wait, how many may be one tenant's: so long does another tenant wait at most.
+#: Of those that are read or wait, how many may be one tenant's: so long does another tenant wait at
+#: most.
 MEASURED_OF_TENANT = 8
 
 
@@ -110,7 +123,8 @@ class AppContext:
         self.store = open_store(settings.artifacts)
         self.disks = Disks(settings, self.store)
         self._usage = Usage(self.store, settings.capture_quota_mib << 20)
-        self.looks: SharedReads[Any] = SharedReads()  # at the state of the service, which many pages, scrapers and probes ask for
+        # at the state of the service, which many pages, scrapers and probes ask for
+        self.looks: SharedReads[Any] = SharedReads()
         self.harvest_looks: SharedReads[tuple[HarvestView, bytes]] = SharedReads(HARVEST_LOOK_S / 2)
         self.open_calls = OpenCalls(settings)
         self.feed = JobFeed(ledger, watcher)
@@ -121,7 +135,10 @@ class AppContext:
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """The server is stopping: held responses are answered with what is known by now. The jobs go on."""
+        """The server is stopping: held responses are answered with what is known by now.
+
+        The jobs go on.
+        """
         self.key_watch.close()
         self.feed.close()
         if not self._closing.done():
@@ -142,13 +159,18 @@ class AppContext:
 
     async def _usable(self, name: str, info: ModelInfo | None) -> ModelInfo:
         if info is None:
-            raise admission.unknown_model(name, [model.name for model in await self.ledger.models()])
+            raise admission.unknown_model(
+                name, [model.name for model in await self.ledger.models()]
+            )
         if (trouble := misfit_of(info)) is not None:
             raise trouble
         return info
 
     async def the_model(self, name: str | None) -> ModelInfo:
-        """The one that is named, or the only one there is. Raises `not_found`, and a 400 when there are several to choose from."""
+        """The one that is named, or the only one there is.
+
+        Raises `not_found`, and a 400 when there are several to choose from.
+        """
         if name is not None:
             return await self.model(name)
         models = await self.ledger.models()
@@ -156,7 +178,11 @@ class AppContext:
             live = {worker.model for worker in await self.ledger.workers()}
             models = [model for model in models if model.name in live] if len(live) == 1 else models
         if len(models) > 1:
-            raise invalid("model", "is required: several models are served", allowed=", ".join(model.name for model in models))
+            raise invalid(
+                "model",
+                "is required: several models are served",
+                allowed=", ".join(model.name for model in models),
+            )
         if not models:
             raise admission.unknown_model("", [])
         return models[0]
@@ -167,24 +193,35 @@ class AppContext:
         async def fetch() -> bytes:
             raw = await self.ledger.get_blob(info.tokenizer)
             if raw is None:
-                raise MidstreamError("unavailable", f"the tokenizer of {info.name!r} has not been published yet", field="model")
+                raise MidstreamError(
+                    "unavailable",
+                    f"the tokenizer of {info.name!r} has not been published yet",
+                    field="model",
+                )
             return raw
 
         key = (info.tokenizer, info.max_model_len)
-        async with self._reading:  # the first burst after a start must not read it once for each request
+        async with self._reading:
+            # the first burst after a start must not read it once for each request
             known = self._codecs.get(key)
             if known is None:
                 raw = await fetch()
                 helpers = BundleHelpers(self.helpers, info.tokenizer, fetch)
-                known = await anyio.to_thread.run_sync(lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, helpers))
+                known = await anyio.to_thread.run_sync(
+                    lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, helpers)
+                )
                 self._codecs[key] = known
         return known
 
-    async def submit(self, parsed: ParsedRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
-        """Validate, commit to the ledger, hand to Celery; returns the job's id. Once this returns the job is durable.
+    async def submit(
+        self, parsed: ParsedRequest, idempotency: tuple[str, str] | None, caller: Caller
+    ) -> str:
+        """Validate, commit to the ledger, hand to Celery; returns the job's id.
 
-        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when captures would have no room,
-        `unavailable` when nothing was accepted.
+        Once this returns the job is durable.
+
+        Raises MidstreamError: 4xx for a bad wish, `idempotency_mismatch`, `quota_exceeded` when
+        captures would have no room, `unavailable` when nothing was accepted.
         """
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self._usable(parsed.model, info)
@@ -192,20 +229,27 @@ class AppContext:
         features = parsed.features or any(spec.sae for spec in parsed.steering)
         names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
-            return known  # whatever has become of the modules, probes, runs, adapters and autoencoders since
+            # whatever has become of the modules, probes, runs, adapters and autoencoders since
+            return known
         lora = await named_lora(parsed.lora, info, self.loras)
         parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
         parsed = replace(parsed, features=await self._wishes(info, parsed.features))
         probes = await probes_of(parsed.probes, info, self.probes, watching)
         model_state = (
-            await self.model_state(info.name, named, caller, parsed.patch) if named or parsed.steering or parsed.patch else NOTHING
+            await self.model_state(info.name, named, caller, parsed.patch)
+            if named or parsed.steering or parsed.patch
+            else NOTHING
         )
         model_state = replace(model_state, features=await self.features(info, parsed.steering))
-        admitted = await admission.admit(parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes)
+        admitted = await admission.admit(
+            parsed, info, await self.codec(info), new_job_id(), model_state, caller, lora, probes
+        )
         check_answer(parsed, admitted.job, info, self.settings.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
-        return await self.accept(admitted.job, info, admitted.blobs, idempotency, admitted.pinned, body)
+        return await self.accept(
+            admitted.job, info, admitted.blobs, idempotency, admitted.pinned, body
+        )
 
     async def accept(
         self,
@@ -216,11 +260,15 @@ class AppContext:
         pinned: Iterable[str] = (),
         request: bytes = b"",
     ) -> str:
-        """Commit a valid job to the ledger, which has its message sent; see `submit`. `blobs`, `pinned`, `request`: as of
-        `Ledger.submit`."""
+        """Commit a valid job to the ledger, which has its message sent; see `submit`.
+
+        `blobs`, `pinned`, `request`: as of `Ledger.submit`.
+        """
         check_callback(job.callback, self.settings)
         await self.disks.check(job)
-        if self.settings.capture_quota_mib and not (idempotency and await self.ledger.knows_key(idempotency[0])):
+        if self.settings.capture_quota_mib and not (
+            idempotency and await self.ledger.knows_key(idempotency[0])
+        ):
             job = await self._within_quota(job, info)
         if parent := traceparent():
             job = msgspec.structs.replace(job, trace=parent)
@@ -232,14 +280,29 @@ class AppContext:
         logs.bind(job=job_id)
         return job_id
 
-    async def model_state(self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()) -> ModelState:
-        """A consistent snapshot of the caller's modules with these names and global steering, and the runs that patches name."""
-        kept, current = await self.steering.standing(model, [scoped(caller.tenant, name) for name in names])
-        modules = {shown(name): msgspec.structs.replace(module, name=shown(name)) for name, module in kept.items()}
-        known = own(caller.tenant, await self.steering.module_names(model)) if len(modules) < len(names) else []
+    async def model_state(
+        self, model: str, names: list[str], caller: Caller, patch: Sequence[PatchSpec] = ()
+    ) -> ModelState:
+        """A consistent snapshot of the caller's modules with these names and global steering, and
+        the runs that patches name.
+        """
+        kept, current = await self.steering.standing(
+            model, [scoped(caller.tenant, name) for name in names]
+        )
+        modules = {
+            shown(name): msgspec.structs.replace(module, name=shown(name))
+            for name, module in kept.items()
+        }
+        known = (
+            own(caller.tenant, await self.steering.module_names(model))
+            if len(modules) < len(names)
+            else []
+        )
         runs = await find_runs(self.ledger, model, patch, caller)
         wanted = patches.runs_of(patch)
-        named = await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
+        named = (
+            await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
+        )
         return ModelState(modules, current, known, runs, named)
 
     async def watching(self, info: ModelInfo) -> list[StoredProbe]:
@@ -247,12 +310,16 @@ class AppContext:
         _, names = await self.ledger.watched_model(info.name)
         return await self.probes.watching(info, names)
 
-    async def _wishes(self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]) -> list[FeatureWish]:
+    async def _wishes(
+        self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]
+    ) -> list[FeatureWish]:
         """What is to be read, with the autoencoders. Raises a 400 naming the field."""
         found = []
         for index, spec in enumerate(specs):
             if isinstance(spec, FeatureSpec):
-                spec = FeatureWish(spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.saes))
+                spec = FeatureWish(
+                    spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.saes)
+                )
             found.append(spec)
         return found
 
@@ -261,28 +328,42 @@ class AppContext:
         saes = {}
         for index, spec in enumerate(specs):
             if spec.sae is not None and spec.sae not in saes:
-                saes[spec.sae] = await named_sae(spec.sae, f"steering[{index}].sae", info, self.saes)
+                saes[spec.sae] = await named_sae(
+                    spec.sae, f"steering[{index}].sae", info, self.saes
+                )
         rows: dict[tuple[str, int], Rows] = {}
         for name, features in check_specs(specs, saes).items():
-            found = await anyio.to_thread.run_sync(self._features.read, saes[name], features, limiter=self._reading_features)
+            found = await anyio.to_thread.run_sync(
+                self._features.read, saes[name], features, limiter=self._reading_features
+            )
             check_range(saes[name], info, found)
             rows |= {(name, feature): each for feature, each in found.items()}
         return Named(saes, rows) if saes else NONE
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
-        """The job, without global capture if there is no room. Raises `quota_exceeded` if there is none for its user's captures."""
+        """The job, without global capture if there is no room.
+
+        Raises `quota_exceeded` if there is none for its user's captures.
+        """
         tags, operators = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
         if tags - operators:
             await anyio.to_thread.run_sync(self._usage.take, [1])
         if tags & operators:
             try:
-                await anyio.to_thread.run_sync(self._usage.take, [1], (self.settings.capture_quota_mib << 20) // global_capture.QUOTA_SPARE)
+                await anyio.to_thread.run_sync(
+                    self._usage.take,
+                    [1],
+                    (self.settings.capture_quota_mib << 20) // global_capture.QUOTA_SPARE,
+                )
             except MidstreamError as error:
                 return global_capture.without(job, info, "quota", error.detail)
         return job
 
     async def cancel(self, job_id: str) -> JobView:
-        """Raises `conflict` for a job that is over. The broadcast is a hint; a worker also sees the state when it renews."""
+        """Raises `conflict` for a job that is over.
+
+        The broadcast is a hint; a worker also sees the state when it renews.
+        """
         view = await self.ledger.request_cancel(job_id)
         await self.tell_worker(view)
         return view
@@ -295,13 +376,21 @@ class AppContext:
                 with anyio.fail_after(BROADCAST_S):
                     await anyio.to_thread.run_sync(
                         lambda: self.celery.control.broadcast(
-                            "midstream_cancel", arguments={"job_id": job_id}, pattern=f"{view.worker}@*", matcher="glob"
+                            "midstream_cancel",
+                            arguments={"job_id": job_id},
+                            pattern=f"{view.worker}@*",
+                            matcher="glob",
                         ),
                         abandon_on_cancel=True,
                     )
             except Exception as error:  # kombu raises what its transport raises
                 log.warning(
-                    "cannot broadcast the cancellation of job %s (%r): it takes effect at the worker's next lease renewal", job_id, error
+                    (
+                        "cannot broadcast the cancellation of job %s (%r): it takes effect at the "
+                        "worker's next lease renewal"
+                    ),
+                    job_id,
+                    error,
                 )
 
     # --- Waiting ---
@@ -315,14 +404,23 @@ class AppContext:
         quiet: Collection[str] = (),
         known: int = 0,
     ) -> Outcome:
-        """The job, with its result, as soon as `until` holds of it, or as it is after `seconds` (or when the server stops).
+        """The job, with its result, as soon as `until` holds of it, or as it is after `seconds` (or
+        when the server stops).
 
         Goes on while Redis restarts. `quiet`, `known`: see `_look`.
         """
-        return await self._look(job_id, self.ledger.outcome, until, seconds, patient=True, quiet=quiet, known=known)
+        return await self._look(
+            job_id, self.ledger.outcome, until, seconds, patient=True, quiet=quiet, known=known
+        )
 
     async def wait(
-        self, job_id: str, until: Callable[[JobView], bool], seconds: float, *, patient: bool = False, held_key: HeldKey = ALWAYS
+        self,
+        job_id: str,
+        until: Callable[[JobView], bool],
+        seconds: float,
+        *,
+        patient: bool = False,
+        held_key: HeldKey = ALWAYS,
     ) -> JobView:
         """As `outcome`, without the result.
 
@@ -332,7 +430,9 @@ class AppContext:
         async def view(job_id: str) -> Outcome:
             return Outcome(await self.ledger.view(job_id))
 
-        return (await self._look(job_id, view, until, seconds, patient=patient, held_key=held_key)).view
+        return (
+            await self._look(job_id, view, until, seconds, patient=patient, held_key=held_key)
+        ).view
 
     async def _look(
         self,
@@ -348,14 +448,17 @@ class AppContext:
     ) -> Outcome:
         """What `read` gives once `until` holds of it, or after `seconds`.
 
-        `known`: the version up to which `until` does not hold, where that is known: then nobody looks before there is a later one.
-        `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`.
-        Raises `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless `patient`) is away at the
-        beginning.
+        `known`: the version up to which `until` does not hold, where that is known: then nobody
+        looks before there is a later one.
+        `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`. Raises
+        `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless
+        `patient`) is away at the beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         if known and seconds > 0 and not self.closing:
-            await self.or_closing(self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), held_key)
+            await self.or_closing(
+                self.watcher.changed(job_id, known, deadline - time.monotonic(), quiet), held_key
+            )
         while True:
             held_key.check()
             outcome = await (self.patiently(lambda: read(job_id)) if patient else read(job_id))
@@ -363,7 +466,9 @@ class AppContext:
             left = deadline - time.monotonic()
             if until(outcome.view) or left <= 0 or self.closing:
                 return outcome
-            await self.or_closing(self.watcher.changed(job_id, outcome.view.version, left, quiet), held_key)
+            await self.or_closing(
+                self.watcher.changed(job_id, outcome.view.version, left, quiet), held_key
+            )
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
         """`read`, repeated while Redis restarts."""
@@ -381,11 +486,14 @@ class AppContext:
         """`wait`, cut short when the server stops, or when `held_key` is over."""
         task = asyncio.ensure_future(wait)
         try:
-            await asyncio.wait({task, self._closing, *held_key.ends}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {task, self._closing, *held_key.ends}, return_when=asyncio.FIRST_COMPLETED
+            )
             if task.done() and (error := task.exception()) is not None:
                 if not (isinstance(error, MidstreamError) and error.kind == "unavailable"):
                     raise error
-                await asyncio.sleep(OUTAGE_PAUSE_S)  # the read that follows says what to do about it
+                # the read that follows says what to do about it
+                await asyncio.sleep(OUTAGE_PAUSE_S)
         finally:
             await _stopped(task)
 
@@ -412,9 +520,11 @@ def context_of(request: Request[Any, Any, Any]) -> AppContext:
 
 
 async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
-    """Await `work`; raises ClientGone if the connection closes, `unauthorized` if the caller's key is revoked or expires.
+    """Await `work`; raises ClientGone if the connection closes, `unauthorized` if the caller's key
+    is revoked or expires.
 
-    (The framework would leave the handler waiting.) Only for waiting: what changes anything is done before.
+    (The framework would leave the handler waiting.) Only for waiting: what changes anything is done
+    before.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -433,9 +543,10 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
 async def _stopped(*tasks: asyncio.Future[Any]) -> None:
     """Cancel the tasks, and again until they are over.
 
-    Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has just finished, and redis-py
-    sends its commands through one: the waiter would go on as if nobody had left. Whoever is cancelled here once more, by one
-    that stops it in the same way, goes on with this all the same, or what it waits for would be left behind.
+    Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has
+    just finished, and redis-py sends its commands through one: the waiter would go on as if nobody
+    had left. Whoever is cancelled here once more, by one that stops it in the same way, goes on
+    with this all the same, or what it waits for would be left behind.
     """
     interrupted: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):

@@ -1,4 +1,6 @@
-"""The OpenAPI document: our types as msgspec describes them, what each operation needs, and where its answers lead."""
+"""The OpenAPI document: our types as msgspec describes them, what each operation needs, and where
+its answers lead.
+"""
 
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
@@ -27,9 +29,11 @@ DESCRIPTION = (
 
 
 class Records(OpenAPISchemaPlugin):
-    """Our types in the document, as msgspec itself describes them: bounds, patterns, defaults, and unknown fields refused.
+    """Our types in the document, as msgspec itself describes them: bounds, patterns, defaults, and
+    unknown fields refused.
 
-    (Litestar's own description leaves the last two out.) Litestar names the types where routes use them; `complete` fills them in.
+    (Litestar's own description leaves the last two out.) Litestar names the types where routes use
+    them; `complete` fills them in.
     """
 
     def __init__(self) -> None:
@@ -38,17 +42,28 @@ class Records(OpenAPISchemaPlugin):
     def is_plugin_supported_field(self, field_definition: FieldDefinition) -> bool:
         return not field_definition.is_union and field_definition.is_subclass_of(msgspec.Struct)
 
-    def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: "SchemaCreator") -> Schema:
+    def to_openapi_schema(
+        self, field_definition: FieldDefinition, schema_creator: "SchemaCreator"
+    ) -> Schema:
         kind = field_definition.annotation
         self._met[kind.__name__] = kind
-        return schema_creator.create_component_schema(field_definition, required=[], property_fields={})
+        return schema_creator.create_component_schema(
+            field_definition, required=[], property_fields={}
+        )
 
     def complete(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The document with every type described, what each operation needs, and where its answer leads."""
+        """The document with every type described, what each operation needs, and where its answer
+        leads.
+        """
         kinds = [OpenAIProblem, *(self._met[name] for name in sorted(self._met))]
-        _, described = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+        _, described = msgspec.json.schema_components(
+            kinds, ref_template="#/components/schemas/{name}"
+        )
         components = document.get("components", {})
-        schemas = {**components.get("schemas", {}), **{name: _dedented(schema) for name, schema in described.items()}}
+        schemas = {
+            **components.get("schemas", {}),
+            **{name: _dedented(schema) for name, schema in described.items()},
+        }
         ids = {
             f"{method} {path}": operation["operationId"]
             for path, operations in document["paths"].items()
@@ -57,7 +72,10 @@ class Records(OpenAPISchemaPlugin):
         return {
             **document,
             "paths": {
-                path: {method: _operation(method, path, operation, ids) for method, operation in operations.items()}
+                path: {
+                    method: _operation(method, path, operation, ids)
+                    for method, operation in operations.items()
+                }
                 for path, operations in document["paths"].items()
             },
             "components": {**components, "schemas": schemas, "securitySchemes": {KEY: BEARER}},
@@ -65,19 +83,36 @@ class Records(OpenAPISchemaPlugin):
 
 
 def _dedented(schema: dict[str, Any]) -> dict[str, Any]:
-    """Docstrings without their indentation, which Python 3.13 removes automatically and older versions keep."""
-    return {**schema, "description": cleandoc(schema["description"])} if "description" in schema else schema
+    """Docstrings without their indentation, which Python 3.13 removes automatically and older
+    versions keep.
+    """
+    return (
+        {**schema, "description": cleandoc(schema["description"])}
+        if "description" in schema
+        else schema
+    )
 
 
 #: Of the one security scheme.
 KEY = "key"
-BEARER = {"type": "http", "scheme": "bearer", "description": "An API key, `ms_…`. Not needed where authentication is off."}
+BEARER = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key, `ms_…`. Not needed where authentication is off.",
+}
 _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 _CHALLENGE = {"WWW-Authenticate": {"schema": {"type": "string"}}}
 REFUSALS = {
-    "401": {"description": "The key is missing or invalid", "headers": _CHALLENGE, "content": _PROBLEM},
+    "401": {
+        "description": "The key is missing or invalid",
+        "headers": _CHALLENGE,
+        "content": _PROBLEM,
+    },
     "403": {
-        "description": "The key lacks the scope that `detail` names; or the request comes from a page on another site (`cross_site`)",
+        "description": (
+            "The key lacks the scope that `detail` names; or the request comes from a page "
+            "on another site (`cross_site`)"
+        ),
         "headers": _CHALLENGE,
         "content": _PROBLEM,
     },
@@ -85,15 +120,21 @@ REFUSALS = {
 #: For every operation that needs a key, unless it says more.
 LIMITED = {
     "429": {
-        "description": "The tenant has too many requests or event streams open, or opens streams too often: retry after `Retry-After`",
+        "description": (
+            "The tenant has too many requests or event streams open, or opens streams too "
+            "often: retry after `Retry-After`"
+        ),
         "headers": {"Retry-After": {"schema": {"type": "integer"}}},
         "content": _PROBLEM,
     }
 }
 #: For every operation, including unauthenticated ones.
-MISDIRECTED = {"421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}}
+MISDIRECTED = {
+    "421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}
+}
 
-#: Type of an answer → name of the link → the operation that it leads to, its parameter, and where the answer has its value.
+#: Type of an answer → name of the link → the operation that it leads to, its parameter, and where
+#: the answer has its value.
 LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
     "JobView": {
         "job": ("get /v1/jobs/{job_id}", "job_id", "$response.body#/id"),
@@ -115,18 +156,31 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 
 
-def _operation(method: str, path: str, operation: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
-    """The operation with its scope, the refusals that come with it, and links out of its answers."""
+def _operation(
+    method: str, path: str, operation: dict[str, Any], ids: dict[str, str]
+) -> dict[str, Any]:
+    """The operation with its scope, the refusals that come with it, and links out of its
+    answers.
+    """
     operation = {**operation, "responses": {**operation.get("responses", {}), **MISDIRECTED}}
     if path in OPENAI_PATHS:
         operation = _in_openais_words(operation)
-    responses = {status: _linked(response, ids) for status, response in operation["responses"].items()}
+    responses = {
+        status: _linked(response, ids) for status, response in operation["responses"].items()
+    }
     scope = needed(method.upper(), path)
     if scope is None:
         return {**operation, "responses": responses, "security": []}
     description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
-    limited, refusals = _in_openais_words([LIMITED, REFUSALS]) if path in OPENAI_PATHS else (LIMITED, REFUSALS)
-    return {**operation, "description": description, "responses": {**limited, **responses, **refusals}, "security": [{KEY: []}]}
+    limited, refusals = (
+        _in_openais_words([LIMITED, REFUSALS]) if path in OPENAI_PATHS else (LIMITED, REFUSALS)
+    )
+    return {
+        **operation,
+        "description": description,
+        "responses": {**limited, **responses, **refusals},
+        "security": [{KEY: []}],
+    }
 
 
 def _in_openais_words(node: Any) -> Any:
@@ -139,7 +193,10 @@ def _in_openais_words(node: Any) -> Any:
 
 
 def _linked(response: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
-    types = [media.get("schema", {}).get("$ref", "").rpartition("/")[2] for media in response.get("content", {}).values()]
+    types = [
+        media.get("schema", {}).get("$ref", "").rpartition("/")[2]
+        for media in response.get("content", {}).values()
+    ]
     links = {
         name: {"operationId": ids[operation], "parameters": {parameter: value}}
         for kind in types
@@ -165,11 +222,22 @@ def config(records: Records) -> OpenAPIConfig:
         version=__version__,
         description=DESCRIPTION,
         render_plugins=[Operations(), Document(records), Swagger()],
-        openapi_router=Router("/schema", route_handlers=[], include_in_schema=False, dto=None, return_dto=None, response_headers=HEADERS),
+        openapi_router=Router(
+            "/schema",
+            route_handlers=[],
+            include_in_schema=False,
+            dto=None,
+            return_dto=None,
+            response_headers=HEADERS,
+        ),
     )
 
 
 def document(app: Litestar) -> bytes:
-    """The document as it is kept in `docs/openapi.json`: indented, keys in order, so that a change shows in a review."""
+    """The document as it is kept in `docs/openapi.json`: indented, keys in order, so that a change
+    shows in a review.
+    """
     complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema())
-    return msgspec.json.format(msgspec.json.encode(complete, order="deterministic"), indent=2) + b"\n"
+    return (
+        msgspec.json.format(msgspec.json.encode(complete, order="deterministic"), indent=2) + b"\n"
+    )

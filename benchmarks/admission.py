@@ -1,8 +1,11 @@
-"""How long does a rank's model thread take to admit a steering configuration, and to release it? No engine, no model.
+"""How long does a rank's model thread take to admit a steering configuration, and to release it?
+
+No engine, no model.
 
     taskset -c 3 python benchmarks/admission.py [--hidden 8192] [--layers 80]
 
-CPU time of the thread. `first`: laid out by the model thread; `kept`: admitted again; `expected`: laid out by the thread meanwhile.
+CPU time of the thread. `first`: laid out by the model thread; `kept`: admitted again; `expected`:
+laid out by the thread meanwhile.
 """
 
 import argparse
@@ -42,8 +45,14 @@ def main() -> None:
     rng, store, layers = np.random.default_rng(0), VectorStore(), range(options.layers)
     sites = [Site("post_block", layer, "pair") for layer in layers]
     sizes = Sizes(ring_rows=1, capacity=8, lists=8, patterns=1, configurations=64, entries=4096)
-    table = RowTable(sites, buffers_of(len(sites), sizes, options.hidden, torch.bfloat16, torch.device("cpu")), store, None)
-    rows, prepared = HeldRows(table, ActionLedger()), getattr(table, "prepared", None)  # None: a version without it
+    table = RowTable(
+        sites,
+        buffers_of(len(sites), sizes, options.hidden, torch.bfloat16, torch.device("cpu")),
+        store,
+        None,
+    )
+    # None: a version without it
+    rows, prepared = HeldRows(table, ActionLedger()), getattr(table, "prepared", None)
     if prepared is not None:
         prepared.start()
 
@@ -54,13 +63,27 @@ def main() -> None:
         return name
 
     def entry(at: range, family: str, tensors: list[str], **numbers: Any) -> StoredSteering:
-        return StoredSteering(layers=list(at), hook="post_block", positions="all", family=family, tensors=tensors, **numbers)
+        return StoredSteering(
+            layers=list(at),
+            hook="post_block",
+            positions="all",
+            family=family,
+            tensors=tensors,
+            **numbers,
+        )
 
-    own, low = [vector(options.hidden) for _ in layers], [vector(RANK, options.hidden), vector(RANK, options.hidden), vector(RANK)]
+    own, low = (
+        [vector(options.hidden) for _ in layers],
+        [vector(RANK, options.hidden), vector(RANK, options.hidden), vector(RANK)],
+    )
     kinds: dict[str, Callable[[float], list[StoredSteering]]] = {
         "add, one vector": lambda n: [entry(layers, "add", own[:1], scale=n)],
-        "add, a vector for each layer": lambda n: [entry(range(k, k + 1), "add", [own[k]], scale=n) for k in layers],
-        "ablate, a direction for each layer": lambda n: [entry(range(k, k + 1), "ablate", [own[k]], numbers=[n]) for k in layers],
+        "add, a vector for each layer": lambda n: [
+            entry(range(k, k + 1), "add", [own[k]], scale=n) for k in layers
+        ],
+        "ablate, a direction for each layer": lambda n: [
+            entry(range(k, k + 1), "ablate", [own[k]], numbers=[n]) for k in layers
+        ],
         "lowrank of rank 8": lambda n: [entry(layers, "lowrank", low, numbers=[n], rank=RANK)],
     }
     report = []
@@ -76,10 +99,28 @@ def main() -> None:
                 prepared.expect(lambda ahead=ahead: ahead)
                 prepared.expect(lambda done=done: done.set() or [])
                 done.wait()
-                rows.release(0, timed(lambda ahead=ahead: rows.acquire(0, ahead), taken["expected"]))
-        report.append({"kind": kind} | {f"{how}_ms": round(statistics.median(each), 3) for how, each in taken.items() if each})
+                rows.release(
+                    0, timed(lambda ahead=ahead: rows.acquire(0, ahead), taken["expected"])
+                )
+        report.append(
+            {"kind": kind}
+            | {
+                f"{how}_ms": round(statistics.median(each), 3)
+                for how, each in taken.items()
+                if each
+            }
+        )
         print("  ".join(f"{name} {value}" for name, value in report[-1].items()))
-    print(json.dumps({"benchmark": "admission", "hidden": options.hidden, "layers": options.layers, "results": report}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "admission",
+                "hidden": options.hidden,
+                "layers": options.layers,
+                "results": report,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""How long does one large request hold up the API, and how much memory does it take? Each in turn, beside a probe of /healthz.
+"""How long does one large request hold up the API, and how much memory does it take?
+
+Each in turn, beside a probe of /healthz.
 
     python benchmarks/api_attacks.py [--rounds 3] [--only NAME …]
 
-A service with a fake engine, beside which a model with the demo model's tokenizer and shape is published that no worker serves:
-requests are checked, tokenised and queued. A separate process requests /healthz every 20 ms over one connection. For each request: what
-it is answered with; the longest that the probe waited while it was under way (the median and the worst of the rounds; in brackets the
-median just before); by how much the API's peak of resident memory rose (the largest of the rounds) and that of its helper processes;
-both to the size of the body where that is 1 MiB or more.
-Goal: no request within the limits delays the probe by more than 250 ms, or adds more than four times its size.
+A service with a fake engine, beside which a model with the demo model's tokenizer and shape is
+published that no worker serves: requests are checked, tokenised and queued. A separate process
+requests /healthz every 20 ms over one connection. For each request: what it is answered with; the
+longest that the probe waited while it was under way (the median and the worst of the rounds; in
+brackets the median just before); by how much the API's peak of resident memory rose (the largest of
+the rounds) and that of its helper processes; both to the size of the body where that is 1 MiB or
+more. Goal: no request within the limits delays the probe by more than 250 ms, or adds more than
+four times its size.
 """
 
 import argparse
@@ -40,7 +44,8 @@ FAKE, MODEL = "fake-model", "of-demo-size"
 LAYERS, HIDDEN, LENGTH = 30, 576, 8192
 #: The template that small chat models come with.
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ "
+    "message['content'] }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
 MIB = 1 << 20
@@ -58,7 +63,9 @@ class Attack(NamedTuple):
 
 
 def job(**fields: Any) -> bytes:
-    return json.dumps({"model": MODEL, "prompts": ["hello"], **fields}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"model": MODEL, "prompts": ["hello"], **fields}, separators=(",", ":")
+    ).encode()
 
 
 def repeated(before: str, item: str, size: int, after: str) -> bytes:
@@ -70,19 +77,30 @@ def repeated(before: str, item: str, size: int, after: str) -> bytes:
 def in_job(field: str, item: str, size: int, count: int | None = None) -> Callable[[], bytes]:
     prompts = "" if field == "prompts" else '"prompts":["hello"],'
     before = f'{{"model":"{MODEL}",{prompts}"{field}":['
-    return lambda: repeated(before, item, size if count is None else (len(item) + 1) * count + len(before) + 2, "]}")
+    return lambda: repeated(
+        before, item, size if count is None else (len(item) + 1) * count + len(before) + 2, "]}"
+    )
 
 
 def words(characters: int) -> str:
-    return ("the quick brown fox jumps over a lazy dog, 1234 times. " * (characters // 55 + 1))[:characters]
+    return ("the quick brown fox jumps over a lazy dog, 1234 times. " * (characters // 55 + 1))[
+        :characters
+    ]
 
 
 def vector() -> dict[str, Any]:
-    return {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(struct.pack("<f", 0.5) * HIDDEN).decode()}
+    return {
+        "dtype": "float32",
+        "shape": [HIDDEN],
+        "data": base64.b64encode(struct.pack("<f", 0.5) * HIDDEN).decode(),
+    }
 
 
 def edits(count: int) -> list[dict[str, Any]]:
-    return [{"layers": index % LAYERS, "op": "add", "vector": vector(), "positions": "all"} for index in range(count)]
+    return [
+        {"layers": index % LAYERS, "op": "add", "vector": vector(), "positions": "all"}
+        for index in range(count)
+    ]
 
 
 def module(entries: int) -> bytes:
@@ -95,7 +113,11 @@ def file_of(shapes: list[list[int]], name: str = "post_block.{}") -> bytes:
         size = 4
         for dim in shape:
             size *= dim
-        header[name.format(index)] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        header[name.format(index)] = {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [at, at + size],
+        }
         at += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -107,9 +129,17 @@ def lowrank(mib: int) -> bytes:
     rank = mib * MIB // (LAYERS * 2 * HIDDEN * 4 + LAYERS * 4)
     header, at = {}, 0
     for layer in range(LAYERS):
-        for field, shape in (("rotation", [rank, HIDDEN]), ("weight", [rank, HIDDEN]), ("bias", [rank])):
+        for field, shape in (
+            ("rotation", [rank, HIDDEN]),
+            ("weight", [rank, HIDDEN]),
+            ("bias", [rank]),
+        ):
             size = 4 * rank * (HIDDEN if len(shape) == 2 else 1)
-            header[f"post_block.{layer}.{field}"] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+            header[f"post_block.{layer}.{field}"] = {
+                "dtype": "F32",
+                "shape": shape,
+                "data_offsets": [at, at + size],
+            }
             at += size
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
@@ -134,7 +164,10 @@ def chat(count: int, characters: int) -> bytes:
 def conversations(count: int, size: int) -> bytes:
     """Conversations of about so many bytes, none of which are the same."""
     texts = [f"{index} {words(size - 40)}" for index in range(count)]
-    return json.dumps({"model": MODEL, "messages": [[{"role": "user", "content": text}] for text in texts]}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"model": MODEL, "messages": [[{"role": "user", "content": text}] for text in texts]},
+        separators=(",", ":"),
+    ).encode()
 
 
 PATCH = {"layers": 0, "positions": [0], "source": {"zeros": True}}
@@ -151,63 +184,128 @@ ATTACKS = [
     Attack("messages, 7.9 MiB in short ones", lambda: chat(FULL // 40, 1), "/v1/chat/completions"),
     Attack("prompts, 250 × 30 kB", lambda: job(prompts=[words(30_000)] * 250)),
     Attack("prompts, 330 × 24 kB, the same", lambda: job(prompts=[words(24_000)] * 330)),
-    Attack("prompts, 330 × 24 kB that differ", lambda: job(prompts=[f"{index} {words(24_000)}" for index in range(330)])),
-    Attack("prompts, 4,000 × 2 kB that differ", lambda: job(prompts=[f"{index} {words(1990)}" for index in range(4000)])),
+    Attack(
+        "prompts, 330 × 24 kB that differ",
+        lambda: job(prompts=[f"{index} {words(24_000)}" for index in range(330)]),
+    ),
+    Attack(
+        "prompts, 4,000 × 2 kB that differ",
+        lambda: job(prompts=[f"{index} {words(1990)}" for index in range(4000)]),
+    ),
     Attack("conversations, 4,096 × 1.9 kB that differ", lambda: conversations(4096, 1900)),
     Attack("conversations, 4,096 × 300 bytes that differ", lambda: conversations(4096, 300)),
     Attack("prompts, 4096 short", lambda: job(prompts=["hello there"] * 4096)),
     Attack("prompts, 7.9 MiB of empty ones", in_job("prompts", '""', FULL)),
     Attack("prompts, 7.9 MiB of token ids", lambda: job(prompts=[[7] * 8000] * (FULL // 16_100))),
     Attack("prompts, 20 MB of lists", in_job("prompts", "[1]", 20_000_000)),
-    Attack("tokenize, 400 kB", lambda: json.dumps({"model": MODEL, "prompt": words(400_000)}).encode(), "/v1/tokenize"),
-    Attack("detokenize, 7.9 MiB", lambda: json.dumps({"model": MODEL, "tokens": [7] * (FULL // 3)}).encode(), "/v1/detokenize"),
-    Attack("detokenize, 131,000", lambda: json.dumps({"model": MODEL, "tokens": [7] * 131_000}).encode(), "/v1/detokenize"),
+    Attack(
+        "tokenize, 400 kB",
+        lambda: json.dumps({"model": MODEL, "prompt": words(400_000)}).encode(),
+        "/v1/tokenize",
+    ),
+    Attack(
+        "detokenize, 7.9 MiB",
+        lambda: json.dumps({"model": MODEL, "tokens": [7] * (FULL // 3)}).encode(),
+        "/v1/detokenize",
+    ),
+    Attack(
+        "detokenize, 131,000",
+        lambda: json.dumps({"model": MODEL, "tokens": [7] * 131_000}).encode(),
+        "/v1/detokenize",
+    ),
     Attack("steering, 64 edits", lambda: job(steering=edits(64))),
     Attack("steering, 2,500 edits with vectors", lambda: job(steering=edits(2500))),
     Attack("steering, 7.9 MiB of {}", in_job("steering", "{}", FULL)),
     Attack("steering, 60 MB of {}", in_job("steering", "{}", 60_000_000)),
     Attack("layers, a text of 1 kB", lambda: job(capture={"layers": "0," * 500 + "0"})),
     Attack("layers, a text of 1 MB", lambda: job(capture={"layers": "0," * 500_000 + "0"})),
-    Attack("positions, 7.9 MiB of them", lambda: job(capture={"layers": 0, "positions": [0] * (FULL // 3)})),
-    Attack("mask, 4 MB", lambda: job(patch=[{"layers": 0, "positions": [0], "mask": "0," * 2_000_000 + "0", "source": {"zeros": True}}])),
+    Attack(
+        "positions, 7.9 MiB of them",
+        lambda: job(capture={"layers": 0, "positions": [0] * (FULL // 3)}),
+    ),
+    Attack(
+        "mask, 4 MB",
+        lambda: job(
+            patch=[
+                {
+                    "layers": 0,
+                    "positions": [0],
+                    "mask": "0," * 2_000_000 + "0",
+                    "source": {"zeros": True},
+                }
+            ]
+        ),
+    ),
     Attack("stop, 1,000 strings", lambda: job(sampling={"stop": ["abc"] * 1000})),
     Attack("stop, 7.9 MiB", lambda: job(sampling={"stop": ["abc"] * (FULL // 7)})),
     Attack("stop_token_ids, 7.9 MiB", lambda: job(sampling={"stop_token_ids": [1] * (FULL // 3)})),
-    Attack("metadata, 7.9 MiB", lambda: job(metadata={str(index): "a" for index in range(FULL // 13)})),
+    Attack(
+        "metadata, 7.9 MiB", lambda: job(metadata={str(index): "a" for index in range(FULL // 13)})
+    ),
     Attack("unknown field of 7.9 MiB", lambda: job(**{"a" * FULL: 1})),
     Attack("nested, 7.9 MiB", lambda: b"[" * FULL),
     Attack("steering, 32,000 × {}", in_job("steering", "{}", 0, 32_000)),
-    Attack("edits, 16 for 4,096 prompts", lambda: job(prompts=["a"] * 4096, steering=edits(1) * 16)),
-    Attack("edits, 127 for 4,096 prompts", lambda: job(prompts=["a"] * 4096, steering=edits(1) * 127)),
+    Attack(
+        "edits, 16 for 4,096 prompts", lambda: job(prompts=["a"] * 4096, steering=edits(1) * 16)
+    ),
+    Attack(
+        "edits, 127 for 4,096 prompts", lambda: job(prompts=["a"] * 4096, steering=edits(1) * 127)
+    ),
     Attack("spans, 32,000", lambda: job(capture={"positions": [{"start": 0, "stop": 1}] * 32_000})),
     Attack("positions, 65,536", lambda: job(capture={"positions": [0] * 65_536})),
-    Attack("masks, 256 of 512 parts", lambda: job(patch=[PATCH | {"mask": "0," * 511 + "0"}] * 256)),
-    Attack("masks, 4,096 of 512 parts", lambda: job(patch=[PATCH | {"mask": "0," * 511 + "0"}] * 4096)),
-    Attack("masks, 256 that differ", lambda: job(patch=[PATCH | {"mask": index} for index in range(256)])),
+    Attack(
+        "masks, 256 of 512 parts", lambda: job(patch=[PATCH | {"mask": "0," * 511 + "0"}] * 256)
+    ),
+    Attack(
+        "masks, 4,096 of 512 parts", lambda: job(patch=[PATCH | {"mask": "0," * 511 + "0"}] * 4096)
+    ),
+    Attack(
+        "masks, 256 that differ",
+        lambda: job(patch=[PATCH | {"mask": index} for index in range(256)]),
+    ),
     Attack("prompt of 262,000 token ids", lambda: job(prompts=[[257] * 262_000])),
     Attack("prompts, 4,096 × 60 token ids", lambda: job(prompts=[[7] * 60] * 4096)),
     Attack("prompt of commas, 7.9 MiB", lambda: job(prompts=["," * FULL])),
     Attack("stop, 7.9 MiB of texts with commas", in_job("stop", '"a,"', FULL)),
     Attack("tools, 500,000 × {}", in_job("tools", "{}", 0, 500_000), "/v1/completions"),
-    Attack("safetensors?layers= of 1,000 characters", lambda: b"", "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 142 + "0", "GET"),
+    Attack(
+        "safetensors?layers= of 1,000 characters",
+        lambda: b"",
+        "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 142 + "0",
+        "GET",
+    ),
     Attack("module, JSON of 7.7 MiB", lambda: module(2500), MODULE, "PUT"),
     Attack("module, JSON of 20 MB", lambda: module(6500), MODULE, "PUT"),
     Attack("module file, 60 MiB", lambda: lowrank(60), MODULE, "PUT", FILE),
-    Attack("module file, 4,096 tensors", lambda: file_of([[HIDDEN]] * 4096, "mlp_out.{}"), MODULE, "PUT", FILE),
+    Attack(
+        "module file, 4,096 tensors",
+        lambda: file_of([[HIDDEN]] * 4096, "mlp_out.{}"),
+        MODULE,
+        "PUT",
+        FILE,
+    ),
     Attack("module file, 300,000 tensors", lambda: file_of([[1]] * 300_000), MODULE, "PUT", FILE),
     Attack("module file, 80 MiB", lambda: lowrank(80), MODULE, "PUT", FILE),
-    Attack("safetensors?layers= of 56 kB", lambda: b"", "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 8000 + "0", "GET"),
+    Attack(
+        "safetensors?layers= of 56 kB",
+        lambda: b"",
+        "/v1/captures/job_x/safetensors?layers=" + "0-9999," * 8000 + "0",
+        "GET",
+    ),
     Attack("sweep, 64 pairs of 400 characters", lambda: pairs(64, 400), "/v1/sweeps"),
     Attack("sweep, 34 pairs of 15 kB", lambda: pairs(34, 15_000), "/v1/sweeps"),
     Attack("sweep, 256 pairs of 15 kB", lambda: pairs(256, 15_000), "/v1/sweeps"),
 ]
 
 
-# --- The probe -------------------------------------------------------------------------------------------------------
+# --- The probe
+# --------------------------------------------------------------------------------------------------
 
 
 def probe(host: str, port: int, pipe: Connection) -> None:
-    """From each `begin` to the next message, request /healthz every 20 ms; then send (when, seconds) of each answer."""
+    """From each `begin` to the next message, request /healthz every 20 ms; then send (when,
+    seconds) of each answer.
+    """
     ask = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection((host, port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -231,7 +329,9 @@ class Probe:
     def __init__(self, url: str):
         parts = urlsplit(url)
         self._pipe, there = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=probe, args=(parts.hostname, parts.port, there))
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=probe, args=(parts.hostname, parts.port, there)
+        )
         self._process.start()
         self._pipe.recv()
         self.samples: list[tuple[float, float]] = []
@@ -252,7 +352,8 @@ class Probe:
         self._process.join()
 
 
-# --- Memory ----------------------------------------------------------------------------------------------------------
+# --- Memory
+# --------------------------------------------------------------------------------------------------
 
 
 def memory(pid: int, field: str) -> int:
@@ -264,7 +365,11 @@ def memory(pid: int, field: str) -> int:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
 
 
 def mark(pid: int) -> int:
@@ -273,14 +378,18 @@ def mark(pid: int) -> int:
     return memory(pid, "VmRSS")
 
 
-# --- Altogether ------------------------------------------------------------------------------------------------------
+# --- Altogether
+# --------------------------------------------------------------------------------------------------
 
 
 async def publish(settings: Settings) -> None:
     """A model of the demo model's shape with its tokenizer, beside the fake one."""
     folder = Path(settings.cache_dir).expanduser() / "models" / "SmolLM2-135M-Instruct"
     bundle = TokenizerBundle(
-        tokenizer_json=(folder / "tokenizer.json").read_text(), chat_template=TEMPLATE, special_tokens={}, eos_token_ids=[2]
+        tokenizer_json=(folder / "tokenizer.json").read_text(),
+        chat_template=TEMPLATE,
+        special_tokens={},
+        eos_token_ids=[2],
     )
     name, raw = encode_bundle(bundle)
     ledger = Ledger.connect(settings)
@@ -303,14 +412,21 @@ async def publish(settings: Settings) -> None:
 
 
 def finished(http: httpx.Client) -> list[Attack]:
-    """What is asked of jobs that are over: a result of a million tokens, and a page of jobs with large metadata."""
+    """What is asked of jobs that are over: a result of a million tokens, and a page of jobs with
+    large metadata.
+    """
     prompts = {"prompts": [[7] * 8] * 4096, "sampling": {"max_tokens": 256, "ignore_eos": True}}
     large = http.post("/v1/jobs", json={"model": FAKE, **prompts}).raise_for_status().json()["id"]
-    while http.get(f"/v1/jobs/{large}?wait=30").raise_for_status().json()["state"] in ("queued", "running"):
+    while http.get(f"/v1/jobs/{large}?wait=30").raise_for_status().json()["state"] in (
+        "queued",
+        "running",
+    ):
         pass
     labels = {f"{index:064}": "x" * 512 for index in range(16)}
     for _ in range(200):
-        http.post("/v1/jobs", json={"model": FAKE, "prompts": ["hello"], "metadata": labels}).raise_for_status()
+        http.post(
+            "/v1/jobs", json={"model": FAKE, "prompts": ["hello"], "metadata": labels}
+        ).raise_for_status()
     return [
         Attack("result of 4,096 × 256 tokens", lambda: b"", f"/v1/jobs/{large}/result", "GET"),
         Attack("page of 200 jobs with 9 kB of metadata", lambda: b"", "/v1/jobs?limit=200", "GET"),
@@ -324,7 +440,12 @@ def one(http: httpx.Client, pid: int, prober: Probe, attack: Attack) -> dict[str
     with prober.probing():
         began = time.perf_counter()
         try:
-            answer = http.request(attack.method, attack.path, content=body or None, headers={"Content-Type": attack.media})
+            answer = http.request(
+                attack.method,
+                attack.path,
+                content=body or None,
+                headers={"Content-Type": attack.media},
+            )
             status: int | str = answer.status_code
         except httpx.TransportError as error:
             status = type(error).__name__
@@ -350,15 +471,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
-    chosen = [attack for attack in ATTACKS if not options.only or any(part in attack.name for part in options.only)]
+    chosen = [
+        attack
+        for attack in ATTACKS
+        if not options.only or any(part in attack.name for part in options.only)
+    ]
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         data = Path(folder)
-        wanted = Settings(engine="fake", model=FAKE, data_dir=folder, api_port=0, flower_port=0, log_level="WARNING")
+        wanted = Settings(
+            engine="fake",
+            model=FAKE,
+            data_dir=folder,
+            api_port=0,
+            flower_port=0,
+            log_level="WARNING",
+        )
         with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
             asyncio.run(publish(stack.settings))
             pid = read_state(stack.data)["processes"]["api"][0]
             with httpx.Client(base_url=stack.url, timeout=300) as http:
-                http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})  # reads the tokenizer, starts a helper
+                # reads the tokenizer, starts a helper
+                http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
                 prober = Probe(stack.url)
                 for attack in [*chosen, *([] if options.only else finished(http))]:
                     rounds = [one(http, pid, prober, attack) for _ in range(options.rounds)]
@@ -369,14 +502,17 @@ def main() -> None:
 
 def row(attack: Attack, rounds: list[dict[str, Any]]) -> str:
     size = rounds[0]["bytes"]
-    delay, quiet = (statistics.median(found[name] for found in rounds) * 1000 for name in ("delay", "quiet"))
+    delay, quiet = (
+        statistics.median(found[name] for found in rounds) * 1000 for name in ("delay", "quiet")
+    )
     worst = max(found["delay"] for found in rounds) * 1000
     added, helped = (max(found[name] for found in rounds) for name in ("added", "helpers"))
     times = f"{added / size:.1f} × + {helped / size:.1f} ×" if size >= MIB else "-"
     took = statistics.median(found["s"] for found in rounds)
     statuses = "/".join(sorted({str(found["status"]) for found in rounds}))
     return (
-        f"| {attack.name} | {size / MIB:.1f} | {statuses} | {took:.2f} | {delay:.0f} / {worst:.0f} ({quiet:.0f}) "
+        f"| {attack.name} | {size / MIB:.1f} | {statuses} | {took:.2f} | {delay:.0f} / "
+        f"{worst:.0f} ({quiet:.0f}) "
         f"| {added / MIB:.0f} + {helped / MIB:.0f} | {times} |"
     )
 

@@ -1,11 +1,14 @@
-"""What does it cost to capture everything? 103 prompts × 30 layers × all prompt positions, through HTTP, held until durable.
+"""What does it cost to capture everything? 103 prompts × 30 layers × all prompt positions, through
+HTTP, held until durable.
 
     python benchmarks/capture_http.py [--rounds 5] [--max-tokens 1 16] [--concurrency 64] [--hooks post_block] [--layers all] [--compiled]
 
-`--hooks`: names separated by commas, `all`, or `none` (the same requests without a capture, and not held); several sets, such as
-`--hooks none post_block all`, are measured in turns. The ratio to `none`, which the same engine served, says what the capture costs.
-After each round with captures, `dd` writes as many bytes to the same disk durably: where the capture's own rate is near that, the disk
-is the limit. An untimed round first checks every file's CRC32 at the moment its response arrives.
+`--hooks`: names separated by commas, `all`, or `none` (the same requests without a capture, and not
+held); several sets, such as `--hooks none post_block all`, are measured in turns. The ratio to
+`none`, which the same engine served, says what the capture costs. After each round with captures,
+`dd` writes as many bytes to the same disk durably: where the capture's own rate is near that, the
+disk is the limit. An untimed round first checks every file's CRC32 at the moment its response
+arrives.
 """
 
 import argparse
@@ -32,11 +35,20 @@ NOTHING: dict[str, Any] = {"status": "not_requested", "files": [], "bytes": 0, "
 
 
 async def captured_round(
-    url: str, model: str, prompts: list[list[int]], hooks: dict[str, str], max_tokens: int, concurrency: int, root: Path, check: bool
+    url: str,
+    model: str,
+    prompts: list[list[int]],
+    hooks: dict[str, str],
+    max_tokens: int,
+    concurrency: int,
+    root: Path,
+    check: bool,
 ) -> tuple[float, list[dict[str, Any]]]:
     """Seconds for all, and each `capture_results`."""
     gate = asyncio.Semaphore(concurrency)
-    async with aiohttp.ClientSession(url, raise_for_status=True, timeout=aiohttp.ClientTimeout(600)) as http:
+    async with aiohttp.ClientSession(
+        url, raise_for_status=True, timeout=aiohttp.ClientTimeout(600)
+    ) as http:
 
         async def one(prompt: list[int]) -> dict[str, Any]:
             body = {
@@ -45,7 +57,11 @@ async def captured_round(
                 "max_tokens": max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
-            } | ({"capture": {"hooks": hooks, "positions": "all_prompt"}, "capture_wait": True} if hooks else {})
+            } | (
+                {"capture": {"hooks": hooks, "positions": "all_prompt"}, "capture_wait": True}
+                if hooks
+                else {}
+            )
             async with gate, http.post("/v1/completions", json=body) as response:
                 results: dict[str, Any] = (await response.json()).get("capture_results", NOTHING)
             if check:
@@ -71,45 +87,77 @@ def main() -> None:
     prompts = tokenised(bench_prompts(), DEMO_MODEL)
     tokens = sum(map(len, prompts))
     named: dict[str, Any] = {"all": HOOKS, "none": ()}
-    sets = {names: dict.fromkeys(named.get(names, names.split(",")), options.layers) for names in options.hooks}
+    sets = {
+        names: dict.fromkeys(named.get(names, names.split(",")), options.layers)
+        for names in options.hooks
+    }
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
-        common = {"enforce_eager": not options.compiled, "enable_prefix_caching": False, "max_model_len": 2048}
+        common = {
+            "enforce_eager": not options.compiled,
+            "enable_prefix_caching": False,
+            "max_model_len": 2048,
+        }
         if options.compiled:
             common["capture_buffer_mib"] = 1024  # all six hooks of a full step
         data = Path(folder) / "stack"
-        wanted = Settings(model=str(DEMO_MODEL), data_dir=str(data), api_port=0, flower_port=0, **common)
+        wanted = Settings(
+            model=str(DEMO_MODEL), data_dir=str(data), api_port=0, flower_port=0, **common
+        )
         settings = prepare(wanted, data, print)
         report: list[dict[str, Any]] = []
         with Supervisor(settings, say=lambda line: None) as stack:
 
-            def captured(hooks: dict[str, str], max_tokens: int, *, check: bool) -> tuple[float, list[dict[str, Any]]]:
+            def captured(
+                hooks: dict[str, str], max_tokens: int, *, check: bool
+            ) -> tuple[float, list[dict[str, Any]]]:
                 os.sync()  # what the round before left to the disk
                 run = captured_round(
-                    stack.url, settings.served_model, prompts, hooks, max_tokens, options.concurrency, settings.capture_root, check
+                    stack.url,
+                    settings.served_model,
+                    prompts,
+                    hooks,
+                    max_tokens,
+                    options.concurrency,
+                    settings.capture_root,
+                    check,
                 )
                 seconds, results = asyncio.run(run)
-                shutil.rmtree(settings.capture_root / "default", ignore_errors=not hooks)  # or the disk fills over the rounds
+                shutil.rmtree(
+                    settings.capture_root / "default", ignore_errors=not hooks
+                )  # or the disk fills over the rounds
                 return seconds, results
 
             for max_tokens in options.max_tokens:
-                checked = {name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()}
+                checked = {
+                    name: captured(hooks, max_tokens, check=True)[1] for name, hooks in sets.items()
+                }
                 seconds: dict[str, list[float]] = {name: [] for name in sets}
                 disk: dict[str, list[float]] = {name: [] for name in sets}
                 for _ in range(options.rounds):
                     for name, hooks in sets.items():
                         took, results = captured(hooks, max_tokens, check=False)
-                        assert all(result["status"] == ("ok" if hooks else "not_requested") for result in results)
+                        assert all(
+                            result["status"] == ("ok" if hooks else "not_requested")
+                            for result in results
+                        )
                         seconds[name].append(took)
                         print(f"  max_tokens {max_tokens}: {name} {took:.2f} s", flush=True)
                         if size := sum(result["bytes"] for result in results):
-                            disk[name].append(timed(lambda size=size: plain_write(settings.capture_root, size))[0])  # type: ignore[misc]
+                            disk[name].append(
+                                timed(lambda size=size: plain_write(settings.capture_root, size))[0]
+                            )  # type: ignore[misc]
                 report += [
                     {
                         "hooks": name,
                         "max_tokens": max_tokens,
                         "ok": f"{sum(result['status'] == 'ok' for result in checked[name])}/{len(prompts)}",
                         "seconds": round(statistics.median(took), 3),
-                        "to_none": round(statistics.median(c / n for c, n in zip(took, seconds["none"], strict=True)), 3)
+                        "to_none": round(
+                            statistics.median(
+                                c / n for c, n in zip(took, seconds["none"], strict=True)
+                            ),
+                            3,
+                        )
                         if "none" in seconds
                         else None,
                         "dd_s": round(statistics.median(disk[name] or [0.0]), 3),
@@ -118,10 +166,22 @@ def main() -> None:
                     }
                     for name, took in seconds.items()
                 ]
-    print(f"{len(prompts)} prompts, {tokens} tokens, layers {options.layers}, concurrency {options.concurrency}")
+    print(
+        f"{len(prompts)} prompts, {tokens} tokens, layers {options.layers}, concurrency "
+        f"{options.concurrency}"
+    )
     for line in report:
         print("  ".join(f"{name} {value}" for name, value in line.items()))
-    print(json.dumps({"benchmark": "capture_http", "compiled": options.compiled, "layers": options.layers, "results": report}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "capture_http",
+                "compiled": options.compiled,
+                "layers": options.layers,
+                "results": report,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

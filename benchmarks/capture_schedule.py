@@ -1,6 +1,8 @@
-"""Work that captures add to the scheduler in one decode step: `python benchmarks/capture_schedule.py`.
+"""Work that captures add to the scheduler in one decode step: `python
+benchmarks/capture_schedule.py`.
 
-64 requests that capture every position; per step the ring's budget is asked about each, and the row index which rows to keep.
+64 requests that capture every position; per step the ring's budget is asked about each, and the row
+index which rows to keep.
 """
 
 import statistics
@@ -17,8 +19,18 @@ HASHES = [number.to_bytes(32, "big") for number in range(PROMPT // 16)]
 
 def measure(hooks: int, layers: int) -> tuple[float, float]:
     """(row index, ring budget): microseconds per step, medians."""
-    capture = StoredCapture(sites={hook: list(range(layers)) for hook in HOOKS[:hooks]}, positions="all", tag="t")
-    spec = RankSpec(version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, captures=[capture], lowest_captured=0)
+    capture = StoredCapture(
+        sites={hook: list(range(layers)) for hook in HOOKS[:hooks]}, positions="all", tag="t"
+    )
+    spec = RankSpec(
+        version="",
+        job="j",
+        request=0,
+        attempt=1,
+        prompt_tokens=PROMPT,
+        captures=[capture],
+        lowest_captured=0,
+    )
     index, budget = RowIndex(1 << 28, 16384, 16), RingBudget(1 << 16, [range(layers)], 0)
     wanted = {str(number): Wanted(spec) for number in range(REQUESTS)}
     for name in wanted:
@@ -39,4 +51,7 @@ def measure(hooks: int, layers: int) -> tuple[float, float]:
 if __name__ == "__main__":
     print(f"{REQUESTS} requests; microseconds per decode step: row index, ring budget")
     for hooks, layers in ((1, 32), (1, 80), (6, 32), (6, 80)):
-        print(f"{hooks * layers:4} sites: {measure(hooks, layers)[0]:8.0f} {measure(hooks, layers)[1]:8.0f}")
+        print(
+            f"{hooks * layers:4} sites: {measure(hooks, layers)[0]:8.0f} "
+            f"{measure(hooks, layers)[1]:8.0f}"
+        )

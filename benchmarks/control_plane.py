@@ -1,11 +1,14 @@
-"""How many jobs per second does everything but the model carry? A fake engine, beside raw Celery no-op tasks on the same Redis.
+"""How many jobs per second does everything but the model carry?
+
+A fake engine, beside raw Celery no-op tasks on the same Redis.
 
     python benchmarks/control_plane.py [--jobs 2000] [--concurrency 64] [--rounds 3]
 
-Kinds, in turns in one run: `celery` sends no-op tasks and waits until all are done; `jobs` posts jobs over HTTP and waits for their
-end; `held` posts completions with a capture and `capture_wait`, each with a real file and a real receipt. Latencies of single
-requests (concurrency 1) come from a block of their own. The last lines say what processor time each process takes for a job: where
-the machine is shared, those are worth more than jobs per second.
+Kinds, in turns in one run: `celery` sends no-op tasks and waits until all are done; `jobs` posts
+jobs over HTTP and waits for their end; `held` posts completions with a capture and `capture_wait`,
+each with a real file and a real receipt. Latencies of single requests (concurrency 1) come from a
+block of their own. The last lines say what processor time each process takes for a job: where the
+machine is shared, those are worth more than jobs per second.
 """
 
 import argparse
@@ -51,17 +54,26 @@ def celery_round(redis_url: str, count: int) -> float:
     return time.perf_counter() - start
 
 
-async def http_round(url: str, count: int, concurrency: int, held: bool) -> tuple[float, list[float]]:
+async def http_round(
+    url: str, count: int, concurrency: int, held: bool
+) -> tuple[float, list[float]]:
     gate = asyncio.Semaphore(concurrency)
-    async with aiohttp.ClientSession(url, raise_for_status=True) as http:  # httpx queues unfairly at this rate
+    async with aiohttp.ClientSession(url, raise_for_status=True) as http:
+        # httpx queues unfairly at this rate
 
         async def one() -> float:
             async with gate:
                 start = time.perf_counter()
                 path, body = ("/v1/completions", HELD) if held else ("/v1/jobs", JOB)
-                async with http.post(path, json=body, headers={} if held else {"Prefer": "wait=60"}) as response:
+                async with http.post(
+                    path, json=body, headers={} if held else {"Prefer": "wait=60"}
+                ) as response:
                     answer = await response.json()
-                assert (answer["capture_results"]["status"] == "ok") if held else (answer["state"] == "succeeded"), answer
+                assert (
+                    (answer["capture_results"]["status"] == "ok")
+                    if held
+                    else (answer["state"] == "succeeded")
+                ), answer
                 return time.perf_counter() - start
 
         start = time.perf_counter()
@@ -77,21 +89,43 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         data = Path(folder)
-        wanted = Settings(engine="fake", model=MODEL, data_dir=str(data), api_port=0, flower_port=0, log_level="WARNING")
+        wanted = Settings(
+            engine="fake",
+            model=MODEL,
+            data_dir=str(data),
+            api_port=0,
+            flower_port=0,
+            log_level="WARNING",
+        )
         settings = prepare(wanted, data, print)
         with Supervisor(settings, say=lambda line: None) as stack:
             redis_url = stack.settings.redis_url
             log = (data / "noop.log").open("wb")
-            noop = subprocess.Popen([sys.executable, str(Path(__file__).with_name("noop_tasks.py")), redis_url], stdout=log, stderr=log)
+            noop = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("noop_tasks.py")), redis_url],
+                stdout=log,
+                stderr=log,
+            )
             try:
                 pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()}
-                report = measure(stack.url, redis_url, options, pids | {"noop": noop.pid, "client": os.getpid()})
+                report = measure(
+                    stack.url, redis_url, options, pids | {"noop": noop.pid, "client": os.getpid()}
+                )
             finally:
                 noop.terminate()
                 noop.wait(30)
     for line in report:
         print("  ".join(f"{name} {value}" for name, value in line.items()))
-    print(json.dumps({"benchmark": "control_plane", "jobs": options.jobs, "concurrency": options.concurrency, "results": report}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "control_plane",
+                "jobs": options.jobs,
+                "concurrency": options.concurrency,
+                "results": report,
+            }
+        )
+    )
 
 
 def processor_s(pids: dict[str, int]) -> dict[str, float]:
@@ -103,7 +137,9 @@ def processor_s(pids: dict[str, int]) -> dict[str, float]:
     return found
 
 
-def measure(url: str, redis_url: str, options: argparse.Namespace, pids: dict[str, int]) -> list[dict[str, Any]]:
+def measure(
+    url: str, redis_url: str, options: argparse.Namespace, pids: dict[str, int]
+) -> list[dict[str, Any]]:
     spent: dict[str, Counter[str]] = {kind: Counter() for kind in ("celery", "jobs", "held")}
     before = processor_s(pids)
 
@@ -122,24 +158,38 @@ def measure(url: str, redis_url: str, options: argparse.Namespace, pids: dict[st
         rates["celery"].append(options.jobs / celery_round(redis_url, options.jobs))
         account("celery")
         for kind in ("jobs", "held"):
-            seconds, taken = asyncio.run(http_round(url, options.jobs, options.concurrency, held=kind == "held"))
+            seconds, taken = asyncio.run(
+                http_round(url, options.jobs, options.concurrency, held=kind == "held")
+            )
             account(kind)
             rates[kind].append(options.jobs / seconds)
             latencies[kind] += taken
-    report: list[dict[str, Any]] = [{"kind": "celery", "per_s": round(statistics.median(rates["celery"]))}]
+    report: list[dict[str, Any]] = [
+        {"kind": "celery", "per_s": round(statistics.median(rates["celery"]))}
+    ]
     for kind in ("jobs", "held"):
         _, alone = asyncio.run(http_round(url, 200, 1, held=kind == "held"))
         line: dict[str, Any] = {
             "kind": kind,
             "per_s": round(statistics.median(rates[kind])),
-            "of_celery": round(statistics.median(k / c for k, c in zip(rates[kind], rates["celery"], strict=True)), 2),
+            "of_celery": round(
+                statistics.median(k / c for k, c in zip(rates[kind], rates["celery"], strict=True)),
+                2,
+            ),
         }
         for name, taken in ((f"at_{options.concurrency}", latencies[kind]), ("at_1", alone)):
             cuts = statistics.quantiles(taken, n=100)
-            line[f"{name}_p50_ms"], line[f"{name}_p99_ms"] = round(cuts[49] * 1e3, 1), round(cuts[98] * 1e3, 1)
+            line[f"{name}_p50_ms"], line[f"{name}_p99_ms"] = (
+                round(cuts[49] * 1e3, 1),
+                round(cuts[98] * 1e3, 1),
+            )
         report.append(line)
     for kind, times in spent.items():
-        each = {name: round(seconds * 1e6 / options.jobs / options.rounds) for name, seconds in times.most_common() if seconds}
+        each = {
+            name: round(seconds * 1e6 / options.jobs / options.rounds)
+            for name, seconds in times.most_common()
+            if seconds
+        }
         report.append({"kind": f"{kind}_processor_us", "all": sum(each.values()), **each})
     return report
 

@@ -1,7 +1,10 @@
-"""What do benchmarks compare with? A stock vLLM engine, or ours called directly, in a process of its own.
+"""What do benchmarks compare with?
 
-Run as a program it serves JSON lines: `{"prompts": [[ids]], "max_tokens": n, "concurrency": n, "steering": null, "capture": null}` →
-seconds and latencies; ours also how often and with how many bytes of vectors the ranks were called.
+A stock vLLM engine, or ours called directly, in a process of its own.
+
+Run as a program it serves JSON lines: `{"prompts": [[ids]], "max_tokens": n, "concurrency": n,
+"steering": null, "capture": null}` → seconds and latencies; ours also how often and with how many
+bytes of vectors the ranks were called.
 """
 
 import asyncio
@@ -40,10 +43,21 @@ def bench_prompts() -> list[str]:
 
 
 class EngineProcess:
-    """`kind`: `stock` (vLLM with nothing of ours) or `ours` (`VllmEngine`, the data plane installed)."""
+    """`kind`: `stock` (vLLM with nothing of ours) or `ours` (`VllmEngine`, the data plane
+    installed).
+    """
 
-    def __init__(self, kind: str, settings: Settings, extra: dict[str, Any] | None = None, timed: Path | None = None):
-        """`extra`: arguments for vLLM, such as `load_format`. `timed`: a file for the time that its ranks spend in our code."""
+    def __init__(
+        self,
+        kind: str,
+        settings: Settings,
+        extra: dict[str, Any] | None = None,
+        timed: Path | None = None,
+    ):
+        """`extra`: arguments for vLLM, such as `load_format`.
+
+        `timed`: a file for the time that its ranks spend in our code.
+        """
         Path(settings.data_dir).mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, __file__, kind],
@@ -71,16 +85,26 @@ class EngineProcess:
         capture: dict[str, Any] | None = None,
         probes: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`, `sent_bytes`: vectors to the ranks.
+        """`seconds` for all, `latencies` of each, `tokens` generated; of ours `sends`,
+        `sent_bytes`: vectors to the ranks.
 
-        `cpu`: CPU seconds of the ranks' main threads, which run the model; `ours`: those in parts of our code, if the engine is timed.
+        `cpu`: CPU seconds of the ranks' main threads, which run the model; `ours`: those in parts
+        of our code, if the engine is timed.
 
-        `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at each of the layers, a random
-        vector of its own for each i modulo `distinct`. `capture`: a `StoredCapture` of every prompt, of ours only.
-        `probes`: `{"count": n, "layers": […], "action": …}`, of ours only: so many probes score every token, at these layers in turn.
+        `steering`: `{"layers": […], "distinct": n, "seed": n}`, of ours only: prompt i adds, at
+        each of the layers, a random vector of its own for each i modulo `distinct`. `capture`: a
+        `StoredCapture` of every prompt, of ours only.
+        `probes`: `{"count": n, "layers": […], "action": …}`, of ours only: so many probes score
+        every token, at these layers in turn.
         """
         assert self._process.stdin is not None
-        command = {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency, "steering": steering, "capture": capture}
+        command = {
+            "prompts": prompts,
+            "max_tokens": max_tokens,
+            "concurrency": concurrency,
+            "steering": steering,
+            "capture": capture,
+        }
         command["probes"] = probes
         before = shares.read(self._timed) if self._timed else {}
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -146,15 +170,26 @@ async def _serve(kind: str, reply: Any) -> None:
         command = json.loads(line)
         prompts, wish = command["prompts"], command["steering"]
         steering = target.steering(len(prompts), **wish) if wish else [[] for _ in prompts]
-        captures = [msgspec.convert(command["capture"], StoredCapture)] if command["capture"] else []
+        captures = (
+            [msgspec.convert(command["capture"], StoredCapture)] if command["capture"] else []
+        )
         probes = target.probes(**command["probes"]) if command["probes"] else []
         sends, sent = target.sends, target.sent_bytes
         await target.llm.reset_prefix_cache()
         gate = asyncio.Semaphore(command["concurrency"])
         start, cpu = time.perf_counter(), model_cpu()
         asked = zip(prompts, steering, strict=True)
-        done = await asyncio.gather(*(one(prompt, command["max_tokens"], gate, entries, captures, probes) for prompt, entries in asked))
-        answer = {"seconds": time.perf_counter() - start, "latencies": [d[0] for d in done], "tokens": sum(d[1] for d in done)}
+        done = await asyncio.gather(
+            *(
+                one(prompt, command["max_tokens"], gate, entries, captures, probes)
+                for prompt, entries in asked
+            )
+        )
+        answer = {
+            "seconds": time.perf_counter() - start,
+            "latencies": [d[0] for d in done],
+            "tokens": sum(d[1] for d in done),
+        }
         answer["cpu"] = model_cpu() - cpu
         reply(answer | {"sends": target.sends - sends, "sent_bytes": target.sent_bytes - sent})
     target.llm.shutdown()
@@ -187,7 +222,9 @@ class _Stock:
         from midstream.workers.engine import vllm_output
 
         prompt, count = TokensPrompt(prompt_token_ids=job.prompts[0].token_ids), 0
-        async for output in self.llm.generate(prompt, vllm_output.sampling_params(job.sampling, None), job.id):
+        async for output in self.llm.generate(
+            prompt, vllm_output.sampling_params(job.sampling, None), job.id
+        ):
             count += len(output.outputs[0].token_ids)
         return count
 
@@ -216,10 +253,15 @@ class _Ours:
         return cls(engine, engine.info.hidden_size)
 
     def facts(self) -> dict[str, Any]:
-        return facts_of(self.llm) | {"layers": self._engine.info.num_layers, "step_rows": self._engine.info.capture_row_limit}
+        return facts_of(self.llm) | {
+            "layers": self._engine.info.num_layers,
+            "step_rows": self._engine.info.capture_row_limit,
+        }
 
     async def generate(self, job: Job) -> int:
-        names = [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
+        names = (
+            [name for entry in job.steering[0] for name in entry.tensors] if job.steering else []
+        )
         names += [name for probe in job.probes for name in probe.content.tensors]
         await self._engine.hold_vectors(names, self._fetch)
         count = 0
@@ -228,14 +270,29 @@ class _Ours:
         await self._engine.release_vectors(names)
         return count
 
-    def steering(self, prompts: int, layers: list[int], distinct: int, seed: int) -> list[list[StoredSteering]]:
+    def steering(
+        self, prompts: int, layers: list[int], distinct: int, seed: int
+    ) -> list[list[StoredSteering]]:
         """Entries of each prompt."""
         rng = np.random.default_rng(seed)
-        tensors = [from_numpy(rng.standard_normal(self._hidden_size).astype(np.float32)) for _ in range(distinct)]
+        tensors = [
+            from_numpy(rng.standard_normal(self._hidden_size).astype(np.float32))
+            for _ in range(distinct)
+        ]
         names = [content_hash(tensor) for tensor in tensors]
         self._tensors = dict(zip(names, tensors, strict=True))
         entries = [
-            [StoredSteering(layers=layers, hook="post_block", positions="all", family="add", tensors=[name], scale=0.1)] for name in names
+            [
+                StoredSteering(
+                    layers=layers,
+                    hook="post_block",
+                    positions="all",
+                    family="add",
+                    tensors=[name],
+                    scale=0.1,
+                )
+            ]
+            for name in names
         ]
         return [entries[number % distinct] for number in range(prompts)]
 
@@ -243,12 +300,26 @@ class _Ours:
         """Random ones, of one label each, with thresholds that nothing reaches."""
         made = []
         for number in range(count):
-            tensors = [from_numpy(np.random.default_rng(number).standard_normal((1, self._hidden_size))), from_numpy(np.zeros(1))]
+            tensors = [
+                from_numpy(np.random.default_rng(number).standard_normal((1, self._hidden_size))),
+                from_numpy(np.zeros(1)),
+            ]
             names = [content_hash(tensor) for tensor in tensors]
             self._tensors |= dict(zip(names, tensors, strict=True))
             layer = layers[number % len(layers)]
-            content = ProbeContent(hook="post_block", layer=layer, tensors=names, labels=["x"], thresholds=[1e30], aggregation="max")
-            made.append(StoredProbe(name=f"p{number}", digest=content.digest, content=content, action=action))
+            content = ProbeContent(
+                hook="post_block",
+                layer=layer,
+                tensors=names,
+                labels=["x"],
+                thresholds=[1e30],
+                aggregation="max",
+            )
+            made.append(
+                StoredProbe(
+                    name=f"p{number}", digest=content.digest, content=content, action=action
+                )
+            )
         return made
 
     async def _fetch(self, name: str) -> Tensor:
@@ -262,17 +333,32 @@ class _Ours:
 
 
 def model_cpu() -> float:
-    """CPU seconds of the threads that run the model: the main thread of each rank of this process's engine; 0 where there is none."""
+    """CPU seconds of the threads that run the model: the main thread of each rank of this process's
+    engine; 0 where there is none.
+    """
     found = {}  # pid → (name, parent, seconds of the main thread)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            name, _, fields = (folder / "task" / folder.name / "stat").read_text().partition("(")[2].rpartition(") ")
+            name, _, fields = (
+                (folder / "task" / folder.name / "stat")
+                .read_text()
+                .partition("(")[2]
+                .rpartition(") ")
+            )
         except OSError:  # it ended
             continue
         values = fields.split()
-        found[folder.name] = name, values[1], (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+        found[folder.name] = (
+            name,
+            values[1],
+            (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK"),
+        )
     cores = {pid for pid, (_, parent, _) in found.items() if parent == str(os.getpid())}
-    return sum(seconds for name, parent, seconds in found.values() if parent in cores and name.startswith("VLLM::Worker"))
+    return sum(
+        seconds
+        for name, parent, seconds in found.values()
+        if parent in cores and name.startswith("VLLM::Worker")
+    )
 
 
 def extra_arguments() -> dict[str, Any]:
@@ -282,7 +368,10 @@ def extra_arguments() -> dict[str, Any]:
 
 
 def direct_engine(settings: Settings) -> Any:
-    """A `VllmEngine` that gives vLLM the extra arguments, too. Without a tokenizer it serves token ids only."""
+    """A `VllmEngine` that gives vLLM the extra arguments, too.
+
+    Without a tokenizer it serves token ids only.
+    """
     from midstream.workers.engine import vllm as module
 
     extra, options = extra_arguments(), module.engine_options
@@ -305,8 +394,14 @@ def facts_of(llm: Any) -> dict[str, Any]:
 
 
 def settings_for(directory: Path, model: Path, **options: Any) -> Settings:
-    """As `midstream up` would run it, for a direct engine: no relay listens, receipts stay in the outbox."""
-    chosen = {"relay_url": "tcp://127.0.0.1:9", "worker_id": "bench", "max_model_len": 2048} | options
+    """As `midstream up` would run it, for a direct engine: no relay listens, receipts stay in the
+    outbox.
+    """
+    chosen = {
+        "relay_url": "tcp://127.0.0.1:9",
+        "worker_id": "bench",
+        "max_model_len": 2048,
+    } | options
     return msgspec.structs.replace(Settings(), model=str(model), data_dir=str(directory), **chosen)
 
 
@@ -316,4 +411,6 @@ if __name__ == "__mp_main__":
 if __name__ == "__main__":
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    asyncio.run(_serve(sys.argv[1], lambda answer: channel.write(json.dumps(answer).encode() + b"\n")))
+    asyncio.run(
+        _serve(sys.argv[1], lambda answer: channel.write(json.dumps(answer).encode() + b"\n"))
+    )

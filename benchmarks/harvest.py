@@ -5,7 +5,8 @@
     python benchmarks/harvest.py memory   # resident memory of all processes over a harvest of --tokens tokens; then `read`
     python benchmarks/harvest.py read     # rows/s of RowDataset beside the disk's own rate
 
-Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the last unit that counts.
+Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the
+last unit that counts.
 """
 
 import argparse
@@ -33,12 +34,19 @@ from midstream.client.harvest import RowDataset, open, verify
 from midstream.schemas.harvests import HarvestView
 
 LENGTH = 256
-ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 2048, "kv_cache_gib": 1.0}
+ENGINE = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "max_model_len": 2048,
+    "kv_cache_gib": 1.0,
+}
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 
 
 def sequences(count: int, seed: int) -> list[list[int]]:
-    """Documentation cut into pieces of `LENGTH` tokens, each begun by random tokens so that no two share a prefix."""
+    """Documentation cut into pieces of `LENGTH` tokens, each begun by random tokens so that no two
+    share a prefix.
+    """
     stream = [token for ids in tokenised(bench_prompts(), DEMO_MODEL) for token in ids]
     rng = np.random.default_rng(seed)
     found = []
@@ -49,7 +57,9 @@ def sequences(count: int, seed: int) -> list[list[int]]:
 
 
 def harvest(client: Client, model: str, lines: list[Any], **fields: Any) -> HarvestView:
-    view = client.submit_harvest(model=model, source={"lines": lines}, positions={"skip_bos": False}, **fields)
+    view = client.submit_harvest(
+        model=model, source={"lines": lines}, positions={"skip_bos": False}, **fields
+    )
     while (view := client.harvest(view)).state not in ("succeeded", "failed", "cancelled"):
         time.sleep(0.1)
     assert view.state == "succeeded", view
@@ -64,30 +74,58 @@ def computed_s(view: HarvestView) -> float:
 
 
 def speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # all compute with as many threads: one fewer than cores
+    os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
+        "1"  # all compute with as many threads: one fewer than cores
+    )
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
-    found: dict[str, Any] = {"length": LENGTH, "sequences": arguments.sequences, "rounds": arguments.rounds, "engine": ENGINE}
+    found: dict[str, Any] = {
+        "length": LENGTH,
+        "sequences": arguments.sequences,
+        "rounds": arguments.rounds,
+        "engine": ENGINE,
+    }
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        stock, loop = EngineProcess("stock", settings_for(root / "stock", DEMO_MODEL, **ENGINE)), TransformersLoop(root)
+        stock, loop = (
+            EngineProcess("stock", settings_for(root / "stock", DEMO_MODEL, **ENGINE)),
+            TransformersLoop(root),
+        )
         try:
-            options = {"engine": "vllm", "model": str(DEMO_MODEL), "model_name": "demo", "certify": False, **ENGINE, **SLOW}
-            with Stack(root / "ours", api=True, start_timeout_s=300, **options) as stack, Client(stack.url) as client:
+            options = {
+                "engine": "vllm",
+                "model": str(DEMO_MODEL),
+                "model_name": "demo",
+                "certify": False,
+                **ENGINE,
+                **SLOW,
+            }
+            with (
+                Stack(root / "ours", api=True, start_timeout_s=300, **options) as stack,
+                Client(stack.url) as client,
+            ):
                 for layers in ([15], [2, 7, 12, 17, 22, 27]):
-                    rounds = [turn(stock, loop, client, layers, number, arguments.sequences) for number in range(arguments.rounds + 1)][1:]
+                    rounds = [
+                        turn(stock, loop, client, layers, number, arguments.sequences)
+                        for number in range(arguments.rounds + 1)
+                    ][1:]
                     found[f"{len(layers)} layers"] = {
-                        f"{kind}_tokens_s": [round(rates[kind]) for rates in rounds] for kind in ("stock", "loop", "harvest")
+                        f"{kind}_tokens_s": [round(rates[kind]) for rates in rounds]
+                        for kind in ("stock", "loop", "harvest")
                     } | {
-                        f"harvest_to_{peer}": round(statistics.median(rates["harvest"] / rates[peer] for rates in rounds), 3)
+                        f"harvest_to_{peer}": round(
+                            statistics.median(rates["harvest"] / rates[peer] for rates in rounds), 3
+                        )
                         for peer in ("stock", "loop")
-                    }  # fmt: skip
+                    }
         finally:
             stock.close()
     return found
 
 
 class TransformersLoop:
-    """What a researcher writes by hand: batches of the model's own library, hidden states of some layers, a file for each batch."""
+    """What a researcher writes by hand: batches of the model's own library, hidden states of some
+    layers, a file for each batch.
+    """
 
     BATCH = 8
 
@@ -107,13 +145,25 @@ class TransformersLoop:
         start = time.perf_counter()
         for first in range(0, len(lines), self.BATCH):
             with torch.inference_mode():
-                states = self._model(torch.tensor(lines[first : first + self.BATCH]), output_hidden_states=True).hidden_states
-            rows = {str(layer): states[layer + 1].reshape(-1, states[0].shape[-1]).contiguous() for layer in layers}
+                states = self._model(
+                    torch.tensor(lines[first : first + self.BATCH]), output_hidden_states=True
+                ).hidden_states
+            rows = {
+                str(layer): states[layer + 1].reshape(-1, states[0].shape[-1]).contiguous()
+                for layer in layers
+            }
             save_file(rows, self._folder / f"{first}.safetensors")
         return time.perf_counter() - start
 
 
-def turn(stock: EngineProcess, loop: TransformersLoop, client: Client, layers: list[int], number: int, count: int) -> dict[str, float]:
+def turn(
+    stock: EngineProcess,
+    loop: TransformersLoop,
+    client: Client,
+    layers: list[int],
+    number: int,
+    count: int,
+) -> dict[str, float]:
     """Tokens/s of each on the same sequences; who is first changes."""
     lines = sequences(count, 1000 * len(layers) + number)
     tokens = sum(map(len, lines))
@@ -125,7 +175,11 @@ def turn(stock: EngineProcess, loop: TransformersLoop, client: Client, layers: l
 
     order = ["stock", "loop", "harvest"]
     order = order[number % 3 :] + order[: number % 3]
-    kinds = {"stock": lambda: float(stock.run(lines, 1, 64)["seconds"]), "loop": lambda: loop.run(lines, layers), "harvest": ours}
+    kinds = {
+        "stock": lambda: float(stock.run(lines, 1, 64)["seconds"]),
+        "loop": lambda: loop.run(lines, layers),
+        "harvest": ours,
+    }
     rates = {kind: tokens / kinds[kind]() for kind in order}
     print(f"{len(layers)} layers, turn {number}: {rates}", file=sys.stderr)
     return rates
@@ -135,16 +189,30 @@ def scale(arguments: argparse.Namespace) -> dict[str, Any]:
     rates: dict[int, list[float]] = {}
     for workers in arguments.workers:
         with tempfile.TemporaryDirectory() as folder:
-            options = {"engine": "fake", "fake_token_s": 0.08, "max_num_seqs": 4, "harvest_requests_in_flight": 8, "worker_concurrency": 8}
-            with Stack(Path(folder), api=True, workers=workers, **options, **SLOW) as stack, Client(stack.url) as client:
+            options = {
+                "engine": "fake",
+                "fake_token_s": 0.08,
+                "max_num_seqs": 4,
+                "harvest_requests_in_flight": 8,
+                "worker_concurrency": 8,
+            }
+            with (
+                Stack(Path(folder), api=True, workers=workers, **options, **SLOW) as stack,
+                Client(stack.url) as client,
+            ):
                 for _ in range(arguments.rounds):
-                    hooks = dict.fromkeys(("pre_attn", "attn_out", "mlp_out", "post_block"), "all")  # wide rows: many units to share
+                    hooks = dict.fromkeys(
+                        ("pre_attn", "attn_out", "mlp_out", "post_block"), "all"
+                    )  # wide rows: many units to share
                     lines = [f"{number} " + "x" * 200 for number in range(500 * workers)]
                     view = harvest(client, "fake-model", lines, hooks=hooks, shards={"mib": 1})
                     rates.setdefault(workers, []).append(view.tokens / computed_s(view))
     first = statistics.median(rates[arguments.workers[0]])
     return {
-        str(workers): {"tokens_s": [round(rate) for rate in each], "times_one": round(statistics.median(each) / first, 2)}
+        str(workers): {
+            "tokens_s": [round(rate) for rate in each],
+            "times_one": round(statistics.median(each) / first, 2),
+        }
         for workers, each in rates.items()
     }
 
@@ -162,26 +230,48 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
         options: dict[str, Any] = (
             {"engine": "fake"}
             if fake
-            else {"engine": "vllm", "model": str(arguments.model), "certify": False, **ENGINE, "kv_cache_gib": 0.25}
+            else {
+                "engine": "vllm",
+                "model": str(arguments.model),
+                "certify": False,
+                **ENGINE,
+                "kv_cache_gib": 0.25,
+            }
         )
         options |= {"model_name": "m", "harvest_sources": str(corpus), **SLOW}
-        with Stack(root / "data", api=True, start_timeout_s=300, **options) as stack, Client(stack.url) as client:
-            with sampled({name: process.pid for name, process in stack.processes.items()}) as samples:
+        with (
+            Stack(root / "data", api=True, start_timeout_s=300, **options) as stack,
+            Client(stack.url) as client,
+        ):
+            with sampled(
+                {name: process.pid for name, process in stack.processes.items()}
+            ) as samples:
                 view = client.submit_harvest(
-                    model="m", source={"path": "tokens.jsonl", "kind": "tokens", "field": "ids"}, layers=[1, 2],
+                    model="m",
+                    source={"path": "tokens.jsonl", "kind": "tokens", "field": "ids"},
+                    layers=[1, 2],
                     cut={"max_length": 256, "fit": "split"},
-                    shards={"mib": 8}, max_tokens=arguments.tokens,
-                )  # fmt: skip
+                    shards={"mib": 8},
+                    max_tokens=arguments.tokens,
+                )
                 view = client.wait_harvest(view)
             found = verify(view.uri)
             parts = {
-                name: [round(max(part)) for part in np.array_split(np.array(values), 8) if len(part)] for name, values in samples.items()
+                name: [
+                    round(max(part)) for part in np.array_split(np.array(values), 8) if len(part)
+                ]
+                for name, values in samples.items()
             }
             return {
-                "tokens": view.tokens, "rows": found.rows, "faults": found.faults, "bytes": found.bytes,
-                "seconds": round(computed_s(view), 1), "tokens_s": round(view.tokens_s), "rss_mib_by_eighth": parts,
+                "tokens": view.tokens,
+                "rows": found.rows,
+                "faults": found.faults,
+                "bytes": found.bytes,
+                "seconds": round(computed_s(view), 1),
+                "tokens_s": round(view.tokens_s),
+                "rss_mib_by_eighth": parts,
                 "read": reading(view.uri, arguments.rounds),
-            }  # fmt: skip
+            }
 
 
 @contextmanager
@@ -252,22 +342,39 @@ def reading(uri: str, rounds: int) -> dict[str, Any]:
         return round(what() / (time.perf_counter() - start))
 
     disk()
-    found: dict[str, Any] = {"rows": len(made), "width": made.manifest.widths[site[0]], "dtype": made.manifest.dtype, "bytes": size}
+    found: dict[str, Any] = {
+        "rows": len(made),
+        "width": made.manifest.widths[site[0]],
+        "dtype": made.manifest.dtype,
+        "bytes": size,
+    }
     for cached in (True, False) if os.geteuid() == 0 else (True,):
         each = [(rate(disk, cached=cached), rate(rows, cached=cached)) for _ in range(rounds)]
-        found["cached" if cached else "not cached"] = {"disk_mib_s": [mib for mib, _ in each], "rows_s": [count for _, count in each]}
+        found["cached" if cached else "not cached"] = {
+            "disk_mib_s": [mib for mib, _ in each],
+            "rows_s": [count for _, count in each],
+        }
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["speed", "scale", "memory", "read"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--workers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
+    parser.add_argument(
+        "--workers", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2]
+    )
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--engine", choices=["fake", "vllm"], default="fake")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="of `memory --engine vllm`")
     parser.add_argument("--uri")
     chosen = parser.parse_args()
-    print(json.dumps({"speed": speed, "scale": scale, "memory": memory, "read": read}[chosen.what](chosen), indent=1))
+    print(
+        json.dumps(
+            {"speed": speed, "scale": scale, "memory": memory, "read": read}[chosen.what](chosen),
+            indent=1,
+        )
+    )

@@ -1,12 +1,16 @@
-"""How long does a sweep over all heads take, beside TransformerLens? And paths: to the logits, to a head's queries, from a head?
+"""How long does a sweep over all heads take, beside TransformerLens?
+
+And paths: to the logits, to a head's queries, from a head?
 
     make lens                                # TransformerLens' own environment
     python benchmarks/heads.py [--rounds 3] [--lens PYTHON]
 
-The pair of `lens_heads.py` (14 tokens), float32. Ours: `POST /v1/sweeps` over HTTP, worker, ranks and relay of a stack of its own, from
-the request until the job is over, both clean runs and the control patches in it; cells begin at the layer that they patch. Theirs,
-taking turns: `get_act_patch_attn_head_out_all_pos` (one cell in a forward pass), the same with all heads of a layer in a batch, and
-`get_act_patch_direct_path` from one head. Both have the machine alone while they run. The values are compared.
+The pair of `lens_heads.py` (14 tokens), float32. Ours: `POST /v1/sweeps` over HTTP, worker, ranks
+and relay of a stack of its own, from the request until the job is over, both clean runs and the
+control patches in it; cells begin at the layer that they patch. Theirs, taking turns:
+`get_act_patch_attn_head_out_all_pos` (one cell in a forward pass), the same with all heads of a
+layer in a batch, and `get_act_patch_direct_path` from one head. Both have the machine alone while
+they run. The values are compared.
 """
 
 import argparse
@@ -28,7 +32,10 @@ SENDER_END = {"layer": SENDER[0], "hook": "z", "head": SENDER[1]}
 SWEEPS: dict[str, dict[str, Any]] = {
     "heads": {"hooks": ["z"]},
     "path to the logits": {"hooks": ["z"], "path": {"receivers": "logits"}},
-    "path to queries": {"hooks": ["z"], "path": {"receivers": [{"layer": 23, "hook": "q", "head": 3}], "frozen": ["attn"]}},
+    "path to queries": {
+        "hooks": ["z"],
+        "path": {"receivers": [{"layer": 23, "hook": "q", "head": 3}], "frozen": ["attn"]},
+    },
     "path from a head": {"hooks": ["q"], "path": {"sender": SENDER_END}},
 }
 #: Ours and theirs that are the same grid.
@@ -51,7 +58,11 @@ def sweep(http: httpx.Client, model: str, fields: dict[str, Any]) -> tuple[float
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lens", default=LENS, help=f"a Python with TransformerLens; default ${LENS_VARIABLE}, or what `make lens` made")
+    parser.add_argument(
+        "--lens",
+        default=LENS,
+        help=(f"a Python with TransformerLens; default ${LENS_VARIABLE}, or what `make lens` made"),
+    )
     parser.add_argument("--theirs", nargs="+", default=list(SAME), choices=list(SAME))
     options = parser.parse_args()
     rates, values = defaultdict(list), {}
@@ -69,11 +80,25 @@ def main() -> None:
             told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             for line in filter(lambda line: line.startswith("{"), told.splitlines()):
                 theirs = json.loads(line)
-                rates[f"TransformerLens {theirs['name']}"].append(theirs["cells"] / theirs["seconds"])
-                off = max(off, float(np.abs(np.array(theirs["values"]) - values[SAME[theirs["name"]]]).max()))
-            print("  ".join(f"{name}: {each[-1]:.1f} cells/s" for name, each in rates.items()), flush=True)
-    report: dict[str, Any] = {name: round(statistics.median(each), 1) for name, each in rates.items()}
-    print(json.dumps({"benchmark": "heads", "cells_per_s": report, "largest difference": round(off, 6)}))
+                rates[f"TransformerLens {theirs['name']}"].append(
+                    theirs["cells"] / theirs["seconds"]
+                )
+                off = max(
+                    off,
+                    float(np.abs(np.array(theirs["values"]) - values[SAME[theirs["name"]]]).max()),
+                )
+            print(
+                "  ".join(f"{name}: {each[-1]:.1f} cells/s" for name, each in rates.items()),
+                flush=True,
+            )
+    report: dict[str, Any] = {
+        name: round(statistics.median(each), 1) for name, each in rates.items()
+    }
+    print(
+        json.dumps(
+            {"benchmark": "heads", "cells_per_s": report, "largest difference": round(off, 6)}
+        )
+    )
 
 
 if __name__ == "__main__":

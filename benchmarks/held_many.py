@@ -1,11 +1,15 @@
-"""What does it cost to hold many responses? Added latency at 1, 64 and 512 held at once, and the API's memory per 1,000.
+"""What does it cost to hold many responses?
+
+Added latency at 1, 64 and 512 held at once, and the API's memory per 1,000.
 
     python benchmarks/held_many.py [--held 1 64 512] [--memory 1000 4000]
 
-One service with a fake engine that takes `ENGINE_S` for every request, however many there are, so that what a request takes beyond
-that is ours. `held` captures and waits until the capture is durable, `plain` asks for nothing and is answered when its output is
-stored; both in turns, each with so many requests open all the time. Memory: so many held completions whose engine takes for ever,
-resident memory of the API's process before, with all of them open, and after their clients have left.
+One service with a fake engine that takes `ENGINE_S` for every request, however many there are, so
+that what a request takes beyond that is ours. `held` captures and waits until the capture is
+durable, `plain` asks for nothing and is answered when its output is stored; both in turns, each
+with so many requests open all the time. Memory: so many held completions whose engine takes for
+ever, resident memory of the API's process before, with all of them open, and after their clients
+have left.
 """
 
 import argparse
@@ -40,9 +44,18 @@ def service(engine_s: float, concurrency: int) -> Iterator[Supervisor]:
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         data = Path(folder)
         wanted = Settings(
-            engine="fake", model=MODEL, data_dir=folder, api_port=0, flower_port=0, log_level="WARNING", fake_token_s=engine_s,
-            worker_concurrency=concurrency, max_num_seqs=concurrency, dispatch_window=concurrency, max_wait_s=600.0,
-        )  # fmt: skip
+            engine="fake",
+            model=MODEL,
+            data_dir=folder,
+            api_port=0,
+            flower_port=0,
+            log_level="WARNING",
+            fake_token_s=engine_s,
+            worker_concurrency=concurrency,
+            max_num_seqs=concurrency,
+            dispatch_window=concurrency,
+            max_wait_s=600.0,
+        )
         with Supervisor(prepare(wanted, data, print), say=lambda line: None) as stack:
             yield stack
 
@@ -64,14 +77,18 @@ async def level(url: str, body: dict[str, Any], held: int) -> list[float]:
                 added.append(time.perf_counter() - began - ENGINE_S)
             first = False
 
-    async with aiohttp.ClientSession(url, raise_for_status=True, connector=aiohttp.TCPConnector(limit=0), timeout=_patient()) as http:
+    async with aiohttp.ClientSession(
+        url, raise_for_status=True, connector=aiohttp.TCPConnector(limit=0), timeout=_patient()
+    ) as http:
         await asyncio.gather(*(client(http, number) for number in range(held)))
     return added
 
 
 async def memory(url: str, pid: int, held: int) -> dict[str, Any]:
     """Resident memory of the API around `held` open requests."""
-    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=_patient()) as http:
+    async with aiohttp.ClientSession(
+        url, connector=aiohttp.TCPConnector(limit=0), timeout=_patient()
+    ) as http:
         before = resident(pid)
         waiting = [asyncio.create_task(_swallow(http)) for _ in range(held)]
         async with asyncio.timeout(120):
@@ -86,7 +103,9 @@ async def memory(url: str, pid: int, held: int) -> dict[str, Any]:
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.sleep(SETTLE_S)
     line = {"held": held, "before_mib": before, "during_mib": during, "after_mib": resident(pid)}
-    return {name: round(value) for name, value in line.items()} | {"mib_per_1000": round((during - before) / held * 1000, 1)}
+    return {name: round(value) for name, value in line.items()} | {
+        "mib_per_1000": round((during - before) / held * 1000, 1)
+    }
 
 
 async def _swallow(http: aiohttp.ClientSession) -> None:
@@ -97,7 +116,11 @@ async def _swallow(http: aiohttp.ClientSession) -> None:
 async def _accepted(http: aiohttp.ClientSession) -> int:
     async with http.get("/metrics") as response:
         text = await response.text()
-    return sum(int(float(line.split()[-1])) for line in text.splitlines() if "requests_in_progress{" in line and "completions" in line)
+    return sum(
+        int(float(line.split()[-1]))
+        for line in text.splitlines()
+        if "requests_in_progress{" in line and "completions" in line
+    )
 
 
 def _patient() -> aiohttp.ClientTimeout:
@@ -119,7 +142,10 @@ def measure_levels(levels: list[int]) -> list[dict[str, Any]]:
                 added = asyncio.run(level(stack.url, body, held))
                 cuts = statistics.quantiles(added, n=100)
                 line[f"{kind}_requests"] = len(added)
-                line[f"{kind}_added_p50_ms"], line[f"{kind}_added_p99_ms"] = round(cuts[49] * 1e3, 1), round(cuts[98] * 1e3, 1)
+                line[f"{kind}_added_p50_ms"], line[f"{kind}_added_p99_ms"] = (
+                    round(cuts[49] * 1e3, 1),
+                    round(cuts[98] * 1e3, 1),
+                )
             report.append(line)
     return report
 
@@ -140,7 +166,10 @@ def main() -> None:
     options = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    report = {"latency": measure_levels(options.held) if options.held else [], "memory": measure_memory(options.memory)}
+    report = {
+        "latency": measure_levels(options.held) if options.held else [],
+        "memory": measure_memory(options.memory),
+    }
     for lines in report.values():
         for line in lines:
             print("  ".join(f"{name} {value}" for name, value in line.items()))

@@ -2,9 +2,11 @@
 
     python benchmarks/large_captures.py [--mib 40] [--captures 16] [--rounds 3] [--sites 180] [--folder DIR]
 
-One writer thread's consumer `filesystem`, layout `packed`, rows of hidden size 576 in bf16, as of SmolLM2-135M. In turns: through the
-page cache (as files were written before), directly (`storage/direct_write.py`), and `dd conv=fsync` of as many bytes for the disk's own
-rate. Seconds include CRC32 and fsync, not the making of the rows; CPU is that of this process, the kernel's writeback not included.
+One writer thread's consumer `filesystem`, layout `packed`, rows of hidden size 576 in bf16, as of
+SmolLM2-135M. In turns: through the page cache (as files were written before), directly
+(`storage/direct_write.py`), and `dd conv=fsync` of as many bytes for the disk's own rate. Seconds
+include CRC32 and fsync, not the making of the rows; CPU is that of this process, the kernel's
+writeback not included.
 """
 
 import argparse
@@ -32,17 +34,34 @@ HIDDEN, ITEM = 576, 2
 
 def captures(rows: memoryview, sites: int, positions: int, count: int) -> list[FinishedCapture]:
     layers = list(range(sites))
-    capture = StoredCapture(sites={"post_block": layers}, positions="all_prompt", tag="bench", layout="packed")
+    capture = StoredCapture(
+        sites={"post_block": layers}, positions="all_prompt", tag="bench", layout="packed"
+    )
     site = positions * HIDDEN * ITEM
     return [
         FinishedCapture(
-            spec=RankSpec(version="1", job="job_bench", request=number, attempt=1, prompt_tokens=positions, captures=[capture]),
-            capture=capture, sites={"post_block": layers}, hidden_size=HIDDEN, dtype="bfloat16", positions=list(range(positions)),
-            token_ids=[7] * positions, worker="bench", rank=0, pp=0, stages=1,
+            spec=RankSpec(
+                version="1",
+                job="job_bench",
+                request=number,
+                attempt=1,
+                prompt_tokens=positions,
+                captures=[capture],
+            ),
+            capture=capture,
+            sites={"post_block": layers},
+            hidden_size=HIDDEN,
+            dtype="bfloat16",
+            positions=list(range(positions)),
+            token_ids=[7] * positions,
+            worker="bench",
+            rank=0,
+            pp=0,
+            stages=1,
             rows=lambda hook, layer: [rows[layer * site : (layer + 1) * site]],
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, float]:
@@ -56,7 +75,18 @@ def timed(action: Callable[[], Any]) -> tuple[float, float]:
 def plain_write(folder: Path, size: int) -> None:
     """Write so many bytes durably with `dd`, for the disk's own rate, and remove them."""
     file = folder / "dd"
-    subprocess.run(["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={size >> 20}", "conv=fsync", "status=none"], check=True)
+    subprocess.run(
+        [
+            "dd",
+            "if=/dev/zero",
+            f"of={file}",
+            "bs=1M",
+            f"count={size >> 20}",
+            "conv=fsync",
+            "status=none",
+        ],
+        check=True,
+    )
     file.unlink()
 
 
@@ -66,7 +96,11 @@ def main() -> None:
     parser.add_argument("--captures", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sites", type=int, default=180)
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; default: the temporary folder")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="a folder on the disk to be measured; default: the temporary folder",
+    )
     options = parser.parse_args()
     positions = (options.mib << 20) // (options.sites * HIDDEN * ITEM)
     size = positions * options.sites * HIDDEN * ITEM
@@ -78,23 +112,38 @@ def main() -> None:
         for kind, results in found.items():
             with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
                 if kind == "dd":
-                    results.append(timed(lambda scratch=scratch: plain_write(Path(scratch), all_bytes)))  # type: ignore[misc]
+                    results.append(
+                        timed(lambda scratch=scratch: plain_write(Path(scratch), all_bytes))
+                    )  # type: ignore[misc]
                     continue
                 file_store.LEAST = least if kind == "direct" else 1 << 62
                 store = StoreConfig(open_store(scratch), "bench.boot.0")
                 writer = Filesystem(store, Usage(store.store, 0))
                 made = captures(rows, options.sites, positions, options.captures)
-                results.append(timed(lambda made=made, writer=writer: [writer.consume([one]) for one in made]))  # type: ignore[misc]
+                results.append(
+                    timed(lambda made=made, writer=writer: [writer.consume([one]) for one in made])
+                )  # type: ignore[misc]
     report = {
         kind: {
             "gb_per_s": [round(all_bytes / wall / 1e9, 2) for wall, _ in results],
-            "cpu_s_per_gb": round(statistics.median(cpu for _, cpu in results) / all_bytes * 1e9, 2),
+            "cpu_s_per_gb": round(
+                statistics.median(cpu for _, cpu in results) / all_bytes * 1e9, 2
+            ),
         }
         for kind, results in found.items()
     }
     for kind, line in report.items():
         print(f"{kind:<11} GB/s {line['gb_per_s']}  CPU s per GB {line['cpu_s_per_gb']}")
-    print(json.dumps({"benchmark": "large_captures", "mib": options.mib, "captures": options.captures, "results": report}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "large_captures",
+                "mib": options.mib,
+                "captures": options.captures,
+                "results": report,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Records what TransformerLens, without weight processing, says of one prompt, for the facade `midstream.lens` to be compared with.
+"""Records what TransformerLens, without weight processing, says of one prompt, for the facade
+`midstream.lens` to be compared with.
 
     make lens                                            # TransformerLens' own environment
     .cache/lens/bin/python benchmarks/lens_facade.py           # tests/data/hooked.safetensors
     .cache/lens/bin/python benchmarks/lens_facade.py FILE      # every activation of every layer, for tests/long/test_equivalents.py
 
-Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports nothing of ours. float32. Hooks are
-Python functions; the facade is given the op that does the same.
+Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
+nothing of ours. float32. Hooks are Python functions; the facade is given the op that does the same.
 """
 
 import importlib.metadata
@@ -25,15 +26,31 @@ OTHER = "The Colosseum is located in the city of"
 #: Layers of which whole activations are kept.
 LAYERS = (0, 17)
 NAMES = (
-    "hook_resid_pre", "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_pattern", "attn.hook_z",
-    "hook_attn_out", "hook_resid_mid", "mlp.hook_post", "hook_mlp_out", "hook_resid_post",
-)  # fmt: skip
+    "hook_resid_pre",
+    "attn.hook_q",
+    "attn.hook_k",
+    "attn.hook_v",
+    "attn.hook_rot_q",
+    "attn.hook_rot_k",
+    "attn.hook_pattern",
+    "attn.hook_z",
+    "hook_attn_out",
+    "hook_resid_mid",
+    "mlp.hook_post",
+    "hook_mlp_out",
+    "hook_resid_post",
+)
 #: Tokens whose log-probabilities are kept, at every position.
 TOKENS = (" Paris", " Rome", " the", ".", " London")
 
 
-def edits(torch: Any, direction: Any, other: Any) -> dict[str, list[tuple[str, Callable[..., Any]]]]:
-    """Name → the hooks of one run. `direction`: `[d_model]`; `other`: the cache of the other prompt."""
+def edits(
+    torch: Any, direction: Any, other: Any
+) -> dict[str, list[tuple[str, Callable[..., Any]]]]:
+    """Name → the hooks of one run.
+
+    `direction`: `[d_model]`; `other`: the cache of the other prompt.
+    """
     unit = direction / direction.norm()
 
     def add(row: Any, hook: Any) -> Any:
@@ -88,7 +105,11 @@ def main() -> None:
     logits, cache = bridge.run_with_cache(torch.tensor([ids[0]]))
     _, other = bridge.run_with_cache(torch.tensor([ids[1]]))
     layers = range(lens.layers) if sys.argv[1:] else LAYERS
-    kept = {f"blocks.{layer}.{name}": cache[f"blocks.{layer}.{name}"] for layer in layers for name in NAMES}
+    kept = {
+        f"blocks.{layer}.{name}": cache[f"blocks.{layer}.{name}"]
+        for layer in layers
+        for name in NAMES
+    }
     logprobs = logits.float().log_softmax(-1)
     kept["logprobs"] = logprobs[0][:, tokens]
     kept["top"] = logprobs[0].topk(5).indices
@@ -97,13 +118,24 @@ def main() -> None:
     for name, options in (("accumulated_resid", {"incl_mid": True}), ("decompose_resid", {})):
         stack, labels[name] = getattr(cache, name)(return_labels=True, **options)
         kept[name] = stack[:, :, -1]
-    direction = torch.from_numpy(np.random.default_rng(0).standard_normal(cache["resid_pre", 0].shape[-1]).astype(np.float32))
+    direction = torch.from_numpy(
+        np.random.default_rng(0).standard_normal(cache["resid_pre", 0].shape[-1]).astype(np.float32)
+    )
     kept["direction"] = direction
     for name, hooks in edits(torch, direction, other).items():
         edited = bridge.run_with_hooks(torch.tensor([ids[0]]), fwd_hooks=hooks)
         kept[f"edited.{name}"] = edited.float().log_softmax(-1)[0][:, tokens]
-    packages = {name: importlib.metadata.version(name) for name in ("transformer-lens", "transformers", "torch")}
-    about = {"prompt": PROMPT, "other": OTHER, "ids": json.dumps(ids), "tokens": json.dumps(tokens), "labels": json.dumps(labels)}
+    packages = {
+        name: importlib.metadata.version(name)
+        for name in ("transformer-lens", "transformers", "torch")
+    }
+    about = {
+        "prompt": PROMPT,
+        "other": OTHER,
+        "ids": json.dumps(ids),
+        "tokens": json.dumps(tokens),
+        "labels": json.dumps(labels),
+    }
     arrays = {name: np.ascontiguousarray(values.detach().numpy()) for name, values in kept.items()}
     path = Path(sys.argv[1]) if sys.argv[1:] else GOLDEN
     save_file(arrays, str(path), about | {"versions": json.dumps(packages), "model": MODEL.name})

@@ -1,10 +1,12 @@
-"""What do TransformerLens and a transformers model with hooks say of single heads, and of paths between them?
+"""What do TransformerLens and a transformers model with hooks say of single heads, and of paths
+between them?
 
     make lens                                                # TransformerLens' own environment
     .cache/lens/bin/python benchmarks/lens_heads.py golden   # tests/data/heads.safetensors, which the engine tests are held to
     .cache/lens/bin/python benchmarks/lens_heads.py time     # seconds of TransformerLens' head sweep, for benchmarks/heads.py
 
-Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports nothing of ours. float32.
+Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
+nothing of ours. float32.
 """
 
 import argparse
@@ -25,7 +27,8 @@ GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "data" / "heads.safeten
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
 ANSWER, FOIL = " Mary", " John"
-#: Of the grid by positions, every which layer: TransformerLens takes one forward pass for each cell.
+#: Of the grid by positions, every which layer: TransformerLens takes one forward pass for each
+#: cell.
 EVERY = 5
 #: The sender of the paths whose receivers are the grid.
 SENDER = (20, 0)
@@ -42,25 +45,32 @@ SENDERS = (3, 17, 20, 23)
 
 
 class Frozen:
-    """Path patching by forward hooks on a transformers model, as Wang et al. 2022 (arXiv:2211.00593, appendix B) have it.
+    """Path patching by forward hooks on a transformers model, as Wang et al. 2022
+    (arXiv:2211.00593, appendix B) have it.
 
-    The first pass runs the patched prompt with the sender's output from the other prompt, and with the outputs of all branches that
-    are frozen as they are without a patch; what the receivers compute in it is kept. The second pass runs the patched prompt with
-    that in the receivers' place. For `logits`, the answer is the first pass' own.
+    The first pass runs the patched prompt with the sender's output from the other prompt, and with
+    the outputs of all branches that are frozen as they are without a patch; what the receivers
+    compute in it is kept. The second pass runs the patched prompt with that in the receivers'
+    place. For `logits`, the answer is the first pass' own.
     """
 
     def __init__(self, model: Any, torch: Any) -> None:
         self.model, self.torch = model, torch
         self.layers = model.model.layers
         config = model.config
-        self.size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.size = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
 
     def part(self, layer: int, part: str) -> Any:
         block = self.layers[layer]
         return {
-            "q": block.self_attn.q_proj, "k": block.self_attn.k_proj, "v": block.self_attn.v_proj, "attn": block.self_attn.o_proj,
+            "q": block.self_attn.q_proj,
+            "k": block.self_attn.k_proj,
+            "v": block.self_attn.v_proj,
+            "attn": block.self_attn.o_proj,
             "mlp": block.mlp,
-        }[part]  # fmt: skip
+        }[part]
 
     def columns(self, head: int) -> slice:
         return slice(None) if head < 0 else slice(head * self.size, (head + 1) * self.size)
@@ -74,12 +84,19 @@ class Frozen:
                 hook.remove()
 
     def kept(self, tokens: list[int]) -> dict[tuple[int, str], Any]:
-        """(layer, part) → `[tokens, width]` without a patch; `z`: what enters the output projection."""
+        """(layer, part) → `[tokens, width]` without a patch; `z`: what enters the output
+        projection.
+        """
         rows: dict[tuple[int, str], Any] = {}
         hooks = []
         for layer in range(len(self.layers)):
-            hooks.append(self.part(layer, "attn").register_forward_pre_hook(_keep_input(rows, (layer, "z"))))
-            hooks += [self.part(layer, part).register_forward_hook(_keep(rows, (layer, part))) for part in ("q", "k", "v", "attn", "mlp")]
+            hooks.append(
+                self.part(layer, "attn").register_forward_pre_hook(_keep_input(rows, (layer, "z")))
+            )
+            hooks += [
+                self.part(layer, part).register_forward_hook(_keep(rows, (layer, part)))
+                for part in ("q", "k", "v", "attn", "mlp")
+            ]
         with self.hooked(hooks):
             self.logits(tokens)
         return rows
@@ -88,24 +105,44 @@ class Frozen:
         return self.model(self.torch.tensor([tokens])).logits[0, -1]
 
     def path(
-        self, asked: Question, sender: tuple[int, int], receivers: list[tuple[int, str, int]], frozen: tuple[str, ...], rows: Any
+        self,
+        asked: Question,
+        sender: tuple[int, int],
+        receivers: list[tuple[int, str, int]],
+        frozen: tuple[str, ...],
+        rows: Any,
     ) -> float:
-        """`rows`: of the corrupt and of the clean prompt, as `kept` has them. The clean prompt's go into the corrupt one."""
+        """`rows`: of the corrupt and of the clean prompt, as `kept` has them.
+
+        The clean prompt's go into the corrupt one.
+        """
         base, source = rows
         layer, head = sender
         seen: dict[tuple[int, str], Any] = {}
-        hooks = [self.part(at, part).register_forward_hook(_keep(seen, (at, part))) for at, part, _ in receivers]
+        hooks = [
+            self.part(at, part).register_forward_hook(_keep(seen, (at, part)))
+            for at, part, _ in receivers
+        ]
         own = self.columns(head)
-        hooks.append(self.part(layer, "attn").register_forward_pre_hook(_put_input(source[layer, "z"], own)))
+        hooks.append(
+            self.part(layer, "attn").register_forward_pre_hook(_put_input(source[layer, "z"], own))
+        )
         for above in range(layer, len(self.layers)):
             for part in frozen:
                 if part == "mlp" or above > layer:
-                    hooks.append(self.part(above, part).register_forward_hook(_put(base[above, part], slice(None))))
+                    hooks.append(
+                        self.part(above, part).register_forward_hook(
+                            _put(base[above, part], slice(None))
+                        )
+                    )
         with self.hooked(hooks):
             first = self.logits(asked.corrupt)
         if not receivers:
             return float(first[asked.answer] - first[asked.foil])
-        hooks = [self.part(at, part).register_forward_hook(_put(seen[at, part], self.columns(of))) for at, part, of in receivers]
+        hooks = [
+            self.part(at, part).register_forward_hook(_put(seen[at, part], self.columns(of)))
+            for at, part, of in receivers
+        ]
         with self.hooked(hooks):
             second = self.logits(asked.corrupt)
         return float(second[asked.answer] - second[asked.foil])
@@ -154,7 +191,9 @@ def set_up(model: Path) -> Setup:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    clean, corrupt, (answer,), (foil,) = (tokenizer.encode(text).ids for text in (CLEAN, CORRUPT, ANSWER, FOIL))
+    clean, corrupt, (answer,), (foil,) = (
+        tokenizer.encode(text).ids for text in (CLEAN, CORRUPT, ANSWER, FOIL)
+    )
     assert len(clean) == len(corrupt)
     asked = Question(clean, corrupt, answer, foil, [(place, place) for place in range(len(clean))])
     lens = Lens(model, "float32")
@@ -177,18 +216,40 @@ def golden(model: Path, file: Path) -> None:
     grids: dict[str, Any] = {}
 
     start = time.perf_counter()
-    grids["z.all_pos"] = patching.get_act_patch_attn_head_out_all_pos(lens.bridge, corrupt, setup.cache, setup.metric).numpy()
+    grids["z.all_pos"] = patching.get_act_patch_attn_head_out_all_pos(
+        lens.bridge, corrupt, setup.cache, setup.metric
+    ).numpy()
     print(f"z.all_pos {time.perf_counter() - start:.1f} s", flush=True)
-    cells = [(layer, place, head) for layer in range(0, layers, EVERY) for place in range(len(asked.corrupt)) for head in range(heads)]
+    cells = [
+        (layer, place, head)
+        for layer in range(0, layers, EVERY)
+        for place in range(len(asked.corrupt))
+        for head in range(heads)
+    ]
     frame = pd.DataFrame(cells, columns=["layer", "pos", "head"])
     found = patching.generic_activation_patch(
-        lens.bridge, corrupt, setup.cache, setup.metric, patching.layer_pos_head_vector_patch_setter, "z", index_df=frame
+        lens.bridge,
+        corrupt,
+        setup.cache,
+        setup.metric,
+        patching.layer_pos_head_vector_patch_setter,
+        "z",
+        index_df=frame,
     )
-    grids["z.by_pos"] = np.array([float(value) for value in found], np.float32).reshape(-1, len(asked.corrupt), heads)
+    grids["z.by_pos"] = np.array([float(value) for value in found], np.float32).reshape(
+        -1, len(asked.corrupt), heads
+    )
     print(f"z.by_pos {time.perf_counter() - start:.1f} s", flush=True)
     _, corrupted = lens.bridge.run_with_cache(corrupt)
     grids["direct.q"] = patching.get_act_patch_direct_path(
-        lens.bridge, corrupt, setup.cache, corrupted, setup.metric, *SENDER, component="q", verbose=False
+        lens.bridge,
+        corrupt,
+        setup.cache,
+        corrupted,
+        setup.metric,
+        *SENDER,
+        component="q",
+        verbose=False,
     ).numpy()
     grids["direct.q"][: SENDER[0] + 1] = np.nan
     print(f"direct.q {time.perf_counter() - start:.1f} s", flush=True)
@@ -199,9 +260,16 @@ def golden(model: Path, file: Path) -> None:
         for held in (("attn", "mlp"), ("attn",)):
             grid = np.full((len(SENDERS), heads), np.nan, np.float32)
             for place, layer in enumerate(SENDERS):
-                above = [receiver for receiver in receivers if receiver[0] > layer or (receiver[0] == layer and receiver[1] == "mlp")]
+                above = [
+                    receiver
+                    for receiver in receivers
+                    if receiver[0] > layer or (receiver[0] == layer and receiver[1] == "mlp")
+                ]
                 if above or not receivers:
-                    grid[place] = [frozen.path(asked, (layer, head), above, held, rows) for head in range(heads)]
+                    grid[place] = [
+                        frozen.path(asked, (layer, head), above, held, rows)
+                        for head in range(heads)
+                    ]
             grids[f"{name}.{'+'.join(held)}"] = grid
         print(f"{name} {time.perf_counter() - start:.1f} s", flush=True)
     neurons = np.full((len(SENDERS), 4), np.nan, np.float32)
@@ -209,10 +277,21 @@ def golden(model: Path, file: Path) -> None:
         neurons[place] = neuron_cells(frozen, asked, layer)
     grids["neurons"] = neurons
     about = {
-        "clean": CLEAN, "corrupt": CORRUPT, "answer": ANSWER, "foil": FOIL, "logit_diff": values, "sender": SENDER, "senders": SENDERS,
-        "receivers": RECEIVERS, "every": EVERY, "neurons": NEURONS,
-    }  # fmt: skip
-    packages = {name: importlib.metadata.version(name) for name in ("transformer-lens", "transformers", "torch")}
+        "clean": CLEAN,
+        "corrupt": CORRUPT,
+        "answer": ANSWER,
+        "foil": FOIL,
+        "logit_diff": values,
+        "sender": SENDER,
+        "senders": SENDERS,
+        "receivers": RECEIVERS,
+        "every": EVERY,
+        "neurons": NEURONS,
+    }
+    packages = {
+        name: importlib.metadata.version(name)
+        for name in ("transformer-lens", "transformers", "torch")
+    }
     save_file(
         {name: np.ascontiguousarray(grid, np.float32) for name, grid in grids.items()},
         str(file),
@@ -231,10 +310,14 @@ def neuron_cells(frozen: Frozen, asked: Question, layer: int) -> list[float]:
     for name, tokens in (("clean", asked.clean), ("corrupt", asked.corrupt)):
         with frozen.hooked([down.register_forward_pre_hook(_keep_input(rows, name))]):
             frozen.logits(tokens)
-    order = torch.argsort((rows["clean"] - rows["corrupt"]).abs().sum(0), descending=True, stable=True)
+    order = torch.argsort(
+        (rows["clean"] - rows["corrupt"]).abs().sum(0), descending=True, stable=True
+    )
     found = []
     for count in NEURONS:
-        with frozen.hooked([down.register_forward_pre_hook(_put_input(rows["clean"], order[:count]))]):
+        with frozen.hooked(
+            [down.register_forward_pre_hook(_put_input(rows["clean"], order[:count]))]
+        ):
             logits = frozen.logits(asked.corrupt)
         found.append(float(logits[asked.answer] - logits[asked.foil]))
     return found
@@ -244,12 +327,15 @@ def plain(model: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def timed(model: Path, wanted: Sequence[str]) -> None:
-    """Seconds of TransformerLens' head sweep: by its own function, one cell in a forward pass, and all heads of a layer in a batch; and of
-    its direct paths. The clean run is part of each; loading the model is not.
+    """Seconds of TransformerLens' head sweep: by its own function, one cell in a forward pass, and
+    all heads of a layer in a batch; and of its direct paths. The clean run is part of each; loading
+    the model is not.
     """
     from transformer_lens import patching
 
@@ -260,7 +346,9 @@ def timed(model: Path, wanted: Sequence[str]) -> None:
 
     def naive() -> Any:
         _, cache = lens.bridge.run_with_cache(clean)
-        return patching.get_act_patch_attn_head_out_all_pos(lens.bridge, corrupt, cache, setup.metric)
+        return patching.get_act_patch_attn_head_out_all_pos(
+            lens.bridge, corrupt, cache, setup.metric
+        )
 
     def batched() -> Any:
         _, cache = lens.bridge.run_with_cache(clean)
@@ -282,7 +370,14 @@ def timed(model: Path, wanted: Sequence[str]) -> None:
         _, cache = lens.bridge.run_with_cache(clean)
         _, corrupted = lens.bridge.run_with_cache(corrupt)
         grid = patching.get_act_patch_direct_path(
-            lens.bridge, corrupt, cache, corrupted, setup.metric, *SENDER, component="q", verbose=False
+            lens.bridge,
+            corrupt,
+            cache,
+            corrupted,
+            setup.metric,
+            *SENDER,
+            component="q",
+            verbose=False,
         )
         return grid[SENDER[0] + 1 :]
 
@@ -293,7 +388,15 @@ def timed(model: Path, wanted: Sequence[str]) -> None:
         grid = call()
         values = np.asarray(grid, dtype=np.float64)
         print(
-            json.dumps({"name": name, "seconds": time.perf_counter() - start, "cells": values.size, "values": values.tolist()}), flush=True
+            json.dumps(
+                {
+                    "name": name,
+                    "seconds": time.perf_counter() - start,
+                    "cells": values.size,
+                    "values": values.tolist(),
+                }
+            ),
+            flush=True,
         )
 
 

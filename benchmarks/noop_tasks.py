@@ -1,6 +1,7 @@
 """Raw Celery to compare with: a worker whose one task does nothing but count itself in Redis.
 
-Run as `python noop_tasks.py REDIS_URL` it is that worker: Celery's own consumer and transport, with the settings that our workers have.
+Run as `python noop_tasks.py REDIS_URL` it is that worker: Celery's own consumer and transport, with
+the settings that our workers have.
 """
 
 import sys
@@ -28,5 +29,18 @@ def noop_app(redis_url: str) -> Any:
 
 if __name__ == "__main__":
     noop_app(sys.argv[1]).worker_main(
-        ["worker", "--pool", "threads", "--concurrency", "128", "-Q", QUEUE, "-n", "noop@%h", "-E", "--without-gossip", "--without-mingle"]
+        [
+            "worker",
+            "--pool",
+            "threads",
+            "--concurrency",
+            "128",
+            "-Q",
+            QUEUE,
+            "-n",
+            "noop@%h",
+            "-E",
+            "--without-gossip",
+            "--without-mingle",
+        ]
     )

@@ -1,9 +1,12 @@
-"""Does Midstream answer OpenAI's calls as stock vLLM's server does? Every call of `tests/engine/openai_calls.py`, field by field.
+"""Does Midstream answer OpenAI's calls as stock vLLM's server does?
+
+Every call of `tests/engine/openai_calls.py`, field by field.
 
     python benchmarks/openai_compare.py [--only TEXT] [--page]
 
-Both servers run on this machine with the demo model in float32, on the same engine options, side by side; each call goes to one, then to
-the other. `--page` writes the table in `docs/openai-compatibility.md`.
+Both servers run on this machine with the demo model in float32, on the same engine options, side by
+side; each call goes to one, then to the other. `--page` writes the table in
+`docs/openai-compatibility.md`.
 """
 
 import argparse
@@ -22,19 +25,42 @@ from stack import Stack  # noqa: E402
 from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "openai-compatibility.md"
-BEGIN, END = "<!-- written by benchmarks/openai_compare.py --page -->", "<!-- end of the part written by benchmarks/openai_compare.py -->"
+BEGIN, END = (
+    "<!-- written by benchmarks/openai_compare.py --page -->",
+    "<!-- end of the part written by benchmarks/openai_compare.py -->",
+)
 
 
 def compared(only: str, folder: Path) -> list[tuple[Call, list[str]]]:
     """Each call with the differences between the two answers."""
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "kv_cache_gib": 0.5, "tool_parser": TOOL_PARSER}
-    stack = Stack(folder, api=True, start_timeout_s=400, lease_s=60.0, visibility_timeout_s=120, **options, **ENGINE)
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "kv_cache_gib": 0.5,
+        "tool_parser": TOOL_PARSER,
+    }
+    stack = Stack(
+        folder,
+        api=True,
+        start_timeout_s=400,
+        lease_s=60.0,
+        visibility_timeout_s=120,
+        **options,
+        **ENGINE,
+    )
     found = []
     with stock_server(folder) as stock, stack:
         for call in calls():
             if only in call.name:
                 found.append((call, differences(answer(stock, call), answer(stack.url, call))))
-                print("=" if not found[-1][1] else "≠", call.name, *found[-1][1], sep="\n    " if found[-1][1] else " ", flush=True)
+                print(
+                    "=" if not found[-1][1] else "≠",
+                    call.name,
+                    *found[-1][1],
+                    sep="\n    " if found[-1][1] else " ",
+                    flush=True,
+                )
     return found
 
 
@@ -42,22 +68,37 @@ def table(found: list[tuple[Call, list[str]]]) -> str:
     """The result as Markdown: numbers by kind of call, and the differences."""
     kinds: dict[str, Counter[str]] = {}
     for call, differ in found:
-        kind = call.name.partition(":")[0].split(", refused")[0] if "refused" not in call.name else f"{call.path}, refused by both"
+        kind = (
+            call.name.partition(":")[0].split(", refused")[0]
+            if "refused" not in call.name
+            else f"{call.path}, refused by both"
+        )
         kind = f"{call.path}, different by design" if call.differs else kind
         kinds.setdefault(kind, Counter())["differ" if differ else "equal"] += 1
     lines = ["| calls | equal | different |", "|---|---|---|"]
-    lines += [f"| {kind} | {counts['equal']} | {counts['differ']} |" for kind, counts in kinds.items()]
+    lines += [
+        f"| {kind} | {counts['equal']} | {counts['differ']} |" for kind, counts in kinds.items()
+    ]
     equal = sum(counts["equal"] for counts in kinds.values())
     lines += [f"| all {len(found)} | {equal} | {len(found) - equal} |", ""]
     reasons: dict[str, list[str]] = {}
     for call, differ in found:
         if differ:
             reasons.setdefault(call.differs or "not by design", []).append(call.name)
-    return "\n".join([*lines, "| different because | calls |", "|---|---|", *(f"| {why} | {'; '.join(n)} |" for why, n in reasons.items())])
+    return "\n".join(
+        [
+            *lines,
+            "| different because | calls |",
+            "|---|---|",
+            *(f"| {why} | {'; '.join(n)} |" for why, n in reasons.items()),
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
     chosen = parser.parse_args()

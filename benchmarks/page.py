@@ -2,8 +2,9 @@
 
     python benchmarks/page.py [--rounds 10]
 
-In Debian's Chromium on a real stack on loopback: Redis, API, Celery, relay, and a worker with the fake engine, whose sweeps send
-cells as fast as they can be stored. A stall is a time between two animation frames.
+In Debian's Chromium on a real stack on loopback: Redis, API, Celery, relay, and a worker with the
+fake engine, whose sweeps send cells as fast as they can be stored. A stall is a time between two
+animation frames.
 """
 
 import argparse
@@ -30,7 +31,10 @@ WATCH = """() => {
   const frame = (now) => (gaps.push(now - last), (last = now), requestAnimationFrame(frame));
   requestAnimationFrame(frame);
 }"""
-GAPS = "() => { const all = gaps.splice(0).sort((a, b) => a - b); return [all.length, all[Math.floor(all.length / 2)], all.at(-1)]; }"
+GAPS = (
+    "() => { const all = gaps.splice(0).sort((a, b) => a - b); return [all.length, "
+    "all[Math.floor(all.length / 2)], all.at(-1)]; }"
+)
 PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? null"
 SENT = """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
   .filter(({ name }) => name.endsWith('/') || name.includes('/#') || name.includes('/page/'))
@@ -45,7 +49,10 @@ def weight(visit: Visit) -> None:
         visit.page.wait_for_timeout(500)  # its files have come
         sent, read = visit.page.evaluate(SENT)
         if number in (0, len(VIEWS) - 1):
-            print(f"| {'all views' if number else 'the first view'} | {sent / 1000:.0f} kB sent, {read / 1000:.0f} kB unpacked |")
+            print(
+                f"| {'all views' if number else 'the first view'} | {sent / 1000:.0f} kB sent, "
+                f"{read / 1000:.0f} kB unpacked |"
+            )
 
 
 def paint(browser: Browser, site: Site, rounds: int) -> None:
@@ -56,13 +63,21 @@ def paint(browser: Browser, site: Site, rounds: int) -> None:
             expect(visit.page.get_by_label("API key")).to_be_visible()
             visit.page.wait_for_function(f"({PAINT})() !== null")
             times.append(visit.page.evaluate(PAINT))
-    print(f"| first contentful paint, empty cache | {statistics.median(times):.0f} ms (most {max(times):.0f}) |")
+    print(
+        f"| first contentful paint, empty cache | {statistics.median(times):.0f} ms "
+        f"(most {max(times):.0f}) |"
+    )
 
 
 def cells(visit: Visit, site: Site) -> None:
     text = "a cat and " * (WORDS // 3)
     pair = {"clean": f"{text}x", "corrupt": f"{text}y", "answer": "x", "foil": "y"}
-    body = {"model": MODEL, "pairs": [pair], "hooks": ["resid_pre", "attn_out", "mlp_out"], "positions": "all_prompt"}
+    body = {
+        "model": MODEL,
+        "pairs": [pair],
+        "hooks": ["resid_pre", "attn_out", "mlp_out"],
+        "positions": "all_prompt",
+    }
     site.let(0)
     job = str(site.alice.post("/v1/sweeps", **body)["id"])
     visit.open(f"sweep/{job}")
@@ -74,7 +89,10 @@ def cells(visit: Visit, site: Site) -> None:
     view = site.alice.get(f"/v1/jobs/{job}")
     seconds = view["finished"] - view["started"]
     seen = view["cells_expected"]
-    print(f"| {seen} cells | {seen / seconds:.0f} cells/s; {frames} frames, {middle:.0f} ms apart (longest {longest:.0f} ms) |")
+    print(
+        f"| {seen} cells | {seen / seconds:.0f} cells/s; {frames} frames, {middle:.0f} "
+        f"ms apart (longest {longest:.0f} ms) |"
+    )
 
 
 def jobs(visit: Visit, site: Site, user: User) -> None:
@@ -84,7 +102,10 @@ def jobs(visit: Visit, site: Site, user: User) -> None:
     visit.page.reload()
     expect(visit.page.get_by_text(f"{JOBS} of {JOBS} jobs")).to_be_visible()
     soon = visit.page.evaluate("performance.now()")
-    print(f"| {JOBS} jobs, from the beginning of the load to the last in the table | ≤ {soon:.0f} ms |")
+    print(
+        f"| {JOBS} jobs, from the beginning of the load to the last in the table | ≤ "
+        f"{soon:.0f} ms |"
+    )
     print(f"| rows of them in the document | {visit.page.locator('tr[data-id]').count()} |")
     visit.page.evaluate(WATCH)
     visit.page.locator("tr[data-id]").first.focus()
@@ -96,14 +117,21 @@ def jobs(visit: Visit, site: Site, user: User) -> None:
     later = [user.submit() for _ in range(20)]
     expect(visit.page.locator(f'tr[data-id="{later[-1]}"]')).to_contain_text("succeeded")
     frames, middle, longest = visit.page.evaluate(GAPS)
-    print(f"| 52 keys, a search and 20 new jobs among them | {frames} frames, {middle:.0f} ms apart (longest {longest:.0f} ms) |")
+    print(
+        f"| 52 keys, a search and 20 new jobs among them | {frames} frames, "
+        f"{middle:.0f} ms apart (longest {longest:.0f} ms) |"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Site(Path(folder)) as site, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Site(Path(folder)) as site,
+        sync_playwright() as playwright,
+    ):
         browser = launched(playwright)
         print("| what | measured |\n|---|---|")
         paint(browser, site, options.rounds)

@@ -1,17 +1,21 @@
-"""How many patched cells a second does a sweep give, beside TransformerLens? And what does ordinary traffic notice of one?
+"""How many patched cells a second does a sweep give, beside TransformerLens?
+
+And what does ordinary traffic notice of one?
 
     make lens                                  # TransformerLens' own environment
     python benchmarks/patching.py [--rounds 3] [--dtypes float32 bfloat16] [--only grid beside] [--lens PYTHON] [--compiled]
 
-`grid`: `POST /v1/sweeps` over HTTP, worker, ranks and relay of a stack of its own; one hook (`resid_pre`), all 30 layers, all positions
-of a pair of 23 tokens and one of 100. Seconds from the request until the job is over, both clean runs and the control patches in
-them; and until the first `cell` event. Twice: with cells that begin at the layer that they patch (`entry`), and without.
-Beside them, taking turns in the same minutes: TransformerLens (`lens.py`, float32 and the same dtype), the same pairs and hook, one
-cell in a forward (`naive`) and as many as there are positions (`batched`), of some layers: a cell costs the same in each. Its model is
-loaded already, and the rows of the clean prompt are part of its time.
-The values that both give are compared.
+`grid`: `POST /v1/sweeps` over HTTP, worker, ranks and relay of a stack of its own; one hook
+(`resid_pre`), all 30 layers, all positions of a pair of 23 tokens and one of 100. Seconds from the
+request until the job is over, both clean runs and the control patches in them; and until the first
+`cell` event. Twice: with cells that begin at the layer that they patch (`entry`), and without.
+Beside them, taking turns in the same minutes: TransformerLens (`lens.py`, float32 and the same
+dtype), the same pairs and hook, one cell in a forward (`naive`) and as many as there are positions
+(`batched`), of some layers: a cell costs the same in each. Its model is loaded already, and the
+rows of the clean prompt are part of its time. The values that both give are compared.
 
-`beside`: latency of ordinary requests (64 prompt tokens, 16 generated), one at a time, alone and while a sweep runs.
+`beside`: latency of ordinary requests (64 prompt tokens, 16 generated), one at a time, alone and
+while a sweep runs.
 """
 
 import argparse
@@ -36,12 +40,17 @@ from midstream.schemas.settings import Settings
 
 #: The environment that `make lens` makes; `--lens` or this variable names another.
 LENS_VARIABLE = "MIDSTREAM_LENS"
-LENS = os.environ.get(LENS_VARIABLE, str(Path(__file__).resolve().parents[1] / ".cache" / "lens" / "bin" / "python"))
+LENS = os.environ.get(
+    LENS_VARIABLE, str(Path(__file__).resolve().parents[1] / ".cache" / "lens" / "bin" / "python")
+)
 HOOK = "resid_pre"
 LAYERS = 30
 #: Prompt tokens of a pair → every which layer TransformerLens is asked for, batched and naive.
 LENS_STEPS = {23: (5, 15), 100: (15, 30)}
-CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
+CLEAN, CORRUPT = (
+    "The Eiffel Tower is located in the city of",
+    "The Colosseum is located in the city of",
+)
 ANSWER, FOIL = " Paris", " Rome"
 #: Ordinary requests.
 ORDINARY_TOKENS, ORDINARY_GENERATED = 64, 16
@@ -59,7 +68,9 @@ class Pair(NamedTuple):
 def pair_of(length: int) -> Pair:
     """The two facts behind the same beginning of a paragraph."""
     clean, corrupt, (answer,), (foil,) = tokenised([CLEAN, CORRUPT, ANSWER, FOIL], DEMO_MODEL)
-    before = next(ids for ids in tokenised(bench_prompts(), DEMO_MODEL) if len(ids) >= length)[: length - len(clean)]
+    before = next(ids for ids in tokenised(bench_prompts(), DEMO_MODEL) if len(ids) >= length)[
+        : length - len(clean)
+    ]
     return Pair(before + clean, before + corrupt, answer, foil)
 
 
@@ -72,10 +83,18 @@ class Lens:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def run(self, pair: Pair, dtype: str, layers: list[int], batch: int) -> tuple[float, np.ndarray]:
+    def run(
+        self, pair: Pair, dtype: str, layers: list[int], batch: int
+    ) -> tuple[float, np.ndarray]:
         """Cells a second, and their values `[layers, positions]`."""
         length = len(pair.corrupt)
-        asked = {"dtype": dtype, "hook": HOOK, "layers": layers, "batch": batch, "places": [(place, place) for place in range(length)]}
+        asked = {
+            "dtype": dtype,
+            "hook": HOOK,
+            "layers": layers,
+            "batch": batch,
+            "places": [(place, place) for place in range(length)],
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked | pair._asdict()).encode() + b"\n")
@@ -84,7 +103,9 @@ class Lens:
         if not line:
             raise SystemExit("TransformerLens ended: does `make lens` succeed?")
         answer = json.loads(line)
-        return len(answer["values"]) / answer["seconds"], np.array(answer["values"]).reshape(len(layers), length)
+        return len(answer["values"]) / answer["seconds"], np.array(answer["values"]).reshape(
+            len(layers), length
+        )
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -93,15 +114,27 @@ class Lens:
 
 
 @contextmanager
-def stack(dtype: str, entry: bool, compiled: bool, **changes: Any) -> Iterator[tuple[httpx.Client, str]]:
+def stack(
+    dtype: str, entry: bool, compiled: bool, **changes: Any
+) -> Iterator[tuple[httpx.Client, str]]:
     """A client of a service of its own, and the model's name. `changes`: of its settings."""
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         wanted = Settings(
-            model=str(DEMO_MODEL), data_dir=folder, api_port=0, flower_port=0, max_model_len=2048, dtype=dtype,  # type: ignore[arg-type]
-            sweep_entry=entry, enforce_eager=not compiled, **changes,
-        )  # fmt: skip
+            model=str(DEMO_MODEL),
+            data_dir=folder,
+            api_port=0,
+            flower_port=0,
+            max_model_len=2048,
+            dtype=dtype,  # type: ignore[arg-type]
+            sweep_entry=entry,
+            enforce_eager=not compiled,
+            **changes,
+        )
         settings = prepare(wanted, Path(folder), print)
-        with Supervisor(settings, say=lambda line: None) as running, httpx.Client(base_url=running.url, timeout=600) as http:
+        with (
+            Supervisor(settings, say=lambda line: None) as running,
+            httpx.Client(base_url=running.url, timeout=600) as http,
+        ):
             yield http, settings.served_model
 
 
@@ -115,8 +148,16 @@ class Sweep(NamedTuple):
 
 def begin(http: httpx.Client, model: str, pair: Pair) -> str:
     """The sweep's job."""
-    asked = {"clean": pair.clean, "corrupt": pair.corrupt, "answer": [pair.answer], "foil": [pair.foil]}
-    answer = http.post("/v1/sweeps", json={"model": model, "pairs": [asked], "hooks": [HOOK], "metric": "logit_diff"})
+    asked = {
+        "clean": pair.clean,
+        "corrupt": pair.corrupt,
+        "answer": [pair.answer],
+        "foil": [pair.foil],
+    }
+    answer = http.post(
+        "/v1/sweeps",
+        json={"model": model, "pairs": [asked], "hooks": [HOOK], "metric": "logit_diff"},
+    )
     answer.raise_for_status()
     return str(answer.json()["id"])
 
@@ -146,7 +187,10 @@ def grids(options: argparse.Namespace) -> list[dict[str, Any]]:
     report = []
     lens = Lens(options.lens)
     for dtype in options.dtypes:
-        with stack(dtype, True, options.compiled) as entering, stack(dtype, False, options.compiled) as plain:
+        with (
+            stack(dtype, True, options.compiled) as entering,
+            stack(dtype, False, options.compiled) as plain,
+        ):
             for length in options.lengths:
                 pair, rates = pair_of(length), defaultdict(list)
                 for each in (entering, plain):
@@ -169,12 +213,20 @@ def grids(options: argparse.Namespace) -> list[dict[str, Any]]:
                         rates["lens naive"].append(lens.run(pair, dtype, naive, 0)[0])
                         say(dtype, length, "TransformerLens naive", rates["lens naive"][-1])
                 line = {"dtype": dtype, "tokens": length, "cells": made.cells}
-                line |= {name: round(statistics.median(values), 3) for name, values in rates.items()}
+                line |= {
+                    name: round(statistics.median(values), 3) for name, values in rates.items()
+                }
                 ratios = {
-                    name: [ours / theirs for ours, theirs in zip(rates[name], rates["lens batched"], strict=True)]
+                    name: [
+                        ours / theirs
+                        for ours, theirs in zip(rates[name], rates["lens batched"], strict=True)
+                    ]
                     for name in ("entry", "plain")
                 }
-                line |= {f"{name} to batched": [round(ratio, 2) for ratio in values] for name, values in ratios.items()}
+                line |= {
+                    f"{name} to batched": [round(ratio, 2) for ratio in values]
+                    for name, values in ratios.items()
+                }
                 line |= {"largest difference": round(off, 6), "noise_floor": round(floor, 6)}
                 report.append(line)
                 print("  ".join(f"{name}: {value}" for name, value in line.items()), flush=True)
@@ -184,7 +236,11 @@ def grids(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def beside(options: argparse.Namespace) -> dict[str, Any]:
     """Latencies of ordinary requests in seconds, alone and beside a sweep; they take turns."""
-    prompts = [ids[:ORDINARY_TOKENS] for ids in tokenised(bench_prompts(), DEMO_MODEL) if len(ids) >= ORDINARY_TOKENS]
+    prompts = [
+        ids[:ORDINARY_TOKENS]
+        for ids in tokenised(bench_prompts(), DEMO_MODEL)
+        if len(ids) >= ORDINARY_TOKENS
+    ]
     latencies: dict[str, list[float]] = {"alone": [], "beside": []}
     pair, sweeps, number = pair_of(100), 0, 0
     with stack("bfloat16", True, options.compiled) as (http, model):
@@ -212,11 +268,17 @@ def beside(options: argparse.Namespace) -> dict[str, Any]:
             for _ in range(2):
                 ordinary()
             measured = 0
-            while measured < options.requests and http.get(f"/v1/jobs/{job}").json()["state"] in ("queued", "running"):
+            while measured < options.requests and http.get(f"/v1/jobs/{job}").json()["state"] in (
+                "queued",
+                "running",
+            ):
                 latencies["beside"].append(ordinary())
                 measured += 1
             sweeps += 1
-            while http.get(f"/v1/jobs/{job}", params={"wait": 30}).json()["state"] in ("queued", "running"):
+            while http.get(f"/v1/jobs/{job}", params={"wait": 30}).json()["state"] in (
+                "queued",
+                "running",
+            ):
                 pass
     line: dict[str, Any] = {"sweeps": sweeps}
     for name, values in latencies.items():
@@ -233,10 +295,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[23, 100], choices=list(LENS_STEPS))
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[23, 100], choices=list(LENS_STEPS)
+    )
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=["grid", "beside"], choices=["grid", "beside"])
-    parser.add_argument("--lens", default=LENS, help=f"a Python with TransformerLens; default ${LENS_VARIABLE}, or what `make lens` made")
+    parser.add_argument(
+        "--lens",
+        default=LENS,
+        help=f"a Python with TransformerLens; default ${LENS_VARIABLE}, or what `make lens` made",
+    )
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     report = {

@@ -1,9 +1,12 @@
-"""What do a rank's own parts of a step cost, with and without probes? A whole data plane and its sites, without a model.
+"""What do a rank's own parts of a step cost, with and without probes?
+
+A whole data plane and its sites, without a model.
 
     python benchmarks/probe_steps.py [--hidden 576] [--layers 30] [--steps 200]
 
-Prints the CPU time of one thread, in µs, that a step takes with probes and would not take without: admission and planning, the sites that
-record, and scoring. Steps in which so many requests generate one token, and steps that compute prompts.
+Prints the CPU time of one thread, in µs, that a step takes with probes and would not take without:
+admission and planning, the sites that record, and scoring. Steps in which so many requests generate
+one token, and steps that compute prompts.
 """
 
 import argparse
@@ -34,16 +37,27 @@ PROMPT = 32
 
 
 def made(probes: int, layers: int, hidden: int, plane: DataPlane) -> list[StoredProbe]:
-    """Random ones, in turn at `layers` layers, whose thresholds nothing reaches; their weights are put into `plane`."""
+    """Random ones, in turn at `layers` layers, whose thresholds nothing reaches; their weights are
+    put into `plane`.
+    """
     found = []
     for number in range(probes):
         rng = np.random.default_rng(number)
-        tensors = [from_numpy(rng.standard_normal((1, hidden)).astype(np.float32)), from_numpy(np.zeros(1, dtype=np.float32))]
+        tensors = [
+            from_numpy(rng.standard_normal((1, hidden)).astype(np.float32)),
+            from_numpy(np.zeros(1, dtype=np.float32)),
+        ]
         plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
         content = ProbeContent(
-            hook="post_block", layer=8 + number % layers, tensors=list(map(content_hash, tensors)), labels=["x"], thresholds=[1e30]
+            hook="post_block",
+            layer=8 + number % layers,
+            tensors=list(map(content_hash, tensors)),
+            labels=["x"],
+            thresholds=[1e30],
         )
-        found.append(StoredProbe(name=f"p{number}", digest=content.digest, content=content, action="stop"))
+        found.append(
+            StoredProbe(name=f"p{number}", digest=content.digest, content=content, action="stop")
+        )
     return found
 
 
@@ -78,17 +92,37 @@ class Stand:
             fault="",
         )
         sites = [Site("post_block", layer, "pair") for layer in range(layers)]
-        sizes = Sizes(ring_rows=0, capacity=CAPACITY, lists=(2 * layers + 1) * CAPACITY, patterns=2, configurations=3, entries=16)
+        sizes = Sizes(
+            ring_rows=0,
+            capacity=CAPACITY,
+            lists=(2 * layers + 1) * CAPACITY,
+            patterns=2,
+            configurations=3,
+            entries=16,
+        )
         buffers = buffers_of(layers, sizes, hidden, torch.bfloat16, torch.device("cpu"))
-        self.plane = DataPlane(config, Place(rank=0, world=1, tp=0, pp=0, stages=1), sites, buffers, num_layers=layers, traced=False)
+        self.plane = DataPlane(
+            config,
+            Place(rank=0, world=1, tp=0, pp=0, stages=1),
+            sites,
+            buffers,
+            num_layers=layers,
+            traced=False,
+        )
         modules = [torch.nn.Module() for _ in sites]
-        self._visits = [visit_of(module, [site], n, buffers, False) for n, (module, site) in enumerate(zip(modules, sites, strict=True))]
+        self._visits = [
+            visit_of(module, [site], n, buffers, False)
+            for n, (module, site) in enumerate(zip(modules, sites, strict=True))
+        ]
         self._streams = torch.randn(2, CAPACITY, hidden).bfloat16()
         self._weights = torch.zeros(_CACHES // 4)
 
-    def step(self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]) -> list[float]:
+    def step(
+        self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]
+    ) -> list[float]:
         """Seconds of admission and planning, of the sites, of what follows the forward."""
-        self._weights.add_(1.0)  # as a model's weights, it leaves nothing of the step before in the caches
+        # as a model's weights, it leaves nothing of the step before in the caches
+        self._weights.add_(1.0)
         began = time.thread_time()
         self.plane.begin(new, ended, 0)
         self.plane.choose(windows)
@@ -105,22 +139,37 @@ class Stand:
         return [planned - began, visited - planned, time.thread_time() - visited]
 
 
-def cost(requests: int, tokens: int, probes: int, at: int, *, hidden: int, layers: int, steps: int) -> list[float]:
+def cost(
+    requests: int, tokens: int, probes: int, at: int, *, hidden: int, layers: int, steps: int
+) -> list[float]:
     """Median µs of a step's parts, with `probes` in turn at `at` layers.
 
-    `tokens`: of each request in a step; 1: it generates; more: each step computes new prompts, and those of the step before end.
+    `tokens`: of each request in a step; 1: it generates; more: each step computes new prompts, and
+    those of the step before end.
     """
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         stand = Stand(Path(folder), layers, hidden)
         probed = made(probes, at, hidden, stand.plane)
         prompt = PROMPT if tokens == 1 else tokens
         spec = RankSpec(
-            version=__version__, job="", request=0, attempt=1, prompt_tokens=prompt, captures=probe_captures(probed), probes=probed
+            version=__version__,
+            job="",
+            request=0,
+            attempt=1,
+            prompt_tokens=prompt,
+            captures=probe_captures(probed),
+            probes=probed,
         )
 
         def arriving(step: int) -> list[NewRequest]:
-            each = [msgspec.structs.replace(spec, job=f"j{step}", request=number) for number in range(requests if probes else 0)]
-            return [NewRequest(f"{step}.{one.request}", msgspec.to_builtins(one), 0, 1000) for one in each]
+            each = [
+                msgspec.structs.replace(spec, job=f"j{step}", request=number)
+                for number in range(requests if probes else 0)
+            ]
+            return [
+                NewRequest(f"{step}.{one.request}", msgspec.to_builtins(one), 0, 1000)
+                for one in each
+            ]
 
         def windows(step: int, first: int, count: int) -> list[tuple[str, int, int]]:
             return [(f"{step}.{number}", first, count) for number in range(requests)]
@@ -134,7 +183,10 @@ def cost(requests: int, tokens: int, probes: int, at: int, *, hidden: int, layer
             ended: dict[str, Finish] = {}
             for step in range(steps // 10):
                 times.append(stand.step(arriving(step), ended, windows(step, 0, tokens)))
-                ended = {f"{step}.{number}": Finish(list(range(tokens + 1)), False) for number in range(requests)}
+                ended = {
+                    f"{step}.{number}": Finish(list(range(tokens + 1)), False)
+                    for number in range(requests)
+                }
         stand.plane.close()
     return [statistics.median(each) * 1e6 for each in zip(*times, strict=True)]
 
@@ -152,7 +204,9 @@ def main() -> None:
             parts = cost(requests, tokens, probes, at, **vars(options))
             names = ("plan", "sites", "drain")
             results.append({"requests": requests, "tokens": tokens, "probes": probes, "layers": at})
-            results[-1] |= {name: round(part) for name, part in zip(names, parts, strict=True)} | {"sum": round(sum(parts))}
+            results[-1] |= {name: round(part) for name, part in zip(names, parts, strict=True)} | {
+                "sum": round(sum(parts))
+            }
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
     print(json.dumps({"benchmark": "probe_steps", **vars(options), "results": results}))
 

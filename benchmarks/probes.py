@@ -1,11 +1,15 @@
-"""What do probes on every token cost? Conditions that take turns in short rounds: the same prompts, the same engine.
+"""What do probes on every token cost?
+
+Conditions that take turns in short rounds: the same prompts, the same engine.
 
     python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled] [--larger]
 
-Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers. These have the action `flag`;
-`16-stop`: those at one layer with the action `stop`, where every step waits for its scores. Compared: wall time, and CPU time of the
-thread that runs the model. `added`: what that thread spends more in our code than without probes, as a share of its time: this varies
-much less, and leaves out only what our work does to caches.
+Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers.
+These have the action `flag`;
+`16-stop`: those at one layer with the action `stop`, where every step waits for its scores.
+Compared: wall time, and CPU time of the thread that runs the model. `added`: what that thread
+spends more in our code than without probes, as a share of its time: this varies much less, and
+leaves out only what our work does to caches.
 """
 
 import argparse
@@ -28,7 +32,13 @@ CONDITIONS: dict[str, dict[str, Any] | None] = {
 }
 
 #: The shape of SmolLM2-1.7B.
-LARGER = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32}
+LARGER = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
 
 
 def larger(folder: Path) -> Path:
@@ -49,27 +59,52 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--larger", action="store_true", help="random weights of the shape of SmolLM2-1.7B instead of the demo model")
+    parser.add_argument(
+        "--larger",
+        action="store_true",
+        help="random weights of the shape of SmolLM2-1.7B instead of the demo model",
+    )
     options = parser.parse_args()
     texts = tokenised(bench_prompts(), DEMO_MODEL)
     prompts = [texts[n % len(texts)][: 8 + n % 57] for n in range(options.prompts)]
-    taken: dict[str, list[tuple[float, float, dict[str, float]]]] = {name: [] for name in CONDITIONS}
+    taken: dict[str, list[tuple[float, float, dict[str, float]]]] = {
+        name: [] for name in CONDITIONS
+    }
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         model = larger(Path(folder) / "model") if options.larger else DEMO_MODEL
-        settings = settings_for(Path(folder), model, enable_prefix_caching=False, enforce_eager=not options.compiled)
-        engine = EngineProcess("ours", settings, {"load_format": "dummy"} if options.larger else None, timed=Path(folder) / "ours")
+        settings = settings_for(
+            Path(folder), model, enable_prefix_caching=False, enforce_eager=not options.compiled
+        )
+        engine = EngineProcess(
+            "ours",
+            settings,
+            {"load_format": "dummy"} if options.larger else None,
+            timed=Path(folder) / "ours",
+        )
         for number in range(options.rounds + 1):
             for name in CONDITIONS if number % 2 else reversed(CONDITIONS):
-                done = engine.run(prompts, options.max_tokens, len(prompts), probes=CONDITIONS[name])
+                done = engine.run(
+                    prompts, options.max_tokens, len(prompts), probes=CONDITIONS[name]
+                )
                 if number:  # the first brings the weights to the ranks
                     taken[name].append((done["seconds"], done["cpu"], done["ours"]))
-            for name, (seconds, cpu, ours) in ((name, each[-1]) for name, each in taken.items() if each):
-                print(f"  {name} {seconds:.3f} s, {cpu:.2f} s CPU, ours in ms: {ms(ours)}", flush=True)
+            for name, (seconds, cpu, ours) in (
+                (name, each[-1]) for name, each in taken.items() if each
+            ):
+                print(
+                    f"  {name} {seconds:.3f} s, {cpu:.2f} s CPU, ours in ms: {ms(ours)}", flush=True
+                )
         engine.close()
     results = []
     for name in CONDITIONS:
-        wall, cpu = ([mine[part] / base[part] for mine, base in zip(taken[name], taken["none"], strict=True)] for part in (0, 1))
-        added = [(sum(mine[2].values()) - sum(base[2].values())) / mine[1] for mine, base in zip(taken[name], taken["none"], strict=True)]
+        wall, cpu = (
+            [mine[part] / base[part] for mine, base in zip(taken[name], taken["none"], strict=True)]
+            for part in (0, 1)
+        )
+        added = [
+            (sum(mine[2].values()) - sum(base[2].values())) / mine[1]
+            for mine, base in zip(taken[name], taken["none"], strict=True)
+        ]
         results.append(
             {
                 "condition": name,

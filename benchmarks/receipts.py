@@ -2,9 +2,10 @@
 
     python benchmarks/receipts.py [--receipts 20000] [--ranks 1 2] [--windows 1 64 1024] [--curve]
 
-Real SQLite outboxes (synchronous=FULL), a relay process and a Redis with AOF, all on this machine's loopback. A receipt counts
-once the relay has acknowledged it, which it does after the commit in Redis. `append` is what a writer thread pays; `alone` is
-the time from append to acknowledgement of a single receipt in an idle system. Prints a table and a JSON line.
+Real SQLite outboxes (synchronous=FULL), a relay process and a Redis with AOF, all on this machine's
+loopback. A receipt counts once the relay has acknowledged it, which it does after the commit in
+Redis. `append` is what a writer thread pays; `alone` is the time from append to acknowledgement of
+a single receipt in an idle system. Prints a table and a JSON line.
 """
 
 import argparse
@@ -39,23 +40,46 @@ LONE = 50  # receipts for the latency of one
 
 def receipt(job: str, request: int, rank: int, world: int) -> Receipt:
     path = f"bench/{job}/p{request:04d}.a1.pp0.safetensors"
-    file = CapturedFile(path, 69_120, 123_456_789, rows=30, positions=1, sites={"post_block": list(range(30))})
+    file = CapturedFile(
+        path, 69_120, 123_456_789, rows=30, positions=1, sites={"post_block": list(range(30))}
+    )
     return Receipt(
-        "0.1.0", WORKER, BOOT, job, request, 1, rank, world, tp=rank, pp=0, step=request, actions=0, checksum="0" * 16, status="ok",
+        "0.1.0",
+        WORKER,
+        BOOT,
+        job,
+        request,
+        1,
+        rank,
+        world,
+        tp=rank,
+        pp=0,
+        step=request,
+        actions=0,
+        checksum="0" * 16,
+        status="ok",
         files=[file],
-    )  # fmt: skip
+    )
 
 
 async def claim_jobs(settings: Settings, count: int, ranks: int) -> list[str]:
     """`count` running jobs that wait for `PROMPTS × ranks` receipts each."""
-    capture = StoredCapture(sites={"post_block": list(range(30))}, positions="last_prompt", tag="bench")
+    capture = StoredCapture(
+        sites={"post_block": list(range(30))}, positions="last_prompt", tag="bench"
+    )
     ledger = Ledger.connect(settings)
     made = []
     for _ in range(count):
         job = Job(
-            id=new_job_id(), kind="generate", model="bench", prompts=[StoredPrompt(token_ids=[1])] * PROMPTS, sampling=Sampling(),
-            created=now(), captures=[[capture]] * PROMPTS, identity=IDENTITY,
-        )  # fmt: skip
+            id=new_job_id(),
+            kind="generate",
+            model="bench",
+            prompts=[StoredPrompt(token_ids=[1])] * PROMPTS,
+            sampling=Sampling(),
+            created=now(),
+            captures=[[capture]] * PROMPTS,
+            identity=IDENTITY,
+        )
         await ledger.submit(job, {})
         await ledger.claim(job.id, WORKER, BOOT, ranks, IDENTITY)
         made.append(job.id)
@@ -63,11 +87,20 @@ async def claim_jobs(settings: Settings, count: int, ranks: int) -> list[str]:
     return made
 
 
-def measure(settings: Settings, directory: Path, ranks: int, window: int, receipts: int, curve: ClientKeys | None = None) -> dict[str, Any]:
+def measure(
+    settings: Settings,
+    directory: Path,
+    ranks: int,
+    window: int,
+    receipts: int,
+    curve: ClientKeys | None = None,
+) -> dict[str, Any]:
     """`receipts` per rank through `ranks` outboxes of this process at once."""
     jobs = asyncio.run(claim_jobs(settings, -(-receipts // PROMPTS), ranks))
     sender.WINDOW = window
-    outboxes = [Outbox(directory, WORKER, rank, settings.relay_url, curve=curve) for rank in range(ranks)]
+    outboxes = [
+        Outbox(directory, WORKER, rank, settings.relay_url, curve=curve) for rank in range(ranks)
+    ]
     appended = [0.0] * ranks
 
     def load(rank: int) -> None:
@@ -114,28 +147,57 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         server = redis_server.start(Path(scratch) / "redis")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
+        }
         chosen, curve = Settings(redis_url=server.url), None
         if options.curve:
             secret, public = new_keys("relay", "relay", Path(scratch) / "curve")
             mine, known = new_keys("worker", WORKER, Path(scratch) / "curve")
-            chosen = Settings(redis_url=server.url, curve_secret_file=str(secret), curve_clients_dir=str(known.parent))
+            chosen = Settings(
+                redis_url=server.url,
+                curve_secret_file=str(secret),
+                curve_clients_dir=str(known.parent),
+            )
             curve = client_keys(str(mine), public.read_text())
         environment |= to_environment(chosen)
-        relay = subprocess.Popen([sys.executable, "-m", "midstream.broker.relay"], env=environment, stdout=subprocess.PIPE)
+        relay = subprocess.Popen(
+            [sys.executable, "-m", "midstream.broker.relay"],
+            env=environment,
+            stdout=subprocess.PIPE,
+        )
         try:
             assert relay.stdout is not None
-            settings = Settings(redis_url=server.url, relay_url=relay.stdout.readline().decode().split()[-1], lease_s=600)
+            settings = Settings(
+                redis_url=server.url,
+                relay_url=relay.stdout.readline().decode().split()[-1],
+                lease_s=600,
+            )
             results = []
-            print(f"{'ranks':>5} {'window':>7} {'receipts':>9} {'settled/s':>10} {'append µs':>10} {'per commit':>11} {'alone ms':>9}")
+            print(
+                f"{'ranks':>5} {'window':>7} {'receipts':>9} {'settled/s':>10} "
+                f"{'append µs':>10} {'per commit':>11} {'alone ms':>9}"
+            )
             for ranks in options.ranks:
                 for window in options.windows:
                     # One receipt per round trip is slow: a tenth of them shows it as well.
                     count = options.receipts if window > 1 else max(1, options.receipts // 10)
-                    row = measure(settings, Path(scratch) / f"outbox-{ranks}-{window}", ranks, window, count, curve)
+                    row = measure(
+                        settings,
+                        Path(scratch) / f"outbox-{ranks}-{window}",
+                        ranks,
+                        window,
+                        count,
+                        curve,
+                    )
                     results.append(row)
-                    print("{ranks:>5} {window:>7} {receipts:>9} {settled_per_s:>10} {append_us:>10} {receipts_per_commit:>11} {alone_ms:>9}"
-                          .format(**row), flush=True)  # fmt: skip
+                    print(
+                        (
+                            "{ranks:>5} {window:>7} {receipts:>9} {settled_per_s:>10} {append_us:>10} "
+                            "{receipts_per_commit:>11} {alone_ms:>9}"
+                        ).format(**row),
+                        flush=True,
+                    )
             print(json.dumps({"benchmark": "receipts", "cpus": os.cpu_count(), "results": results}))
         finally:
             relay.send_signal(signal.SIGTERM)

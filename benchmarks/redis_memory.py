@@ -1,8 +1,10 @@
-"""How much of Redis does a job take: waiting in the queue, being run, over, for each event, and with a capture's receipt?
+"""How much of Redis does a job take: waiting in the queue, being run, over, for each event, and
+with a capture's receipt?
 
     python benchmarks/redis_memory.py [--jobs 5000] [--tokens 64]
 
-A Redis and a ledger, no other process. Every number is the growth of `used_memory` over all jobs, divided by their number.
+A Redis and a ledger, no other process. Every number is the growth of `used_memory` over all jobs,
+divided by their number.
 """
 
 import argparse
@@ -32,10 +34,21 @@ async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) ->
     ledger = Ledger.connect(settings)
     await ledger.redis.flushall()
     await ledger.redis.config_set("appendonly", "no")  # its buffers come and go
-    capture = StoredCapture(sites={"post_block": list(range(30))}, positions="last_prompt", tag="bench")
-    prompt, text = StoredPrompt(token_ids=list(range(tokens)), text="word " * tokens), "word " * tokens
+    capture = StoredCapture(
+        sites={"post_block": list(range(30))}, positions="last_prompt", tag="bench"
+    )
+    prompt, text = (
+        StoredPrompt(token_ids=list(range(tokens)), text="word " * tokens),
+        "word " * tokens,
+    )
     ids = [new_job_id() for _ in range(jobs)]
-    output = Output(index=0, text=text, token_ids=list(range(tokens)), finish_reason="length", prompt_tokens=tokens)
+    output = Output(
+        index=0,
+        text=text,
+        token_ids=list(range(tokens)),
+        finish_reason="length",
+        prompt_tokens=tokens,
+    )
 
     async def used() -> int:
         memory = await ledger.redis.info("memory")
@@ -49,9 +62,15 @@ async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) ->
 
     async def submit(job_id: str) -> None:
         job = Job(
-            id=job_id, kind="generate", model="bench", prompts=[prompt], sampling=Sampling(max_tokens=tokens), created=now(),
-            captures=[[capture]] if captures else [], identity=IDENTITY,
-        )  # fmt: skip
+            id=job_id,
+            kind="generate",
+            model="bench",
+            prompts=[prompt],
+            sampling=Sampling(max_tokens=tokens),
+            created=now(),
+            captures=[[capture]] if captures else [],
+            identity=IDENTITY,
+        )
         await ledger.submit(job, {})
 
     async def claim(job_id: str) -> None:
@@ -63,10 +82,16 @@ async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) ->
             assert await ledger.emit(job_id, 1, number, Event(event="token", data=data, attempt=1))
 
     async def store(job_id: str) -> None:
-        await ledger.store_outputs(job_id, 1, [output], Event(event="output", data={"index": 0}, attempt=1))
+        await ledger.store_outputs(
+            job_id, 1, [output], Event(event="output", data={"index": 0}, attempt=1)
+        )
 
     await submit(new_job_id())  # scripts are loaded
-    line: dict[str, Any] = {"captures": captures, "queued": await each(submit), "more_while_running": await each(claim)}
+    line: dict[str, Any] = {
+        "captures": captures,
+        "queued": await each(submit),
+        "more_while_running": await each(claim),
+    }
     line["each_event"] = round(await each(events) / EVENTS)
     if captures:
         settler = Settler(redis.Redis.from_url(settings.redis_url), settings)
@@ -77,7 +102,11 @@ async def measure(settings: Settings, jobs: int, tokens: int, captures: bool) ->
     line["more_when_over"] = await each(store)
     before = await used()
     await ledger.close()
-    line["kept_bytes_in_all"] = sum(value for name, value in line.items() if name in ("queued", "more_while_running", "more_when_over"))
+    line["kept_bytes_in_all"] = sum(
+        value
+        for name, value in line.items()
+        if name in ("queued", "more_while_running", "more_when_over")
+    )
     line["used_mib"] = round(before / 2**20, 1)
     return line
 
@@ -90,12 +119,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
         server = redis_server.start(Path(folder) / "redis")
         settings = Settings(redis_url=server.url, data_dir=folder, lease_s=600)
-        report = [asyncio.run(measure(settings, options.jobs, options.tokens, captures)) for captures in (False, True)]
+        report = [
+            asyncio.run(measure(settings, options.jobs, options.tokens, captures))
+            for captures in (False, True)
+        ]
         server.stop()
     for line in report:
         print("  ".join(f"{name} {value}" for name, value in line.items()))
     print(
-        json.dumps({"benchmark": "redis_memory", "version": __version__, "jobs": options.jobs, "tokens": options.tokens, "results": report})
+        json.dumps(
+            {
+                "benchmark": "redis_memory",
+                "version": __version__,
+                "jobs": options.jobs,
+                "tokens": options.tokens,
+                "results": report,
+            }
+        )
     )
 
 

@@ -1,6 +1,8 @@
-"""CPU time that the model's thread spends in our code: an engine's ranks add it up in a file where `FILE` is set.
+"""CPU time that the model's thread spends in our code: an engine's ranks add it up in a file where
+`FILE` is set.
 
-A rank's process imports the benchmark's main module anew, which calls `begin`. Only for forwards that run as Python.
+A rank's process imports the benchmark's main module anew, which calls `begin`. Only for forwards
+that run as Python.
 """
 
 import functools

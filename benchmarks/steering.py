@@ -1,17 +1,20 @@
-"""What does steering cost? Ratios of conditions that take turns in short rounds: the same prompts, the same engine.
+"""What does steering cost?
+
+Ratios of conditions that take turns in short rounds: the same prompts, the same engine.
 
     python benchmarks/steering.py [--rounds 10] [--starts 3] [--prompts 256] [--max-tokens 16] [--compiled] [--only idle one all]
 
-Conditions: `stock` (vLLM with nothing of ours, a process of its own), `idle` (nothing is steered), `one` (every request adds a vector
-at one layer), `all` (at every layer); `one-64`, `one-256`, `all-64`, `all-256`: the same with so many distinct vectors among the
-requests. `--steering-rows`: fewer than those have some wait.
+Conditions: `stock` (vLLM with nothing of ours, a process of its own), `idle` (nothing is steered),
+`one` (every request adds a vector at one layer), `all` (at every layer); `one-64`, `one-256`,
+`all-64`, `all-256`: the same with so many distinct vectors among the requests. `--steering-rows`:
+fewer than those have some wait.
 
-Every engine process keeps a speed of its own for its life (memory, cores), so both engines are started anew `--starts` times: where
-stock and ours are compared, trust the spread over starts. The others are within one engine. Receipts are written and taken by a
-relay, as ever.
+Every engine process keeps a speed of its own for its life (memory, cores), so both engines are
+started anew `--starts` times: where stock and ours are compared, trust the spread over starts. The
+others are within one engine. Receipts are written and taken by a relay, as ever.
 
-Also counted: how often and with how many bytes the ranks are called for vectors; and timed: hashing a tensor, and taking a request's
-tensor from JSON to its hash.
+Also counted: how often and with how many bytes the ranks are called for vectors; and timed: hashing
+a tensor, and taking a request's tensor from JSON to its hash.
 """
 
 import argparse
@@ -45,7 +48,11 @@ CONDITIONS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "idle": None,
     **{
-        name + (f"-{distinct}" if distinct > 1 else ""): {"layers": layers, "distinct": distinct, "seed": distinct}
+        name + (f"-{distinct}" if distinct > 1 else ""): {
+            "layers": layers,
+            "distinct": distinct,
+            "seed": distinct,
+        }
         for distinct in (1, 64, 256)
         for name, layers in (("one", ONE_LAYER), ("all", ALL_LAYERS))
     },
@@ -64,8 +71,12 @@ COMPARED = {
 SIZES = (576, 1 << 16, 1 << 20)
 
 
-def measure(engines: dict[str, EngineProcess], names: list[str], prompts: list[list[int]], options: Any) -> dict[str, list[float]]:
-    """Seconds of each round; the first, which brings the vectors to the ranks, is not among them."""
+def measure(
+    engines: dict[str, EngineProcess], names: list[str], prompts: list[list[int]], options: Any
+) -> dict[str, list[float]]:
+    """Seconds of each round; the first, which brings the vectors to the ranks, is not among
+    them.
+    """
 
     def run(name: str) -> dict[str, Any]:
         engine = engines["stock" if name == "stock" else "ours"]
@@ -77,13 +88,24 @@ def measure(engines: dict[str, EngineProcess], names: list[str], prompts: list[l
         wish = CONDITIONS[name]
         if wish is not None:
             sent = f"{first['sends']} calls, {first['sent_bytes']} bytes"
-            print(f"  {name}: first use {sent}; again {again['sends']} calls, {again['sent_bytes']} bytes", flush=True)
-            assert first["sent_bytes"] in (0, min(wish["distinct"], len(prompts)) * HIDDEN_BYTES), "0: an earlier condition had them"
+            print(
+                (
+                    f"  {name}: first use {sent}; again {again['sends']} calls, "
+                    f"{again['sent_bytes']} bytes"
+                ),
+                flush=True,
+            )
+            assert first["sent_bytes"] in (0, min(wish["distinct"], len(prompts)) * HIDDEN_BYTES), (
+                "0: an earlier condition had them"
+            )
             assert again["sends"] == 0, "vectors crossed again"
     for number in range(options.rounds):
         for name in names if number % 2 else names[::-1]:
             seconds[name].append(run(name)["seconds"])
-        print("  " + "  ".join(f"{name} {taken[-1]:.3f}" for name, taken in seconds.items()), flush=True)
+        print(
+            "  " + "  ".join(f"{name} {taken[-1]:.3f}" for name, taken in seconds.items()),
+            flush=True,
+        )
     return seconds
 
 
@@ -105,11 +127,17 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 @contextmanager
 def relay(folder: Path) -> Iterator[str]:
-    """The address of a relay that takes the receipts, over a Redis of its own: senders try again what nobody takes, more and more."""
+    """The address of a relay that takes the receipts, over a Redis of its own: senders try again
+    what nobody takes, more and more.
+    """
     server = redis_server.start(folder)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
+    }
     environment |= to_environment(Settings(redis_url=server.url))
-    process = subprocess.Popen([sys.executable, "-m", "midstream.broker.relay"], env=environment, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "midstream.broker.relay"], env=environment, stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout is not None
         yield process.stdout.readline().decode().split()[-1]
@@ -127,7 +155,10 @@ def engine_figures(options: Any) -> list[dict[str, Any]]:
     medians: dict[str, list[float]] = {}
     seconds: dict[str, list[float]] = {}
     for number in range(options.starts):
-        with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder, relay(Path(folder) / "redis") as relay_url:
+        with (
+            tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder,
+            relay(Path(folder) / "redis") as relay_url,
+        ):
             common = {
                 "relay_url": relay_url,
                 "enable_prefix_caching": False,
@@ -163,17 +194,25 @@ def engine_figures(options: Any) -> list[dict[str, Any]]:
 
 
 def hashing() -> list[dict[str, Any]]:
-    """Milliseconds per MB (10⁶ bytes): the hash alone, and from the request's JSON (base64) to the hash; best of five."""
+    """Milliseconds per MB (10⁶ bytes): the hash alone, and from the request's JSON (base64) to the
+    hash; best of five.
+    """
     found = []
     for size in SIZES:
         tensor = from_numpy(np.random.default_rng(0).standard_normal(size).astype(np.float32))
         body = msgspec.json.encode(tensor)
         repeats = max(1, (1 << 18) // size)
         hashed = _best(lambda tensor=tensor: content_hash(tensor), repeats)
-        taken = _best(lambda body=body: content_hash(msgspec.json.decode(body, type=Tensor)), repeats)
+        taken = _best(
+            lambda body=body: content_hash(msgspec.json.decode(body, type=Tensor)), repeats
+        )
         megabytes = len(tensor.data) / 1e6
         found.append(
-            {"bytes": len(tensor.data), "hash_ms_per_mb": round(hashed / megabytes, 3), "json_ms_per_mb": round(taken / megabytes, 3)}
+            {
+                "bytes": len(tensor.data),
+                "hash_ms_per_mb": round(hashed / megabytes, 3),
+                "json_ms_per_mb": round(taken / megabytes, 3),
+            }
         )
     return found
 

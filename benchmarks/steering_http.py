@@ -1,17 +1,22 @@
-"""When does the first token come, steered by a vector that nobody has seen, by one that is known, or by a named module? Through HTTP.
+"""When does the first token come, steered by a vector that nobody has seen, by one that is known,
+or by a named module? Through HTTP.
 
     python benchmarks/steering_http.py [--rounds 40] [--entries 30] [--compiled]
 
-One request at a time on a stack of its own, streamed, eight prompt tokens. The kinds take turns in a changing order:
+One request at a time on a stack of its own, streamed, eight prompt tokens. The kinds take turns in
+a changing order:
 
 - `plain`: not steered.
-- `inline first`: `--entries` vectors in the request's body, one per layer, that the server has never seen.
+- `inline first`: `--entries` vectors in the request's body, one per layer, that the server has
+  never seen.
 - `inline again`: the same vectors once more: the ranks have them, the body carries them.
-- `module cold`: fresh vectors registered under a name, and the name's first use, from the beginning of the registration.
+- `module cold`: fresh vectors registered under a name, and the name's first use, from the beginning
+  of the registration.
 - `registration`: the part of it that is the registration.
 - `module warm`: the name once more.
 
-Times are until the first token has arrived, and until the answer is settled: a steered answer ends only when the ranks have reported.
+Times are until the first token has arrived, and until the answer is settled: a steered answer ends
+only when the ranks have reported.
 """
 
 import argparse
@@ -45,7 +50,9 @@ def entries_of(rng: np.random.Generator, number: int, hidden_size: int) -> list[
             "vector": {
                 "dtype": "float32",
                 "shape": [hidden_size],
-                "data": base64.b64encode(rng.standard_normal(hidden_size).astype("<f4").tobytes()).decode(),
+                "data": base64.b64encode(
+                    rng.standard_normal(hidden_size).astype("<f4").tobytes()
+                ).decode(),
             },
         }
         for layer in range(number)
@@ -63,12 +70,19 @@ class Asking:
         """Seconds until the first token, and until the end of the answer."""
         self._number += 1
         body = {
-            "model": self._model, "prompt": self._prompts[self._number % len(self._prompts)], "max_tokens": MAX_TOKENS, "temperature": 0,
-            "ignore_eos": True, "stream": True, "steering": steering,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": self._prompts[self._number % len(self._prompts)],
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "steering": steering,
+        }
         content = json.dumps(body)
         start, first, last = time.perf_counter(), 0.0, {}
-        with self._http.stream("POST", "/v1/completions", content=content, headers={"content-type": "application/json"}) as answer:
+        with self._http.stream(
+            "POST", "/v1/completions", content=content, headers={"content-type": "application/json"}
+        ) as answer:
             answer.read() if answer.status_code != 200 else None
             answer.raise_for_status()
             for line in answer.iter_lines():
@@ -84,12 +98,18 @@ class Asking:
         """Seconds until the name means it."""
         content = json.dumps({"steering": steering})
         start = time.perf_counter()
-        answer = self._http.put(f"/v1/steering/modules/{NAME}", content=content, headers={"content-type": "application/json"})
+        answer = self._http.put(
+            f"/v1/steering/modules/{NAME}",
+            content=content,
+            headers={"content-type": "application/json"},
+        )
         answer.raise_for_status()
         return time.perf_counter() - start
 
 
-def one_round(asking: Asking, rng: np.random.Generator, entries: int, hidden_size: int, turn: int) -> dict[str, tuple[float, float]]:
+def one_round(
+    asking: Asking, rng: np.random.Generator, entries: int, hidden_size: int, turn: int
+) -> dict[str, tuple[float, float]]:
     """Kind → seconds until the first token, until the end."""
     found = {}
 
@@ -129,11 +149,17 @@ def main() -> None:
             enable_prefix_caching=False, enforce_eager=not options.compiled,
         )  # fmt: skip
         settings = prepare(wanted, Path(folder), print)
-        with Supervisor(settings, say=lambda line: None) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
+        with (
+            Supervisor(settings, say=lambda line: None) as stack,
+            httpx.Client(base_url=stack.url, timeout=60) as http,
+        ):
             asking = Asking(http, settings.served_model, prompts)
             for turn in range(3):  # warm-up
                 one_round(asking, rng, options.entries, hidden_size, turn)
-            rounds = [one_round(asking, rng, options.entries, hidden_size, turn) for turn in range(options.rounds)]
+            rounds = [
+                one_round(asking, rng, options.entries, hidden_size, turn)
+                for turn in range(options.rounds)
+            ]
     report = []
     for kind in KINDS:
         first, whole = ([found[kind][place] * 1e3 for found in rounds] for place in (0, 1))
@@ -147,10 +173,22 @@ def main() -> None:
                 "first_to_inline_first": round(statistics.median(beside), 3),
             }
         )
-    print(f"{options.entries} vectors, {options.entries * hidden_size * 4} bytes; {options.rounds} rounds, one request at a time")
+    print(
+        f"{options.entries} vectors, {options.entries * hidden_size * 4} bytes; "
+        f"{options.rounds} rounds, one request at a time"
+    )
     for line in report:
         print("  ".join(f"{name} {value}" for name, value in line.items()))
-    print(json.dumps({"benchmark": "steering_http", "entries": options.entries, "compiled": options.compiled, "results": report}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "steering_http",
+                "entries": options.entries,
+                "compiled": options.compiled,
+                "results": report,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Measures each tutorial of `examples/tutorials` beside the TransformerLens code that it shows, and checks that both print the same.
+"""Measures each tutorial of `examples/tutorials` beside the TransformerLens code that it shows, and
+checks that both print the same.
 
     make lens                                                                     # TransformerLens' own environment
     OMP_NUM_THREADS=1 midstream up --set hooks=all,inside --set dtype=float32 --set sae_dir=$PWD/examples/data/saes
     python benchmarks/tutorials.py --repeats 3    # the table of RESULTS.md: medians of rounds in which both sides take turns
     python benchmarks/tutorials.py --write        # one round, and writes outputs and figures into the notebooks
 
-Each side is a process of its own, from start to end. TransformerLens loads the model in it; Midstream's server, found as clients find it,
-has loaded it. CPU seconds are those of the process, and for Midstream also those of the server's processes meanwhile. Each side computes
-in one thread, and in float32.
+Each side is a process of its own, from start to end. TransformerLens loads the model in it;
+Midstream's server, found as clients find it, has loaded it. CPU seconds are those of the process,
+and for Midstream also those of the server's processes meanwhile. Each side computes in one thread,
+and in float32.
 """
 
 import argparse
@@ -37,7 +39,9 @@ PEER = ROOT / ".cache" / "lens" / "bin" / "python"
 #: The end of what loads the model in TransformerLens' code.
 LOADED = "dtype=torch.float32)\n"
 #: The sentence of a notebook with the figures.
-FIGURES = re.compile(r"Midstream: \d+ lines.*?TransformerLens: \d+ lines(?:[^.]|\.\d)*\.", re.DOTALL)
+FIGURES = re.compile(
+    r"Midstream: \d+ lines.*?TransformerLens: \d+ lines(?:[^.]|\.\d)*\.", re.DOTALL
+)
 HEAD = """\
 | tutorial | lines | lines, TransformerLens | seconds (CPU) | seconds (CPU), TransformerLens | of these, to load the model | ratio (CPU) |
 |---|---|---|---|---|---|---|"""
@@ -59,14 +63,26 @@ def server_cpu(stack: discovery.Stack) -> float:
     return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS
 
 
-def run(python: Path | str, source: str, environment: dict[str, str], stack: discovery.Stack | None = None) -> Cost:
+def run(
+    python: Path | str,
+    source: str,
+    environment: dict[str, str],
+    stack: discovery.Stack | None = None,
+) -> Cost:
     """`stack`: whose CPU time counts, too. Raises SystemExit with the program's errors."""
     served = server_cpu(stack) if stack else 0.0
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tutorial.py"
         script.write_text(source)
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run([str(python), str(script)], env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(python), str(script)],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{source}\n{done.stderr}")
@@ -76,13 +92,19 @@ def run(python: Path | str, source: str, environment: dict[str, str], stack: dis
 
 def median(costs: list[Cost]) -> Cost:
     """Of the seconds and of the CPU seconds, each by itself."""
-    return Cost(statistics.median(each.seconds for each in costs), statistics.median(each.cpu for each in costs), costs[0].printed)
+    return Cost(
+        statistics.median(each.seconds for each in costs),
+        statistics.median(each.cpu for each in costs),
+        costs[0].printed,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path(".midstream"), help="of the server")
-    parser.add_argument("--write", action="store_true", help="outputs and figures into the notebooks")
+    parser.add_argument(
+        "--write", action="store_true", help="outputs and figures into the notebooks"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="rounds")
     parser.add_argument("--only", default="", help="tutorials whose name has this in it")
     options = parser.parse_args()
@@ -90,7 +112,11 @@ def main() -> None:
     if stack is None:
         raise SystemExit(f"no server runs on {options.data_dir}: `midstream up` starts one")
     os.environ |= {"MPLBACKEND": "Agg", "MIDSTREAM_PUBLIC_URL": stack.url, "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, "MODEL": str(fetch_demo_model()), "SAES": str(ROOT / "examples" / "data" / "saes")}
+    environment = {
+        **os.environ,
+        "MODEL": str(fetch_demo_model()),
+        "SAES": str(ROOT / "examples" / "data" / "saes"),
+    }
     print(HEAD)
     for path in TUTORIALS:
         if options.only not in path.stem:
@@ -105,15 +131,23 @@ def main() -> None:
             if wrong := difference(ours.printed, peer.printed):
                 raise SystemExit(f"{path.name}: the two print differently:\n{wrong}")
             rounds.append((ours, peer, load))
-        ratios = [[getattr(peer, kind) / getattr(ours, kind) for ours, peer, _ in rounds] for kind in ("seconds", "cpu")]
+        ratios = [
+            [getattr(peer, kind) / getattr(ours, kind) for ours, peer, _ in rounds]
+            for kind in ("seconds", "cpu")
+        ]
         ratio = "{:.1f} ({:.1f})".format(*map(statistics.median, ratios))
         ours, peer, load = (median(list(each)) for each in zip(*rounds, strict=True))
         costs = " | ".join(f"{each.seconds:.1f} ({each.cpu:.1f})" for each in (ours, peer, load))
-        print(f"| `{path.stem}` | {lines(source)} | {lines(peer_source)} | {costs} | {ratio} |", flush=True)
+        print(
+            f"| `{path.stem}` | {lines(source)} | {lines(peer_source)} | {costs} | {ratio} |",
+            flush=True,
+        )
         if options.write:
             figures = (
-                f"Midstream: {lines(source)} lines, {ours.cpu:.1f} s of CPU time, the server's included. TransformerLens: "
-                f"{lines(peer_source)} lines, {peer.cpu:.1f} s, of which loading the model takes {load.cpu:.1f} s."
+                f"Midstream: {lines(source)} lines, {ours.cpu:.1f} s of CPU time, the server's "
+                "included. TransformerLens: "
+                f"{lines(peer_source)} lines, {peer.cpu:.1f} s, of which loading the model "
+                f"takes {load.cpu:.1f} s."
             )
             notebook.cells[-1].source, found = FIGURES.subn(figures, notebook.cells[-1].source)
             assert found == 1, f"{path.name}: no sentence to write the figures into"

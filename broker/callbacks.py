@@ -1,9 +1,10 @@
-"""The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks. A Celery worker with the reaper and the
-sender of webhooks beside its pool.
+"""The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks.
 
-Either runs on a thread of its own and not as a task, because it must also run when messages get lost. Run as many as there are
-machines: they share the work.
-Run as `python -m midstream.broker.callbacks`; settings come from the environment.
+A Celery worker with the reaper and the sender of webhooks beside its pool.
+
+Either runs on a thread of its own and not as a task, because it must also run when messages get
+lost. Run as many as there are machines: they share the work. Run as `python -m
+midstream.broker.callbacks`; settings come from the environment.
 """
 
 import asyncio
@@ -43,7 +44,9 @@ SWEEPS_MISSED = 3
 
 
 class LoopThread:
-    """Runs `work` on an event loop in its own thread until stopped; `work` handles its own failures."""
+    """Runs `work` on an event loop in its own thread until stopped; `work` handles its own
+    failures.
+    """
 
     def __init__(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._name = name
@@ -79,7 +82,9 @@ class LoopThread:
 
 
 async def keep_sweeping(settings: Settings) -> None:
-    """Sweep every `sweep_interval_s` until cancelled; a sweep that fails is logged and the next one tries again."""
+    """Sweep every `sweep_interval_s` until cancelled; a sweep that fails is logged and the next one
+    tries again.
+    """
     ledger = Ledger.connect(settings)
     reaper = Reaper(ledger, settings)
     alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
@@ -92,19 +97,25 @@ async def keep_sweeping(settings: Settings) -> None:
                 if report:
                     log.info("swept: %s", report)
                     for action, found in vars(report).items():
-                        metrics.SWEPT.labels(action).inc(found if isinstance(found, int) else len(found))
+                        metrics.SWEPT.labels(action).inc(
+                            found if isinstance(found, int) else len(found)
+                        )
                 if away:
                     log.warning("the reaper has resumed")
                 away = False
             except (MidstreamError, redis.RedisError) as error:
                 if not is_unavailable(error):
-                    log.exception("a pass of the reaper failed; next one in %s s", settings.sweep_interval_s)
+                    log.exception(
+                        "a pass of the reaper failed; next one in %s s", settings.sweep_interval_s
+                    )
                 elif not away:
                     log.warning("the reaper is suspended, Redis unreachable: %s", error)
                 away = away or is_unavailable(error)
             except Exception:
                 # Whatever it was, the other jobs still need the next sweep.
-                log.exception("a pass of the reaper failed; next one in %s s", settings.sweep_interval_s)
+                log.exception(
+                    "a pass of the reaper failed; next one in %s s", settings.sweep_interval_s
+                )
             await asyncio.sleep(settings.sweep_interval_s)
     finally:
         await ledger.close()

@@ -1,9 +1,12 @@
-"""Flower, the dashboard of the task queue: `python -m midstream.broker.flower`, configured by the environment.
+"""Flower, the dashboard of the task queue: `python -m midstream.broker.flower`, configured by the
+environment.
 
-Secrets go in by the options object and the Celery app, never by a command line that everybody on the machine can read. What
-Flower shows comes from events, and from the ledger where an event was missed (`flower_ends`); it is read-only here, because a task
-revoked behind the ledger's back would come back. Every path needs the password, where there is one; Flower itself leaves `/metrics` and
-`/healthcheck` open. Without a password, calls under a foreign host name are refused, as in the API, against DNS rebinding.
+Secrets go in by the options object and the Celery app, never by a command line that everybody on
+the machine can read. What Flower shows comes from events, and from the ledger where an event was
+missed (`flower_ends`); it is read-only here, because a task revoked behind the ledger's back would
+come back. Every path needs the password, where there is one; Flower itself leaves `/metrics` and
+`/healthcheck` open. Without a password, calls under a foreign host name are refused, as in the API,
+against DNS rebinding.
 """
 
 import hmac
@@ -24,7 +27,8 @@ from .queue.celery_app import make_app
 from .queue.flower_tasks import MissedEnds
 
 EXIT_BAD_SETTINGS = 2
-#: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has forgotten little.
+#: Flower keeps its tasks in memory; so often they are written down, so that a killed Flower has
+#: forgotten little.
 SAVE_EVERY_MS = 15_000
 #: About 5 KiB each, in memory and in its file. Older ones make room.
 TASKS_KEPT = 5_000
@@ -40,7 +44,9 @@ METRICS = "/metrics"
 
 
 class Door:
-    """Who may make a call: anyone without a password, else those who show it, or the observe key for the metrics."""
+    """Who may make a call: anyone without a password, else those who show it, or the observe key
+    for the metrics.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._valid = [basic(pair).encode() for pair in settings.flower_auth.split(",") if pair]
@@ -57,17 +63,26 @@ class Door:
 
 
 def options(settings: Settings) -> dict[str, str]:
-    """Flower's options as it reads them from its environment. Raises SettingsError naming the setting."""
-    if settings.flower_auth and not all(re.fullmatch(r"[^:]+:.+", pair) for pair in settings.flower_auth.split(",")):
-        raise SettingsError("MIDSTREAM_FLOWER_AUTH: must be user:password; separate several with commas")
+    """Flower's options as it reads them from its environment.
+
+    Raises SettingsError naming the setting.
+    """
+    if settings.flower_auth and not all(
+        re.fullmatch(r"[^:]+:.+", pair) for pair in settings.flower_auth.split(",")
+    ):
+        raise SettingsError(
+            "MIDSTREAM_FLOWER_AUTH: must be user:password; separate several with commas"
+        )
     if not settings.flower_auth and not is_loopback(settings.flower_host):
         raise SettingsError(
-            f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is not loopback: MIDSTREAM_FLOWER_AUTH=user:password is required, "
+            f"MIDSTREAM_FLOWER_HOST={settings.flower_host} is not loopback: "
+            "MIDSTREAM_FLOWER_AUTH=user:password is required, "
             "because Flower shows the jobs of all tenants"
         )
     if not settings.flower_auth and asks_for_keys(settings):
         raise SettingsError(
-            "MIDSTREAM_FLOWER_AUTH: user:password is required when the API requires keys, because Flower shows the jobs of all tenants"
+            "MIDSTREAM_FLOWER_AUTH: user:password is required when the API requires keys, "
+            "because Flower shows the jobs of all tenants"
         )
     found = {
         "FLOWER_ADDRESS": settings.flower_host,
@@ -102,7 +117,9 @@ def serve(settings: Settings) -> None:
     class Flower(command.Flower):
         def find_handler(self, request: Any, **options: Any) -> Any:
             if not hosts.allows(request.headers.get_list("Host")):
-                return self.get_handler_delegate(request, ErrorHandler, {"status_code": MISDIRECTED})
+                return self.get_handler_delegate(
+                    request, ErrorHandler, {"status_code": MISDIRECTED}
+                )
             if not door.admits(request.headers.get("Authorization", ""), request.path):
                 return self.get_handler_delegate(request, Closed, {"status_code": UNAUTHORIZED})
             return super().find_handler(request, **options)
@@ -126,7 +143,9 @@ def main() -> int:
         print(f"flower failed: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_SETTINGS
     Path(settings.data_dir).mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     serve(settings)
     return 0
 

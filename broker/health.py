@@ -1,7 +1,9 @@
-"""Container health checks: `python -m midstream.broker.health api|relay|worker|callbacks|flower` exits 0 if healthy.
+"""Container health checks: `python -m midstream.broker.health api|relay|worker|callbacks|flower`
+exits 0 if healthy.
 
-Each is asked for what it is there for, not whether its process runs: the API whether a job would run now, the relay, the worker
-and the reaper whether they have been seen in Redis lately, which they are only after they have reached it.
+Each is asked for what it is there for, not whether its process runs: the API whether a job would
+run now, the relay, the worker and the reaper whether they have been seen in Redis lately, which
+they are only after they have reached it.
 """
 
 import socket
@@ -24,7 +26,8 @@ from .ops.install import basic
 from .ops.liveness import REAPER_KEY, RELAY_KEY
 
 TIMEOUT_S = 5.0
-#: In the folder for temporary files of a container, from its start until its worker was ready: empty, or why it cannot start.
+#: In the folder for temporary files of a container, from its start until its worker was ready:
+#: empty, or why it cannot start.
 STARTING = "midstream-worker-starting"
 #: Time limit of a start, in which a model is downloaded and loaded.
 START_S, LOOK_S = 1800.0, 1.0
@@ -36,19 +39,30 @@ def api(settings: Settings) -> str:
 
 def flower(settings: Settings) -> str:
     user = settings.flower_auth.partition(",")[0]
-    return _answers(f"http://127.0.0.1:{settings.flower_port}/healthcheck", basic(user) if user else "")
+    return _answers(
+        f"http://127.0.0.1:{settings.flower_port}/healthcheck", basic(user) if user else ""
+    )
 
 
 def relay(settings: Settings) -> str:
-    return "" if _redis(settings).exists(RELAY_KEY) else "the relay has not reported to Redis recently"
+    return (
+        "" if _redis(settings).exists(RELAY_KEY) else "the relay has not reported to Redis recently"
+    )
 
 
 def callbacks(settings: Settings) -> str:
-    return "" if _redis(settings).exists(REAPER_KEY) else "the reaper has not completed a pass recently"
+    return (
+        ""
+        if _redis(settings).exists(REAPER_KEY)
+        else "the reaper has not completed a pass recently"
+    )
 
 
 def worker(settings: Settings) -> str:
-    """Why the worker of this machine (or container) is unhealthy; empty when it is well. Waits for its start, for at most `START_S`."""
+    """Why the worker of this machine (or container) is unhealthy; empty when it is well.
+
+    Waits for its start, for at most `START_S`.
+    """
     note = Path(tempfile.gettempdir()) / STARTING
     deadline = time.monotonic() + START_S
     while trouble := _worker_seen(settings):
@@ -73,13 +87,22 @@ def _worker_seen(settings: Settings) -> str:
     return "; ".join(info.detail or "it is not healthy" for info in alive if not info.healthy)
 
 
-CHECKS: dict[str, Callable[[Settings], str]] = {"api": api, "relay": relay, "worker": worker, "callbacks": callbacks, "flower": flower}
+CHECKS: dict[str, Callable[[Settings], str]] = {
+    "api": api,
+    "relay": relay,
+    "worker": worker,
+    "callbacks": callbacks,
+    "flower": flower,
+}
 
 
 def _answers(url: str, authorization: str = "") -> str:
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(url, headers={"Authorization": authorization} if authorization else {}), timeout=TIMEOUT_S
+            urllib.request.Request(
+                url, headers={"Authorization": authorization} if authorization else {}
+            ),
+            timeout=TIMEOUT_S,
         ):
             return ""
     except urllib.error.HTTPError as error:
@@ -89,7 +112,9 @@ def _answers(url: str, authorization: str = "") -> str:
 
 
 def _redis(settings: Settings) -> "redis.Redis":
-    return redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+    return redis_open.client(
+        settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -63,10 +63,26 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
-    "Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client", "Mapped", "MidstreamError", "PatchSource",
-    "PatchSpec", "PatchStudy", "ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch", "matrix",
-    "returned_rows", "samples",
-]  # fmt: skip
+    "Answer",
+    "AsyncClient",
+    "AsyncPatchStudy",
+    "CaptureReader",
+    "CaptureSpec",
+    "Client",
+    "Mapped",
+    "MidstreamError",
+    "PatchSource",
+    "PatchSpec",
+    "PatchStudy",
+    "ServerUnreachable",
+    "Span",
+    "SteeringSpec",
+    "UnknownArgument",
+    "VersionMismatch",
+    "matrix",
+    "returned_rows",
+    "samples",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,10 +10,15 @@ _DURATION = re.compile(rf"([0-9]+(?:\.[0-9]+)?)([{''.join(_UNITS)}]?)")
 
 
 def seconds(value: Any, field: str) -> Any:
-    """Seconds of a text such as `90d`; anything but a text as it is. Raises MidstreamError naming the field."""
+    """Seconds of a text such as `90d`; anything but a text as it is.
+
+    Raises MidstreamError naming the field.
+    """
     if not isinstance(value, str):
         return value
     match = _DURATION.fullmatch(value)
     if match is None:
-        raise invalid(field, f"{value!r} is not a duration", allowed="such as 90d, 12h, 30m or 600 (seconds)")
+        raise invalid(
+            field, f"{value!r} is not a duration", allowed="such as 90d, 12h, 30m or 600 (seconds)"
+        )
     return float(match[1]) * _UNITS[match[2]]

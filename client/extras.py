@@ -3,7 +3,8 @@
 import sys
 from importlib.util import find_spec
 
-#: Extra → the modules that it brings, as they are imported; of several extras with a module the first is named.
+#: Extra → the modules that it brings, as they are imported; of several extras with a module the
+#: first is named.
 MODULES: dict[str, tuple[str, ...]] = {
     "client": ("httpx", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
@@ -11,12 +12,22 @@ MODULES: dict[str, tuple[str, ...]] = {
     "probes": ("sklearn",),
     "harvest": ("pyarrow",),
     "up": (
-        "celery", "kombu", "redis", "hiredis", "zmq", "prometheus_client", "httpcore", "litestar", "uvicorn", "tokenizers", "jinja2",
+        "celery",
+        "kombu",
+        "redis",
+        "hiredis",
+        "zmq",
+        "prometheus_client",
+        "httpcore",
+        "litestar",
+        "uvicorn",
+        "tokenizers",
+        "jinja2",
     ),
     "flower": ("flower",),
     "model": ("accelerate", "gguf"),
     "cpu": ("vllm", "torch", "transformers"),
-}  # fmt: skip
+}
 #: Command, and the extra of that name → the extras that it contains, of those above.
 CONTAINED = {"up": ("client", "up"), "demo": ("client", "up", "plots", "model")}
 
@@ -27,9 +38,16 @@ class MissingExtraError(ModuleNotFoundError):
 
 def need(extra: str, what: str) -> None:
     """Raises MissingExtraError when a module of `extra` is missing; `what` needs it."""
-    missing = [name for part in CONTAINED.get(extra, (extra,)) for name in MODULES[part] if not _found(name)]
+    missing = [
+        name
+        for part in CONTAINED.get(extra, (extra,))
+        for name in MODULES[part]
+        if not _found(name)
+    ]
     if missing:
-        raise MissingExtraError(_message(f"{what} needs {', '.join(missing)}", extra), name=missing[0])
+        raise MissingExtraError(
+            _message(f"{what} needs {', '.join(missing)}", extra), name=missing[0]
+        )
 
 
 def explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
@@ -47,7 +65,8 @@ def _message(needed: str, extra: str) -> str:
 
 
 def _found(name: str) -> bool:
-    if name in sys.modules:  # find_spec fails on a module without a spec, such as kombu once it is imported
+    if name in sys.modules:
+        # find_spec fails on a module without a spec, such as kombu once it is imported
         return True
     try:
         return find_spec(name) is not None

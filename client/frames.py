@@ -1,4 +1,6 @@
-"""pandas, xarray and plotly (extra `notebook`), imported when something is converted to theirs; a missing one is named with its extra."""
+"""pandas, xarray and plotly (extra `notebook`), imported when something is converted to theirs; a
+missing one is named with its extra.
+"""
 
 from typing import Any
 
@@ -34,4 +36,7 @@ def plotly() -> Any:
 
 
 def _missing(what: str, error: ImportError) -> MidstreamError:
-    return MidstreamError("unavailable", f"{what}, not installed here ({error.name}): pip install 'midstream[notebook]'")
+    return MidstreamError(
+        "unavailable",
+        f"{what}, not installed here ({error.name}): pip install 'midstream[notebook]'",
+    )

@@ -11,7 +11,10 @@ from ..schemas.images import ImageError, check_image
 
 
 def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[str, Any]:
-    """A content part of a PNG or JPEG file (its path or its bytes), or of an image of Pillow. Raises MidstreamError naming the field."""
+    """A content part of a PNG or JPEG file (its path or its bytes), or of an image of Pillow.
+
+    Raises MidstreamError naming the field.
+    """
     data = image
     if isinstance(image, str | Path):
         try:
@@ -22,22 +25,41 @@ def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[s
         image.save(file := io.BytesIO(), "PNG")
         data = file.getvalue()
     if not isinstance(data, bytes):
-        raise invalid(field, f"is a {type(image).__name__}", allowed="a path, bytes, or an image of Pillow")
+        raise invalid(
+            field, f"is a {type(image).__name__}", allowed="a path, bytes, or an image of Pillow"
+        )
     try:
         kind = check_image(data).lower()
     except ImageError as error:
         raise invalid(field, str(error)) from None
-    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"}}
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"},
+    }
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """The conversation with these images before the text of its last user message. Raises MidstreamError naming the field."""
+def with_images(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
+) -> list[Mapping[str, Any]]:
+    """The conversation with these images before the text of its last user message.
+
+    Raises MidstreamError naming the field.
+    """
     if not images:
         return list(messages)
-    last = max((number for number, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    last = max(
+        (number for number, message in enumerate(messages) if message.get("role") == "user"),
+        default=None,
+    )
     if last is None:
-        raise invalid("images", "the conversation has no message of the user that they could be part of")
+        raise invalid(
+            "images", "the conversation has no message of the user that they could be part of"
+        )
     content = messages[last].get("content", "")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     added = [image_part(image, f"images[{number}]") for number, image in enumerate(images)]
-    return [*messages[:last], {**messages[last], "content": [*added, *parts]}, *messages[last + 1 :]]
+    return [
+        *messages[:last],
+        {**messages[last], "content": [*added, *parts]},
+        *messages[last + 1 :],
+    ]

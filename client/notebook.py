@@ -1,4 +1,6 @@
-"""Finds out whether this program runs in a notebook, and hands what is to be shown there to `client.render.notebook`."""
+"""Finds out whether this program runs in a notebook, and hands what is to be shown there to
+`client.render.notebook`.
+"""
 
 import sys
 from importlib import import_module
@@ -33,7 +35,9 @@ class Listing(list[T]):
 
 
 def install() -> None:
-    """Give the schemas' types their HTML, which any notebook may ask for, and their images to a running IPython."""
+    """Give the schemas' types their HTML, which any notebook may ask for, and their images to a
+    running IPython.
+    """
     base.html_renderer = _record_html
     shell = ipython_shell()
     if shell is not None:

@@ -1,4 +1,6 @@
-"""Linear probes from captured rows: `fit` trains one with scikit-learn, and measures it on rows that it has not seen."""
+"""Linear probes from captured rows: `fit` trains one with scikit-learn, and measures it on rows
+that it has not seen.
+"""
 
 import importlib
 from collections import Counter
@@ -19,7 +21,10 @@ _SHUFFLES = 5
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of rows that the probe was not trained on. `baseline_…`: of probes trained likewise on shuffled labels, the mean of several."""
+    """Of rows that the probe was not trained on.
+
+    `baseline_…`: of probes trained likewise on shuffled labels, the mean of several.
+    """
 
     accuracy: float
     auroc: float  # of several classes the mean of one against the rest
@@ -32,12 +37,16 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Fit:
-    """A trained probe. Scores are log-odds: of two classes one score, for the second; of several the logit of each."""
+    """A trained probe.
+
+    Scores are log-odds: of two classes one score, for the second; of several the logit of each.
+    """
 
     weight: np.ndarray  # float32 `[k, hidden]`
     bias: np.ndarray  # float32 `[k]`
     labels: list[str]  # of each score
-    thresholds: list[float]  # of two classes: where accuracy on the rows that it was trained on is best; otherwise 0
+    # of two classes: where accuracy on the rows that it was trained on is best; otherwise 0
+    thresholds: list[float]
     metrics: Metrics
 
     def scores(self, rows: np.ndarray) -> np.ndarray:
@@ -55,20 +64,31 @@ def fit(
     strength: float = 1.0,
     seed: int = 0,
 ) -> Fit:
-    """Logistic regression of `labels` on `rows` `[n, hidden]`, standardised; the scaling is folded into weight and bias.
+    """Logistic regression of `labels` on `rows` `[n, hidden]`, standardised; the scaling is folded
+    into weight and bias.
 
-    `held_out`: the share of rows, of each class alike, that is used for the metrics only. `groups`: what each row belongs to, such as
-    its prompt: rows of one group are never on both sides. `strength`: scikit-learn's C. Raises MidstreamError for rows that are not
-    finite, or classes with fewer than two rows on a side; MissingExtraError without scikit-learn.
+    `held_out`: the share of rows, of each class alike, that is used for the metrics only. `groups`:
+    what each row belongs to, such as its prompt: rows of one group are never on both sides.
+    `strength`: scikit-learn's C. Raises MidstreamError for rows that are not finite, or classes
+    with fewer than two rows on a side; MissingExtraError without scikit-learn.
     """
     need("probes", "fitting a probe")
     rows, names = np.asarray(rows, dtype=np.float64), np.array([str(label) for label in labels])
     if rows.ndim != 2 or len(rows) != len(names):
-        raise invalid("rows", f"has shape {list(rows.shape)} for {len(names)} labels", allowed="[labels, hidden]")
+        raise invalid(
+            "rows",
+            f"has shape {list(rows.shape)} for {len(names)} labels",
+            allowed="[labels, hidden]",
+        )
     if not np.isfinite(rows).all():
-        raise invalid("rows", f"has values that are not finite ({int((~np.isfinite(rows)).sum())} of {rows.size})")
+        raise invalid(
+            "rows",
+            (f"has values that are not finite ({int((~np.isfinite(rows)).sum())} of {rows.size})"),
+        )
     if not 0 < held_out < 1:
-        raise invalid("held_out", f"is {held_out}", allowed="a share between 0 and 1, both excluded")
+        raise invalid(
+            "held_out", f"is {held_out}", allowed="a share between 0 and 1, both excluded"
+        )
     classes = _classes(labels)
     if len(classes) < 2:
         raise invalid("labels", f"has {len(classes)} classes", allowed="two or more")
@@ -76,7 +96,11 @@ def fit(
     for side, chosen in (("train", train), ("held_out", test)):
         count = Counter(names[chosen].tolist())
         if few := [name for name in classes if count[name] < 2]:
-            raise invalid("labels", f"class {few[0]!r} has {count[few[0]]} rows to {side}", allowed="two or more on both sides")
+            raise invalid(
+                "labels",
+                f"class {few[0]!r} has {count[few[0]]} rows to {side}",
+                allowed="two or more on both sides",
+            )
     weight, bias = _trained(rows[train], names[train], classes, strength)
     accuracy, auroc = _measured(rows[test] @ weight.T + bias, names[test], classes)
     generator = np.random.default_rng(seed)
@@ -99,7 +123,9 @@ def fit(
         weight=weight.astype(np.float32),
         bias=bias.astype(np.float32),
         labels=classes[1:] if two else classes,
-        thresholds=[_threshold(rows[train] @ weight[0] + bias[0], names[train] == classes[1])] if two else [0.0] * len(classes),
+        thresholds=[_threshold(rows[train] @ weight[0] + bias[0], names[train] == classes[1])]
+        if two
+        else [0.0] * len(classes),
         metrics=metrics,
     )
 
@@ -114,17 +140,23 @@ def _classes(labels: Sequence[Any]) -> list[str]:
     return [str(each) for each in ordered]
 
 
-def _split(names: np.ndarray, groups: Sequence[Any] | None, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _split(
+    names: np.ndarray, groups: Sequence[Any] | None, held_out: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices to train and to hold out, each class alike on both sides."""
     selection = importlib.import_module("sklearn.model_selection")
     if groups is None:
-        splitter = selection.StratifiedShuffleSplit(n_splits=1, test_size=held_out, random_state=seed)
+        splitter = selection.StratifiedShuffleSplit(
+            n_splits=1, test_size=held_out, random_state=seed
+        )
         try:
             return next(splitter.split(names, names))  # type: ignore[no-any-return]
         except ValueError as error:
             raise invalid("labels", str(error)) from error
     if len(groups) != len(names):
-        raise invalid("groups", f"has {len(groups)} entries", allowed=f"{len(names)}, one for each row")
+        raise invalid(
+            "groups", f"has {len(groups)} entries", allowed=f"{len(names)}, one for each row"
+        )
     parts = max(2, round(1 / held_out))
     splitter = selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
     try:
@@ -133,13 +165,17 @@ def _split(names: np.ndarray, groups: Sequence[Any] | None, held_out: float, see
         raise invalid("groups", str(error), allowed=f"{parts} or more groups") from error
 
 
-def _trained(rows: np.ndarray, names: np.ndarray, classes: Sequence[str], strength: float) -> tuple[np.ndarray, np.ndarray]:
+def _trained(
+    rows: np.ndarray, names: np.ndarray, classes: Sequence[str], strength: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Weight `[k, hidden]` and bias `[k]` on rows as they are."""
     linear = importlib.import_module("sklearn.linear_model")
     mean, scale = rows.mean(axis=0), rows.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     numbers = np.array([classes.index(name) for name in names])
-    model = linear.LogisticRegression(C=strength, max_iter=_ITERATIONS).fit((rows - mean) / scale, numbers)
+    model = linear.LogisticRegression(C=strength, max_iter=_ITERATIONS).fit(
+        (rows - mean) / scale, numbers
+    )
     weight = model.coef_ / scale
     return weight, model.intercept_ - weight @ mean
 
@@ -149,8 +185,13 @@ def _measured(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> 
     metrics = importlib.import_module("sklearn.metrics")
     numbers = np.array([classes.index(name) for name in names])
     if len(classes) == 2:
-        return float(((scores[:, 0] > 0) == (numbers == 1)).mean()), float(metrics.roc_auc_score(numbers == 1, scores[:, 0]))
-    each = [float(metrics.roc_auc_score(numbers == number, scores[:, number])) for number in range(len(classes))]
+        return float(((scores[:, 0] > 0) == (numbers == 1)).mean()), float(
+            metrics.roc_auc_score(numbers == 1, scores[:, 0])
+        )
+    each = [
+        float(metrics.roc_auc_score(numbers == number, scores[:, number]))
+        for number in range(len(classes))
+    ]
     return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(each))
 
 
@@ -158,7 +199,18 @@ def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:
     """The middle between two neighbouring scores that splits the classes best."""
     order = np.argsort(scores)
     sorted_scores, hits = scores[order], positive[order].astype(np.int64)
-    right = np.concatenate([[0], np.cumsum(1 - hits)]) + hits.sum() - np.concatenate([[0], np.cumsum(hits)])  # below: negative
-    middles = np.concatenate([[sorted_scores[0] - 1], (sorted_scores[1:] + sorted_scores[:-1]) / 2, [sorted_scores[-1] + 1]])
+    # below: negative
+    right = (
+        np.concatenate([[0], np.cumsum(1 - hits)])
+        + hits.sum()
+        - np.concatenate([[0], np.cumsum(hits)])
+    )
+    middles = np.concatenate(
+        [
+            [sorted_scores[0] - 1],
+            (sorted_scores[1:] + sorted_scores[:-1]) / 2,
+            [sorted_scores[-1] + 1],
+        ]
+    )
     best = np.flatnonzero(right == right.max())
     return float(middles[best[len(best) // 2]])

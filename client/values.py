@@ -1,6 +1,8 @@
-"""Converts what a Python program passes to a schema's plain values: numpy, torch, ranges, and one item where a list is meant.
+"""Converts what a Python program passes to a schema's plain values: numpy, torch, ranges, and one
+item where a list is meant.
 
-Every request body of both clients goes through `checked`, so that a new field needs no separate conversion.
+Every request body of both clients goes through `checked`, so that a new field needs no separate
+conversion.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,21 +26,33 @@ T = TypeVar("T")
 
 #: msgspec's types whose values are no containers → the Python classes that they take.
 _TAKES: dict[type[inspect.Type], tuple[type, ...]] = {
-    inspect.StrType: (str,), inspect.LiteralType: (str,), inspect.EnumType: (str,), inspect.IntType: (int,),
-    inspect.FloatType: (float, int), inspect.BoolType: (bool,), inspect.NoneType: (type(None),), inspect.BytesType: (bytes,),
-    inspect.AnyType: (object,), inspect.StructType: (Mapping, msgspec.Struct), inspect.DictType: (Mapping,),
-}  # fmt: skip
+    inspect.StrType: (str,),
+    inspect.LiteralType: (str,),
+    inspect.EnumType: (str,),
+    inspect.IntType: (int,),
+    inspect.FloatType: (float, int),
+    inspect.BoolType: (bool,),
+    inspect.NoneType: (type(None),),
+    inspect.BytesType: (bytes,),
+    inspect.AnyType: (object,),
+    inspect.StructType: (Mapping, msgspec.Struct),
+    inspect.DictType: (Mapping,),
+}
 #: Fields in seconds that take a text such as `90d` as well.
 _DURATIONS = frozenset({"expires_in", "keep_former_s"})
 _LISTS = (inspect.ListType, inspect.VarTupleType, inspect.TupleType)
 
 
 class UnknownArgument(MidstreamError, TypeError):
-    """A keyword argument that the call does not have; the message names the one that was probably meant."""
+    """A keyword argument that the call does not have; the message names the one that was probably
+    meant.
+    """
 
 
 def checked(value: Any, kind: type[T], prefix: str = "") -> T:
-    """`value` as `kind`; raises MidstreamError with the field's path, below `prefix`, before anything is sent."""
+    """`value` as `kind`; raises MidstreamError with the field's path, below `prefix`, before
+    anything is sent.
+    """
     try:
         return msgspec.convert(plain(value, kind, prefix), kind)
     except msgspec.ValidationError as error:
@@ -48,26 +62,38 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
 def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
     """A request body from a struct or from keyword arguments.
 
-    Raises UnknownArgument for a keyword that the body does not have, MidstreamError naming a field that does not fit.
+    Raises UnknownArgument for a keyword that the body does not have, MidstreamError naming a field
+    that does not fit.
     """
     if given is not None:
         if fields:
-            raise invalid(next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both")
+            raise invalid(
+                next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
+            )
         return given
     known_keywords(fields, kind)
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
 
 def known_keywords(fields: Iterable[str], kind: Any) -> None:
-    """Raises UnknownArgument for the first that is neither a field of `kind` nor an alias of one."""
+    """Raises UnknownArgument for the first that is neither a field of `kind` nor an alias of
+    one.
+    """
     names = [*kind.__struct_fields__, *(Sampling.__struct_fields__ if kind is JobRequest else ())]
     for name in fields:
         if name not in names and not (kind is JobRequest and name == "prompt"):
-            raise UnknownArgument("invalid_request", unknown(name, names), field=name, allowed=", ".join(kind.__struct_fields__))
+            raise UnknownArgument(
+                "invalid_request",
+                unknown(name, names),
+                field=name,
+                allowed=", ".join(kind.__struct_fields__),
+            )
 
 
 def plain(value: Any, kind: Any, field: str = "") -> Any:
-    """`value` with everything that is not plain converted as `kind` asks; what does not fit is left for msgspec to refuse."""
+    """`value` with everything that is not plain converted as `kind` asks; what does not fit is left
+    for msgspec to refuse.
+    """
     return _plain(value, _members(_info(kind)), field)
 
 
@@ -95,9 +121,14 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
     lists = [each for each in kinds if isinstance(each, _LISTS)]
     if isinstance(value, list):
         items = [item for each in lists for item in _items(each)]
-        if all(type(item) in (int, str) for item in value) or not items:  # the common case, and long: nothing to convert
+        if (
+            all(type(item) in (int, str) for item in value) or not items
+        ):  # the common case, and long: nothing to convert
             return value
-        return [_plain(item, items, f"{field}[{number}]", listed=False) for number, item in enumerate(value)]
+        return [
+            _plain(item, items, f"{field}[{number}]", listed=False)
+            for number, item in enumerate(value)
+        ]
     if _wants_list(value, kinds, listed):
         return _plain([value], kinds, field)
     if isinstance(value, Mapping):
@@ -107,7 +138,12 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
 
 def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
     """Whether only a list can be meant, of which `value` is the one item."""
-    items = [item for each in kinds if listed and isinstance(each, inspect.ListType) for item in _items(each)]
+    items = [
+        item
+        for each in kinds
+        if listed and isinstance(each, inspect.ListType)
+        for item in _items(each)
+    ]
     return _takes(value, items) and not _takes(value, kinds)
 
 
@@ -121,9 +157,13 @@ def _items(kind: Any) -> list[Any]:
     return [member for item in each for member in _members(item)]
 
 
-def _mapping(value: Mapping[Any, Any], kinds: list[Any], structs: dict[type, Any], field: str) -> dict[Any, Any]:
+def _mapping(
+    value: Mapping[Any, Any], kinds: list[Any], structs: dict[type, Any], field: str
+) -> dict[Any, Any]:
     fields = {each.name: each.type for struct in structs.values() for each in struct.fields}
-    values = next((_members(each.value_type) for each in kinds if isinstance(each, inspect.DictType)), [])
+    values = next(
+        (_members(each.value_type) for each in kinds if isinstance(each, inspect.DictType)), []
+    )
     converted = {}
     for given, item in value.items():
         name = _builtin(given)
@@ -146,10 +186,12 @@ def _builtin(value: Any) -> Any:
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value)
-    return str.__str__(value) if isinstance(value, str) else value  # of an enumeration the value, not its name
+    return (
+        str.__str__(value) if isinstance(value, str) else value
+    )  # of an enumeration the value, not its name
 
 
-# --- Fields that take more than their own shape -------------------------------------------------------------------------
+# --- Fields that take more than their own shape ---------------------------------------------------
 
 
 def is_array(values: Any) -> bool:
@@ -163,7 +205,9 @@ def is_torch(values: Any) -> bool:
 
 def _from_torch(values: Any) -> np.ndarray:
     values = values.detach().cpu()
-    return np.asarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)  # numpy has no bfloat16
+    return np.asarray(
+        values.float() if str(values.dtype) == "torch.bfloat16" else values
+    )  # numpy has no bfloat16
 
 
 def packed(values: Any, field: str) -> Tensor:
@@ -190,7 +234,11 @@ def _source(value: Any, field: str) -> Any:
 
 def _capture(value: Any, field: str) -> Any:
     """`hooks` as a list of names, all at `layers`, as a sweep takes it."""
-    if not isinstance(value, Mapping) or "hooks" not in value or isinstance(value["hooks"], Mapping | None):
+    if (
+        not isinstance(value, Mapping)
+        or "hooks" not in value
+        or isinstance(value["hooks"], Mapping | None)
+    ):
         return value
     layers = value.get("layers")
     hooks = checked(value["hooks"], list[HookName], f"{field}.hooks" if field else "hooks")
@@ -208,15 +256,29 @@ def _job(value: Any, field: str) -> Any:
         if "prompts" in fields:
             raise invalid("prompt", "give either `prompt` or `prompts`, not both")
         prompt = _builtin(fields.pop("prompt"))
-        is_tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(item, int | np.integer) for item in prompt)
+        is_tokens = (
+            isinstance(prompt, list)
+            and bool(prompt)
+            and all(isinstance(item, int | np.integer) for item in prompt)
+        )
         fields["prompts"] = [prompt] if is_tokens else prompt
     messages = _builtin(fields.get("messages"))
-    if isinstance(messages, Mapping) or (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
+    if isinstance(messages, Mapping) or (
+        isinstance(messages, list) and messages and isinstance(messages[0], Mapping)
+    ):
         fields["messages"] = [messages]  # one conversation
-    own = {name: fields.pop(name) for name in Sampling.__struct_fields__ if name in fields and name not in JobRequest.__struct_fields__}
+    own = {
+        name: fields.pop(name)
+        for name in Sampling.__struct_fields__
+        if name in fields and name not in JobRequest.__struct_fields__
+    }
     if own:
         sampling = fields.get("sampling") or {}
-        known = {name: getattr(sampling, name) for name in Sampling.__struct_fields__} if isinstance(sampling, Sampling) else dict(sampling)
+        known = (
+            {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+            if isinstance(sampling, Sampling)
+            else dict(sampling)
+        )
         if twice := [name for name in own if not isinstance(sampling, Sampling) and name in known]:
             raise invalid(twice[0], "is also in `sampling`: give it once")
         fields["sampling"] = known | own

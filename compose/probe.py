@@ -1,4 +1,6 @@
-"""Whether http://127.0.0.1:PORT/PATH answers 200: `python3 -IS probe.py PORT PATH [FILE]`. It starts 20 times as fast as our package.
+"""Whether http://127.0.0.1:PORT/PATH answers 200: `python3 -IS probe.py PORT PATH [FILE]`.
+
+It starts 20 times as fast as our package.
 
 FILE holds the `user:password` to send; of several, separated by commas, the first.
 """
@@ -15,7 +17,11 @@ def main(port: str, path: str, file: str = "") -> int:
         login = ""
         if file:
             with open(file, "rb") as opened:
-                login = "Authorization: Basic " + b2a_base64(opened.read().strip().partition(b",")[0]).decode().strip() + "\r\n"
+                login = (
+                    "Authorization: Basic "
+                    + b2a_base64(opened.read().strip().partition(b",")[0]).decode().strip()
+                    + "\r\n"
+                )
         with socket.create_connection(("127.0.0.1", int(port)), TIMEOUT_S) as connection:
             connection.settimeout(TIMEOUT_S)
             connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n{login}\r\n".encode())

@@ -1,10 +1,12 @@
-"""Makes the training files of a draft model: what the model itself answers, with hidden states, tokens and a mask of the answer.
+"""Makes the training files of a draft model: what the model itself answers, with hidden states,
+tokens and a mask of the answer.
 
     midstream up &
     python examples/draft_training.py --out draft
 
-Draft models such as EAGLE-3 learn from hidden states of the model that they draft for. The files are those that vLLM's hidden-states
-connector writes: `hidden_states` `[tokens, layers, hidden]`, `token_ids` and `loss_mask`, one file for each document.
+Draft models such as EAGLE-3 learn from hidden states of the model that they draft for. The files
+are those that vLLM's hidden-states connector writes: `hidden_states` `[tokens, layers, hidden]`,
+`token_ids` and `loss_mask`, one file for each document.
 """
 
 import argparse
@@ -21,7 +23,9 @@ LANDS = ["France", "Italy", "Norway", "Japan", "Peru", "Kenya", "India", "Canada
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("draft"))
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
@@ -39,7 +43,10 @@ def main() -> None:
     paths = midstream.harvest.to_hidden_states(view.uri, asked.out)
     with safe_open(paths[0], framework="np") as file:
         states, mask = file.get_slice("hidden_states").get_shape(), file.get_tensor("loss_mask")
-    print(f"{len(paths)} files in {asked.out}; the first has {states} and {int(mask.sum())} tokens of an answer")
+    print(
+        f"{len(paths)} files in {asked.out}; the first has {states} and "
+        f"{int(mask.sum())} tokens of an answer"
+    )
 
 
 if __name__ == "__main__":

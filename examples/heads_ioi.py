@@ -1,15 +1,18 @@
-"""Finds the heads with which SmolLM2-135M names the indirect object: the study of `docs/heads-study.md`.
+"""Finds the heads with which SmolLM2-135M names the indirect object: the study of
+`docs/heads-study.md`.
 
     midstream up --set hooks=all,inside &
     python examples/heads_ioi.py --out heads-study
 
-After “When Mary and John went to the store, John gave a drink to” the model says “ Mary”: the name that is not said twice. Which heads
-do that (Wang et al. 2022, arXiv:2211.00593)? Each of 56 prompts has a corrupt twin in which the other name is said twice. The outputs
-of one head (`z`), at all positions, are written from a prompt into its twin, and the share of the logit difference that this
-recovers is measured: every head of the upper layers, all pairs, in one job. Then, with all other attention held: what the heads that
-matter add to the logits themselves (a path to the logits), whose outputs the queries of the strongest one's layer read (a path to `q`),
-and what that head in turn has in its values (a path to `v`).
-The script prints tables, and writes figures and saved studies.
+After “When Mary and John went to the store, John gave a drink to” the model says “ Mary”: the name
+that is not said twice. Which heads do that (Wang et al. 2022, arXiv:2211.00593)? Each of 56 prompts
+has a corrupt twin in which the other name is said twice. The outputs of one head (`z`), at all
+positions, are written from a prompt into its twin, and the share of the logit difference that this
+recovers is measured: every head of the upper layers, all pairs, in one job. Then, with all other
+attention held: what the heads that matter add to the logits themselves (a path to the logits),
+whose outputs the queries of the strongest one's layer read (a path to `q`), and what that head in
+turn has in its values (a path to `v`). The script prints tables, and writes figures and saved
+studies.
 """
 
 import argparse
@@ -38,7 +41,8 @@ TEMPLATES = (
     "After{} and{} came to the office,{} handed a letter to",
     "Then{} and{} sat in the garden, and{} gave a flower to",
 )
-#: Below, no head recovers more than 0.02, which is the noise in bfloat16: the first of the sweeps shows it.
+#: Below, no head recovers more than 0.02, which is the noise in bfloat16: the first of the sweeps
+#: shows it.
 LAYERS = "14-29"
 #: Pairs of the sweep over all layers, and of the paths to queries.
 FEW = 8
@@ -52,10 +56,12 @@ def pairs() -> list[dict[str, str]]:
             one, other = f" {one}", f" {other}"
             found.append(
                 {
-                    "clean": template.format(one, other, other), "corrupt": template.format(one, other, one),
-                    "answer": one, "foil": other,
+                    "clean": template.format(one, other, other),
+                    "corrupt": template.format(one, other, one),
+                    "answer": one,
+                    "foil": other,
                 }
-            )  # fmt: skip
+            )
     return found
 
 
@@ -63,7 +69,10 @@ def strongest(grid: Grid, spread: np.ndarray, count: int = 8) -> str:
     """The heads of a grid that change most, over the pairs."""
     lines = ["| head | mean | standard deviation |", "|---|---|---|"]
     for cell in grid.top(count):
-        lines.append(f"| {cell.layer}.{cell.head} | {cell.effect:+.3f} | {spread[grid.layers.index(cell.layer), cell.column]:.3f} |")
+        lines.append(
+            f"| {cell.layer}.{cell.head} | {cell.effect:+.3f} | "
+            f"{spread[grid.layers.index(cell.layer), cell.column]:.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -71,7 +80,10 @@ def report(name: str, study: PatchStudy, out: Path) -> None:
     study.save(out / f"{name}.json")
     study.heatmap(out / f"{name}.png")
     summary = study.result.summary
-    print(f"\n{name}: {summary.cells} cells of {len(study.result.pairs)} pairs in {summary.seconds:.0f} s")
+    print(
+        f"\n{name}: {summary.cells} cells of {len(study.result.pairs)} pairs in "
+        f"{summary.seconds:.0f} s"
+    )
     (hook,) = study.result.hooks
     spread = np.array(study.result.spread[hook], dtype=float)
     print(strongest(study.grid(), spread))
@@ -94,7 +106,11 @@ def main() -> None:
         layers = sorted({cell.layer for cell in study.top(8)})
         direct = PatchStudy.pairs(every, client=client)
         path = {"receivers": "logits", "frozen": ["attn"]}
-        report("logits", direct.sweep(hooks=["z"], axis="head", layers=layers, path=path, noise=1), options.out)
+        report(
+            "logits",
+            direct.sweep(hooks=["z"], axis="head", layers=layers, path=path, noise=1),
+            options.out,
+        )
         for name, hook in (
             ("queries", "q"),
             ("values", "v"),
@@ -102,7 +118,13 @@ def main() -> None:
             layer = max(direct.top(8), key=lambda cell: cell.effect).layer
             direct = PatchStudy.pairs(few.request.pairs, client=client)
             path = {"receivers": [{"layer": layer, "hook": hook}], "frozen": ["attn"]}
-            report(name, direct.sweep(hooks=["z"], axis="head", layers=f"10-{layer - 1}", path=path, noise=1), options.out)
+            report(
+                name,
+                direct.sweep(
+                    hooks=["z"], axis="head", layers=f"10-{layer - 1}", path=path, noise=1
+                ),
+                options.out,
+            )
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 

@@ -4,13 +4,14 @@
     midstream up &
     .cache/inspect/bin/python examples/inspect_steering.py
 
-1. A direction is the difference of the means of positive and negative texts at one layer (examples/sentiment_direction.py is the study);
-   it is registered as a module.
-2. The model writes about the topics of examples/data/opinions.jsonl, once as it is and once with the module. The score of an answer is
-   its number of positive words minus its number of negative ones, each counted once.
+1. A direction is the difference of the means of positive and negative texts at one layer
+   (examples/sentiment_direction.py is the study); it is registered as a module.
+2. The model writes about the topics of examples/data/opinions.jsonl, once as it is and once with
+   the module. The score of an answer is its number of positive words minus its number of negative
+   ones, each counted once.
 
-Prints both scores, and the mean over topics of their difference. Inspect's logs, which `inspect view` shows, are written to `--logs`;
-the module is removed at the end, or kept with `--keep`:
+Prints both scores, and the mean over topics of their difference. Inspect's logs, which `inspect
+view` shows, are written to `--logs`; the module is removed at the end, or kept with `--keep`:
 
     .cache/inspect/bin/inspect eval examples/inspect_steering.py --model midstream/demo -M modules=inspect-cheerful
 """
@@ -40,9 +41,16 @@ def direction(client: Client, model: str, layer: int, pairs: list[tuple[str, str
     """`[hidden]`: the mean over positive texts minus the mean over negative ones."""
     texts = [text for pair in pairs for text in pair]
     capture = {"layers": layer, "positions": "all_prompt"}
-    job = client.run(model=model, prompts=texts, sampling={"max_tokens": 1}, capture=capture, progress=False)
+    job = client.run(
+        model=model, prompts=texts, sampling={"max_tokens": 1}, capture=capture, progress=False
+    )
     with client.capture(job) as rows:
-        means = np.stack([rows.array(layer, request=request)[FIRST:].astype(np.float32).mean(axis=0) for request in rows.requests()])
+        means = np.stack(
+            [
+                rows.array(layer, request=request)[FIRST:].astype(np.float32).mean(axis=0)
+                for request in rows.requests()
+            ]
+        )
     return np.asarray(means[0::2].mean(axis=0) - means[1::2].mean(axis=0))
 
 
@@ -53,7 +61,9 @@ def word_score() -> Scorer:
 
     async def score(state: TaskState, target: Target) -> Score:
         words = set(re.findall(r"[a-z]+", state.output.completion.lower()))
-        return Score(value=len(words & positive) - len(words & negative), answer=state.output.completion)
+        return Score(
+            value=len(words & positive) - len(words & negative), answer=state.output.completion
+        )
 
     return score
 
@@ -62,11 +72,18 @@ def word_score() -> Scorer:
 def opinions(tokens: int = 48) -> Task:
     """Two sentences about each topic, with greedy sampling."""
     config = GenerateConfig(temperature=0, max_tokens=tokens)
-    return Task(dataset=json_dataset(str(DATA / "opinions.jsonl")), solver=generate(), scorer=word_score(), config=config)
+    return Task(
+        dataset=json_dataset(str(DATA / "opinions.jsonl")),
+        solver=generate(),
+        scorer=word_score(),
+        config=config,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layer", type=int, default=17)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=48)
@@ -79,21 +96,41 @@ def main() -> None:
         found = direction(client, name, asked.layer, WORDS["pairs"])
         client.register_module(MODULE, [{"layers": asked.layer, "vector": found}])
         try:
-            for label, arguments in (("without", {}), ("with the module", {"modules": {MODULE: asked.scale}})):
+            for label, arguments in (
+                ("without", {}),
+                ("with the module", {"modules": {MODULE: asked.scale}}),
+            ):
                 model = get_model(f"midstream/{name}", memoize=False, **arguments)
-                (log,) = eval(opinions(asked.tokens), model=model, display="none", log_dir=asked.logs)
+                (log,) = eval(
+                    opinions(asked.tokens), model=model, display="none", log_dir=asked.logs
+                )
                 if log.status != "success" or log.results is None:
-                    raise SystemExit(f"the evaluation {label} ended as {log.status}: {log.error and log.error.message}")
+                    raise SystemExit(
+                        f"the evaluation {label} ended as {log.status}: "
+                        f"{log.error and log.error.message}"
+                    )
                 metrics, samples = log.results.scores[0].metrics, log.samples or []
-                print(f"{label}: {metrics['mean'].value:+.2f} (standard error {metrics['stderr'].value:.2f}, {len(samples)} samples)")
-                print(f"  job {samples[0].output.metadata['midstream']['job']}: {samples[0].output.completion.splitlines()[0][:100]}")
-                by_topic = {str(sample.id): float((sample.scores or {})["word_score"].value) for sample in samples}
+                print(
+                    f"{label}: {metrics['mean'].value:+.2f} (standard error "
+                    f"{metrics['stderr'].value:.2f}, {len(samples)} samples)"
+                )
+                print(
+                    f"  job {samples[0].output.metadata['midstream']['job']}: "
+                    f"{samples[0].output.completion.splitlines()[0][:100]}"
+                )
+                by_topic = {
+                    str(sample.id): float((sample.scores or {})["word_score"].value)
+                    for sample in samples
+                }
                 scores.append(np.array([by_topic[topic] for topic in sorted(by_topic)]))
         finally:
             if not asked.keep:
                 client.unregister_module(MODULE)
     change = scores[1] - scores[0]
-    print(f"difference: {change.mean():+.2f} (standard error {change.std(ddof=1) / len(change) ** 0.5:.2f})")
+    print(
+        f"difference: {change.mean():+.2f} (standard error "
+        f"{change.std(ddof=1) / len(change) ** 0.5:.2f})"
+    )
 
 
 if __name__ == "__main__":

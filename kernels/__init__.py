@@ -1,7 +1,8 @@
-"""What runs inside the model's forward at a hook site: the torch ops `midstream::pair_site` and `midstream::single_site`.
+"""What runs inside the model's forward at a hook site: the torch ops `midstream::pair_site` and
+`midstream::single_site`.
 
-From the repository's root this folder can also be imported as `kernels`, the name of a package of Hugging Face's that transformers
-looks for; then it is empty, and registers no op a second time.
+From the repository's root this folder can also be imported as `kernels`, the name of a package of
+Hugging Face's that transformers looks for; then it is empty, and registers no op a second time.
 """
 
 if __name__ == "midstream.kernels":

@@ -11,13 +11,18 @@ import torch
 
 from . import reference
 
-#: What follows the stream and the ring. All are persistent; the planner fills them before the forward, but for the last two.
+#: What follows the stream and the ring. All are persistent; the planner fills them before the
+#: forward, but for the last two.
 _PLANNED = (
-    "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor site_rows, Tensor pool, Tensor scalars, "
+    "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor "
+    "site_rows, Tensor pool, Tensor scalars, "
     "Tensor(d!) broken, Tensor(e!) counts"
 )
 _SCHEMAS = {
-    "pair_site": f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}, int branches=0) -> ()",
+    "pair_site": (
+        f"(Tensor(a!) hidden, Tensor(b!) residual, Tensor(c!) ring, {_PLANNED}, int "
+        "branches=0) -> ()"
+    ),
     "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}) -> ()",
 }
 
@@ -27,14 +32,17 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
 
 
-#: Of this process: an op that runs does nothing. A graph that is captured meanwhile has no launch of a site in it, however often and
-#: whenever it is replayed.
+#: Of this process: an op that runs does nothing. A graph that is captured meanwhile has no launch
+#: of a site in it, however often and whenever it is replayed.
 _idle = False
 
 
 @contextmanager
 def idle_sites(idle: bool) -> Iterator[None]:
-    """Within, the ops do nothing, if `idle`; else what their tensors say. The only state of the ops."""
+    """Within, the ops do nothing, if `idle`; else what their tensors say.
+
+    The only state of the ops.
+    """
     global _idle
     before, _idle = _idle, idle
     try:

@@ -1,7 +1,8 @@
 """The plan of a site for one step: its columns, and the buffers built from a readable description.
 
-All buffers are persistent and filled before the forward, so that a compiled or replayed forward obeys them. The rank's
-planner fills them for many sites at once; `SitePlan` does it for one, for tests and benchmarks.
+All buffers are persistent and filled before the forward, so that a compiled or replayed forward
+obeys them. The rank's planner fills them for many sites at once; `SitePlan` does it for one, for
+tests and benchmarks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ import torch
 
 from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
 
-#: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of what is applied to all.
+#: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of
+#: what is applied to all.
 ROWS_PER_TOKEN = 8
 
 #: Columns of a site's plan, int32. Columns that are not named are reserved.
@@ -20,9 +22,13 @@ COLUMNS = 16
 EDITS = 0  # edited tokens in `lists`, each listed once; 0: none
 EDITS_AT = 1  # where they begin in `lists`
 DEPTH = 2  # columns of `token_rows` in use
-ALIKE = 3  # the configuration row of all edited tokens, where they have that alone and are one contiguous run; else 0
+# the configuration row of all edited tokens, where they have that alone and are one contiguous run;
+# else 0
+ALIKE = 3
 ALIKE_FROM = 14  # the first of that run
-SITE = 15  # number of this site, from 1: its row of `counts`, and what `broken` says; 0: no site of its launch has anything to do
+# number of this site, from 1: its row of `counts`, and what `broken` says; 0: no site of its launch
+# has anything to do
+SITE = 15
 
 
 class Port(NamedTuple):
@@ -38,7 +44,8 @@ class Port(NamedTuple):
 BEFORE = Port(4, 5, 6, 7, 8)
 AFTER = Port(9, 10, 11, 12, 13)
 SCATTERED = -1
-#: Columns of `counts`. An edit is one configuration row at one token: a token with two of them counts twice.
+#: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
+#: counts twice.
 COUNTS = 3
 EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
 #: In `capture_slots`: this token is not captured.
@@ -53,27 +60,38 @@ class Planned(NamedTuple):
 
     plan: torch.Tensor  # [sites, COLUMNS] of one launch, in the order in which they are visited
     lists: torch.Tensor  # [n] token numbers
-    token_rows: torch.Tensor  # [capacity, ROWS_PER_TOKEN] configuration rows that touch each token; 0: none
+    token_rows: (
+        torch.Tensor
+    )  # [capacity, ROWS_PER_TOKEN] configuration rows that touch each token; 0: none
     capture_slots: torch.Tensor  # [patterns, capacity] token → slot, or NO_SLOT
-    site_rows: torch.Tensor  # [sites, families, 1 + configurations] configuration row → pool entry; column 0 and entry 0: nothing
+    # [sites, families, 1 + configurations] configuration row → pool entry; column 0 and entry 0:
+    # nothing
+    site_rows: torch.Tensor
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    #: [capacity], written by the ops, zeroed by its reader. Of each edited token the first site at which its row was not
-    #: finite: SITE where the edits made it so, −SITE where it was so before them; 0: finite at every site that edits it.
+    #: [capacity], written by the ops, zeroed by its reader. Of each edited token the first site at
+    #: which its row was not finite: SITE where the edits made it so, −SITE where it was so before
+    #: them; 0: finite at every site that edits it.
     broken: torch.Tensor
-    #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: what each site did, whatever was planned.
+    #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: what each site did, whatever
+    #: was planned.
     counts: torch.Tensor
 
 
 class Does(NamedTuple):
     """What a configuration does at this site, in one family."""
 
-    vectors: torch.Tensor  # [entries of the application, hidden_size], as `schemas.interventions.Intervention` lays them out
+    # [entries of the application, hidden_size], as `schemas.interventions.Intervention` lays them
+    # out
+    vectors: torch.Tensor
     scalars: Sequence[float] | torch.Tensor = ()  # of the first entry, or [entries, up to SCALARS]
 
 
-def does_of(name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor], scale: float = 1.0) -> Does:
-    """What an entry of the family `name` does with its tensors, in their order and of their shapes, and its numbers.
+def does_of(
+    name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor], scale: float = 1.0
+) -> Does:
+    """What an entry of the family `name` does with its tensors, in their order and of their shapes,
+    and its numbers.
 
     `scale`: of the vector, where the family has one.
     """
@@ -84,8 +102,12 @@ def does_of(name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor]
     return Does(torch.stack([first if family.scale is None else first * scale, *others]), numbers)
 
 
-def lowrank(strength: float, rotation: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Does:
-    """`lowrank`'s R and W, both `[rank, hidden_size]`, and b, `[rank]`, as its entries hold them."""
+def lowrank(
+    strength: float, rotation: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> Does:
+    """`lowrank`'s R and W, both `[rank, hidden_size]`, and b, `[rank]`, as its entries hold
+    them.
+    """
     rank, width = rotation.shape
     numbers = torch.zeros(2 * rank, 3, dtype=torch.float32)
     numbers[0, 0], numbers[0, 1], numbers[::2, 2] = strength, rank, bias
@@ -93,18 +115,26 @@ def lowrank(strength: float, rotation: torch.Tensor, weight: torch.Tensor, bias:
 
 
 def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the entries of one application of the family `name` hold: pool `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
+    """What the entries of one application of the family `name` hold: pool `[entries, hidden_size]`,
+    scalars `[entries, SCALARS]`.
 
-    Both float32; directions are given length 1 before the pool's dtype rounds them. Raises ValueError for a number of
-    vectors or scalars that the family does not have, and for a direction without a length.
+    Both float32; directions are given length 1 before the pool's dtype rounds them. Raises
+    ValueError for a number of vectors or scalars that the family does not have, and for a direction
+    without a length.
     """
     family, size = EVERY[PLACE[name]], len(does.vectors)
     terms, rest = divmod(size, family.entries())
     if rest or not 1 <= terms <= family.most_terms:
-        raise ValueError(f"{name} takes {family.entries()} vectors for each of 1 to {family.most_terms} terms, not {size}")
+        raise ValueError(
+            f"{name} takes {family.entries()} vectors for each of 1 to {family.most_terms} "
+            f"terms, not {size}"
+        )
     numbers = torch.atleast_2d(torch.as_tensor(does.scalars, dtype=torch.float32))
     if numbers.shape[1] != len(family.scalars) or len(numbers) > size:
-        raise ValueError(f"{name} takes {len(family.scalars)} scalars ({', '.join(family.scalars)}), not {list(numbers.shape)}")
+        raise ValueError(
+            f"{name} takes {len(family.scalars)} scalars ({', '.join(family.scalars)}), not "
+            f"{list(numbers.shape)}"
+        )
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
@@ -114,7 +144,10 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """`[n, hidden_size]` with each row given length 1, float32. Raises ValueError for a row without a length."""
+    """`[n, hidden_size]` with each row given length 1, float32.
+
+    Raises ValueError for a row without a length.
+    """
     wide = vectors.double()
     lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     if not bool((torch.isfinite(lengths) & (lengths > 0)).all()):
@@ -131,41 +164,60 @@ class SitePlan:
     configurations: Sequence[Mapping[str, Does]] = ()
     #: Token → the configuration rows that touch it, at most ROWS_PER_TOKEN; 0 fills a place.
     edits: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    before: Sequence[int] = ()  # tokens captured before the edits, in the order of their ring rows, each once
+    before: Sequence[
+        int
+    ] = ()  # tokens captured before the edits, in the order of their ring rows, each once
     after: Sequence[int] = ()
     before_row: int = 0  # ring row of the first
     after_row: int = 0
     site: int = 1  # its number, from 1
 
-    def build(self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Planned:
-        """Buffers for up to `capacity` tokens. Raises ValueError for more rows on a token than fit."""
+    def build(
+        self, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Planned:
+        """Buffers for up to `capacity` tokens.
+
+        Raises ValueError for more rows on a token than fit.
+        """
         return build_group([self], capacity, dtype, device)
 
     def _columns(self, lists: list[int], capture_slots: torch.Tensor) -> list[int]:
-        """This site's row of the plan; its token lists are appended, and its two patterns filled."""
+        """This site's row of the plan; its token lists are appended, and its two patterns
+        filled.
+        """
         plan = [0] * COLUMNS
         plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
         lists += self.edits
         plan[DEPTH] = max(map(len, self.edits.values()), default=0)
         named = set(map(tuple, self.edits.values()))
         first = next(iter(self.edits), 0)
-        if len(named) == 1 and len(alone := named.pop()) == 1 and list(self.edits) == list(range(first, first + len(self.edits))):
+        if (
+            len(named) == 1
+            and len(alone := named.pop()) == 1
+            and list(self.edits) == list(range(first, first + len(self.edits)))
+        ):
             plan[ALIKE], plan[ALIKE_FROM] = alone[0], first
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
         for slots, (port, tokens, row) in zip(capture_slots, captures, strict=True):
             plan[port.COUNT], plan[port.AT], plan[port.ROW] = len(tokens), len(lists), row
-            contiguous = list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))) if tokens else False
+            contiguous = (
+                list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))) if tokens else False
+            )
             plan[port.START] = tokens[0] if contiguous else SCATTERED
             lists += tokens
             slots[list(tokens)] = torch.arange(len(tokens), dtype=torch.int32)
         return plan
 
 
-def build_group(plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Planned:
-    """Buffers of sites that share a launch, for up to `capacity` tokens. Raises ValueError for more rows on a token than fit.
+def build_group(
+    plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Planned:
+    """Buffers of sites that share a launch, for up to `capacity` tokens.
 
-    In one step all sites see the same configuration rows at a token, so `edits` must be equal; what a configuration does is each
-    site's own.
+    Raises ValueError for more rows on a token than fit.
+
+    In one step all sites see the same configuration rows at a token, so `edits` must be equal; what
+    a configuration does is each site's own.
     """
     first = plans[0]
     if any(plan.edits != first.edits for plan in plans):
@@ -173,13 +225,19 @@ def build_group(plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, de
     token_rows = torch.zeros(capacity, ROWS_PER_TOKEN, dtype=torch.int32)
     for token, rows in first.edits.items():
         if len(rows) > ROWS_PER_TOKEN:
-            raise ValueError(f"token {token} has {len(rows)} configuration rows; at most {ROWS_PER_TOKEN} fit")
+            raise ValueError(
+                f"token {token} has {len(rows)} configuration rows; at most {ROWS_PER_TOKEN} fit"
+            )
         token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
     lists: list[int] = []
     columns, capture_slots = [], torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
-    installed = any(INSTALLED.name in configuration for plan in plans for configuration in plan.configurations)
+    installed = any(
+        INSTALLED.name in configuration for plan in plans for configuration in plan.configurations
+    )
     families = len(EVERY if installed else FAMILIES)
-    site_rows = torch.zeros(len(plans), families, 1 + max(len(plan.configurations) for plan in plans), dtype=torch.int32)
+    site_rows = torch.zeros(
+        len(plans), families, 1 + max(len(plan.configurations) for plan in plans), dtype=torch.int32
+    )
     pool = [torch.zeros(1, first.hidden_size, dtype=torch.float32)]
     scalars = [torch.zeros(1, SCALARS, dtype=torch.float32)]
     entry = 1
@@ -192,7 +250,9 @@ def build_group(plans: Sequence[SitePlan], capacity: int, dtype: torch.dtype, de
                 for buffer, values in zip((pool, scalars), laid_out(name, does), strict=True):
                     buffer.append(values)
                 entry += len(does.vectors)
-    if not any(of_site[column] for of_site in columns for column in (EDITS, BEFORE.COUNT, AFTER.COUNT)):
+    if not any(
+        of_site[column] for of_site in columns for column in (EDITS, BEFORE.COUNT, AFTER.COUNT)
+    ):
         for of_site in columns:
             of_site[SITE] = 0
     built = Planned(

@@ -1,13 +1,15 @@
 """Definition of the site ops in plain torch; also the CPU implementation.
 
-Capture before, then the families in order, then capture after, for the token rows that the plan names.
-A stream site of the kind *deferred pair* holds s = hidden + residual, an addition that vLLM fuses into the next norm; a
-rewritten row becomes (−0, new), whose sum is `new` bit for bit, and a shift alone goes to the residual.
+Capture before, then the families in order, then capture after, for the token rows that the plan
+names. A stream site of the kind *deferred pair* holds s = hidden + residual, an addition that vLLM
+fuses into the next norm; a rewritten row becomes (−0, new), whose sum is `new` bit for bit, and a
+shift alone goes to the residual.
 
-Of a token that rewrites touch, s is rounded to the model's dtype, as the next norm stores it; from there to the last
-family everything is float32, and is rounded once. A rewrite that leaves a row as it is (its strength is 0, the component is
-inside its range, or the row comes out bit for bit as it was) is as if it were not there. Work is proportional to the tokens
-named, family by family; rows that no configuration touches keep their bits.
+Of a token that rewrites touch, s is rounded to the model's dtype, as the next norm stores it; from
+there to the last family everything is float32, and is rounded once. A rewrite that leaves a row as
+it is (its strength is 0, the component is inside its range, or the row comes out bit for bit as it
+was) is as if it were not there. Work is proportional to the tokens named, family by family; rows
+that no configuration touches keep their bits.
 """
 
 import math
@@ -16,26 +18,57 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, LAYER_NORM_EPS, NEAR, NORMS, PLACE, Intervention
+from ..schemas.interventions import (
+    EVERY,
+    FAMILIES,
+    INSTALLED,
+    LAYER_NORM_EPS,
+    NEAR,
+    NORMS,
+    PLACE,
+    Intervention,
+)
 from . import installed
-from .plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, DEPTH, EDITED, EDITS, EDITS_AT, SITE, Port
+from .plan import (
+    AFTER,
+    ALIKE,
+    ALIKE_FROM,
+    BEFORE,
+    CAPTURED_AFTER,
+    CAPTURED_BEFORE,
+    DEPTH,
+    EDITED,
+    EDITS,
+    EDITS_AT,
+    SITE,
+    Port,
+)
 
-#: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None: all).
-#: rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each row's application begins; pool and
-#: scalars: as planned.
+#: Of a `rewrite`: (rows, entries, pool, scalars) → new rows, and which of them it changed (None:
+#: all). rows: float32 `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, where each
+#: row's application begins; pool and scalars: as planned.
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
 Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
-#: Of a `shift`: (entries, pool, scalars) → what is added, `[n, hidden_size]`, float32 or the model's dtype.
+#: Of a `shift`: (entries, pool, scalars) → what is added, `[n, hidden_size]`, float32 or the
+#: model's dtype.
 Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _replace(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _replace(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     (alpha,), target = _numbers("replace", entries, scalars), _vectors(entries, pool)
     return _mixed(rows, alpha, target), None
 
 
-def _replace_masked(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
-    (alpha,), target, mask = _numbers("replace_masked", entries, scalars), _vectors(entries, pool), _vectors(entries + 1, pool)
+def _replace_masked(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
+    (alpha,), target, mask = (
+        _numbers("replace_masked", entries, scalars),
+        _vectors(entries, pool),
+        _vectors(entries + 1, pool),
+    )
     return torch.where(mask != 0, _mixed(rows.clone(), alpha, target), rows), None
 
 
@@ -48,9 +81,13 @@ def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> tor
     return torch.where(full, target, rows.mul_(1 - alpha).add_(alpha * target))
 
 
-def _lowrank(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _lowrank(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     """An application has many vectors, and often many tokens: they are taken together."""
-    strength, rank, bias = (FAMILIES[PLACE["lowrank"]].column(scalar) for scalar in ("strength", "rank", "bias"))
+    strength, rank, bias = (
+        FAMILIES[PLACE["lowrank"]].column(scalar) for scalar in ("strength", "rank", "bias")
+    )
     for entry in entries.unique().tolist():
         terms = slice(entry, entry + 2 * int(scalars[entry, rank]))
         rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
@@ -62,20 +99,32 @@ def _lowrank(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scal
     return rows, None
 
 
-def _add_matched(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _add_matched(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     (scale,), direction = _numbers("add_matched", entries, scalars), _vectors(entries, pool)
-    return rows.addcmul_(scale * torch.linalg.vector_norm(rows, dim=1, keepdim=True), direction), None
+    return rows.addcmul_(
+        scale * torch.linalg.vector_norm(rows, dim=1, keepdim=True), direction
+    ), None
 
 
-def _ablate(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _ablate(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     (strength,), direction = _numbers("ablate", entries, scalars), _vectors(entries, pool)
-    return rows.addcmul_(strength * (rows * direction).sum(1, keepdim=True), direction, value=-1), None
+    return rows.addcmul_(
+        strength * (rows * direction).sum(1, keepdim=True), direction, value=-1
+    ), None
 
 
-def _clamp(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _clamp(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     (strength, low, high), direction = _numbers("clamp", entries, scalars), _vectors(entries, pool)
     component = (rows * direction).sum(1, keepdim=True)
-    outside = ~((component >= low) & (component <= high))  # also where the component is not a number
+    outside = ~(
+        (component >= low) & (component <= high)
+    )  # also where the component is not a number
     change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
     if bool(outside.all()):
         return rows.addcmul_(change, direction), None
@@ -83,20 +132,30 @@ def _clamp(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalar
     return rows.index_add_(0, mine, change[mine] * direction[mine]), outside.flatten()
 
 
-def _feature(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _feature(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     strength, target, bias, threshold, norm = _numbers("feature", entries, scalars)
     base, spread, divisor = _normalised(rows, norm)
-    products = (_vectors(entries, pool) + _vectors(entries + 1, pool)).add_(_vectors(entries + 2, pool)).mul_(base)
+    products = (
+        (_vectors(entries, pool) + _vectors(entries + 1, pool))
+        .add_(_vectors(entries + 2, pool))
+        .mul_(base)
+    )
     reading = products.sum(1, keepdim=True) / divisor + bias
     room = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
     gap = target - torch.where(reading > threshold, reading, 0.0)
     changed = ~((gap == 0) | ((gap.abs() <= room) & (room < math.inf))).flatten()
     mine = changed.nonzero().flatten()
-    return rows.index_add_(0, mine, (strength * gap * spread)[mine] * _vectors(entries[mine] + 3, pool)), changed
+    return rows.index_add_(
+        0, mine, (strength * gap * spread)[mine] * _vectors(entries[mine] + 3, pool)
+    ), changed
 
 
 def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(Rows less their mean where that is taken off; σ and σ + ε, both `[n, 1]`), by `norm` `[n, 1]`: see the family's formula."""
+    """(Rows less their mean where that is taken off; σ and σ + ε, both `[n, 1]`), by `norm` `[n,
+    1]`: see the family's formula.
+    """
     one = torch.ones_like(norm)
     if not bool(norm.any()):
         return rows, one, one
@@ -107,13 +166,25 @@ def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, .
     return base, spread, spread + LAYER_NORM_EPS * centred
 
 
-def _installed(rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> Rewritten:
+def _installed(
+    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> Rewritten:
     """One call for all rows of an entry."""
     new = rows.clone()
     for entry in entries.unique().tolist():
         mine = (entries == entry).nonzero().flatten()
         strength, first, second, code = scalars[entry, : len(INSTALLED.numbers)].tolist()
-        new.index_copy_(0, mine, installed.edited(int(code), rows.index_select(0, mine), pool[entry].float(), strength, (first, second)))
+        new.index_copy_(
+            0,
+            mine,
+            installed.edited(
+                int(code),
+                rows.index_select(0, mine),
+                pool[entry].float(),
+                strength,
+                (first, second),
+            ),
+        )
     return new, (_bits(new) != _bits(rows)).any(1)
 
 
@@ -131,7 +202,8 @@ def _add(entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> to
     return pool.index_select(0, entries)
 
 
-#: Elements at a time where several passes are made: they stay in the cache, and each pass is worth its call.
+#: Elements at a time where several passes are made: they stay in the cache, and each pass is worth
+#: its call.
 _BLOCK = 2**18
 
 REWRITES: dict[str, Rewrite] = {
@@ -167,10 +239,12 @@ def pair_site(
     counts: torch.Tensor,
     branches: int = 0,
 ) -> None:
-    """Sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
+    """Sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
+    hidden_size]`, contiguous.
 
-    One site or several, one after the other; the first `branches` of them are of `hidden` alone. `ring`: `[ring_rows, hidden_size]`
-    of the same dtype; captured rows go to `ring[first row + slot]`, and nothing else in it is written. The rest: `plan.Planned`.
+    One site or several, one after the other; the first `branches` of them are of `hidden` alone.
+    `ring`: `[ring_rows, hidden_size]` of the same dtype; captured rows go to `ring[first row +
+    slot]`, and nothing else in it is written. The rest: `plan.Planned`.
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:
@@ -178,7 +252,20 @@ def pair_site(
         done = counts.numpy()
         for number, steps in enumerate(planned):
             first, second = (None, hidden) if number < branches else (hidden, residual)
-            _site(first, second, ring, number, steps, lists, token_rows, site_rows, pool, scalars, broken, done)
+            _site(
+                first,
+                second,
+                ring,
+                number,
+                steps,
+                lists,
+                token_rows,
+                site_rows,
+                pool,
+                scalars,
+                broken,
+                done,
+            )
 
 
 def single_site(
@@ -194,7 +281,8 @@ def single_site(
     broken: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """Sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous.
+    """Sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1, tokens,
+    hidden_size]`, contiguous.
 
     The rest as in `pair_site`.
     """
@@ -203,7 +291,20 @@ def single_site(
         stream = _flat(stream)
         done = counts.numpy()
         for number, steps in enumerate(planned):
-            _site(None, stream, ring, number, steps, lists, token_rows, site_rows, pool, scalars, broken, done)
+            _site(
+                None,
+                stream,
+                ring,
+                number,
+                steps,
+                lists,
+                token_rows,
+                site_rows,
+                pool,
+                scalars,
+                broken,
+                done,
+            )
 
 
 def _flat(stream: torch.Tensor) -> torch.Tensor:
@@ -230,9 +331,15 @@ def _site(
     if steps[BEFORE.COUNT]:
         done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
     if steps[EDITS]:
-        edited = _shift_alike(hidden, stream, number, steps, site_rows, pool, broken) if steps[ALIKE] else None
+        edited = (
+            _shift_alike(hidden, stream, number, steps, site_rows, pool, broken)
+            if steps[ALIKE]
+            else None
+        )
         if edited is None:
-            edited = _edit_listed(hidden, stream, steps, lists, token_rows, site_rows[number], pool, scalars, broken)
+            edited = _edit_listed(
+                hidden, stream, steps, lists, token_rows, site_rows[number], pool, scalars, broken
+            )
         done[place, EDITED] += edited
     if steps[AFTER.COUNT]:
         done[place, CAPTURED_AFTER] += _capture(hidden, stream, ring, steps, lists, AFTER)
@@ -249,7 +356,9 @@ def _edit_listed(
     scalars: torch.Tensor,
     broken: torch.Tensor,
 ) -> int:
-    """Edit the plan's list of tokens; how many configuration rows were applied, over all of them."""
+    """Edit the plan's list of tokens; how many configuration rows were applied, over all of
+    them.
+    """
     tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
     depth = steps[DEPTH]
     rows = token_rows[:, :depth].index_select(0, tokens)
@@ -257,7 +366,9 @@ def _edit_listed(
     applied = entries.any(0)  # [n, depth]
     count = int(applied.count_nonzero())
     if count < applied.numel():
-        here = applied.any(1).nonzero().flatten()  # the plan lists a token at all sites that one of the step's rows edits
+        here = (
+            applied.any(1).nonzero().flatten()
+        )  # the plan lists a token at all sites that one of the step's rows edits
         tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
@@ -277,7 +388,9 @@ def _shift_alike(
     pool: torch.Tensor,
     broken: torch.Tensor,
 ) -> int | None:
-    """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done. None when it is not so.
+    """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done.
+
+    None when it is not so.
 
     Otherwise how many rows were edited.
     """
@@ -303,7 +416,13 @@ def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tenso
     return rows if hidden is None else rows.add_(hidden.index_select(0, tokens))
 
 
-def _mark(broken: torch.Tensor, tokens: slice | torch.Tensor, site: int, before: torch.Tensor, after: torch.Tensor) -> None:
+def _mark(
+    broken: torch.Tensor,
+    tokens: slice | torch.Tensor,
+    site: int,
+    before: torch.Tensor,
+    after: torch.Tensor,
+) -> None:
     """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits."""
     found = broken[tokens]
     bad, worse = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
@@ -318,7 +437,12 @@ def _finite(rows: torch.Tensor) -> bool:
 
 
 def _capture(
-    hidden: torch.Tensor | None, stream: torch.Tensor, ring: torch.Tensor, steps: list[int], lists: torch.Tensor, port: Port
+    hidden: torch.Tensor | None,
+    stream: torch.Tensor,
+    ring: torch.Tensor,
+    steps: list[int],
+    lists: torch.Tensor,
+    port: Port,
 ) -> int:
     """How many rows were captured."""
     count, start = steps[port.COUNT], steps[port.START]
@@ -346,11 +470,17 @@ def _edit(
 ) -> None:
     """`entries`: `[families, n, depth]` of the tokens `[n]`."""
     named = [
-        (family, mine) for family, mine, count in zip(EVERY, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=False) if count
+        (family, mine)
+        for family, mine, count in zip(
+            EVERY, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=False
+        )
+        if count
     ]
     if any(family.effect == "rewrite" for family, _ in named):
         live = [(family, _live(family, mine, scalars)) for family, mine in named]
-        left = _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
+        left = (
+            _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
+        )
         tokens = tokens.index_select(0, left)
         named = [(family, mine.index_select(0, left)) for family, mine in live]
     for family, mine in named:
@@ -362,7 +492,9 @@ def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) ->
     """`entries`, 0 where the strength is 0."""
     if not family.graded:
         return entries
-    return entries.masked_fill(scalars[:, 0].index_select(0, entries.flatten()).view_as(entries) == 0, 0)
+    return entries.masked_fill(
+        scalars[:, 0].index_select(0, entries.flatten()).view_as(entries) == 0, 0
+    )
 
 
 def _rewrite(
@@ -373,13 +505,21 @@ def _rewrite(
     pool: torch.Tensor,
     scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """All families, for the tokens that have rewrites. `live`: `[n, depth]` entries of each. Which tokens are done: bool `[n]`.
+    """All families, for the tokens that have rewrites.
 
-    A row that comes out as it was is not written: on CPUs vLLM's norm takes a pair's sum before it is rounded, so the same stream
-    as another pair would give another norm. What changes nothing (a prompt's own row, say) changes no bit of what follows.
+    `live`: `[n, depth]` entries of each. Which tokens are done: bool `[n]`.
+
+    A row that comes out as it was is not written: on CPUs vLLM's norm takes a pair's sum before it
+    is rounded, so the same stream as another pair would give another norm. What changes nothing (a
+    prompt's own row, say) changes no bit of what follows.
     """
     done = torch.zeros(len(tokens), dtype=torch.bool)
-    read = torch.stack([mine.any(1) for family, mine in live if family.effect == "rewrite"]).any(0).nonzero().flatten()
+    read = (
+        torch.stack([mine.any(1) for family, mine in live if family.effect == "rewrite"])
+        .any(0)
+        .nonzero()
+        .flatten()
+    )
     for block in read.split(_rows_at_a_time(stream)):
         places = tokens.index_select(0, block).long()
         rows = stream.index_select(0, places)
@@ -409,15 +549,25 @@ def _bits(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _rewritten(
-    formula: Rewrite, rows: torch.Tensor, entries: torch.Tensor, acted: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+    formula: Rewrite,
+    rows: torch.Tensor,
+    entries: torch.Tensor,
+    acted: torch.Tensor,
+    pool: torch.Tensor,
+    scalars: torch.Tensor,
 ) -> torch.Tensor:
-    """One family, column by column. `entries`: `[n, depth]`; `acted`, bool `[n]`, becomes true for the rows that change."""
+    """One family, column by column.
+
+    `entries`: `[n, depth]`; `acted`, bool `[n]`, becomes true for the rows that change.
+    """
     for entry in entries.unbind(1):
         mine = entry.nonzero().flatten()
         if len(mine) == len(entry):
             rows, changed = formula(rows, entry, pool, scalars)
         elif len(mine):
-            new, changed = formula(rows.index_select(0, mine), entry.index_select(0, mine), pool, scalars)
+            new, changed = formula(
+                rows.index_select(0, mine), entry.index_select(0, mine), pool, scalars
+            )
             rows.index_copy_(0, mine, new)
         else:
             continue
@@ -425,9 +575,16 @@ def _rewritten(
     return rows
 
 
-def _total(formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
-    """The sum over columns of what is added, float32 `[n, hidden_size]`. `entries`: `[n, depth]`."""
-    total = torch.full((len(entries), pool.shape[1]), -0.0, dtype=torch.float32)  # −0 + v is v, whatever v's sign
+def _total(
+    formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+) -> torch.Tensor:
+    """The sum over columns of what is added, float32 `[n, hidden_size]`.
+
+    `entries`: `[n, depth]`.
+    """
+    total = torch.full(
+        (len(entries), pool.shape[1]), -0.0, dtype=torch.float32
+    )  # −0 + v is v, whatever v's sign
     for entry in entries.unbind(1):
         mine = entry.nonzero().flatten()
         if len(mine):
@@ -436,7 +593,12 @@ def _total(formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: t
 
 
 def _shift(
-    family: Intervention, stream: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
+    family: Intervention,
+    stream: torch.Tensor,
+    tokens: torch.Tensor,
+    entries: torch.Tensor,
+    pool: torch.Tensor,
+    scalars: torch.Tensor,
 ) -> None:
     """For the tokens `[n]` that nothing rewrites. `entries`: `[n, depth]`."""
     named = entries.any(1)
@@ -444,7 +606,11 @@ def _shift(
         tokens, entries = tokens[named], entries[named]
     formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # what is usual: no detour through float32
-        stream.index_add_(0, tokens.long() if len(tokens) >= _LONG else tokens, formula(entries[:, 0], pool, scalars).to(stream.dtype))
+        stream.index_add_(
+            0,
+            tokens.long() if len(tokens) >= _LONG else tokens,
+            formula(entries[:, 0], pool, scalars).to(stream.dtype),
+        )
         return
     rows = _rows_at_a_time(stream)
     for places, part in zip(tokens.long().split(rows), entries.split(rows), strict=True):

@@ -1,9 +1,11 @@
-"""Triton implementation of `reference.py`: one launch for the sites of a group, the same for every step.
+"""Triton implementation of `reference.py`: one launch for the sites of a group, the same for every
+step.
 
-The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA graph obeys the buffers as
-they are then. A program owns whole token rows and walks over the tokens; where the group has no work it reads one number and
-ends. A row is read once for all sites of the group, again where it is rewritten, and written only where it changed; rows of the
-ring that no slot names are never written.
+The grid follows from shapes alone and everything else is read on the device, so a replayed CUDA
+graph obeys the buffers as they are then. A program owns whole token rows and walks over the tokens;
+where the group has no work it reads one number and ends. A row is read once for all sites of the
+group, again where it is rewritten, and written only where it changed; rows of the ring that no slot
+names are never written.
 """
 
 from functools import cache
@@ -13,17 +15,32 @@ import triton
 import triton.language as tl
 
 from ..schemas.interventions import FAMILIES, LAYER_NORM_EPS, NEAR, NORMS, PLACE, SCALARS
-from .plan import AFTER, BEFORE, CAPTURED_AFTER, CAPTURED_BEFORE, COLUMNS, COUNTS, DEPTH, EDITED, EDITS, ROWS_PER_TOKEN, SITE
+from .plan import (
+    AFTER,
+    BEFORE,
+    CAPTURED_AFTER,
+    CAPTURED_BEFORE,
+    COLUMNS,
+    COUNTS,
+    DEPTH,
+    EDITED,
+    EDITS,
+    ROWS_PER_TOKEN,
+    SITE,
+)
 
-#: Programs of a launch at most: several for each multiprocessor, and still a short launch when there is nothing to do.
+#: Programs of a launch at most: several for each multiprocessor, and still a short launch when
+#: there is nothing to do.
 MAX_PROGRAMS = 1024
 #: Two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
-#: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way, whatever the largest formula
-#: would like. The memory sets the pace. ptxas spills 24 to 96 bytes for it in the 16-bit types, at a width of 8192.
+#: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way,
+#: whatever the largest formula would like. The memory sets the pace. ptxas spills 24 to 96 bytes
+#: for it in the 16-bit types, at a width of 8192.
 _REGISTERS = {2: 64, 4: 96}
 
-#: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency is then hidden behind that.
+#: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency
+#: is then hidden behind that.
 DEPENDENT_LAUNCH = True
 _FIRST_DEPENDENT = 90
 
@@ -31,23 +48,48 @@ _COLUMNS = tl.constexpr(COLUMNS)
 _EDITS = tl.constexpr(EDITS)
 _DEPTH = tl.constexpr(DEPTH)
 _SITE = tl.constexpr(SITE)
-_COUNTS, _EDITED, _CAPTURED_BEFORE, _CAPTURED_AFTER = map(tl.constexpr, (COUNTS, EDITED, CAPTURED_BEFORE, CAPTURED_AFTER))
-_BEFORE_COUNT, _BEFORE_ROW, _BEFORE_PATTERN = map(tl.constexpr, (BEFORE.COUNT, BEFORE.ROW, BEFORE.PATTERN))
-_AFTER_COUNT, _AFTER_ROW, _AFTER_PATTERN = map(tl.constexpr, (AFTER.COUNT, AFTER.ROW, AFTER.PATTERN))
+_COUNTS, _EDITED, _CAPTURED_BEFORE, _CAPTURED_AFTER = map(
+    tl.constexpr, (COUNTS, EDITED, CAPTURED_BEFORE, CAPTURED_AFTER)
+)
+_BEFORE_COUNT, _BEFORE_ROW, _BEFORE_PATTERN = map(
+    tl.constexpr, (BEFORE.COUNT, BEFORE.ROW, BEFORE.PATTERN)
+)
+_AFTER_COUNT, _AFTER_ROW, _AFTER_PATTERN = map(
+    tl.constexpr, (AFTER.COUNT, AFTER.ROW, AFTER.PATTERN)
+)
 _ROWS_PER_TOKEN = tl.constexpr(ROWS_PER_TOKEN)
 _SCALARS = tl.constexpr(SCALARS)
 _FAMILIES = tl.constexpr(len(FAMILIES))
 #: One bit for each family.
-_REWRITING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "rewrite"))
-_SHIFTING = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift"))
+_REWRITING = tl.constexpr(
+    sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "rewrite")
+)
+_SHIFTING = tl.constexpr(
+    sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift")
+)
 _GRADED = tl.constexpr(sum(1 << place for place, family in enumerate(FAMILIES) if family.graded))
 
 _REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP, _FEATURE = (
-    tl.constexpr(PLACE[name]) for name in ("replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "feature")
+    tl.constexpr(PLACE[name])
+    for name in (
+        "replace",
+        "replace_masked",
+        "lowrank",
+        "add",
+        "add_matched",
+        "ablate",
+        "clamp",
+        "feature",
+    )
 )
-_RANK, _BIAS = (tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias"))
+_RANK, _BIAS = (
+    tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias")
+)
 _LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
-_TARGET, _SHIFT, _THRESHOLD = (tl.constexpr(FAMILIES[_FEATURE.value].column(scalar)) for scalar in ("target", "bias", "threshold"))
+_TARGET, _SHIFT, _THRESHOLD = (
+    tl.constexpr(FAMILIES[_FEATURE.value].column(scalar))
+    for scalar in ("target", "bias", "threshold")
+)
 _NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
 _NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
@@ -62,7 +104,8 @@ def _vector(vectors, lanes, inside):  # type: ignore[no-untyped-def]
 def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The new row, and whether it is another. `row`: float32 `[BLOCK]`, zero outside.
 
-    `vectors`, `scalars`: where the application begins in both; its entry n is at `vectors + n * WIDTH`, `scalars + n * _SCALARS`.
+    `vectors`, `scalars`: where the application begins in both; its entry n is at `vectors + n *
+    WIDTH`, `scalars + n * _SCALARS`.
     """
     changed = tl.load(scalars) != 0.0
     if FAMILY == _REPLACE:
@@ -73,14 +116,18 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         alpha = tl.load(scalars)
         target = _vector(vectors, lanes, inside)
         written = _vector(vectors + WIDTH, lanes, inside) != 0.0
-        row = tl.where(written, tl.where(alpha == 1.0, target, (1.0 - alpha) * row + alpha * target), row)
+        row = tl.where(
+            written, tl.where(alpha == 1.0, target, (1.0 - alpha) * row + alpha * target), row
+        )
     elif FAMILY == _LOWRANK:
         rank = tl.load(scalars + _RANK).to(tl.int32)
         new = row
         for term in range(rank):
             rotation = _vector(vectors + 2 * term * WIDTH, lanes, inside)
             weight = _vector(vectors + (2 * term + 1) * WIDTH, lanes, inside)
-            wanted = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum((weight - rotation) * row, 0)
+            wanted = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum(
+                (weight - rotation) * row, 0
+            )
             new += tl.load(scalars) * wanted * rotation
         row = new
     elif FAMILY == _ADD_MATCHED:
@@ -92,7 +139,8 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         low, high = tl.load(scalars + _LOW), tl.load(scalars + _HIGH)
         direction = _vector(vectors, lanes, inside)
         component = tl.sum(row * direction, 0)
-        changed = ((component >= low) & (component <= high)) == 0  # also where the component is not a number
+        # also where the component is not a number
+        changed = ((component >= low) & (component <= high)) == 0
         wanted = tl.minimum(tl.maximum(component, low), high)
         row = tl.where(changed, row + tl.load(scalars) * (wanted - component) * direction, row)
     elif FAMILY == _FEATURE:
@@ -105,15 +153,25 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
             off = tl.where(inside, row - centre, 0.0)
             less = tl.where(tl.load(scalars + _NORM) == _CENTRED, 1.0, 0.0)
             spread = tl.sqrt_rn(tl.div_rn(tl.sum(off * off, 0), spread * WIDTH - less))
-        encoder = _vector(vectors, lanes, inside) + _vector(vectors + WIDTH, lanes, inside) + _vector(vectors + 2 * WIDTH, lanes, inside)
+        encoder = (
+            _vector(vectors, lanes, inside)
+            + _vector(vectors + WIDTH, lanes, inside)
+            + _vector(vectors + 2 * WIDTH, lanes, inside)
+        )
         products = (row - centre) * encoder
         divisor = spread + tl.where(tl.load(scalars + _NORM) == _CENTRED, _EPS, 0.0)
         bias = tl.load(scalars + _SHIFT)
         reading = tl.div_rn(tl.sum(products, 0), divisor) + bias
         room = _NEAR * (tl.div_rn(tl.sum(tl.abs(products), 0), divisor) + tl.abs(bias))
-        gap = tl.load(scalars + _TARGET) - tl.where(reading > tl.load(scalars + _THRESHOLD), reading, 0.0)
+        gap = tl.load(scalars + _TARGET) - tl.where(
+            reading > tl.load(scalars + _THRESHOLD), reading, 0.0
+        )
         changed = ((gap == 0.0) | ((tl.abs(gap) <= room) & (room < float("inf")))) == 0
-        row = tl.where(changed, row + tl.load(scalars) * gap * spread * _vector(vectors + 3 * WIDTH, lanes, inside), row)
+        row = tl.where(
+            changed,
+            row + tl.load(scalars) * gap * spread * _vector(vectors + 3 * WIDTH, lanes, inside),
+            row,
+        )
     else:
         tl.static_assert(False, "a family of the table has no formula here")
     return row, changed
@@ -165,7 +223,9 @@ def _slots(plan, capture_slots, token, capacity):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-def]
-    """A bit for each family that edits the token at one site, the number of configuration rows that do, and how many to look at."""
+    """A bit for each family that edits the token at one site, the number of configuration rows that
+    do, and how many to look at.
+    """
     edits = tl.load(plan + _EDITS)
     depth = tl.where(edits > 0, tl.load(plan + _DEPTH), 0)
     named = edits * 0
@@ -192,7 +252,10 @@ def _whole(hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr):  #
 
 @triton.jit
 def _count(counts, plan, of, number):  # type: ignore[no-untyped-def]
-    """Adds to a number of the site's. Looks up where it lies each time, and as early as it can: what is kept costs registers."""
+    """Adds to a number of the site's.
+
+    Looks up where it lies each time, and as early as it can: what is kept costs registers.
+    """
     tl.atomic_add(counts + (tl.load(plan + _SITE) - 1) * _COUNTS + of, number, sem="relaxed")
 
 
@@ -226,7 +289,8 @@ def _visit(  # type: ignore[no-untyped-def]
 ):
     """One site, for one token: the new rows, and what `broken` is to say of them.
 
-    `hidden_row`, `row`: what lies at `hidden + at` and `stream + at`. `branch`: the site is of `hidden` alone; if `MIXED`, else never.
+    `hidden_row`, `row`: what lies at `hidden + at` and `stream + at`. `branch`: the site is of
+    `hidden` alone; if `MIXED`, else never.
     """
     mark = named * 0
     if before_slot >= 0:
@@ -244,30 +308,39 @@ def _visit(  # type: ignore[no-untyped-def]
                 if (named >> family) & 1:
                     total = tl.zeros([BLOCK], tl.float32) * -1.0  # −0 + v is v, whatever v's sign
                     for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
+                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
+                            tl.int64
+                        )
                         vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
                         live = entry > 0
                         if (_GRADED >> family) & 1:
                             live = live & (tl.load(numbers) != 0.0)
                         if live:
                             if (_REWRITING >> family) & 1:
-                                value, changed = _rewritten(family, value, vectors, numbers, lanes, inside, WIDTH)
+                                value, changed = _rewritten(
+                                    family, value, vectors, numbers, lanes, inside, WIDTH
+                                )
                                 rewrites += tl.where(changed, 1, 0)
                             else:
                                 total = _shifted(family, total, vectors, lanes, inside)
                     if not (_REWRITING >> family) & 1:
                         value += total
-            # Again: kept meanwhile it would cost the registers of a row. Another site of this launch may have written it.
+            # Again: kept meanwhile it would cost the registers of a row. Another site of this
+            # launch may have written it.
             tl.debug_barrier()
             row = tl.load(stream + at, mask=inside, other=0.0)
             if PAIR:
                 hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
             if rewrites > 0:
                 new = value.to(row.dtype)
-                differs = inside & (_bits(new) != _bits(_whole(hidden_row, row, branch, PAIR, MIXED)))
-                if tl.max(differs.to(tl.int32), 0) > 0:  # or another pair would stand for the same row
+                differs = inside & (
+                    _bits(new) != _bits(_whole(hidden_row, row, branch, PAIR, MIXED))
+                )
+                if tl.max(differs.to(tl.int32), 0) > 0:
+                    # or another pair would stand for the same row
                     if PAIR:
-                        # −0, not 0: then the pair's sum has the new row's bits also where that is −0.
+                        # −0, not 0: then the pair's sum has the new row's bits also where that is
+                        # −0.
                         hidden_row = (tl.zeros([BLOCK], tl.float32) * -1.0).to(row.dtype)
                         if MIXED:
                             hidden_row = tl.where(branch, new, hidden_row)
@@ -281,7 +354,9 @@ def _visit(  # type: ignore[no-untyped-def]
             for family in tl.static_range(_FAMILIES):
                 if (_SHIFTING >> family) & 1:
                     for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(tl.int64)
+                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
+                            tl.int64
+                        )
                         if entry > 0:
                             total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
             if MIXED:
@@ -292,7 +367,9 @@ def _visit(  # type: ignore[no-untyped-def]
             else:
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
-        mark = tl.where(unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)) * tl.load(plan + _SITE)
+        mark = tl.where(
+            unsound > 0, -1, _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
+        ) * tl.load(plan + _SITE)
 
     if after_slot >= 0:
         place = (tl.load(plan + _AFTER_ROW) + after_slot).to(tl.int64) * WIDTH
@@ -301,7 +378,8 @@ def _visit(  # type: ignore[no-untyped-def]
     return hidden_row, row, mark
 
 
-# Nothing but the large tensors' alignment may ask for another compilation: it could fall into the capture of a graph.
+# Nothing but the large tensors' alignment may ask for another compilation: it could fall into the
+# capture of a graph.
 @triton.jit(
     do_not_specialize=[
         *("plan", "token_rows", "capture_slots", "site_rows", "scalars", "broken", "counts"),
@@ -334,8 +412,9 @@ def _sites(  # type: ignore[no-untyped-def]
 ):
     active = tl.load(plan + _SITE)
     if DEPENDENT:
-        # The launch may have begun while the one before it runs. What came before that is over: the plan is there, the stream is not.
-        # Also where there is nothing to do: the next launch takes the end of this one for the end of all before it.
+        # The launch may have begun while the one before it runs. What came before that is over: the
+        # plan is there, the stream is not. Also where there is nothing to do: the next launch takes
+        # the end of this one for the end of all before it.
         tl.extra.cuda.gdc_wait()
     limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)
@@ -356,13 +435,36 @@ def _sites(  # type: ignore[no-untyped-def]
             if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
                 if loaded == 0:
                     row = tl.load(stream + at, mask=inside, other=0.0)
-                    hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row  # unused where there is no pair
+                    # unused where there is no pair
+                    hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
                     loaded += 1
                 hidden_row, row, found = _visit(
-                    hidden, stream, hidden_row, row, site < branches, at, ring, of_site, rows, entries, pool, scalars, counts,
-                    before_slot, after_slot, named, applied, depth, lanes, inside, configurations,
-                    PAIR=PAIR, MIXED=MIXED, WIDTH=WIDTH, BLOCK=BLOCK,
-                )  # fmt: skip
+                    hidden,
+                    stream,
+                    hidden_row,
+                    row,
+                    site < branches,
+                    at,
+                    ring,
+                    of_site,
+                    rows,
+                    entries,
+                    pool,
+                    scalars,
+                    counts,
+                    before_slot,
+                    after_slot,
+                    named,
+                    applied,
+                    depth,
+                    lanes,
+                    inside,
+                    configurations,
+                    PAIR=PAIR,
+                    MIXED=MIXED,
+                    WIDTH=WIDTH,
+                    BLOCK=BLOCK,
+                )
                 mark = tl.where(mark != 0, mark, found)  # the first site counts
         if mark != 0:  # noqa: SIM102 -- Triton has no short-circuit
             if tl.load(broken + token) == 0:
@@ -385,8 +487,23 @@ def pair_site(
     counts: torch.Tensor,
     branches: int = 0,
 ) -> None:
-    """As `reference.pair_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    tensors = (hidden, residual, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
+    """As `reference.pair_site`; reads `capture_slots`, not `lists`.
+
+    Raises ValueError for tensors that are not contiguous.
+    """
+    tensors = (
+        hidden,
+        residual,
+        ring,
+        plan,
+        token_rows,
+        capture_slots,
+        site_rows,
+        pool,
+        scalars,
+        broken,
+        counts,
+    )
     _launch(*tensors, branches=branches, pair=True)
 
 
@@ -403,8 +520,23 @@ def single_site(
     broken: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """As `reference.single_site`; reads `capture_slots`, not `lists`. Raises ValueError for tensors that are not contiguous."""
-    tensors = (stream, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
+    """As `reference.single_site`; reads `capture_slots`, not `lists`.
+
+    Raises ValueError for tensors that are not contiguous.
+    """
+    tensors = (
+        stream,
+        stream,
+        ring,
+        plan,
+        token_rows,
+        capture_slots,
+        site_rows,
+        pool,
+        scalars,
+        broken,
+        counts,
+    )
     _launch(*tensors, branches=0, pair=False)
 
 
@@ -424,12 +556,28 @@ def _launch(
     branches: int,
     pair: bool,
 ) -> None:
-    tensors = (hidden, stream, ring, plan, token_rows, capture_slots, site_rows, pool, scalars, broken, counts)
+    tensors = (
+        hidden,
+        stream,
+        ring,
+        plan,
+        token_rows,
+        capture_slots,
+        site_rows,
+        pool,
+        scalars,
+        broken,
+        counts,
+    )
     for tensor in tensors:
         if not tensor.is_contiguous():
-            raise ValueError(f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not contiguous")
+            raise ValueError(
+                f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not "
+                "contiguous"
+            )
     width, capacity = ring.shape[1], capture_slots.shape[1]
-    tokens = min(stream.numel() // width, capacity)  # nothing is planned for padding beyond the buffers
+    # nothing is planned for padding beyond the buffers
+    tokens = min(stream.numel() // width, capacity)
     if not tokens:
         return
     block = triton.next_power_of_2(width)
@@ -450,15 +598,22 @@ def _launch(
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         maxnreg=_REGISTERS[stream.dtype.itemsize],
-        enable_fp_fusion=False,  # the bits of the reference; the memory sets the pace, not the arithmetic
+        # the bits of the reference; the memory sets the pace, not the arithmetic
+        enable_fp_fusion=False,
         **({"launch_pdl": True} if dependent else {}),
     )
 
 
 @cache
 def can_depend() -> bool:
-    """Whether this GPU, and this Triton, have programmatic dependent launches: compute capability 9.0 and up."""
+    """Whether this GPU, and this Triton, have programmatic dependent launches: compute capability
+    9.0 and up.
+    """
     if not isinstance(_visit, triton.JITFunction):  # interpreted
         return False
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= _FIRST_DEPENDENT and hasattr(tl.extra.cuda, "gdc_wait")
+    return (
+        target.backend == "cuda"
+        and target.arch >= _FIRST_DEPENDENT
+        and hasattr(tl.extra.cuda, "gdc_wait")
+    )

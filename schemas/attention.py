@@ -1,4 +1,6 @@
-"""How a model's layers turn queries and keys into attention patterns: facts that a rank reads from the loaded model."""
+"""How a model's layers turn queries and keys into attention patterns: facts that a rank reads from
+the loaded model.
+"""
 
 from .layer_kinds import LayerKind
 
@@ -9,14 +11,19 @@ ATTENDING = frozenset({"q", "k"})
 
 
 class AttentionKind(LayerKind):
-    """Attention of some layers, which is alike in all of them. All heads of the model, over all ranks, in its order.
+    """Attention of some layers, which is alike in all of them.
 
-    Query `i` sees key `j ≤ i` if `i - j < window` and `i // chunk == j // chunk`, where these are not 0. Its score is
-    `scale · q·k`; with a softcap `softcap · tanh(score / softcap)`; with slopes plus `slope · (j - i)`. The pattern is the softmax
-    of the scores, with the head's sink as one more score that belongs to no key.
+    All heads of the model, over all ranks, in its order.
+
+    Query `i` sees key `j ≤ i` if `i - j < window` and `i // chunk == j // chunk`, where these are
+    not 0. Its score is `scale · q·k`; with a softcap `softcap · tanh(score / softcap)`; with slopes
+    plus `slope · (j - i)`. The pattern is the softmax of the scores, with the head's sink as one
+    more score that belongs to no key.
     """
 
-    heads: int = 0  # query heads; each shares its key head with its neighbours, as many as there are query heads per key head
+    # query heads; each shares its key head with its neighbours, as many as there are query heads
+    # per key head
+    heads: int = 0
     head_dim: int = 0
     scale: float = 0.0
     window: int = 0  # keys that a query sees, its own included; 0: all before it
@@ -24,6 +31,8 @@ class AttentionKind(LayerKind):
     softcap: float = 0.0  # 0: none
     sinks: list[float] = []  # [heads]; empty: none
     slopes: list[float] = []  # [heads], ALiBi; empty: none
-    text_only: bool = False  # tokens of an image see each other in both directions: patterns of prompts with images are refused
+    # tokens of an image see each other in both directions: patterns of prompts with images are
+    # refused
+    text_only: bool = False
     refused: str = ""  # why patterns of these layers cannot be computed; empty: they can
     version: int = VERSION

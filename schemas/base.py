@@ -10,7 +10,8 @@ import msgspec
 T = TypeVar("T")
 
 
-#: Renders a record as HTML for notebooks, or returns None. The client sets it, which knows how (`client.notebook.install`).
+#: Renders a record as HTML for notebooks, or returns None. The client sets it, which knows how
+#: (`client.notebook.install`).
 html_renderer: Callable[[Any], str | None] | None = None
 
 

@@ -1,6 +1,7 @@
 """Layout of a capture blob: a safetensors file with our manifest in its metadata.
 
-Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape, data_offsets), the tensors' bytes.
+Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape,
+data_offsets), the tensors' bytes.
 """
 
 import math
@@ -33,7 +34,9 @@ class DamagedBlob(ValueError):
 
 
 class DeletedBlob(DamagedBlob):
-    """The blob was deleted: its place in a segment was given back to the disk and reads as zeros."""
+    """The blob was deleted: its place in a segment was given back to the disk and reads as
+    zeros.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,26 +63,47 @@ class Header:
     end: int  # bytes of the whole blob
 
 
-def encode_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None, size: int = 0) -> bytes:
-    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in order.
+def encode_header(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None, size: int = 0
+) -> bytes:
+    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in
+    order.
 
     `size`: of the header, a multiple of 8; it is larger only where it has to be.
     """
-    return safetensors_header(tensors, {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()}, size)
+    return safetensors_header(
+        tensors,
+        {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()},
+        size,
+    )
 
 
 def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """A whole safetensors file. The widest elements come first, so that each tensor is aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
-    header = safetensors_header([(name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data)) for name, tensor in ordered], metadata)
+    header = safetensors_header(
+        [
+            (name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data))
+            for name, tensor in ordered
+        ],
+        metadata,
+    )
     return b"".join([header, *(tensor.data for _, tensor in ordered)])
 
 
-def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str], size: int = 0) -> bytes:
+def safetensors_header(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]],
+    metadata: Mapping[str, str],
+    size: int = 0,
+) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, length in tensors:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + length],
+        }
         offset += length
     encoded = msgspec.json.encode(header)
     encoded += b" " * max(-len(encoded) % _ALIGNMENT, size - _LENGTH_BYTES - len(encoded))
@@ -102,7 +126,10 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
 
 
 class _Entry(msgspec.Struct):
-    """A tensor in a header. Files come from elsewhere: every number is bounded, also in how many there are."""
+    """A tensor in a header.
+
+    Files come from elsewhere: every number is bounded, also in how many there are.
+    """
 
     dtype: str
     shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
@@ -110,34 +137,49 @@ class _Entry(msgspec.Struct):
 
 
 def read_tensors(
-    read: Callable[[int, int], bytes], size: int, item_bytes: Mapping[str, int] = FILE_ITEM_BYTES, most: int = _MAX_HEADER
+    read: Callable[[int, int], bytes],
+    size: int,
+    item_bytes: Mapping[str, int] = FILE_ITEM_BYTES,
+    most: int = _MAX_HEADER,
 ) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
-    """(metadata, tensors in the order of their bytes, bytes of the whole) of a safetensors file; arguments as of `read_header`.
+    """(metadata, tensors in the order of their bytes, bytes of the whole) of a safetensors file;
+    arguments as of `read_header`.
 
-    `item_bytes`: of the dtypes that there may be, as safetensors names them. `most`: bytes of the header. As the format wants it, the
-    bytes of tensors follow each other without gaps. Raises DeletedBlob, and DamagedBlob naming the tensor.
+    `item_bytes`: of the dtypes that there may be, as safetensors names them. `most`: bytes of the
+    header. As the format wants it, the bytes of tensors follow each other without gaps. Raises
+    DeletedBlob, and DamagedBlob naming the tensor.
     """
     first = read(0, _LENGTH_BYTES)
     length = int.from_bytes(first, "little")
     if len(first) == _LENGTH_BYTES and length == 0:
         raise DeletedBlob("it was deleted")
     if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, most):
-        raise DamagedBlob(f"it is truncated, or not a safetensors file: {size} bytes do not contain a header")
+        raise DamagedBlob(
+            f"it is truncated, or not a safetensors file: {size} bytes do not contain a header"
+        )
     start = _LENGTH_BYTES + length
     try:
         entries = msgspec.json.decode(read(_LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None) or {}
+        metadata = (
+            msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None)
+            or {}
+        )
     except (msgspec.DecodeError, RecursionError) as error:
         raise DamagedBlob(f"it has no valid safetensors header: {error}") from error
     places = [_place(name, entry, start, item_bytes) for name, entry in entries.items()]
     tensors, end = sorted(places, key=lambda tensor: (tensor.start, tensor.length)), start
     for tensor in tensors:
         if tensor.start != end:
-            where = f"at byte {tensor.start - start}, valid: {end - start}, behind the tensors before it"
+            where = (
+                f"at byte {tensor.start - start}, valid: {end - start}, behind the tensors "
+                "before it"
+            )
             raise DamagedBlob(f"{shortened(tensor.name)} begins {where}")
         end += tensor.length
     if end > size:
-        raise DamagedBlob(f"it is truncated: {size} of {end} bytes: those of its tensors are not all there")
+        raise DamagedBlob(
+            f"it is truncated: {size} of {end} bytes: those of its tensors are not all there"
+        )
     return metadata, {tensor.name: tensor for tensor in tensors}, end
 
 
@@ -147,8 +189,13 @@ def _place(name: str, raw: msgspec.Raw, start: int, item_bytes: Mapping[str, int
     except (msgspec.DecodeError, RecursionError) as error:
         raise DamagedBlob(f"{shortened(name)} has no valid entry in the header: {error}") from error
     if entry.dtype not in item_bytes:
-        raise DamagedBlob(f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}")
+        raise DamagedBlob(
+            f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}"
+        )
     (first, last), wanted = entry.data_offsets, item_bytes[entry.dtype] * math.prod(entry.shape)
     if last - first != wanted:
-        raise DamagedBlob(f"{shortened(name)} has {last - first} bytes; its shape {entry.shape} of {entry.dtype} needs {wanted}")
+        raise DamagedBlob(
+            f"{shortened(name)} has {last - first} bytes; its shape {entry.shape} of "
+            f"{entry.dtype} needs {wanted}"
+        )
     return TensorPlace(name, entry.dtype, entry.shape, start + first, wanted)

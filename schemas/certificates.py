@@ -1,4 +1,6 @@
-"""The certificate of a loaded model: which hook points were proven before the first request, by which laws, with which figures."""
+"""The certificate of a loaded model: which hook points were proven before the first request, by
+which laws, with which figures.
+"""
 
 from .base import Published
 from .extensions import Extension
@@ -17,7 +19,10 @@ class LawFigure(Published):
 
 
 class Certificate(Published):
-    """Made at the start of an engine, from real requests on the real weights. Kept in the data folder."""
+    """Made at the start of an engine, from real requests on the real weights.
+
+    Kept in the data folder.
+    """
 
     model: str
     architecture: str
@@ -32,12 +37,16 @@ class Certificate(Published):
     seconds: float  # that it took
     proven: list[str]  # hook points
     absent: dict[str, str] = {}  # hook point → why it is not served
-    unproven: dict[str, str] = {}  # hook point that is served all the same → why nothing proves it: its neighbours are not installed
+    # hook point that is served all the same → why nothing proves it: its neighbours are not
+    # installed
+    unproven: dict[str, str] = {}
     readings: dict[str, str] = {}  # kind of reading (`lens`) → why it is not served after all
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
     extensions: list[Extension] = []  # loaded on every rank, and what was found to hold of them
-    caveats: list[str] = []  # those of every manifest: of options that are not proven, and of hooks in `unproven`, among others
+    # those of every manifest: of options that are not proven, and of hooks in `unproven`, among
+    # others
+    caveats: list[str] = []
 
     @property
     def served(self) -> list[str]:

@@ -41,9 +41,12 @@ class ToolCall(Record):
 class ChatMessage(Record):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     #: Only an assistant's message may have none.
-    content: Text | Annotated[list[TextPart | ImagePart], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
+    content: (
+        Text | Annotated[list[TextPart | ImagePart], msgspec.Meta(max_length=MAX_MESSAGES)] | None
+    ) = None
     name: Label | None = None
-    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None  # of the assistant
+    # of the assistant
+    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Label | None = None  # of a message with role `tool`: the call that it answers
     reasoning: Text | None = None  # of the assistant, for templates that read it
     # Members of an answer's message that OpenAI's clients send back
@@ -78,7 +81,9 @@ class NamedTool(Record):
 
 
 class ToolUse(Record):
-    """The tools of a job, for vLLM's parser: JSON in the form of OpenAI's API, as the API has checked it."""
+    """The tools of a job, for vLLM's parser: JSON in the form of OpenAI's API, as the API has
+    checked it.
+    """
 
     tools: bytes
     choice: str  # auto | none | required, or the name of a tool: see `named`
@@ -102,7 +107,8 @@ PLAIN = Rendering()
 #: A conversation has at least one message.
 Conversation = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
 
-#: A message as chat templates know it: `role`, `content` and perhaps `name`; content with images is a list of parts.
+#: A message as chat templates know it: `role`, `content` and perhaps `name`; content with images is
+#: a list of parts.
 PlainMessage = dict[str, Any]
 
 

@@ -34,8 +34,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "patch.hook": EVERY,
     "patch.positions": get_args(RequestedName),
     "hooks": EVERY,
-    **{f"{reading}.{field}": EVERY for reading in ("lens", "readers") for field in ("hook", "hooks")},
-    **{f"{reading}.positions": get_args(RequestedName) for reading in ("lens", "features", "readers")},
+    **{
+        f"{reading}.{field}": EVERY
+        for reading in ("lens", "readers")
+        for field in ("hook", "hooks")
+    },
+    **{
+        f"{reading}.positions": get_args(RequestedName)
+        for reading in ("lens", "features", "readers")
+    },
     **{f"{reading}.at": get_args(At) for reading in ("lens", "features", "readers")},
     "probes.action": get_args(Action),
     "hook": EVERY,
@@ -54,7 +61,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ablation": get_args(Ablation),
     "alignment": get_args(Alignment),
     "pairs.alignment": get_args(Alignment),
-    **dict.fromkeys(("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"), PROMPT_POSITIONS),
+    **dict.fromkeys(
+        ("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"),
+        PROMPT_POSITIONS,
+    ),
 }
 
 _ANOTHER_NAME = re.compile(r"^Invalid enum value '(?P<name>.*)'$", re.DOTALL)
@@ -74,10 +84,13 @@ def unknown(word: str, names: Iterable[str]) -> str:
     return "; ".join(part for part in ("unknown field", suggestion(word, names)) if part)
 
 
-def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None) -> MidstreamError:
+def refusal(
+    error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None
+) -> MidstreamError:
     """The error as one that names the field, below `prefix`, and what it takes.
 
-    `whole`: the name for an error without a field, by default the body. `kind`: the type that did not fit, for the names of its fields.
+    `whole`: the name for an error without a field, by default the body. `kind`: the type that did
+    not fit, for the names of its fields.
     """
     detail, path = misfit(error)
     dot = "." if prefix and path and not path.startswith("[") else ""
@@ -98,17 +111,27 @@ def refusal(error: msgspec.ValidationError, prefix: str = "", whole: str | None 
 
 
 def fields_at(kind: Any, path: str) -> tuple[str, ...]:
-    """The names of the fields at a path of msgspec's inside a struct type, such as `pairs[0].spans[...]`; none if it is not a struct."""
+    """The names of the fields at a path of msgspec's inside a struct type, such as
+    `pairs[0].spans[...]`; none if it is not a struct.
+    """
     if kind is None:
         return ()
     found = structs_in(msgspec.inspect.type_info(kind))
     for step in _INDEX.sub("", path).split(".") if path else ():
-        found = [inner for each in found for field in each.fields if field.name == step for inner in structs_in(field.type)]
+        found = [
+            inner
+            for each in found
+            for field in each.fields
+            if field.name == step
+            for inner in structs_in(field.type)
+        ]
     return tuple(dict.fromkeys(field.name for each in found for field in each.fields))
 
 
 def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
-    """The struct types that a type may be: itself, one of a union, or an item of a list or mapping."""
+    """The struct types that a type may be: itself, one of a union, or an item of a list or
+    mapping.
+    """
     if isinstance(info, msgspec.inspect.StructType):
         return [info]
     if isinstance(info, msgspec.inspect.UnionType):

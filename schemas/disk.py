@@ -17,12 +17,15 @@ _TEXTS = {
     FULL: re.compile(r"No space left on device|Disk quota exceeded|database or disk is full"),
     READ_ONLY: re.compile(r"Read-only file system|readonly database"),
 }
-#: Bytes of a test write: more than some file systems keep beside a file's name, where a full disk would not show.
+#: Bytes of a test write: more than some file systems keep beside a file's name, where a full disk
+#: would not show.
 PROBE_BYTES = 16 << 10
 
 
 def disk_trouble(error: BaseException | str) -> str:
-    """`disk full` or `disk read-only` where that is what `error` is about; empty for any other error."""
+    """`disk full` or `disk read-only` where that is what `error` is about; empty for any other
+    error.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if number in TROUBLES:
         return TROUBLES[number]
@@ -30,7 +33,8 @@ def disk_trouble(error: BaseException | str) -> str:
 
 
 def probe(folder: Path) -> str:
-    """Why `folder` cannot be written, such as `disk full: /data/outbox cannot be written`; empty when it can, or is not there.
+    """Why `folder` cannot be written, such as `disk full: /data/outbox cannot be written`; empty
+    when it can, or is not there.
 
     Writes a file without a name, so nothing is left behind by a process that is killed.
     """

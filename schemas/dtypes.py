@@ -1,4 +1,7 @@
-"""The table of dtypes: bytes, names in files, and how numpy reads what it has no dtype for. Imports no numpy."""
+"""The table of dtypes: bytes, names in files, and how numpy reads what it has no dtype for.
+
+Imports no numpy.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,7 +17,9 @@ RowDType = Literal["model", DType]
 
 
 def bfloat16_to_float32(bits: "np.ndarray") -> "np.ndarray":
-    """`bits`: uint16 patterns of bfloat16, any shape; returns float32 of the same shape, exactly."""
+    """`bits`: uint16 patterns of bfloat16, any shape; returns float32 of the same shape,
+    exactly.
+    """
     wide: np.ndarray = (bits.astype("<u4") << 16).view("<f4")
     return wide
 
@@ -33,13 +38,17 @@ class DTypeFacts(NamedTuple):
     file: str  # its name in a safetensors header
     raw: str  # numpy's name, little-endian; of what numpy lacks the type of its bit patterns
     largest: float = math.inf  # finite value, where a model may run in it
-    widened: Callable[["np.ndarray"], "np.ndarray"] | None = None  # bit patterns → float32, for what numpy lacks
+    widened: Callable[["np.ndarray"], "np.ndarray"] | None = (
+        None  # bit patterns → float32, for what numpy lacks
+    )
     narrowed: Callable[["np.ndarray"], "np.ndarray"] | None = None  # float32 → bit patterns
 
 
 DTYPES: dict[str, DTypeFacts] = {
     "float32": DTypeFacts(4, "F32", "<f4", 3.4e38),
-    "bfloat16": DTypeFacts(2, "BF16", "<u2", 3.38e38, bfloat16_to_float32, float32_to_bfloat16),  # float32's exponent
+    "bfloat16": DTypeFacts(
+        2, "BF16", "<u2", 3.38e38, bfloat16_to_float32, float32_to_bfloat16
+    ),  # float32's exponent
     "float16": DTypeFacts(2, "F16", "<f2", 65504.0),
     "int64": DTypeFacts(8, "I64", "<i8"),  # of positions and token ids
 }

@@ -1,7 +1,8 @@
-"""Extensions: what operators install beside Midstream, as the code declares itself, as it is listed, and as requests name it.
+"""Extensions: what operators install beside Midstream, as the code declares itself, as it is
+listed, and as requests name it.
 
-A package offers a reader by an entry point, see `docs/extending.md`. What is declared is data, so that the API checks requests
-without the package.
+A package offers a reader by an entry point, see `docs/extending.md`. What is declared is data, so
+that the API checks requests without the package.
 """
 
 import math
@@ -21,7 +22,10 @@ Options = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS
 
 
 class Option(Published):
-    """An option of a reader. Its type is that of its default: true or false, an integer, a number, or a text."""
+    """An option of a reader.
+
+    Its type is that of its default: true or false, an integer, a number, or a text.
+    """
 
     default: OptionValue
     low: float | None = None  # of a number, both included
@@ -36,7 +40,11 @@ class Option(Published):
             value = float(value)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{value!r} is not {self.valid}")
-        if isinstance(value, (int, float)) and kind is not bool and not (_least(self.low) <= value <= _most(self.high)):
+        if (
+            isinstance(value, (int, float))
+            and kind is not bool
+            and not (_least(self.low) <= value <= _most(self.high))
+        ):
             raise ValueError(f"{value!r} is out of range; valid: {self.valid}")
         if isinstance(value, str) and self.choices and value not in self.choices:
             raise ValueError(f"{value!r} is unknown; valid: {self.valid}")
@@ -47,9 +55,19 @@ class Option(Published):
         """What may be given, in words."""
         if self.choices:
             return ", ".join(self.choices)
-        noun = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}[type(self.default)]
+        noun = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}[
+            type(self.default)
+        ]
         least = f" of at least {self.low:g}" if self.low is not None else ""
-        return noun + least + (f"{' and' if least else ' of'} at most {self.high:g}" if self.high is not None else "")
+        return (
+            noun
+            + least
+            + (
+                f"{' and' if least else ' of'} at most {self.high:g}"
+                if self.high is not None
+                else ""
+            )
+        )
 
 
 def _least(low: float | None) -> float:
@@ -66,7 +84,8 @@ class ReaderTerms(Published):
     returns: dict[str, ArrayDType]  # array → dtype
     row_bytes: int = 0  # bytes of all arrays for each captured row, at most
     fixed_bytes: int = 0  # bytes beside those of the rows
-    grows: dict[str, int] = {}  # integer option → further bytes for each captured row and each unit of the option
+    # integer option → further bytes for each captured row and each unit of the option
+    grows: dict[str, int] = {}
     options: dict[str, Option] = {}
     about: str = ""  # in a line
 
@@ -83,7 +102,8 @@ class OpTerms(Published):
     """What an op declares."""
 
     vector: bool = False  # it takes one, `[hidden_size]`
-    options: dict[str, Option] = {}  # floats, at most `MAX_OP_OPTIONS`; in this order they are its numbers
+    # floats, at most `MAX_OP_OPTIONS`; in this order they are its numbers
+    options: dict[str, Option] = {}
     about: str = ""
 
 
@@ -103,7 +123,9 @@ class Extension(Published):
 
 
 class ReaderSpec(SitesSpec, kw_only=True):
-    """Have an installed reader compute from rows at `hooks`, at `positions`; its arrays are in the result. No rows are stored."""
+    """Have an installed reader compute from rows at `hooks`, at `positions`; its arrays are in the
+    result. No rows are stored.
+    """
 
     name: Name
     positions: RequestedPositions = "last_prompt"
@@ -115,11 +137,14 @@ class ReaderSpec(SitesSpec, kw_only=True):
 class Rows:
     """What a reader gets of one request on one pipeline stage. Its own copy, read-only."""
 
-    sites: dict[tuple[str, int], np.ndarray]  # (hook, layer) → float32 `[positions, width]`; at least one site and one position
+    # (hook, layer) → float32 `[positions, width]`; at least one site and one position
+    sites: dict[tuple[str, int], np.ndarray]
     positions: np.ndarray  # int64 `[positions]`: absolute token positions, ascending
     token_ids: np.ndarray  # int64 `[positions]`: the token at each
     prompt_tokens: int  # positions below are the prompt's
     options: dict[str, Any]  # every declared option, with its default where the request gave none
     num_layers: int  # of the whole model
     stage: int = 0
-    stages: int = 1  # with more than one, `sites` are those of this stage; the other stages' results are parts of their own
+    # with more than one, `sites` are those of this stage; the other stages' results are parts of
+    # their own
+    stages: int = 1

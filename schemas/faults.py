@@ -1,8 +1,10 @@
-"""Crash points for tests: named places, one at every durable boundary, where a process can be killed.
+"""Crash points for tests: named places, one at every durable boundary, where a process can be
+killed.
 
-`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that reaches that point, with SIGKILL, once:
-a file in the data directory remembers it. For tests; without that setting a point costs one comparison. Each point is
-followed by what must hold for the job all the same: `tests/faults/test_crash_points.py` kills at every one of them.
+`MIDSTREAM_FAULT=crash:at=relay.committed` kills the first process of the stack that reaches that
+point, with SIGKILL, once: a file in the data directory remembers it. For tests; without that
+setting a point costs one comparison. Each point is followed by what must hold for the job all the
+same: `tests/faults/test_crash_points.py` kills at every one of them.
 """
 
 import os
@@ -14,15 +16,21 @@ from .settings import SettingsError
 
 #: Name → what has been done by then, and what has not.
 CRASH_POINTS: dict[str, str] = {
-    "api.committed": "the job is in the ledger and its message in the queue; its client has no response",
+    "api.committed": (
+        "the job is in the ledger and its message in the queue; its client has no response"
+    ),
     "worker.received": "a worker has the message; it has not claimed the job",
     "worker.claimed": "the job is claimed; the engine has not been called",
     "worker.generated": "the engine has finished; the outputs are not stored",
     "worker.stored": "the outputs are stored; the message is not acknowledged",
-    "worker.released": "a dead engine's job has been requeued; the message of its last attempt is not acknowledged",
+    "worker.released": (
+        "a dead engine's job has been requeued; the message of its last attempt is not acknowledged"
+    ),
     "worker.aborted": "a cancelled job has left the engine; the ledger has not been updated",
     "capture.written": "a capture's file is written under its temporary name",
-    "capture.renamed": "the file has its final name; the directory is not synced, and no receipt names it",
+    "capture.renamed": (
+        "the file has its final name; the directory is not synced, and no receipt names it"
+    ),
     "segment.written": "rows are in a segment; its index does not name them",
     "segment.indexed": "the index names them; no receipt does",
     "receipt.stored": "a receipt is in the outbox; it has not been sent",
@@ -35,7 +43,9 @@ CRASH_POINTS: dict[str, str] = {
     "harvest.kept": "the unit counts; the next does not",
     "harvest.part": "the manifest of a part is durable; the part is not done yet",
     "harvest.sealing": "files that do not count are removed; the harvest has no manifest yet",
-    "sweeper.requeued": "a dead worker's job has been requeued; the other jobs that are due have not been checked",
+    "sweeper.requeued": (
+        "a dead worker's job has been requeued; the other jobs that are due have not been checked"
+    ),
     "webhook.lent": "a webhook is leased to a sender; it has not been sent",
     "webhook.sent": "its receiver has it; that is not recorded",
 }
@@ -49,19 +59,26 @@ _folder = Path()
 
 
 def arm(fault: str, data_dir: str | Path) -> None:
-    """Let this process die at the crash point that the setting `fault` names, if it names one; called once, at its start.
+    """Let this process die at the crash point that the setting `fault` names, if it names one;
+    called once, at its start.
 
     Raises SettingsError for a point that there is not.
     """
     global _armed, _folder
     found = _FAULT.search(fault)
     if found is not None and found[1] not in CRASH_POINTS:
-        raise SettingsError(f"MIDSTREAM_FAULT={fault}: unknown crash point {found[1]!r}; valid: {', '.join(CRASH_POINTS)}")
+        raise SettingsError(
+            f"MIDSTREAM_FAULT={fault}: unknown crash point {found[1]!r}; valid: "
+            f"{', '.join(CRASH_POINTS)}"
+        )
     _armed, _folder = found[1] if found else "", Path(data_dir).resolve() / FOLDER
 
 
 def crash_point(name: str) -> None:
-    """Kill this process if this is the armed point and no process has died at it before. No effect for an empty name."""
+    """Kill this process if this is the armed point and no process has died at it before.
+
+    No effect for an empty name.
+    """
     if _armed and name == _armed:
         _crash(name)
 

@@ -11,7 +11,9 @@ from .specs import At
 
 
 class FeatureSpec(Record):
-    """Encode the rows that a registered sparse autoencoder reads, at `positions`: the `top_k` most active features of each token."""
+    """Encode the rows that a registered sparse autoencoder reads, at `positions`: the `top_k` most
+    active features of each token.
+    """
 
     sae: Reference
     positions: RequestedPositions = "all_prompt"

@@ -15,7 +15,9 @@ class FeedJob(JobView, omit_defaults=True, kw_only=True):
 
 
 class FeedJobs(Published, omit_defaults=True):
-    """Event `jobs`: jobs that are new or have changed; a lower `version` of a known job is to be ignored."""
+    """Event `jobs`: jobs that are new or have changed; a lower `version` of a known job is to be
+    ignored.
+    """
 
     jobs: list[FeedJob]
     first: bool = False  # the beginning of a list of the newest: forget what was known before
@@ -34,7 +36,10 @@ class FeedModel(Published):
 
 
 class FeedService(Published, omit_defaults=True):
-    """Event `service`, every few seconds. Null: the key lacks the scope `observe`, or the figure is not known."""
+    """Event `service`, every few seconds.
+
+    Null: the key lacks the scope `observe`, or the figure is not known.
+    """
 
     at: float
     models: list[FeedModel]
@@ -42,7 +47,8 @@ class FeedService(Published, omit_defaults=True):
     tokens_s: float | None = None  # generated per second, by all workers
     queued: int | None = None  # jobs that no worker has begun
     live: int | None = None  # jobs that are not over
-    disk_free: int | None = None  # bytes where captures are kept, if that is a folder of this machine
+    # bytes where captures are kept, if that is a folder of this machine
+    disk_free: int | None = None
     disk_total: int | None = None
     quota_left: int | None = None  # bytes of the captures' quota
     troubles: list[str] = []  # what keeps the service from working

@@ -1,7 +1,8 @@
 """Global capture: the settings `global_capture…` as capture specs.
 
-`post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a hook without layers means all.
-Options of the command line are written alike: `parse_hooks` is the one grammar of hooks.
+`post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a
+hook without layers means all. Options of the command line are written alike: `parse_hooks` is the
+one grammar of hooks.
 """
 
 import re
@@ -38,28 +39,44 @@ _IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
-def from_settings(settings: Settings, num_layers: int | None = None, hooks: Sequence[str] = HOOKS, row_limit: int = 0) -> list[CaptureSpec]:
-    """The captures that the settings ask for; held against the model's layers and hooks when `num_layers` is known.
+def from_settings(
+    settings: Settings,
+    num_layers: int | None = None,
+    hooks: Sequence[str] = HOOKS,
+    row_limit: int = 0,
+) -> list[CaptureSpec]:
+    """The captures that the settings ask for; held against the model's layers and hooks when
+    `num_layers` is known.
 
-    `row_limit`: rows that one engine step may capture; 0: any number. What is more for a single position would never be taken.
-    Raises SettingsError saying what is wrong and what would be right.
+    `row_limit`: rows that one engine step may capture; 0: any number. What is more for a single
+    position would never be taken. Raises SettingsError saying what is wrong and what would be
+    right.
     """
     try:
-        specs = parse(settings.global_capture, settings.global_capture_positions, settings.global_capture_tag)
+        specs = parse(
+            settings.global_capture, settings.global_capture_positions, settings.global_capture_tag
+        )
         if num_layers is not None:
             for spec in specs:
                 sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
                 if row_limit and sites > row_limit:
-                    raise ValueError(f"it has {sites} sites, but one step has room for {row_limit} rows (setting capture_buffer_mib)")
+                    raise ValueError(
+                        f"it has {sites} sites, but one step has room for {row_limit} rows (setting "
+                        "capture_buffer_mib)"
+                    )
     except ValueError as error:
         raise SettingsError(f"global_capture: {error}") from error
     return specs
 
 
-def captures_of(spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]) -> list[StoredCapture | None]:
-    """Return what global capture takes of prompts of these lengths; None for one that has none of the positions.
+def captures_of(
+    spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]
+) -> list[StoredCapture | None]:
+    """Return what global capture takes of prompts of these lengths; None for one that has none of
+    the positions.
 
-    Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it when it started.
+    Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it
+    when it started.
     """
     found: list[StoredCapture | None] = []
     try:
@@ -70,23 +87,40 @@ def captures_of(spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]) -> 
                 found.append(None)
                 continue
             capture = StoredCapture(
-                sites=sites, positions=resolve_positions(positions, tokens), tag=spec.tag, every_n=spec.every_n, at=spec.at,
-                dtype=spec.dtype, layout=spec.layout, consumers=spec.consumers,
-            )  # fmt: skip
+                sites=sites,
+                positions=resolve_positions(positions, tokens),
+                tag=spec.tag,
+                every_n=spec.every_n,
+                at=spec.at,
+                dtype=spec.dtype,
+                layout=spec.layout,
+                consumers=spec.consumers,
+            )
             found.append(capture)
     except SelectorError as error:
-        raise MidstreamError("internal", f"global capture does not fit the model: {error}") from error
+        raise MidstreamError(
+            "internal", f"global capture does not fit the model: {error}"
+        ) from error
     return found
 
 
-def step_rows(captures: Sequence[StoredCapture], model: ModelInfo, prompt_tokens: int, max_tokens: int) -> int:
-    """Return how many rows a request gives in one engine step at least: those of a token and its drafts. Longer prompts are split."""
+def step_rows(
+    captures: Sequence[StoredCapture], model: ModelInfo, prompt_tokens: int, max_tokens: int
+) -> int:
+    """Return how many rows a request gives in one engine step at least: those of a token and its
+    drafts. Longer prompts are split.
+    """
     tokens = 1 + model.speculative_tokens
-    return sum(capture.num_sites * min(tokens, capture.count_positions(prompt_tokens, max_tokens)) for capture in captures)
+    return sum(
+        capture.num_sites * min(tokens, capture.count_positions(prompt_tokens, max_tokens))
+        for capture in captures
+    )
 
 
 def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> list[CaptureSpec]:
-    """The captures that the settings ask for: none when `text` is empty, else one. `positions`: a name, or `0,5,-1`.
+    """The captures that the settings ask for: none when `text` is empty, else one.
+
+    `positions`: a name, or `0,5,-1`.
 
     Raises ValueError saying what is wrong and what would be right.
     """
@@ -99,7 +133,9 @@ def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> lis
     try:
         return [msgspec.convert(fields, CaptureSpec)]
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}: a tag is one folder name of letters, digits, - and _") from error
+        raise ValueError(
+            f"{error}: a tag is one folder name of letters, digits, - and _"
+        ) from error
 
 
 def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, LayerSelector]:
@@ -113,9 +149,13 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
         if hook not in HOOK_NAMES:
             meant = suggestion(hook, HOOK_NAMES)
             known = f"write hook:layers;hook:layers, with hooks {', '.join(EVERY)}"
-            raise ValueError(f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else ""))
+            raise ValueError(
+                f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else "")
+            )
         if hook in hooks:
-            raise ValueError(f"{hook} is listed twice: write its layers together, such as {hook}:0-3,7")
+            raise ValueError(
+                f"{hook} is listed twice: write its layers together, such as {hook}:0-3,7"
+            )
         hooks[cast(Hook | Alias, hook)] = own or layers
     return hooks
 
@@ -132,5 +172,8 @@ def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | di
     parts = [part.strip() for part in text.split(",")]
     if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
         names = ", ".join(get_args(RequestedName))
-        raise ValueError(f"{text[:40]!r} is not a position selector: use {names}, numbers such as 0,5,-1, or a range such as 5:9 or 5:")
+        raise ValueError(
+            f"{text[:40]!r} is not a position selector: use {names}, numbers such as "
+            "0,5,-1, or a range such as 5:9 or 5:"
+        )
     return [written_range(part) or int(part) for part in parts]

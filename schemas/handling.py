@@ -9,7 +9,8 @@ from .errors import invalid
 from .limits import MAX_EVENTS, MAX_URL
 from .states import ENDS, CallbackEvent
 
-#: `normal` is the default priority of the kind of job: the OpenAI-style endpoints have a waiting client, batch jobs do not.
+#: `normal` is the default priority of the kind of job: the OpenAI-style endpoints have a waiting
+#: client, batch jobs do not.
 Priority = Literal["high", "normal", "low"]
 
 MAX_EXPIRES_S = 30 * 24 * 3600
@@ -21,11 +22,12 @@ class Handling(Record, kw_only=True):
     priority: Priority = "normal"
     #: Seconds from its acceptance within which a worker must have begun it, or it is aborted.
     expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_EXPIRES_S)] | None = None
-    #: Signed webhooks go here (Standard Webhooks 1.0): http or https, and no private address unless the operator allows them.
+    #: Signed webhooks go here (Standard Webhooks 1.0): http or https, and no private address unless
+    #: the operator allows them.
     callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)] | None = None
-    callback_events: Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None = (
-        None  # null: all ways in which it may end
-    )
+    callback_events: (
+        Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None
+    ) = None  # null: all ways in which it may end
 
 
 class Callback(Record):
@@ -42,9 +44,14 @@ def handling_of(body: Handling) -> Handling:
 
 
 def callback_of(handling: Handling) -> Callback | None:
-    """The requested callback with defaults filled in; None for none. Raises a 400 for events without a callback_url."""
+    """The requested callback with defaults filled in; None for none.
+
+    Raises a 400 for events without a callback_url.
+    """
     if handling.callback_url is None:
         if handling.callback_events is not None:
             raise invalid("callback_events", "requires callback_url")
         return None
-    return Callback(url=handling.callback_url, events=list(dict.fromkeys(handling.callback_events or ENDS)))
+    return Callback(
+        url=handling.callback_url, events=list(dict.fromkeys(handling.callback_events or ENDS))
+    )

@@ -1,9 +1,15 @@
-"""The order and the choice of rows in harvests: functions of seed and keys alone, the same in every version of numpy."""
+"""The order and the choice of rows in harvests: functions of seed and keys alone, the same in every
+version of numpy.
+"""
 
 import numpy as np
 
 #: SplitMix64 (Steele, Lea and Flood 2014): its increment and multipliers.
-_STEP, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_STEP, _FIRST, _SECOND = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
@@ -23,20 +29,33 @@ def key_hash(seed: int, documents: np.ndarray, positions: np.ndarray) -> np.ndar
 
 
 def row_order(seed: int | None, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """int64 `[rows]`: which row comes at each place. Without a seed by document and position; equal hashes too."""
-    by = (positions, documents) if seed is None else (positions, documents, key_hash(seed, documents, positions))
+    """int64 `[rows]`: which row comes at each place.
+
+    Without a seed by document and position; equal hashes too.
+    """
+    by = (
+        (positions, documents)
+        if seed is None
+        else (positions, documents, key_hash(seed, documents, positions))
+    )
     order: np.ndarray = np.lexsort(by)
     return order
 
 
 def sampled(seed: int, documents: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
-    """bool `[rows]`: `count` rows of each document, or all of one that has fewer: those with the smallest hashes.
+    """bool `[rows]`: `count` rows of each document, or all of one that has fewer: those with the
+    smallest hashes.
 
-    The seed is set apart from a shuffle's, or the first rows of every shard would be those that were hardest to leave out.
+    The seed is set apart from a shuffle's, or the first rows of every shard would be those that
+    were hardest to leave out.
     """
     order = np.lexsort((positions, key_hash(seed ^ (1 << 62), documents, positions), documents))
     sorted_documents = documents[order]
-    starts = np.flatnonzero(np.r_[True, sorted_documents[1:] != sorted_documents[:-1]]) if len(order) else np.zeros(0, np.int64)
+    starts = (
+        np.flatnonzero(np.r_[True, sorted_documents[1:] != sorted_documents[:-1]])
+        if len(order)
+        else np.zeros(0, np.int64)
+    )
     place = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
     chosen = np.zeros(len(order), bool)
     chosen[order[place < count]] = True

@@ -1,4 +1,6 @@
-"""Harvests: the rows of a corpus as shards. Requests, what is stored of them, plans, records of units and manifests.
+"""Harvests: the rows of a corpus as shards.
+
+Requests, what is stored of them, plans, records of units and manifests.
 
 See docs/decisions/0035-harvests.md for why it is built so.
 """
@@ -13,7 +15,18 @@ from .handling import Priority
 from .harvest_work import ShardDType
 from .jobs import SamplingRequest
 from .keys import DEFAULT_TENANT
-from .limits import MAX_HARVEST_LINES, MAX_INT64, MAX_PATH, MAX_PROMPT_TOKENS, MAX_SHARD_MIB, Count, Metadata, Name, Text, TokenIds
+from .limits import (
+    MAX_HARVEST_LINES,
+    MAX_INT64,
+    MAX_PATH,
+    MAX_PROMPT_TOKENS,
+    MAX_SHARD_MIB,
+    Count,
+    Metadata,
+    Name,
+    Text,
+    TokenIds,
+)
 from .selectors import Hook
 from .specs import At, SitesSpec
 
@@ -22,8 +35,9 @@ MANIFEST = "manifest.json"
 
 Format = Literal["auto", "jsonl", "parquet", "arrow"]
 DocumentKind = Literal["text", "chat", "tokens"]
-#: Of a document longer than `max_length`: `truncate` leaves out the rest, `split` makes further sequences of it, `pack` also joins
-#: documents, the end-of-text token between them, so that every sequence of a unit but its last is full.
+#: Of a document longer than `max_length`: `truncate` leaves out the rest, `split` makes further
+#: sequences of it, `pack` also joins documents, the end-of-text token between them, so that every
+#: sequence of a unit but its last is full.
 Fit = Literal["truncate", "split", "pack"]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 #: A document as it stands in the request.
@@ -31,10 +45,15 @@ Line = Text | TokenIds
 
 
 class HarvestSource(Record, kw_only=True):
-    """Documents in order: `lines`, or the files at `path` (a file, or a folder whose files are read by name) below `root`."""
+    """Documents in order: `lines`, or the files at `path` (a file, or a folder whose files are read
+    by name) below `root`.
+    """
 
-    lines: Annotated[list[Line], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_LINES)] | None = None
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)] | None = None  # relative to one of the setting `harvest_sources`
+    lines: (
+        Annotated[list[Line], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_LINES)] | None
+    ) = None
+    # relative to one of the setting `harvest_sources`
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)] | None = None
     format: Format = "auto"  # by the names' endings; a Hugging Face datasets folder is `arrow`
     kind: DocumentKind = "text"  # what the field holds: a text, a conversation, or token ids
     field: Name = "text"  # column, or member of a line's object
@@ -49,18 +68,22 @@ class HarvestSource(Record, kw_only=True):
 class HarvestCut(Record, kw_only=True):
     """How documents become sequences."""
 
-    max_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None  # tokens; null: as long as the model takes
+    # tokens; null: as long as the model takes
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
     fit: Fit = "truncate"
-    special_tokens: bool = True  # what the tokenizer adds around a text, such as BOS; conversations have their template's
+    # what the tokenizer adds around a text, such as BOS; conversations have their template's
+    special_tokens: bool = True
 
 
 class HarvestPositions(Record, kw_only=True):
     """Which positions of a sequence give rows."""
 
     skip_bos: bool = True  # not those of the model's beginning-of-text token
-    skip_first: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_TOKENS)] = 0  # of each sequence: attention sinks
+    # of each sequence: attention sinks
+    skip_first: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_TOKENS)] = 0
     every: Count = 1  # every n-th position of a document, from its first
-    sample: Count | None = None  # so many of each document, chosen at random among those that the rest leaves
+    # so many of each document, chosen at random among those that the rest leaves
+    sample: Count | None = None
     seed: Seed = 0  # of that choice
     prompt: bool = True  # with `generate`: also the rows of the prompt
 
@@ -68,8 +91,10 @@ class HarvestPositions(Record, kw_only=True):
 class HarvestShards(Record, kw_only=True):
     """How rows become files."""
 
-    mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_MIB)] = 64  # of rows in a shard of all stages, about
-    shuffle: Seed | None = 0  # the seed of the order of rows in a shard; null: by document and position
+    # of rows in a shard of all stages, about
+    mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_MIB)] = 64
+    # the seed of the order of rows in a shard; null: by document and position
+    shuffle: Seed | None = 0
 
 
 class HarvestRequest(SitesSpec, kw_only=True):
@@ -83,14 +108,18 @@ class HarvestRequest(SitesSpec, kw_only=True):
     generate: SamplingRequest | None = None  # rows also of the tokens generated after each document
     dtype: ShardDType = "model"
     shards: HarvestShards = HarvestShards()
-    store: Annotated[str, msgspec.Meta(max_length=MAX_PATH)] | None = None  # one of the setting `harvest_stores`; null: the first
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None  # of all sequences; later documents are left out
+    # one of the setting `harvest_stores`; null: the first
+    store: Annotated[str, msgspec.Meta(max_length=MAX_PATH)] | None = None
+    # of all sequences; later documents are left out
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
     priority: Priority | None = None
     metadata: Metadata = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.generate is not None and (self.cut.fit != "truncate" or self.positions.sample is not None):
+        if self.generate is not None and (
+            self.cut.fit != "truncate" or self.positions.sample is not None
+        ):
             raise ValueError("`generate` takes fit `truncate` and no `sample`")
         if self.generate is None and not self.positions.prompt:
             raise ValueError("`prompt: false` requires `generate`")
@@ -210,7 +239,10 @@ class PartFile(Record, kw_only=True):
 
 
 class HarvestManifest(Record, kw_only=True):
-    """The object `manifest.json`: what a complete harvest holds. The last object that is written."""
+    """The object `manifest.json`: what a complete harvest holds.
+
+    The last object that is written.
+    """
 
     format: str
     version: str
@@ -238,7 +270,9 @@ class HarvestManifest(Record, kw_only=True):
     identity: str = ""  # of the model that computed all rows
 
 
-HarvestState = Literal["planning", "running", "sealing", "paused", "succeeded", "failed", "cancelled"]
+HarvestState = Literal[
+    "planning", "running", "sealing", "paused", "succeeded", "failed", "cancelled"
+]
 OVER: frozenset[HarvestState] = frozenset({"succeeded", "failed", "cancelled"})
 
 

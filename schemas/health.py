@@ -9,11 +9,15 @@ class Health(Published):
 
     status: str
     version: str
-    instance: str = ""  # of the `midstream up` that started it; of an API that was started otherwise: that of its parent, or empty
+    # of the `midstream up` that started it; of an API that was started otherwise: that of its
+    # parent, or empty
+    instance: str = ""
 
 
 class Readiness(Record):
-    """Answer of `GET /readyz`: 200 when a job would run now, 503 otherwise; `missing` gives the reasons."""
+    """Answer of `GET /readyz`: 200 when a job would run now, 503 otherwise; `missing` gives the
+    reasons.
+    """
 
     ready: bool
     missing: list[str]

@@ -1,8 +1,10 @@
-"""Images of prompts: what a job keeps of them, and positions in a prompt whose images have not been expanded yet.
+"""Images of prompts: what a job keeps of them, and positions in a prompt whose images have not been
+expanded yet.
 
-A prompt is stored *as written*: its token ids have one placeholder for each image. How many tokens an image takes is known only to
-the model's processor, on the worker. So positions of such a prompt count its tokens as written: the place of a placeholder stands for
-all tokens of its image, and `inside` names a single one of those. The worker maps them when it has expanded the prompt.
+A prompt is stored *as written*: its token ids have one placeholder for each image. How many tokens
+an image takes is known only to the model's processor, on the worker. So positions of such a prompt
+count its tokens as written: the place of a placeholder stands for all tokens of its image, and
+`inside` names a single one of those. The worker maps them when it has expanded the prompt.
 """
 
 import hashlib
@@ -12,7 +14,8 @@ from typing import Literal
 from .base import Record
 from .limits import MAX_IMAGE_PIXELS
 
-#: Places from here on are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is as long.
+#: Places from here on are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is as
+#: long.
 _INSIDE, _STRIDE = 1 << 40, 1 << 20
 #: Tokens of one image that can be named, at most.
 MAX_IMAGE_TOKENS = _STRIDE
@@ -29,7 +32,9 @@ class ImageRef(Record):
 
 
 class ImageSpan(Record):
-    """Where an image is in a prompt as the model gets it: the positions `[start, stop)`, separators between its rows among them."""
+    """Where an image is in a prompt as the model gets it: the positions `[start, stop)`, separators
+    between its rows among them.
+    """
 
     digest: str
     start: int
@@ -55,7 +60,10 @@ def digest_of(data: bytes) -> str:
 
 
 def check_image(data: bytes) -> Format:
-    """The format of an image file, by its header alone. Raises ImageError for another format, or more pixels than are taken."""
+    """The format of an image file, by its header alone.
+
+    Raises ImageError for another format, or more pixels than are taken.
+    """
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         name: Format = "PNG"
         width, height = struct.unpack(">II", data[16:24])
@@ -65,7 +73,9 @@ def check_image(data: bytes) -> Format:
     else:
         raise ImageError("is not a PNG or JPEG file")
     if not 0 < width * height <= MAX_IMAGE_PIXELS:
-        raise ImageError(f"has {width} × {height} pixels; an image has 1 to {MAX_IMAGE_PIXELS} pixels")
+        raise ImageError(
+            f"has {width} × {height} pixels; an image has 1 to {MAX_IMAGE_PIXELS} pixels"
+        )
     return name
 
 

@@ -1,7 +1,9 @@
-"""The table of interventions: what users give for each op, its limits and defaults, and what the kernels keep of it.
+"""The table of interventions: what users give for each op, its limits and defaults, and what the
+kernels keep of it.
 
-API rules, client options, modules, the ranks' rows and the kernels' families are read from `FAMILIES`; only the arithmetic is
-elsewhere (`kernels/reference.py`, `kernels/triton_site.py`). `docs/kernels.md` says how to add a row.
+API rules, client options, modules, the ranks' rows and the kernels' families are read from
+`FAMILIES`; only the arithmetic is elsewhere (`kernels/reference.py`, `kernels/triton_site.py`).
+`docs/kernels.md` says how to add a row.
 """
 
 from dataclasses import dataclass
@@ -9,11 +11,23 @@ from typing import Literal, NamedTuple, get_args
 
 #: What a steering entry does to a row s at its hook, as users write it.
 SteeringOp = Literal["replace", "lowrank", "add", "ablate", "clamp"]
-#: What the ops are to the ranks: an op may have variants, such as `add_matched`, which is `add` with `norm_match`.
-Family = Literal["replace", "replace_masked", "lowrank", "add", "add_matched", "ablate", "clamp", "feature", "installed"]
-#: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does not depend on s.
-#: A token that a rewrite changes is computed in float32 from the stream to the last family, and rounded once. A token that
-#: is only shifted never leaves the model's dtype if there is one shift; several are summed in float32 and added in one operation.
+#: What the ops are to the ranks: an op may have variants, such as `add_matched`, which is `add`
+#: with `norm_match`.
+Family = Literal[
+    "replace",
+    "replace_masked",
+    "lowrank",
+    "add",
+    "add_matched",
+    "ablate",
+    "clamp",
+    "feature",
+    "installed",
+]
+#: `rewrite`: reads the row s and gives a new one. `shift`: gives something to be added that does
+#: not depend on s. A token that a rewrite changes is computed in float32 from the stream to the
+#: last family, and rounded once. A token that is only shifted never leaves the model's dtype if
+#: there is one shift; several are summed in float32 and added in one operation.
 Effect = Literal["rewrite", "shift"]
 
 #: Numbers of one pool entry: columns of the ranks' `scalars`.
@@ -24,8 +38,8 @@ MAX_RANK = 64
 NO_LIMIT = float.fromhex("0x1.fffffep127")
 
 
-#: A feature's target and activation are one where they differ by at most so much of what its dot product adds up, in absolute values:
-#: float32 sums in another order differ by less.
+#: A feature's target and activation are one where they differ by at most so much of what its dot
+#: product adds up, in absolute values: float32 sums in another order differ by less.
 NEAR = 2.0**-20
 #: A feature's `norm`: how its autoencoder normalises a row before it reads it, by SAELens' names.
 NORMS = ("none", "layer_norm", "constant_norm_rescale")
@@ -72,10 +86,13 @@ _ALPHA = Number("alpha")  # 0 to 1 by schema
 
 @dataclass(frozen=True)
 class Intervention:
-    """One kind of intervention. s is the row of the stream as the family finds it, a float32 row of the hidden size.
+    """One kind of intervention.
 
-    An application is `terms` terms; each takes `len(vectors)` consecutive entries of the ranks' pool, one term after the other.
-    Its numbers (`scalars`) are in its first entry, those named in `of_each_term` in the first entry of each term.
+    s is the row of the stream as the family finds it, a float32 row of the hidden size.
+
+    An application is `terms` terms; each takes `len(vectors)` consecutive entries of the ranks'
+    pool, one term after the other. Its numbers (`scalars`) are in its first entry, those named in
+    `of_each_term` in the first entry of each term.
     """
 
     name: Family
@@ -88,11 +105,15 @@ class Intervention:
     tensors: tuple[str, ...] = ("vector",)  # all are required
     scale: Number | None = None  # the vector is written times this
     numbers: tuple[Number, ...] = ()  # the first is its strength: at 0 the row keeps its bits
-    limits: tuple[str, str] | None = None  # two of the numbers: lower and upper limit, of which one is required
+    # two of the numbers: lower and upper limit, of which one is required
+    limits: tuple[str, str] | None = None
     unit: bool = False  # its vector is a direction: written with length 1
-    sums: bool = False  # sums over the row, in an order of the device's own: devices agree to float32's rounding, not to the bit
+    # sums over the row, in an order of the device's own: devices agree to float32's rounding, not
+    # to the bit
+    sums: bool = False
     joined: bool = False  # several at one site are joined to one where they have the same positions
-    fields: tuple[str, ...] = ()  # of a steering entry, if tensors and numbers are made of these and are not its fields
+    # of a steering entry, if tensors and numbers are made of these and are not its fields
+    fields: tuple[str, ...] = ()
 
     @property
     def written(self) -> str:
@@ -129,7 +150,11 @@ class Intervention:
     @property
     def scalars(self) -> tuple[str, ...]:
         """Names of the columns of the ranks' `scalars`."""
-        return (*(number.name for number in self.numbers), *(("rank",) if self.ranked else ()), *self.of_each_term)
+        return (
+            *(number.name for number in self.numbers),
+            *(("rank",) if self.ranked else ()),
+            *self.of_each_term,
+        )
 
     @property
     def graded(self) -> bool:
@@ -138,7 +163,9 @@ class Intervention:
 
     @property
     def is_one_vector(self) -> bool:
-        """Whether its one tensor is a vector that is written as it is: what a patch can take from a module."""
+        """Whether its one tensor is a vector that is written as it is: what a patch can take from a
+        module.
+        """
         return self.tensors == ("vector",) and not self.unit
 
     def entries(self, terms: int = 1) -> int:
@@ -146,7 +173,10 @@ class Intervention:
         return len(self.vectors) * terms
 
     def column(self, scalar: str) -> int:
-        """Index of a number in `scalars`. Raises ValueError for one that the family does not have."""
+        """Index of a number in `scalars`.
+
+        Raises ValueError for one that the family does not have.
+        """
         return self.scalars.index(scalar)
 
     def shapes(self, rank: int, hidden_size: int) -> list[list[int]]:
@@ -155,84 +185,147 @@ class Intervention:
         return [[rank] * field.ranked + [hidden_size] * field.wide for field in found]
 
 
-_REPLACE_SOURCE = "activation patching: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262"
+_REPLACE_SOURCE = (
+    "activation patching: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262"
+)
 
-#: In the order in which they are applied; within a family the configuration rows of a token in the order of their columns.
+#: In the order in which they are applied; within a family the configuration rows of a token in the
+#: order of their columns.
 FAMILIES: tuple[Intervention, ...] = (
     Intervention(
-        "replace", "replace", "rewrite",
+        "replace",
+        "replace",
+        "rewrite",
         "(1 − alpha) · s + alpha · scale · v; with `alpha` 1, scale · v bit for bit",
         "s ← (1 − alpha) · s + alpha · v0; alpha = 1 gives v0 bit for bit",
         _REPLACE_SOURCE,
-        scale=Number("scale", _STREAM), numbers=(_ALPHA,), joined=True,
+        scale=Number("scale", _STREAM),
+        numbers=(_ALPHA,),
+        joined=True,
     ),
     Intervention(
-        "replace_masked", "replace", "rewrite",
+        "replace_masked",
+        "replace",
+        "rewrite",
         "in some dimensions only (a patch's `mask`): as `replace`",
-        "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1, v0 bit for bit; where m = 0: s",
+        (
+            "where m = 1: s ← (1 − alpha) · s + alpha · v0, with alpha = 1, v0 bit for "
+            "bit; where m = 0: s"
+        ),
         "`replace` in some dimensions only; with m = 1 everywhere it gives the same bits",
-        flag="mask", tensors=("vector", "mask"), scale=Number("scale", _STREAM), numbers=(_ALPHA,),
+        flag="mask",
+        tensors=("vector", "mask"),
+        scale=Number("scale", _STREAM),
+        numbers=(_ALPHA,),
     ),
     Intervention(
-        "lowrank", "lowrank", "rewrite",
+        "lowrank",
+        "lowrank",
+        "rewrite",
         "s + strength · Rᵀ(W s + b − R s)",
         "s ← s + strength · Σ_i R_i · (W_i·s + b_i − R_i·s)",
         "LoReFT: Wu et al. 2024, arXiv:2404.03592",
-        tensors=("rotation", "weight", "bias"), numbers=(_STRENGTH,), sums=True,
+        tensors=("rotation", "weight", "bias"),
+        numbers=(_STRENGTH,),
+        sums=True,
     ),
     Intervention(
-        "add", "add", "shift",
+        "add",
+        "add",
+        "shift",
         "s + scale · v",
         "s ← s + v0",
         "activation addition: Turner et al. 2023, arXiv:2308.10248",
-        scale=Number("scale", _STREAM), joined=True,
+        scale=Number("scale", _STREAM),
+        joined=True,
     ),
     Intervention(
-        "add_matched", "add", "rewrite",
+        "add_matched",
+        "add",
+        "rewrite",
         "s + scale · ‖s‖ · v̂",
         "s ← s + scale · ‖s‖₂ · v0",
         "activation addition, scaled relative to the norm of the stream",
-        flag="norm_match", numbers=(Number("scale", 100.0),), unit=True, sums=True,
+        flag="norm_match",
+        numbers=(Number("scale", 100.0),),
+        unit=True,
+        sums=True,
     ),
     Intervention(
-        "ablate", "ablate", "rewrite",
+        "ablate",
+        "ablate",
+        "rewrite",
         "s − strength · (s·v̂) v̂",
         "s ← s − strength · (s·v0) · v0",
         "directional ablation: Arditi et al. 2024, arXiv:2406.11717",
-        numbers=(_STRENGTH,), unit=True, sums=True,
+        numbers=(_STRENGTH,),
+        unit=True,
+        sums=True,
     ),
     Intervention(
-        "clamp", "clamp", "rewrite",
-        "s + strength · (min(max(s·v̂, low), high) − s·v̂) v̂; a component within the range leaves s unchanged, bit for bit",
-        "s ← s + strength · (min(max(s·v0, low), high) − s·v0) · v0; a component inside [low, high] leaves the row unchanged",
+        "clamp",
+        "clamp",
+        "rewrite",
+        (
+            "s + strength · (min(max(s·v̂, low), high) − s·v̂) v̂; a component within the "
+            "range leaves s unchanged, bit for bit"
+        ),
+        (
+            "s ← s + strength · (min(max(s·v0, low), high) − s·v0) · v0; a component "
+            "inside [low, high] leaves the row unchanged"
+        ),
         "like feature clamping: Templeton et al. 2024, Scaling Monosemanticity",
-        numbers=(_STRENGTH, Number("low", _STREAM, -NO_LIMIT), Number("high", _STREAM, NO_LIMIT)), limits=("low", "high"),
-        unit=True, sums=True,
+        numbers=(_STRENGTH, Number("low", _STREAM, -NO_LIMIT), Number("high", _STREAM, NO_LIMIT)),
+        limits=("low", "high"),
+        unit=True,
+        sums=True,
     ),
     Intervention(
-        "feature", "clamp", "rewrite",
-        "s + (value − a) · σ · d with a, the activation of a feature of a sparse autoencoder, d, its decoder row, and σ, what the "
+        "feature",
+        "clamp",
+        "rewrite",
+        "s + (value − a) · σ · d with a, the activation of a feature of a sparse "
+        "autoencoder, d, its decoder row, and σ, what the "
         "autoencoder divides a row by (`ablate`: `value` 0); "
         "where a is `value`, s is unchanged, bit for bit",
-        "p = (s − μ)·(e0 + e1 + e2) / (σ + ε) + bias, a = p where p > threshold, else 0; s ← s + strength · (target − a) · σ · d; where "
-        "target is a, up to float32's rounding (`NEAR`), the row is left unchanged; by norm, 0: μ = 0, σ = 1, ε = 0; 1: μ the mean of s, "
+        "p = (s − μ)·(e0 + e1 + e2) / (σ + ε) + bias, a = p where p > threshold, else "
+        "0; s ← s + strength · (target − a) · σ · d; where "
+        "target is a, up to float32's rounding (`NEAR`), the row is left unchanged; by "
+        "norm, 0: μ = 0, σ = 1, ε = 0; 1: μ the mean of s, "
         "σ its standard deviation (of width − 1), ε = 1e-5; 2: μ = 0, σ = ‖s‖₂ / √width, ε = 0",
-        "clamped features with the reconstruction's error kept: Templeton et al. 2024, Scaling Monosemanticity",
-        flag="sae", tensors=("encoder", "encoder_middle", "encoder_last", "decoder"),
-        numbers=(_STRENGTH, Number("target", _STREAM), Number("bias"), Number("threshold"), Number("norm")), sums=True,
+        (
+            "clamped features with the reconstruction's error kept: Templeton et al. 2024, "
+            "Scaling Monosemanticity"
+        ),
+        flag="sae",
+        tensors=("encoder", "encoder_middle", "encoder_last", "decoder"),
+        numbers=(
+            _STRENGTH,
+            Number("target", _STREAM),
+            Number("bias"),
+            Number("threshold"),
+            Number("norm"),
+        ),
+        sums=True,
         fields=("sae", "feature", "value"),
     ),
-)  # fmt: skip
-#: A function of another package, on CPUs alone: kernels of accelerators know nothing of it. After all others.
+)
+#: A function of another package, on CPUs alone: kernels of accelerators know nothing of it. After
+#: all others.
 INSTALLED = Intervention(
-    "installed", "replace", "rewrite",
+    "installed",
+    "replace",
+    "rewrite",
     "s + strength · (op(s) − s), with the operator's own op",
     "s ← s + strength · (op_code(s, v0, first, second) − s); strength = 1 gives the op's bits",
     "see docs/extending.md",
-    flag="extension", numbers=(_STRENGTH, Number("first"), Number("second"), Number("code")), sums=True,
+    flag="extension",
+    numbers=(_STRENGTH, Number("first"), Number("second"), Number("code")),
+    sums=True,
     fields=("extension", "strength", "options"),
-)  # fmt: skip
-#: All that an entry may be, in order. A CPU's sites have a row for each; those of accelerators for `FAMILIES`.
+)
+#: All that an entry may be, in order. A CPU's sites have a row for each; those of accelerators for
+#: `FAMILIES`.
 EVERY: tuple[Intervention, ...] = (*FAMILIES, INSTALLED)
 #: Those whose tensors and numbers are fields of a steering entry, or of a patch.
 PLAIN: tuple[Intervention, ...] = tuple(family for family in FAMILIES if not family.fields)
@@ -253,8 +346,13 @@ class OpFields(NamedTuple):
 
 
 STEERING_FIELDS: dict[SteeringOp, OpFields] = {
-    op: OpFields(variants[0].tensors, tuple(dict.fromkeys(option for family in variants for option in family.options)))
+    op: OpFields(
+        variants[0].tensors,
+        tuple(dict.fromkeys(option for family in variants for option in family.options)),
+    )
     for op, variants in VARIANTS.items()
 }
 #: For people: each op with its formula.
-MEANINGS = "; ".join(f"`{family.written}`: {family.result}" for family in FAMILIES if family.flag != "mask")
+MEANINGS = "; ".join(
+    f"`{family.written}`: {family.result}" for family in FAMILIES if family.flag != "mask"
+)

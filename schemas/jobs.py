@@ -41,7 +41,14 @@ from .limits import (
 from .loras import Adapted, LoraUse, StoredLora
 from .probes import ProbeList, ProbeResult, StoredProbe
 from .readings import FeaturesReading, LensReading, ReaderReading
-from .specs import CaptureSpec, CaptureStatus, PatchList, SteeringList, StoredCapture, StoredSteering
+from .specs import (
+    CaptureSpec,
+    CaptureStatus,
+    PatchList,
+    SteeringList,
+    StoredCapture,
+    StoredSteering,
+)
 from .states import TERMINAL as TERMINAL
 from .states import TRANSITIONS as TRANSITIONS
 from .states import State as State
@@ -54,14 +61,19 @@ StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
 StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
 SchemaText = Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)]
 StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
-LogitBias = Annotated[dict[Index, Annotated[float, msgspec.Meta(ge=-100, le=100)]], msgspec.Meta(max_length=MAX_LOGIT_BIAS)]
+LogitBias = Annotated[
+    dict[Index, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+    msgspec.Meta(max_length=MAX_LOGIT_BIAS),
+]
 AllowedTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)]
 BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
 ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
 
 
 class Structured(Record, omit_defaults=True):
-    """What the generated text is constrained to, one of these; JSON schemas and structural tags as JSON text."""
+    """What the generated text is constrained to, one of these; JSON schemas and structural tags as
+    JSON text.
+    """
 
     json: str | None = None  # a JSON schema
     json_object: bool | None = None  # any JSON object
@@ -88,7 +100,8 @@ class Sampling(Record, omit_defaults=True):  # what is not used, older workers n
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the prompt's
     min_tokens: int = 0  # before any stop
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # of the most likely token's probability
+    # of the most likely token's probability
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
@@ -108,7 +121,10 @@ class StructuredRequest(Record):
     json_object: Literal[True] | None = None
     regex: Annotated[str, msgspec.Meta(max_length=MAX_REGEX)] | None = None
     choice: (
-        Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]], msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES)]
+        Annotated[
+            list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]],
+            msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES),
+        ]
         | None
     ) = None
     grammar: SchemaText | None = None
@@ -119,7 +135,10 @@ class StructuredRequest(Record):
 
 
 class SamplingRequest(Sampling):
-    """Sampling parameters as a request gives them. Jobs that were accepted under wider limits are read as `Sampling`."""
+    """Sampling parameters as a request gives them.
+
+    Jobs that were accepted under wider limits are read as `Sampling`.
+    """
 
     max_tokens: Count = 16
     top_k: Index = 0
@@ -137,9 +156,14 @@ class JobRequest(Adapted, kw_only=True):
     """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
 
     model: Name
-    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    #: Conversations; each becomes a prompt through the model's chat template, opened for the assistant's turn.
-    messages: Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = (
+        None
+    )
+    #: Conversations; each becomes a prompt through the model's chat template, opened for the
+    #: assistant's turn.
+    messages: (
+        Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None
+    ) = None
     sampling: SamplingRequest = SamplingRequest()
     capture: CaptureSpec | None = None
     steering: SteeringList = []
@@ -154,13 +178,18 @@ class JobRequest(Adapted, kw_only=True):
 class StoredPrompt(Record, omit_defaults=True):
     """A prompt after tokenisation; the token ids are the truth from here on."""
 
-    token_ids: Sequence[int]  # the API keeps them as an `array`, which takes half the memory of a list
+    # the API keeps them as an `array`, which takes half the memory of a list
+    token_ids: Sequence[int]
     text: str | None = None
     images: list[ImageRef] = []  # with them the prompt is stored as written: see `schemas.images`
 
 
-class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached property; what is not used, older workers need not know
-    """A validated job as the ledger keeps it and the worker reads it. Never changes after acceptance."""
+class Job(Record, dict=True, omit_defaults=True):
+    # `dict`: for the cached property; what is not used, older workers need not know
+    """A validated job as the ledger keeps it and the worker reads it.
+
+    Never changes after acceptance.
+    """
 
     id: str
     kind: Literal["generate", "completion", "chat", "sweep", "harvest"]
@@ -168,17 +197,21 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     prompts: list[StoredPrompt]  # none of a sweep or harvest
     sampling: Sampling
     created: float
-    #: One list per prompt: positions are resolved against that prompt. Empty if nothing is requested. Patches come before steering.
+    #: One list per prompt: positions are resolved against that prompt. Empty if nothing is
+    #: requested. Patches come before steering.
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
     metadata: dict[str, str] = {}
-    modules: dict[str, str] = {}  # named modules that it uses → the digest that the name pointed at when the job was accepted
-    runs: dict[str, str] = {}  # source runs that it is patched with → the job that the name pointed at then
+    # named modules that it uses → the digest that the name pointed at when the job was accepted
+    modules: dict[str, str] = {}
+    # source runs that it is patched with → the job that the name pointed at then
+    runs: dict[str, str] = {}
     run: str = ""  # its captures are kept as the source run of this name
     sweep: StoredSweep | None = None
     harvest: HarvestPart | None = None
-    tenant: str = DEFAULT_TENANT  # owner of the job, its captures and its source run; invisible to other tenants
+    # owner of the job, its captures and its source run; invisible to other tenants
+    tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
     priority: Priority = "normal"
     expires: float | None = None  # seconds since the epoch: aborted if it was never begun by then
@@ -188,11 +221,17 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
     n: int = 1  # outputs of each prompt, which stands so often in `prompts`, one after the other
     tools: ToolUse | None = None  # of a chat: its outputs are parsed for calls
     echo: bool = False  # outputs come with their prompts
-    fills: bool = False  # of prompts with images: generate as long as the model's length allows, which `sampling.max_tokens` exceeds
+    # of prompts with images: generate as long as the model's length allows, which
+    # `sampling.max_tokens` exceeds
+    fills: bool = False
     probes: list[StoredProbe] = []  # that score all its prompts
-    global_captures: list[CaptureSpec] = []  # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
-    identity: str = ""  # of the model that it was accepted for; empty: by a version that knew none, and no worker takes it
-    contents: dict[str, str] = {}  # what else it names, and what the operator adds: `sae/NAME`, `watching/NAME`, … → digest
+    # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
+    global_captures: list[CaptureSpec] = []
+    # of the model that it was accepted for; empty: by a version that knew none, and no worker takes
+    # it
+    identity: str = ""
+    # what else it names, and what the operator adds: `sae/NAME`, `watching/NAME`, … → digest
+    contents: dict[str, str] = {}
 
     @property
     def wants_receipts(self) -> bool:
@@ -201,8 +240,14 @@ class Job(Record, dict=True, omit_defaults=True):  # `dict`: for the cached prop
 
     @cached_property
     def captured(self) -> dict[str, int]:
-        """Tag → how many prompts have a capture under it. (Not all: what the operator captures may have no position in a short one.)"""
-        captured = ({capture.tag: None for capture in captures if capture.reading is None} for captures in self.captures)
+        """Tag → how many prompts have a capture under it.
+
+        (Not all: what the operator captures may have no position in a short one.)
+        """
+        captured = (
+            {capture.tag: None for capture in captures if capture.reading is None}
+            for captures in self.captures
+        )
         return dict(Counter(tag for tags in captured for tag in tags))
 
 
@@ -243,7 +288,8 @@ class Prompted(Record):
     text: str
     token_ids: list[int]
     first: str = ""  # how its first token reads
-    logprobs: list[TokenLogprob | None] | None = None  # of its tokens, if `prompt_logprobs` was requested; the first has none
+    # of its tokens, if `prompt_logprobs` was requested; the first has none
+    logprobs: list[TokenLogprob | None] | None = None
 
 
 class Output(Record):
@@ -256,13 +302,16 @@ class Output(Record):
     prompt_tokens: int
     cached_tokens: int = 0  # prompt tokens served by the prefix cache
     logprobs: list[TokenLogprob] | None = None
-    stop_reason: int | str | UnsetType = UNSET  # the stop string or token that ended it, other than the end-of-sequence token
+    # the stop string or token that ended it, other than the end-of-sequence token
+    stop_reason: int | str | UnsetType = UNSET
     message: Message | UnsetType = UNSET  # with tools
     prompt: Prompted | UnsetType = UNSET  # if it was requested
 
 
 class FileEntry(Record):
-    """A durable capture blob as the user sees it: a file, or with `offset` and `bytes` a part of one."""
+    """A durable capture blob as the user sees it: a file, or with `offset` and `bytes` a part of
+    one.
+    """
 
     path: str  # relative to the capture root
     request: int  # index of the prompt
@@ -276,7 +325,8 @@ class FileEntry(Record):
     offset: int = 0
     layout: str = "packed"
     tag: str = ""
-    reused: int = 0  # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
+    # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
+    reused: int = 0
     dropped: list[int] = []  # positions dropped under overload
     non_finite: int = 0  # rows of it with values that are not finite
 
@@ -298,7 +348,8 @@ class CaptureResults(Record):
     status: CaptureStatus
     job: str
     url: str | None = None  # where the manifest and the tensors are
-    root: str | None = None  # the artifact store: a folder, for readers on the same machine, or a URI without credentials
+    # the artifact store: a folder, for readers on the same machine, or a URI without credentials
+    root: str | None = None
     files: list[FileEntry] = []
     consumers: list[ConsumerReport] = []
     bytes: int = 0
@@ -329,7 +380,8 @@ class StageReport(Record):
 class Determinism(Record):
     """Whether, for every request, the ranks of each pipeline stage report the same actions.
 
-    `consistent` covers the attempt that produced the result; a disagreement that ended an earlier attempt is in `retried`.
+    `consistent` covers the attempt that produced the result; a disagreement that ended an earlier
+    attempt is in `retried`.
     """
 
     consistent: bool
@@ -371,11 +423,15 @@ class JobView(Record, omit_defaults=True):
     expires: float | None = None  # aborted if it was never begun by then
     callback_url: str | None = None
     probed: bool = False  # probes score it: its own, or those that watch all traffic
-    steered: bool = False  # something edits it: its own steering, its adapter, or the global steering that it was started under
+    # something edits it: its own steering, its adapter, or the global steering that it was started
+    # under
+    steered: bool = False
     lora: LoraUse | None = None
     identity: str = ""  # of the model that it was accepted for, and that alone computes it
-    contents: dict[str, str] = {}  # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `watching/NAME`, … → digest
-    global_version: int | None = None  # of the global steering that its attempt began under; null: it has not begun
+    # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `watching/NAME`, … → digest
+    contents: dict[str, str] = {}
+    # of the global steering that its attempt began under; null: it has not begun
+    global_version: int | None = None
 
 
 class JobResult(Record):
@@ -391,9 +447,11 @@ class JobResult(Record):
     sweep: SweepResult | None = None
     lora: LoraUse | None = None  # the adapter that it ran with
     lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
-    features: list[FeaturesReading] | None = None  # of each prompt one per autoencoder, in the request's order
+    # of each prompt one per autoencoder, in the request's order
+    features: list[FeaturesReading] | None = None
     probes: list[ProbeResult] = []
-    readers: list[ReaderReading] | None = None  # of each prompt one per reader, in the request's order
+    # of each prompt one per reader, in the request's order
+    readers: list[ReaderReading] | None = None
     identity: str = ""  # of the model that computed it
 
 
@@ -404,17 +462,20 @@ class JobPage(Record):
 
 #: Not an event of a job: the last event of a stream, with the problem that ended it.
 PROBLEM_EVENT = "error"
-EventKind = Literal["state", "token", "score", "output", "receipt", "start", "cell", "summary", "done"]
+EventKind = Literal[
+    "state", "token", "score", "output", "receipt", "start", "cell", "summary", "done"
+]
 
 
 class Event(Record):
     """One entry of a job's event stream; its id is the SSE id.
 
-    state: {state, attempt} · token: {index, text, token_ids, finish_reason}, with tools also `delta`, and `logprobs` and `prompt` as
-    in `Output` where they were requested ·
-    score: {index, position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} ·
-    receipt: {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} · done: {state} ·
-    of a sweep, instead of outputs and receipts on which ranks agree: start: SweepStart · cell: SweepCell · summary: SweepSummary
+    state: {state, attempt} · token: {index, text, token_ids, finish_reason}, with tools also
+    `delta`, and `logprobs` and `prompt` as in `Output` where they were requested · score: {index,
+    position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} · receipt:
+    {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
+    done: {state} · of a sweep, instead of outputs and receipts on which ranks agree: start:
+    SweepStart · cell: SweepCell · summary: SweepSummary
     """
 
     event: EventKind

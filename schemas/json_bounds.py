@@ -1,7 +1,8 @@
 """Bounds the number of values in a JSON document before it is decoded, while it arrives.
 
-Decoding holds the GIL and builds every value before a list's `max_length` is checked, so a body of a few MB of `{},` would stop the
-event loop for seconds. Counting takes a few milliseconds per MiB and is done piece by piece.
+Decoding holds the GIL and builds every value before a list's `max_length` is checked, so a body of
+a few MB of `{},` would stop the event loop for seconds. Counting takes a few milliseconds per MiB
+and is done piece by piece.
 """
 
 from .limits import MAX_JSON_CONTAINERS, MAX_JSON_VALUES
@@ -27,15 +28,20 @@ class JsonCounter:
         self._commas = 0  # n of them separate n + 1 values
         self._containers = 0
         self._in_string = 0
-        self._held = b""  # a backslash at the end of the piece before, which escapes what comes next
+        # a backslash at the end of the piece before, which escapes what comes next
+        self._held = b""
 
     def feed(self, piece: bytes) -> None:
-        """Raises TooManyValues once there are more values or containers than `schemas.limits` allows."""
+        """Raises TooManyValues once there are more values or containers than `schemas.limits`
+        allows.
+        """
         piece = self._held + piece
         self._held = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
         bare = piece[: len(piece) - len(self._held)]
-        bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")  # without escaped quotes, so that quotes alone begin and end strings
-        bare = bare.translate(None, _PLAIN).replace(b'""', b"")  # strings that now hold nothing change nothing for the others
+        # without escaped quotes, so that quotes alone begin and end strings
+        bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
+        # strings that now hold nothing change nothing for the others
+        bare = bare.translate(None, _PLAIN).replace(b'""', b"")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
         self._in_string ^= (len(parts) - 1) & 1

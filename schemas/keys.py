@@ -9,8 +9,10 @@ from .base import Record
 from .handling import Priority
 from .limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
 
-#: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own. `read`: look at what is one's own.
-#: `steer-global`: change global steering, register adapters. `observe`: read service-wide status, metrics and workers.
+#: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own.
+#: `read`: look at what is one's own.
+#: `steer-global`: change global steering, register adapters. `observe`: read service-wide status,
+#: metrics and workers.
 #: `admin`: everything, of every tenant, and the keys themselves.
 Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
 SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")
@@ -19,31 +21,39 @@ SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin
 DEFAULT_TENANT = "default"
 TENANT_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$"
 TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=TENANT_PATTERN)]
-KeyName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")]
+KeyName = Annotated[
+    str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")
+]
 KeyId = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[0-9a-z]{12}(?!\n)$")]
 
-#: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good as a slow hash.
+#: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good
+#: as a slow hash.
 KEY_PREFIX = "ms_"
 
 #: The longest lifetime of a key: dates beyond it may not be representable.
 MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
-Sources = Annotated[list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]], msgspec.Meta(max_length=MAX_SOURCES)]
+Sources = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]],
+    msgspec.Meta(max_length=MAX_SOURCES),
+]
 
 
 class Limits(Record, omit_defaults=True):
     """Limits of a tenant; null means the setting `limit_*` of the same name; 0 means no limit."""
 
     requests_per_minute: Natural | None = None  # submissions
-    tokens_per_minute: Natural | None = None  # prompt tokens and `max_tokens` of what is submitted, of all its prompts
+    # prompt tokens and `max_tokens` of what is submitted, of all its prompts
+    tokens_per_minute: Natural | None = None
     jobs_in_flight: Natural | None = None  # accepted and not over
     capture_mib: Natural | None = None  # of capture files and harvests that are not deleted
     sweep_cells: Natural | None = None  # of sweeps that are not over
     modules: Natural | None = None  # named steering modules, of all models
     module_mib: Natural | None = None  # of their vectors and entries
     harvests: Natural | None = None  # that have not ended
-    harvest_sources: Sources | None = None  # of the setting of this name, or folders below: what it may harvest; null: all
+    # of the setting of this name, or folders below: what it may harvest; null: all
+    harvest_sources: Sources | None = None
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
     highest_priority: Priority = "high"  # what asks for more gets this
 
@@ -72,10 +82,11 @@ class KeyRequest(Record):
 
     name: KeyName
     tenant: TenantName = DEFAULT_TENANT
-    scopes: Annotated[list[Scope], msgspec.Meta(min_length=1, max_length=MAX_SCOPES)] = msgspec.field(
-        default_factory=lambda: ["submit", "read"]
+    scopes: Annotated[list[Scope], msgspec.Meta(min_length=1, max_length=MAX_SCOPES)] = (
+        msgspec.field(default_factory=lambda: ["submit", "read"])
     )
-    expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_KEY_EXPIRES_S)] | None = None  # seconds; null: never
+    # seconds; null: never
+    expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_KEY_EXPIRES_S)] | None = None
 
 
 class KeyView(Record, kw_only=True):
@@ -132,7 +143,8 @@ class Caller(NamedTuple):
     tenant: str = DEFAULT_TENANT
     key: str = ""  # id of the key
     scopes: frozenset[Scope] = frozenset(SCOPES)
-    session: str = ""  # name of the page's session that it came with; empty: the key itself was shown
+    # name of the page's session that it came with; empty: the key itself was shown
+    session: str = ""
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes or "admin" in self.scopes
@@ -151,11 +163,16 @@ SCOPE_SEPARATOR = "/"
 
 
 def scoped(tenant: str, name: str) -> str:
-    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept under.
+    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept
+    under.
 
     The default tenant's as it is, unless it could be taken for another tenant's.
     """
-    return name if tenant == DEFAULT_TENANT and SCOPE_SEPARATOR not in name else f"{tenant}{SCOPE_SEPARATOR}{name}"
+    return (
+        name
+        if tenant == DEFAULT_TENANT and SCOPE_SEPARATOR not in name
+        else f"{tenant}{SCOPE_SEPARATOR}{name}"
+    )
 
 
 def unscoped(kept: str) -> tuple[str, str]:

@@ -1,11 +1,23 @@
-"""The logit lens as users request it, and the affine maps of a tuned lens as they are registered."""
+"""The logit lens as users request it, and the affine maps of a tuned lens as they are
+registered.
+"""
 
 from typing import Annotated
 
 import msgspec
 
 from .base import Record
-from .limits import MAX_DESCRIPTION, MAX_LENS_TOKEN, MAX_LENS_TOKENS, MAX_LENS_TOP, MAX_PATH, Index, Name, PathName, Reference
+from .limits import (
+    MAX_DESCRIPTION,
+    MAX_LENS_TOKEN,
+    MAX_LENS_TOKENS,
+    MAX_LENS_TOP,
+    MAX_PATH,
+    Index,
+    Name,
+    PathName,
+    Reference,
+)
 from .readings import StoredTuned
 from .selectors import Hook, HookName, LayerSelector, RequestedPositions
 from .specs import At
@@ -17,11 +29,13 @@ NamedToken = Index | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LE
 
 
 class LensSpec(Record):
-    """Read rows at `hook` of each of `layers`, at `positions`, through the model's own final norm and output matrix.
+    """Read rows at `hook` of each of `layers`, at `positions`, through the model's own final norm
+    and output matrix.
 
-    For each: the `top_k` most likely next tokens with log-probabilities, and log-probability and rank of each of `tokens`.
-    (nostalgebraist 2020, "interpreting GPT: the logit lens".) With `tuned`, the name of a tuned lens, each row goes through its
-    layer's affine map first (Belrose et al. 2023, arXiv:2303.08112).
+    For each: the `top_k` most likely next tokens with log-probabilities, and log-probability and
+    rank of each of `tokens`. (nostalgebraist 2020, "interpreting GPT: the logit lens".) With
+    `tuned`, the name of a tuned lens, each row goes through its layer's affine map first (Belrose
+    et al. 2023, arXiv:2303.08112).
     """
 
     layers: LayerSelector = "all"
@@ -37,7 +51,9 @@ class TunedLensRequest(Record):
     """Body of `POST /v1/lenses`."""
 
     name: PathName
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]  # of the folder, relative to the setting `lens_dir`
+    path: Annotated[
+        str, msgspec.Meta(min_length=1, max_length=MAX_PATH)
+    ]  # of the folder, relative to the setting `lens_dir`
     hook: HookName = "post_block"  # whose rows the maps take
     residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
     model: Name | None = None  # required only if several are served
@@ -62,10 +78,16 @@ class TunedLens(Record):
 
     def replacing(self, former: "TunedLens") -> "TunedLens":
         """With the digest that the name had, if that was another one."""
-        return self if former.digest == self.digest else msgspec.structs.replace(self, replaced=former.digest)
+        return (
+            self
+            if former.digest == self.digest
+            else msgspec.structs.replace(self, replaced=former.digest)
+        )
 
     def stored(self) -> StoredTuned:
-        return StoredTuned(name=self.name, digest=self.digest, path=self.path, residual=self.residual)
+        return StoredTuned(
+            name=self.name, digest=self.digest, path=self.path, residual=self.residual
+        )
 
 
 class FittedLens(LensSpec, kw_only=True):

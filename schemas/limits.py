@@ -1,27 +1,35 @@
-"""Limits on what one request may hold. `docs/http.md` has them as a table, which a test compares with this module.
+"""Limits on what one request may hold.
 
-What an operator may need to change is a setting (`max_body_mib`, `sweep_cells`, …); these are constants. Lengths of texts are in
-characters. msgspec checks a list's length only after building it, so `json_bounds` counts the values of a body before that.
+`docs/http.md` has them as a table, which a test compares with this module.
+
+What an operator may need to change is a setting (`max_body_mib`, `sweep_cells`, …); these are
+constants. Lengths of texts are in characters. msgspec checks a list's length only after building
+it, so `json_bounds` counts the values of a body before that.
 """
 
 from typing import Annotated
 
 import msgspec
 
-# --- Any JSON document, counted in its bytes before anything is built --------------------------------------------------
+# --- Any JSON document, counted in its bytes before anything is built
+# --------------------------------------------------
 
 MAX_JSON_VALUES = 1 << 18  # elements and members
 MAX_JSON_CONTAINERS = 1 << 15  # objects and arrays
 
-# --- Numbers -----------------------------------------------------------------------------------------------------------
+# --- Numbers
+# --------------------------------------------------------------------------------------------------
 
 MAX_COUNT = (1 << 31) - 1  # indices, positions, numbers of tokens
 MAX_INT64 = (1 << 63) - 1  # seeds and limits of tenants
-MAX_WAIT_S = 1_000_000.0  # `?wait=` and `Prefer: wait=N`; what is longer than the setting `max_wait_s` counts as that
+# `?wait=` and `Prefer: wait=N`; what is longer than the setting `max_wait_s` counts as that
+MAX_WAIT_S = 1_000_000.0
 
-# --- Names -------------------------------------------------------------------------------------------------------------
+# --- Names
+# --------------------------------------------------------------------------------------------------
 
-MAX_NAME = 200  # of models, modules, runs, jobs, spans of a sweep and consumers, cursors and file names
+# of models, modules, runs, jobs, spans of a sweep and consumers, cursors and file names
+MAX_NAME = 200
 MAX_TAG = 64  # tags of captures, names of source runs and tenants
 MAX_MODULE_NAME = 128
 MAX_URL = 2048
@@ -34,7 +42,8 @@ MAX_METADATA = 16  # entries; keys and values as in OpenAI's API
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 
-# --- Prompts -----------------------------------------------------------------------------------------------------------
+# --- Prompts
+# --------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 1 << 22  # a prompt, or a message of a conversation
 MAX_PROMPTS = 4096  # of one job
@@ -47,10 +56,13 @@ MAX_LOGIT_BIAS = 1024  # entries of `logit_bias`
 MAX_ALLOWED_TOKENS = 1 << 16  # `allowed_token_ids`
 MAX_BAD_WORDS = 256  # `bad_words`, each as long as a stop string
 MAX_CHOICES = 128  # `n`: outputs of one prompt
-MAX_CHOICE_TOKENS = 1 << 20  # of all prompts of a request with `n`, each counted `n` times: each is stored so often
-MAX_UNSERVED = 1024  # bytes of an OpenAI field that is accepted only at the value that asks for nothing
+# of all prompts of a request with `n`, each counted `n` times: each is stored so often
+MAX_CHOICE_TOKENS = 1 << 20
+# bytes of an OpenAI field that is accepted only at the value that asks for nothing
+MAX_UNSERVED = 1024
 
-# --- Tools and formats -------------------------------------------------------------------------------------------------
+# --- Tools and formats
+# -------------------------------------------------------------------------------------------------
 
 MAX_TOOLS = 128  # of a chat, and calls in one message
 MAX_SCHEMA = 1 << 16  # bytes of a JSON schema, and characters of a grammar, in a request
@@ -60,13 +72,16 @@ MAX_REGEX = 4096  # characters of `structured_outputs.regex`
 MAX_FORMAT_CHOICES = 1024  # entries of `structured_outputs.choice`
 MAX_TEMPLATE_OPTIONS = 1 << 12  # bytes of `chat_template_kwargs`, as JSON
 
-# --- Images ------------------------------------------------------------------------------------------------------------
+# --- Images
+# --------------------------------------------------------------------------------------------------
 
-MAX_IMAGE_TEXT = 1 << 24  # characters of an image's `data:` URL; `max_body_mib` limits all of them together
+# characters of an image's `data:` URL; `max_body_mib` limits all of them together
+MAX_IMAGE_TEXT = 1 << 24
 MAX_IMAGE_PIXELS = 1 << 25  # width × height of an image
 MAX_IMAGE = 1023  # the largest number of an image of a prompt, counted from either end
 
-# --- Layers, positions, dimensions -------------------------------------------------------------------------------------
+# --- Layers, positions, dimensions
+# -------------------------------------------------------------------------------------
 
 MAX_LAYER = 10**6  # the largest number of a layer or dimension, counted from either end
 MAX_LAYERS = 1024  # entries of a list of layers
@@ -76,12 +91,16 @@ MAX_DIMENSIONS = 1 << 16  # entries of a list of dimensions (`mask`), and charac
 MAX_POSITIONS = 1 << 16  # entries of a list of positions
 MAX_SPAN_TEXT = 1 << 16
 
-# --- Captures, steering and patches --------------------------------------------------------------------------------------
+# --- Captures, steering and patches
+# --------------------------------------------------------------------------------------
 
 MAX_CONSUMERS = 8
-MAX_ENTRIES = 4096  # of `steering`, of `patch` and of a module, and for one prompt those of its modules among them
-MAX_JOB_EDITS = 1 << 16  # of `steering`, those of modules among them, over all prompts of a job: each is stored with the job
-MAX_PATCH_ROWS = 1 << 16  # of `patch`, over all prompts of a job: each names a row of a run or a vector
+# of `steering`, of `patch` and of a module, and for one prompt those of its modules among them
+MAX_ENTRIES = 4096
+# of `steering`, those of modules among them, over all prompts of a job: each is stored with the job
+MAX_JOB_EDITS = 1 << 16
+# of `patch`, over all prompts of a job: each names a row of a run or a vector
+MAX_PATCH_ROWS = 1 << 16
 MAX_MASKS = 256  # that differ, of a job: each is stored as a vector
 MAX_NORM_ROWS = 4096  # positions of one answer of `GET /v1/captures/{id}/norms`
 MAX_NORM_VALUES = 1 << 17  # layers × positions of one such answer
@@ -94,7 +113,8 @@ MAX_FILE_TENSORS = 3 * MAX_ENTRIES  # of a module's safetensors file: `lowrank` 
 MAX_FILE_HEADER = 4 << 20  # bytes of that file's header
 MAX_VECTOR_FILE = 64 << 20  # bytes of a file of vectors that the client reads, also unpacked
 
-# --- Readings of captured rows ---------------------------------------------------------------------------------------------
+# --- Readings of captured rows
+# ---------------------------------------------------------------------------------------------
 
 MAX_LENS_TOP = 100  # most likely tokens of a logit lens
 MAX_LENS_TOKENS = 64  # named tokens of a logit lens
@@ -106,13 +126,15 @@ MAX_READERS = 8  # installed readers of one request
 MAX_OPTIONS = 16  # of a reader
 MAX_OPTION_TEXT = 256
 
-# --- Adapters ------------------------------------------------------------------------------------------------------------
+# --- Adapters
+# --------------------------------------------------------------------------------------------------
 
 MAX_LORAS = 1024  # registered, of one model
 MAX_LORA_CONFIG = 1 << 20  # bytes of adapter_config.json
 MAX_LORA_BYTES = 2 << 30  # of adapter_model.safetensors
 
-# --- Sparse autoencoders -------------------------------------------------------------------------------------------------
+# --- Sparse autoencoders
+# -------------------------------------------------------------------------------------------------
 
 MAX_SAES = 1024  # registered, of one model
 MAX_SAE_CONFIG = 1 << 20  # bytes of cfg.json
@@ -122,19 +144,23 @@ MAX_FEATURES = 256  # that differ, of one request's steering
 MAX_FEATURE_SPECS = 64  # `features` of one request
 MAX_FEATURE_TOP = 256  # features of a token that come back
 
-# --- Probes ---------------------------------------------------------------------------------------------------------------
+# --- Probes
+# --------------------------------------------------------------------------------------------------
 
 MAX_PROBES = 256  # registered, of one model
 MAX_WATCHING = 16  # of those, on all traffic
 MAX_REQUEST_PROBES = 16  # that one request names
 MAX_PROBE_LABELS = 64  # of one probe
 MAX_GATE_RUNS = 1024  # of tokens with gated edits, that a result names for each probe
-MAX_PROBE_TOKENS = 1 << 18  # scores of single tokens that come back, over all prompts and probes of a job
+# scores of single tokens that come back, over all prompts and probes of a job
+MAX_PROBE_TOKENS = 1 << 18
 
-# --- Sweeps --------------------------------------------------------------------------------------------------------------
+# --- Sweeps
+# --------------------------------------------------------------------------------------------------
 
 MAX_PAIRS = 256
-MAX_SWEEP_TEXT = 1 << 20  # of prompts, answers and foils of all pairs; of token ids, the text that they read
+# of prompts, answers and foils of all pairs; of token ids, the text that they read
+MAX_SWEEP_TEXT = 1 << 20
 MAX_SPANS = 4096  # of a pair
 MAX_ANSWER_TEXT = 4096
 MAX_ANSWER_TOKENS = 32  # each costs every cell another forward pass
@@ -143,15 +169,18 @@ MAX_NEURON_COLUMNS = 256  # columns of the axis `neuron`
 MAX_RECEIVERS = 256  # of a path
 MAX_NEURONS = 4096  # neurons of a column of the axis `neuron` that are chosen by rank
 
-# --- Harvests ------------------------------------------------------------------------------------------------------------
+# --- Harvests
+# --------------------------------------------------------------------------------------------------
 
 MAX_HARVEST_LINES = 4096  # documents in the request itself
-MAX_HARVESTS_KEPT = 4096  # of a tenant: records of harvests, until they are deleted with their files
+# of a tenant: records of harvests, until they are deleted with their files
+MAX_HARVESTS_KEPT = 4096
 MAX_SHARD_MIB = 1024
 MAX_DOCUMENT_BYTES = 16 << 20  # of a document of a file: a line of JSONL, or a value of a table
 MAX_SOURCES = 64  # entries of a tenant's `harvest_sources`
 
-# --- Keys, webhooks, listings ----------------------------------------------------------------------------------------------
+# --- Keys, webhooks, listings
+# ----------------------------------------------------------------------------------------------
 
 MAX_SCOPES = 16
 MAX_EVENTS = 16  # of `callback_events`
@@ -161,12 +190,14 @@ MAX_PAGE = 200  # entries of a page
 MAX_SHOWN = 200
 MAX_DETAIL = 1000
 
-# --- The types that have them ----------------------------------------------------------------------------------------------
+# --- The types that have them
+# ----------------------------------------------------------------------------------------------
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-#: Of modules and adapters: a part of a URL's path. `Reference`: in a request; that it exists is checked at submission.
+#: Of modules and adapters: a part of a URL's path. `Reference`: in a request; that it exists is
+#: checked at submission.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?!\n)$"
 PathName = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)]
 Reference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
@@ -174,6 +205,9 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 Metadata = Annotated[
-    dict[Annotated[str, msgspec.Meta(max_length=MAX_METADATA_KEY)], Annotated[str, msgspec.Meta(max_length=MAX_METADATA_VALUE)]],
+    dict[
+        Annotated[str, msgspec.Meta(max_length=MAX_METADATA_KEY)],
+        Annotated[str, msgspec.Meta(max_length=MAX_METADATA_VALUE)],
+    ],
     msgspec.Meta(max_length=MAX_METADATA),
 ]

@@ -1,7 +1,8 @@
 """Files of a LoRA adapter as PEFT saves them: reading, identity, and whether they fit a model.
 
-The API checks an adapter when it is registered, a worker before it loads one, so that vLLM, which leaves out what it does not
-find and cuts what does not fit, never gets one that it would apply in part. What is not known here is refused by name.
+The API checks an adapter when it is registered, a worker before it loads one, so that vLLM, which
+leaves out what it does not find and cuts what does not fit, never gets one that it would apply in
+part. What is not known here is refused by name.
 """
 
 import hashlib
@@ -22,16 +23,32 @@ from .tensor_files import whole_file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 
-#: Members of adapter_config.json that change nothing once an adapter is trained, or that the weights say again.
+#: Members of adapter_config.json that change nothing once an adapter is trained, or that the
+#: weights say again.
 _HARMLESS = frozenset(
     {
-        "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "lora_dropout",
-        "target_modules", "exclude_modules", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "runtime_config", "eva_config",
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "layers_to_transform",
+        "layers_pattern",
+        "runtime_config",
+        "eva_config",
         "lora_ga_config",
     }
-)  # fmt: skip
+)
 #: Those that decide about the arithmetic, and are checked one by one.
-_CHECKED = frozenset(["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"])
+_CHECKED = frozenset(
+    ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"]
+)
 #: Other initialisations change the base model's weights.
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")
@@ -40,7 +57,9 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 class LoraError(ValueError):
-    """What is wrong with an adapter; the message names the file and the member or tensor, then what is valid."""
+    """What is wrong with an adapter; the message names the file and the member or tensor, then what
+    is valid.
+    """
 
 
 class LoraContent(NamedTuple):
@@ -58,7 +77,10 @@ class LoraFacts(NamedTuple):
 
 
 def folder_of(root: str, path: str) -> Path:
-    """The folder at `path` below `root`. Raises a 400 for one that is elsewhere, also by a symbolic link, or not there."""
+    """The folder at `path` below `root`.
+
+    Raises a 400 for one that is elsewhere, also by a symbolic link, or not there.
+    """
     return folder_below(root, path, "lora_dir", "adapters", [FILES])
 
 
@@ -81,7 +103,9 @@ def raw_files(folder: Path) -> tuple[bytes, bytes]:
 
 
 def digest_of(config: bytes, weights: bytes) -> str:
-    return hashlib.sha256(hashlib.sha256(config).digest() + hashlib.sha256(weights).digest()).hexdigest()
+    return hashlib.sha256(
+        hashlib.sha256(config).digest() + hashlib.sha256(weights).digest()
+    ).hexdigest()
 
 
 def parse(config: bytes, weights: bytes) -> LoraContent:
@@ -106,14 +130,18 @@ def _shapes(weights: bytes) -> dict[str, list[int]]:
 
 
 def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
-    """Whether the adapter does what PEFT would do with it on this model, all of it. Raises LoraError naming what does not fit."""
+    """Whether the adapter does what PEFT would do with it on this model, all of it.
+
+    Raises LoraError naming what does not fit.
+    """
     _check_config(content.config)
     pairs: dict[str, dict[str, list[int]]] = {}
     for tensor, shape in content.shapes.items():
         named = _TENSOR.fullmatch(tensor)
         if named is None:
             raise LoraError(
-                f"{WEIGHTS}: {tensor!r} is not served; valid: base_model.model.<linear layer>.lora_A.weight and .lora_B.weight "
+                f"{WEIGHTS}: {tensor!r} is not served; valid: base_model.model.<linear "
+                "layer>.lora_A.weight and .lora_B.weight "
                 "(embeddings, lm_head, experts and whole modules are not)"
             )
         pairs.setdefault(named["module"], {})[named["side"]] = shape
@@ -131,11 +159,15 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
         for side, shape in sides.items():
             if shape != wanted[side]:
                 raise LoraError(
-                    f"{WEIGHTS}: lora_{side} of {module} has the shape {shape}; rank {rank} on this model needs {wanted[side]}: "
+                    f"{WEIGHTS}: lora_{side} of {module} has the shape {shape}; rank {rank} on this "
+                    f"model needs {wanted[side]}: "
                     "it was trained on another base model, or its rank is another one"
                 )
     if max(ranks) > support.max_rank:
-        raise LoraError(f"{CONFIG}: r is {max(ranks)}; the worker accepts at most {support.max_rank} (setting max_lora_rank)")
+        raise LoraError(
+            f"{CONFIG}: r is {max(ranks)}; the worker accepts at most {support.max_rank} "
+            "(setting max_lora_rank)"
+        )
     return LoraFacts(max(ranks), sorted(modules))
 
 
@@ -155,14 +187,27 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise wrong("use_rslora", "true or false")
     init = config.get("init_lora_weights", True)
     if not isinstance(init, bool | None) and str(init).lower() not in _INITS:
-        raise wrong("init_lora_weights", f"true, false, {', '.join(_INITS)}: others change the base model's weights")
-    for member, fits, valid in (("rank_pattern", _is_rank, "positive integers"), ("alpha_pattern", _is_number, "finite numbers")):
+        raise wrong(
+            "init_lora_weights",
+            f"true, false, {', '.join(_INITS)}: others change the base model's weights",
+        )
+    for member, fits, valid in (
+        ("rank_pattern", _is_rank, "positive integers"),
+        ("alpha_pattern", _is_number, "finite numbers"),
+    ):
         patterns = config.get(member) or {}
-        if not isinstance(patterns, dict) or not all(_PATTERN.fullmatch(key) and fits(value) for key, value in patterns.items()):
-            raise wrong(member, f"an object from names of modules (no other regular expressions) to {valid}")
+        if not isinstance(patterns, dict) or not all(
+            _PATTERN.fullmatch(key) and fits(value) for key, value in patterns.items()
+        ):
+            raise wrong(
+                member, f"an object from names of modules (no other regular expressions) to {valid}"
+            )
     for member, value in config.items():
         if member not in _HARMLESS | _CHECKED and value:
-            raise LoraError(f"{CONFIG}: {member} is {str(value)[:100]!r}, which is not served; valid: plain LoRA, without this member")
+            raise LoraError(
+                f"{CONFIG}: {member} is {str(value)[:100]!r}, which is not served; valid: plain "
+                "LoRA, without this member"
+            )
 
 
 def _is_rank(value: Any) -> bool:
@@ -186,11 +231,17 @@ def _find(module: str, support: LoraSupport) -> tuple[str, LoraModule]:
     general, layer = general_name(module)
     there = support.modules.get(general)
     if there is None:
-        raise LoraError(f"{WEIGHTS}: this model has no {module} that an adapter may change; it has {', '.join(sorted(support.modules))}")
+        raise LoraError(
+            f"{WEIGHTS}: this model has no {module} that an adapter may change; it has "
+            f"{', '.join(sorted(support.modules))}"
+        )
     for each in there:
         if layer is None or layer in _numbers(each.layers):
             return general, each
-    raise LoraError(f"{WEIGHTS}: this model has no {module}; its layers are {', '.join(each.layers for each in there)}")
+    raise LoraError(
+        f"{WEIGHTS}: this model has no {module}; its layers are "
+        f"{', '.join(each.layers for each in there)}"
+    )
 
 
 def _numbers(ranges: str) -> set[int]:
@@ -204,7 +255,11 @@ def _numbers(ranges: str) -> set[int]:
 def general_name(module: str) -> tuple[str, int | None]:
     """(Name with `*` for the first number, that number or None)."""
     found = _NUMBER.search(module)
-    return (module, None) if found is None else (f"{module[: found.start()]}.*.{module[found.end() :]}", int(found[1]))
+    return (
+        (module, None)
+        if found is None
+        else (f"{module[: found.start()]}.*.{module[found.end() :]}", int(found[1]))
+    )
 
 
 def joined(some: Sequence[LoraModule], others: Sequence[LoraModule]) -> list[LoraModule]:
@@ -212,7 +267,10 @@ def joined(some: Sequence[LoraModule], others: Sequence[LoraModule]) -> list[Lor
     layers: dict[tuple[int, int], set[int]] = {}
     for each in (*some, *others):
         layers.setdefault((each.inputs, each.outputs), set()).update(_numbers(each.layers))
-    return [LoraModule(inputs=inputs, outputs=outputs, layers=as_ranges(found)) for (inputs, outputs), found in layers.items()]
+    return [
+        LoraModule(inputs=inputs, outputs=outputs, layers=as_ranges(found))
+        for (inputs, outputs), found in layers.items()
+    ]
 
 
 def check_on(folder: Path, support: LoraSupport) -> tuple[LoraContent, LoraFacts]:

@@ -1,4 +1,6 @@
-"""LoRA adapters: how they are registered, what a job keeps of one, and which modules of a model they may change."""
+"""LoRA adapters: how they are registered, what a job keeps of one, and which modules of a model
+they may change.
+"""
 
 from typing import Annotated
 
@@ -18,14 +20,19 @@ class LoraModule(Record):
 
 
 class LoraSupport(Record):
-    """What a worker accepts. `modules`: name with `*` for the layer's number → one entry for each shape that it has."""
+    """What a worker accepts.
+
+    `modules`: name with `*` for the layer's number → one entry for each shape that it has.
+    """
 
     max_rank: int
     modules: dict[str, list[LoraModule]]
 
 
 class StoredLora(Record):
-    """An adapter as a job keeps it: what is loaded must have this content, whatever the name means by then."""
+    """An adapter as a job keeps it: what is loaded must have this content, whatever the name means
+    by then.
+    """
 
     name: str
     digest: str  # of its files, see `lora_files`
@@ -34,7 +41,9 @@ class StoredLora(Record):
 
 
 class LoraUse(Record):
-    """The adapter that rows are computed with, as requests to ranks, results and manifests name it."""
+    """The adapter that rows are computed with, as requests to ranks, results and manifests name
+    it.
+    """
 
     name: str
     digest: str
@@ -54,7 +63,9 @@ class LoraRequest(Record):
     """Body of `POST /v1/loras`."""
 
     name: PathName
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]  # of PEFT's folder, relative to the setting `lora_dir`
+    path: Annotated[
+        str, msgspec.Meta(min_length=1, max_length=MAX_PATH)
+    ]  # of PEFT's folder, relative to the setting `lora_dir`
     model: Name | None = None  # required only if several are served
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
@@ -75,7 +86,11 @@ class Lora(Record):
 
     def replacing(self, former: "Lora") -> "Lora":
         """With the digest that the name had, if that was another one."""
-        return self if former.digest == self.digest else msgspec.structs.replace(self, replaced=former.digest)
+        return (
+            self
+            if former.digest == self.digest
+            else msgspec.structs.replace(self, replaced=former.digest)
+        )
 
     def stored(self) -> StoredLora:
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)

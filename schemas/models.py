@@ -15,7 +15,9 @@ SHOWN_IDENTITY = 12
 
 
 class ModelInfo(Published):
-    """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted meanwhile."""
+    """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted
+    meanwhile.
+    """
 
     name: str
     version: str  # Midstream's version on the worker
@@ -34,23 +36,28 @@ class ModelInfo(Published):
     memory_limit_kib: int = 0  # the largest capture that comes back in a response
     step_tokens: int = 0  # token rows in one engine step, at most
     speculative_tokens: int = 0  # drafts of a request in one engine step, at most
-    capture_row_limit: int = 0  # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
+    # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
+    capture_row_limit: int = 0
     steering_rows: int = 0  # distinct steering rows that the engine can hold; 0: not reported
     steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
     global_captures: list[CaptureSpec] = []  # taken of every request
     grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
-    readings: dict[str, str] = {}  # kind of reading (`lens`) → why there is none; empty: it is served
+    # kind of reading (`lens`) → why there is none; empty: it is served
+    readings: dict[str, str] = {}
     extensions: list[Extension] = []  # loaded on every rank
     absent: dict[str, str] = {}  # hook that does not exist → why
     inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
     multimodal: bool = False  # takes images, here or elsewhere
     images: int = 0  # of a prompt, at most; 0: it takes none here
     images_refused: str = ""  # why it takes none
-    image_placeholder: list[int] = []  # token ids of an image in a prompt as its chat template writes it
+    # token ids of an image in a prompt as its chat template writes it
+    image_placeholder: list[int] = []
     tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
     caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
-    identity: str = ""  # SHA-256 of what decides the model's numbers, see `workers.engine.model_identity`
-    quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    # SHA-256 of what decides the model's numbers, see `workers.engine.model_identity`
+    identity: str = ""
+    # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    quantization: str = ""
     lora: LoraSupport | None = None  # None: no adapters are served
     certificate: Certificate | None = None  # of the engine's start; None: it was not certified
     attention: list[AttentionKind] = []  # of each layer that attends; empty: not reported
@@ -62,7 +69,9 @@ class ModelInfo(Published):
         return self.inside[hook].size if hook in self.inside else self.hidden_size
 
     def step_holds(self, rows: int) -> bool:
-        """Whether one engine step may capture so many rows, if the pipeline stages share them evenly; the worker knows how they do."""
+        """Whether one engine step may capture so many rows, if the pipeline stages share them
+        evenly; the worker knows how they do.
+        """
         return not self.capture_row_limit or -(-rows // self.pp) <= self.capture_row_limit
 
 
@@ -73,11 +82,14 @@ class TokenizerBundle(Record):
     chat_template: str | None
     special_tokens: dict[str, str]  # bos_token, eos_token, … for the chat template
     eos_token_ids: list[int]
-    parts: bool = False  # the chat template reads a message's content as a list of parts, of which text is one
+    # the chat template reads a message's content as a list of parts, of which text is one
+    parts: bool = False
 
 
 def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
-    """(SHA-256, MessagePack): the key of the bundle's blob, as in `ModelInfo.tokenizer`, and the blob."""
+    """(SHA-256, MessagePack): the key of the bundle's blob, as in `ModelInfo.tokenizer`, and the
+    blob.
+    """
     raw = to_msgpack(bundle)
     return hashlib.sha256(raw).hexdigest(), raw
 

@@ -1,8 +1,9 @@
-"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`, `lens`, `features`, `readers` and
-`capture_wait` added.
+"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`,
+`lens`, `features`, `readers` and `capture_wait` added.
 
-Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not serve are accepted only
-at the value that asks for nothing (`ONLY`), and refused by name otherwise; any other field is unknown and refused as well.
+Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not
+serve are accepted only at the value that asks for nothing (`ONLY`), and refused by name otherwise;
+any other field is unknown and refused as well.
 """
 
 from typing import Annotated, Any, Literal
@@ -61,12 +62,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: A field of `ONLY`: kept as it came, so that nothing large is built to be refused. Left out: it asks for nothing.
+#: A field of `ONLY`: kept as it came, so that nothing large is built to be refused. Left out: it
+#: asks for nothing.
 Unserved = msgspec.Raw | UnsetType
 
 
 class OpenAIError(Record):
-    """The error in OpenAI's format: OpenAI's clients show `message`, and nothing of a problem document."""
+    """The error in OpenAI's format: OpenAI's clients show `message`, and nothing of a problem
+    document.
+    """
 
     message: str
     type: str
@@ -113,7 +117,10 @@ class StreamOptions(Record):
 
 
 class OpenAIRequest(Adapted, kw_only=True):
-    """What both endpoints share. `temperature` is 1 by default, as in OpenAI's API; a job's is 0."""
+    """What both endpoints share.
+
+    `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
+    """
 
     model: Name
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
@@ -132,8 +139,9 @@ class OpenAIRequest(Adapted, kw_only=True):
     readers: ReaderList = []  # likewise
     features: FeatureList = []  # likewise
     probes: ProbeList = []
-    #: Hold the answer until every capture is durable and every rank has reported. A steered answer is always held for the
-    #: ranks' reports, so that an intervention which was not applied is never answered as if it were.
+    #: Hold the answer until every capture is durable and every rank has reported. A steered answer
+    #: is always held for the ranks' reports, so that an intervention which was not applied is never
+    #: answered as if it were.
     capture_wait: bool = False
     top_k: Index = 0  # 0: all
     ignore_eos: bool = False
@@ -182,7 +190,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     prompt: Text | Annotated[list[Prompt | Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
     max_tokens: Index | None = 16  # 0: only with `echo`
     logprobs: Top | None = None  # how many alternatives per token
-    echo: bool | None = False  # the answer's text, tokens and log-probabilities begin with the prompt's
+    # the answer's text, tokens and log-probabilities begin with the prompt's
+    echo: bool | None = False
 
     best_of: Unserved = UNSET
     suffix: Unserved = UNSET
@@ -197,11 +206,14 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: Top | None = None
     tools: ToolList | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # default: `auto` with tools
+    # default: `auto` with tools
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True  # false: at most one call
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the answer continues the last message; needs `add_generation_prompt: false`
-    chat_template_kwargs: msgspec.Raw | UnsetType = UNSET  # further variables of the model's chat template
+    # the answer continues the last message; needs `add_generation_prompt: false`
+    continue_final_message: bool = False
+    # further variables of the model's chat template
+    chat_template_kwargs: msgspec.Raw | UnsetType = UNSET
 
     functions: Unserved = UNSET
     function_call: Unserved = UNSET
@@ -228,7 +240,10 @@ class Usage(Record):
 
 
 class Answer(Record, kw_only=True):
-    """What every answer and chunk carries. `created` is in seconds since the epoch; `id` is the job's."""
+    """What every answer and chunk carries.
+
+    `created` is in seconds since the epoch; `id` is the job's.
+    """
 
     id: str
     object: str
@@ -238,12 +253,15 @@ class Answer(Record, kw_only=True):
     capture_results: CaptureResults | UnsetType = UNSET
     determinism: Determinism | UnsetType | None = UNSET
     lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
-    readers: list[ReaderReading] | UnsetType = UNSET  # of each prompt one per reader, if the request asked for some
+    # of each prompt one per reader, if the request asked for some
+    readers: list[ReaderReading] | UnsetType = UNSET
     features: list[FeaturesReading] | UnsetType = UNSET  # likewise
-    activations: dict[str, LensRows] | UnsetType = UNSET  # `residual_stream`, with vllm-lens' `output_residual_stream`
+    # `residual_stream`, with vllm-lens' `output_residual_stream`
+    activations: dict[str, LensRows] | UnsetType = UNSET
     #: Present with probes; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
-    #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the first are those of the prompt's last.
+    #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the
+    #: first are those of the prompt's last.
     scores: list[TokenScores] | UnsetType = UNSET
 
 
@@ -362,7 +380,9 @@ class ChatChunk(Answer, kw_only=True):
 
 
 class ModelCard(Record):
-    """One model as OpenAI lists it, with what a user needs to specify layers, vectors and positions."""
+    """One model as OpenAI lists it, with what a user needs to specify layers, vectors and
+    positions.
+    """
 
     id: str
     object: Literal["model"]
@@ -379,16 +399,22 @@ class ModelCard(Record):
     consumers: list[str] = []  # who may get captured rows
     memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
     global_captures: list[CaptureSpec] = []  # what the operator captures of every request
-    caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint, as sentences
-    quantization: str = ""  # vLLM's method, and how weights and activations are rounded; empty: not quantised
-    identity: str = ""  # SHA-256 of what decides the model's numbers, see docs/reliability.md; empty: not reported
+    # in what its rows differ from transformers' on the same checkpoint, as sentences
+    caveats: list[str] = []
+    # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    quantization: str = ""
+    # SHA-256 of what decides the model's numbers, see docs/reliability.md; empty: not reported
+    identity: str = ""
     lora: LoraSupport | None = None  # what an adapter may change; null: none are served
-    readings: dict[str, str] = {}  # what can be computed of rows, such as `lens` → why it is not served; empty: it is
+    # what can be computed of rows, such as `lens` → why it is not served; empty: it is
+    readings: dict[str, str] = {}
     absent: dict[str, str] = {}  # hook point that is not served → why
     inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
     extensions: list[Extension] = []  # what the operator installed beside Midstream, for `readers`
-    certificate: Certificate | None = None  # only of `GET /v1/models/{name}`; null there: the model was not certified
-    attention: list[AttentionKind] = []  # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
+    # only of `GET /v1/models/{name}`; null there: the model was not certified
+    certificate: Certificate | None = None
+    # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
+    attention: list[AttentionKind] = []
 
 
 class ModelList(Record):

@@ -1,7 +1,9 @@
-"""Readings: what ranks compute from captured rows instead of storing them, as requested of a rank, as it reports it, and as users see it.
+"""Readings: what ranks compute from captured rows instead of storing them, as requested of a rank,
+as it reports it, and as users see it.
 
-A reading rides on a capture (`StoredCapture.reading`). Its rows go to the rank's readers, which return one part per rank. Parts come
-back in the receipt and are joined where results are made: see `broker.ledger.readings`.
+A reading rides on a capture (`StoredCapture.reading`). Its rows go to the rank's readers, which
+return one part per rank. Parts come back in the receipt and are joined where results are made: see
+`broker.ledger.readings`.
 """
 
 import math
@@ -18,12 +20,15 @@ from .selectors import Hook
 #: The consumer that rows of a reading go to. No request can name it.
 READER = "reading"
 
-#: Bytes of a part that belong to a position apart from its rows: its number and token id, as MessagePack writes them.
+#: Bytes of a part that belong to a position apart from its rows: its number and token id, as
+#: MessagePack writes them.
 POSITION_BYTES = 10
 
 
 class StoredTuned(Record):
-    """A tuned lens as a job keeps it: what is read must have this content, whatever the name means by then."""
+    """A tuned lens as a job keeps it: what is read must have this content, whatever the name means
+    by then.
+    """
 
     name: str
     digest: str  # SHA-256 of its file
@@ -32,13 +37,16 @@ class StoredTuned(Record):
 
 
 class StoredLens(Record, tag="lens", omit_defaults=True):
-    """A logit lens after validation: most likely next tokens, and log-probability and rank of each of `tokens`."""
+    """A logit lens after validation: most likely next tokens, and log-probability and rank of each
+    of `tokens`.
+    """
 
     top_k: int
     tokens: list[int] = []
     tuned: StoredTuned | None = None  # each row goes through its layer's map first
 
-    #: Each rank of a tensor-parallel stage holds a part of the vocabulary: all of them record, and their parts are joined.
+    #: Each rank of a tensor-parallel stage holds a part of the vocabulary: all of them record, and
+    #: their parts are joined.
     everywhere: ClassVar[bool] = True
 
     def size(self, positions: int, sites: int) -> int:
@@ -56,7 +64,10 @@ OptionValue = (
 
 
 class StoredReader(Record, tag="reader", omit_defaults=True):
-    """An installed reader after validation, see `schemas.extensions`. Ranks refuse it when they hold another version."""
+    """An installed reader after validation, see `schemas.extensions`.
+
+    Ranks refuse it when they hold another version.
+    """
 
     name: str
     digest: str  # of its package's files, as the ranks reported it when the job was accepted
@@ -91,7 +102,10 @@ Reading = StoredLens | StoredFeatures | StoredReader
 
 
 class LensPart(Wire, tag="lens"):
-    """One rank's part of a lens: of its shard of the vocabulary. Arrays are little-endian, in C order, `[layers, positions, …]`."""
+    """One rank's part of a lens: of its shard of the vocabulary.
+
+    Arrays are little-endian, in C order, `[layers, positions, …]`.
+    """
 
     capture: int  # index in `RankSpec.captures`
     shard: int  # of the vocabulary
@@ -101,7 +115,9 @@ class LensPart(Wire, tag="lens"):
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
     named: list[int]  # token ids, as in `StoredLens.tokens`
-    top: bytes  # int32 `[…, k]`: token ids of the largest logits, descending; the shard may have fewer than were asked for
+    # int32 `[…, k]`: token ids of the largest logits, descending; the shard may have fewer than
+    # were asked for
+    top: bytes
     logits: bytes  # float32 `[…, k]`
     total: bytes  # float32 `[…]`: log-sum-exp of the shard's logits
     named_logits: bytes = b""  # float32 `[…, named]`, the same on every rank
@@ -110,7 +126,14 @@ class LensPart(Wire, tag="lens"):
 
 #: dtypes of arrays that installed readers return, as numpy names them, and bytes of an element.
 ArrayDType = Literal["float32", "float64", "int32", "int64", "uint8", "bool"]
-ARRAY_BYTES: dict[str, int] = {"float32": 4, "float64": 8, "int32": 4, "int64": 8, "uint8": 1, "bool": 1}
+ARRAY_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class Array(Record):
@@ -122,11 +145,16 @@ class Array(Record):
 
     def __post_init__(self) -> None:
         if len(self.data) != math.prod(self.shape) * ARRAY_BYTES[self.dtype]:
-            raise ValueError(f"data holds {len(self.data)} bytes, which is not {self.dtype} of shape {self.shape}")
+            raise ValueError(
+                f"data holds {len(self.data)} bytes, which is not {self.dtype} of shape "
+                f"{self.shape}"
+            )
 
     def numpy(self) -> np.ndarray:
         """The array, read-only."""
-        return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+        return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(
+            self.shape
+        )
 
 
 class ReaderPart(Wire, tag="reader"):
@@ -167,10 +195,13 @@ part_decoder = msgspec.msgpack.Decoder(Part)
 
 
 class LensReading(Record):
-    """What a logit lens showed of one prompt. Lists of three levels are layers × positions × tokens; log-probabilities are in nats.
+    """What a logit lens showed of one prompt.
 
-    `top_tokens[i][j]`: the tokens that the row of layer `layers[i]` at `positions[j]` makes most likely to come next, most likely
-    first. `named_ranks`: 0 for the most likely token of the vocabulary.
+    Lists of three levels are layers × positions × tokens; log-probabilities are in nats.
+
+    `top_tokens[i][j]`: the tokens that the row of layer `layers[i]` at `positions[j]` makes most
+    likely to come next, most likely first. `named_ranks`: 0 for the most likely token of the
+    vocabulary.
     """
 
     request: int  # index of the prompt
@@ -195,7 +226,10 @@ class ReaderResult(Record):
 
 
 class ReaderReading(Record):
-    """What an installed reader returned of one prompt, and which code it was. An engine without pipeline stages has one part."""
+    """What an installed reader returned of one prompt, and which code it was.
+
+    An engine without pipeline stages has one part.
+    """
 
     request: int  # index of the prompt
     name: str
@@ -207,7 +241,10 @@ class ReaderReading(Record):
 
 
 class FeaturesReading(Record):
-    """The features of one prompt. Lists of two levels are positions × features, most active first; inactive ones are left out."""
+    """The features of one prompt.
+
+    Lists of two levels are positions × features, most active first; inactive ones are left out.
+    """
 
     request: int  # index of the prompt
     sae: str

@@ -7,14 +7,17 @@ from .probes import ProbeScore
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
-#: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with them: the job waits for the store.
+#: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with
+#: them: the job waits for the store.
 STORE_AWAY = "store_away"
-#: What a rank's refusal of a source run says when the artifact store could not be read now, though nothing is wrong with the run.
+#: What a rank's refusal of a source run says when the artifact store could not be read now, though
+#: nothing is wrong with the run.
 READ_LATER = "the artifact store cannot be read now"
 
 
 class CapturedFile(Wire):
-    """One safetensors blob that is durable: content and directory entry were fsynced before the receipt was written.
+    """One safetensors blob that is durable: content and directory entry were fsynced before the
+    receipt was written.
 
     Most are a file of their own; in a segment `offset` says where in the file it begins.
     """
@@ -23,13 +26,15 @@ class CapturedFile(Wire):
     bytes: int  # of the blob
     crc32: int  # of the blob
     rows: int  # (hook, layer, position) triples in it
-    layers: list[int] = []  # of `post_block`, in receipts of the first version, which knew no `sites`
+    # of `post_block`, in receipts of the first version, which knew no `sites`
+    layers: list[int] = []
     positions: int = 0  # how many token positions
     sites: dict[str, list[int]] = {}  # hook → ascending layers
     offset: int = 0
     layout: str = "packed"
     tag: str = ""
-    reused: int = 0  # rows of it that came from the store of earlier rows instead of this request's forward passes
+    # rows of it that came from the store of earlier rows instead of this request's forward passes
+    reused: int = 0
     dropped: list[int] = []  # requested positions dropped under overload
     non_finite: int = 0  # rows of it with values that are not finite
 
@@ -40,11 +45,15 @@ class Consumed(Wire):
     name: str
     ok: bool = True
     message: str = ""
-    rows: bytes = b""  # `memory`: the rows as a safetensors blob; `reading`: a part of it, see `schemas.readings`
+    # `memory`: the rows as a safetensors blob; `reading`: a part of it, see `schemas.readings`
+    rows: bytes = b""
 
 
 class Receipt(Wire):
-    """One rank's account of one request. Sent for every request with an intervention or a capture."""
+    """One rank's account of one request.
+
+    Sent for every request with an intervention or a capture.
+    """
 
     version: str  # Midstream's version on the rank
     worker: str
@@ -63,10 +72,13 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    kind: str = ""  # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY; empty: by what the job requested
+    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY; empty: by
+    # what the job requested
+    kind: str = ""
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering that the request began under
-    epoch: int = 0  # how often this rank's action ledger was reset: checksums are compared within one epoch
+    # how often this rank's action ledger was reset: checksums are compared within one epoch
+    epoch: int = 0
     graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
     trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
     scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
@@ -80,7 +92,9 @@ class Receipt(Wire):
     @property
     def verdict(self) -> str:
         """`status`, but never `ok` where rows were dropped or a consumer failed."""
-        short = any(file.dropped for file in self.files) or not all(consumed.ok for consumed in self.consumed)
+        short = any(file.dropped for file in self.files) or not all(
+            consumed.ok for consumed in self.consumed
+        )
         return "partial" if short and self.status == "ok" else self.status
 
 

@@ -1,4 +1,6 @@
-"""How a model's layers choose experts from the router's logits: facts that a rank finds out from the loaded model, and the arithmetic."""
+"""How a model's layers choose experts from the router's logits: facts that a rank finds out from
+the loaded model, and the arithmetic.
+"""
 
 from typing import Literal
 
@@ -16,9 +18,11 @@ Scoring = Literal["softmax", "sigmoid"]
 class RoutingKind(LayerKind):
     """The choice of experts in some layers.
 
-    An expert's score is the softmax of the logits, or the sigmoid of its own. Chosen are the `top` experts with the largest score plus
-    bias, among the `kept` groups of experts, where there are groups: those with the largest sum of their two best (without a bias: with
-    the largest best). The weights are the scores of the chosen experts, divided by their sum if `normalised`, times `scale`.
+    An expert's score is the softmax of the logits, or the sigmoid of its own. Chosen are the `top`
+    experts with the largest score plus bias, among the `kept` groups of experts, where there are
+    groups: those with the largest sum of their two best (without a bias: with the largest best).
+    The weights are the scores of the chosen experts, divided by their sum if `normalised`, times
+    `scale`.
     """
 
     experts: int = 0
@@ -34,7 +38,8 @@ class RoutingKind(LayerKind):
 
 
 def routed(logits: np.ndarray, kind: RoutingKind) -> tuple[np.ndarray, np.ndarray]:
-    """The chosen experts, those with the largest weights first, and their weights: int64 and float32 `[tokens, kind.top]`.
+    """The chosen experts, those with the largest weights first, and their weights: int64 and
+    float32 `[tokens, kind.top]`.
 
     `logits`: `[tokens, kind.experts]`. Computed in float64.
     """
@@ -57,4 +62,6 @@ def routed(logits: np.ndarray, kind: RoutingKind) -> tuple[np.ndarray, np.ndarra
     if kind.normalised:
         weights = weights / weights.sum(axis=1, keepdims=True)
     order = np.argsort(-weights, axis=1, kind="stable")
-    return np.take_along_axis(chosen, order, axis=1), (kind.scale * np.take_along_axis(weights, order, axis=1)).astype(np.float32)
+    return np.take_along_axis(chosen, order, axis=1), (
+        kind.scale * np.take_along_axis(weights, order, axis=1)
+    ).astype(np.float32)

@@ -10,7 +10,8 @@ from .selectors import Hook, HookName
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
-#: What is done to a row before it is encoded, by SAELens' names (`interventions.NORMS`); others need statistics of a data set.
+#: What is done to a row before it is encoded, by SAELens' names (`interventions.NORMS`); others
+#: need statistics of a data set.
 Normalisation = Literal["none", "layer_norm", "constant_norm_rescale"]
 
 
@@ -23,11 +24,14 @@ class SaeForm(Record):
     apply_b_dec_to_input: bool = True  # the decoder's bias is taken from a row before it is encoded
     normalize_activations: Normalisation = "none"
     k: Index = 0  # of `topk`: features that are active, at most
-    rescale_acts_by_decoder_norm: bool = False  # of `topk`: activations are times the norm of their decoder rows
+    # of `topk`: activations are times the norm of their decoder rows
+    rescale_acts_by_decoder_norm: bool = False
 
 
 class StoredSae(Record):
-    """An SAE as a job keeps it: what is loaded must have this content, whatever the name means by then."""
+    """An SAE as a job keeps it: what is loaded must have this content, whatever the name means by
+    then.
+    """
 
     name: str
     digest: str  # of its files, see `sae_files`
@@ -41,8 +45,10 @@ class SaeRequest(Record):
     """Body of `POST /v1/saes`."""
 
     name: PathName
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]  # of the folder, relative to the setting `sae_dir`
-    hook: HookName | None = None  # required where the files do not name it (Gemma Scope's); else it must be theirs
+    # of the folder, relative to the setting `sae_dir`
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    # required where the files do not name it (Gemma Scope's); else it must be theirs
+    hook: HookName | None = None
     layer: Index | None = None  # likewise
     model: Name | None = None  # required only if several are served
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
@@ -66,10 +72,21 @@ class Sae(Record):
 
     def replacing(self, former: "Sae") -> "Sae":
         """With the digest that the name had, if that was another one."""
-        return self if former.digest == self.digest else msgspec.structs.replace(self, replaced=former.digest)
+        return (
+            self
+            if former.digest == self.digest
+            else msgspec.structs.replace(self, replaced=former.digest)
+        )
 
     def stored(self) -> StoredSae:
-        return StoredSae(name=self.name, digest=self.digest, path=self.path, hook=self.hook, layer=self.layer, bytes=self.bytes)
+        return StoredSae(
+            name=self.name,
+            digest=self.digest,
+            path=self.path,
+            hook=self.hook,
+            layer=self.layer,
+            bytes=self.bytes,
+        )
 
 
 class SaePage(Record):

@@ -1,4 +1,6 @@
-"""Files of secrets: read only where no other account could have read them, and no value that was ever published."""
+"""Files of secrets: read only where no other account could have read them, and no value that was
+ever published.
+"""
 
 import hashlib
 import os
@@ -25,9 +27,11 @@ def is_burnt(secret: str) -> bool:
 
 
 def is_exposed(path: Path) -> bool:
-    """Return whether every account of this machine can read the file: its own mode and those of all folders above allow it.
+    """Return whether every account of this machine can read the file: its own mode and those of all
+    folders above allow it.
 
-    A file on a file system mounted read-only is not: containers get their secrets so, and have no other accounts.
+    A file on a file system mounted read-only is not: containers get their secrets so, and have no
+    other accounts.
     """
     if os.name != "posix":  # another system's modes do not tell
         return False

@@ -1,4 +1,6 @@
-"""Selectors of layers, positions and hook points, as users write them, resolved to plain names and numbers."""
+"""Selectors of layers, positions and hook points, as users write them, resolved to plain names and
+numbers.
+"""
 
 import re
 import sys
@@ -10,7 +12,15 @@ import msgspec
 
 from .base import Record
 from .images import MAX_IMAGE_TOKENS, ImageRef, inside
-from .limits import MAX_DIMENSIONS, MAX_IMAGE, MAX_LAYER, MAX_LAYER_TEXT, MAX_LAYERS, MAX_POSITIONS, MAX_SPAN_TEXT
+from .limits import (
+    MAX_DIMENSIONS,
+    MAX_IMAGE,
+    MAX_LAYER,
+    MAX_LAYER_TEXT,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_SPAN_TEXT,
+)
 
 
 class SelectorError(ValueError):
@@ -21,16 +31,19 @@ class SelectorError(ValueError):
         self.at = at
 
 
-#: The hook points in the order in which a layer's forward meets them. For layer L with residual stream s:
+#: The hook points in the order in which a layer's forward meets them. For layer L with residual
+#: stream s:
 #: `pre_attn`: s entering the layer, before its input norm (an edit reaches this layer's attention);
 #: `attn_out`: the attention branch just before it is added;
-#: `post_attn`: s after attention was added, before the MLP's norm (an edit reaches this layer's MLP);
+#: `post_attn`: s after attention was added, before the MLP's norm (an edit reaches this layer's
+#: MLP);
 #: `mlp_in`: the normed MLP input;
 #: `mlp_out`: the MLP branch just before it is added, after any post-norm;
-#: `post_block`: s leaving the layer (HF `hidden_states[L+1]`).
-#: Inside attention and MLP, rows of other widths (see `schemas.banks`), served where the setting `hooks` names them:
-#: `q_proj`, `k_proj`: what the projections give, by head; `q`, `k`: as attention uses them, after any norm and rotary embedding;
-#: `v`; `z`: what enters the output projection, by head; `mlp_act`: what enters the down projection, by neuron;
+#: `post_block`: s leaving the layer (HF `hidden_states[L+1]`). Inside attention and MLP, rows of
+#: other widths (see `schemas.banks`), served where the setting `hooks` names them:
+#: `q_proj`, `k_proj`: what the projections give, by head; `q`, `k`: as attention uses them, after
+#: any norm and rotary embedding; `v`; `z`: what enters the output projection, by head; `mlp_act`:
+#: what enters the down projection, by neuron;
 #: `router`: the router's logits, by expert.
 Hook = Literal[
     "pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block",
@@ -42,19 +55,51 @@ INSIDE: tuple[Hook, ...] = get_args(Hook)[6:]
 EVERY: tuple[Hook, ...] = get_args(Hook)
 #: All, in the order in which a layer's forward meets them.
 FORWARD: tuple[Hook, ...] = (
-    "pre_attn", "q_proj", "k_proj", "q", "k", "v", "z", "attn_out", "post_attn", "mlp_in", "router", "mlp_act", "mlp_out", "post_block",
-)  # fmt: skip
+    "pre_attn",
+    "q_proj",
+    "k_proj",
+    "q",
+    "k",
+    "v",
+    "z",
+    "attn_out",
+    "post_attn",
+    "mlp_in",
+    "router",
+    "mlp_act",
+    "mlp_out",
+    "post_block",
+)
 #: Hooks on the residual stream itself; the others are on branches.
 STREAM_HOOKS: frozenset[Hook] = frozenset({"pre_attn", "post_attn", "post_block"})
 
 #: TransformerLens' names, with and without `hook_`.
 Alias = Literal[
-    "resid_pre", "resid_mid", "resid_post",
-    "hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out",
-    "rot_q", "rot_k", "mlp_post",
-    "hook_q", "hook_k", "hook_v", "hook_z", "hook_rot_q", "hook_rot_k",
-    "attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "attn.hook_rot_q", "attn.hook_rot_k", "mlp.hook_post",
-]  # fmt: skip
+    "resid_pre",
+    "resid_mid",
+    "resid_post",
+    "hook_resid_pre",
+    "hook_resid_mid",
+    "hook_resid_post",
+    "hook_attn_out",
+    "hook_mlp_out",
+    "rot_q",
+    "rot_k",
+    "mlp_post",
+    "hook_q",
+    "hook_k",
+    "hook_v",
+    "hook_z",
+    "hook_rot_q",
+    "hook_rot_k",
+    "attn.hook_q",
+    "attn.hook_k",
+    "attn.hook_v",
+    "attn.hook_z",
+    "attn.hook_rot_q",
+    "attn.hook_rot_k",
+    "mlp.hook_post",
+]
 ALIASES: dict[str, Hook] = {
     "resid_pre": "pre_attn",
     "resid_mid": "post_attn",
@@ -91,7 +136,8 @@ def resolve_hook(name: HookName) -> Hook:
 
 
 LayerNumber = Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]
-#: `all`; one layer; a list; or text such as `0-3,7,-1` (ranges are inclusive). Negative numbers count from the last layer.
+#: `all`; one layer; a list; or text such as `0-3,7,-1` (ranges are inclusive). Negative numbers
+#: count from the last layer.
 LayerSelector = (
     Annotated[str, msgspec.Meta(max_length=MAX_LAYER_TEXT)]
     | LayerNumber
@@ -107,7 +153,8 @@ DimensionSelector = (
 HeadSelector = LayerSelector
 _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
-#: Named position sets; anything else is a list of absolute token positions, negative from the prompt's end.
+#: Named position sets; anything else is a list of absolute token positions, negative from the
+#: prompt's end.
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 #: As users name them; `image`: the tokens of all images of the prompt.
 RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
@@ -116,7 +163,9 @@ Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
 
 class Window(Record):
-    """Absolute positions from `start` up to but not including `stop`; null: to the end of what is generated."""
+    """Absolute positions from `start` up to but not including `stop`; null: to the end of what is
+    generated.
+    """
 
     start: int
     stop: int | None = None
@@ -129,26 +178,32 @@ PositionSelector = PositionName | list[int] | Window
 class Span(Record, omit_defaults=True):  # what is not used, an older server need not know
     """Consecutive tokens: by their text, by their positions, or those of an image.
 
-    By `text`: every prompt token that overlaps an occurrence of it in the prompt's text. `occurrence`: 0 the first, 1 the
-    second, …, negative from the last; null: all of them.
-    By position: from `start` (null: the first) up to but not including `stop` (null: to the end, with all that is
-    generated). Negative positions count from the prompt's end; positions of generated tokens follow those of the prompt.
-    By `image`: the tokens of an image of the prompt, by its number (negative from the last), or of `all`; of each only those from
-    `start` up to `stop` where both are given, counted from its first.
+    By `text`: every prompt token that overlaps an occurrence of it in the prompt's text.
+    `occurrence`: 0 the first, 1 the second, …, negative from the last; null: all of them. By
+    position: from `start` (null: the first) up to but not including `stop` (null: to the end, with
+    all that is generated). Negative positions count from the prompt's end; positions of generated
+    tokens follow those of the prompt. By `image`: the tokens of an image of the prompt, by its
+    number (negative from the last), or of `all`; of each only those from `start` up to `stop` where
+    both are given, counted from its first.
     """
 
     text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
     occurrence: Place | None = 0
     start: Place | None = None
     stop: Place | None = None
-    image: Annotated[int, msgspec.Meta(ge=-MAX_IMAGE - 1, le=MAX_IMAGE)] | Literal["all"] | None = None
+    image: Annotated[int, msgspec.Meta(ge=-MAX_IMAGE - 1, le=MAX_IMAGE)] | Literal["all"] | None = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if self.image is not None:
             self._check_image()
             return
         if self.is_range == (self.text is not None) or (self.is_range and self.occurrence != 0):
-            raise ValueError("a span is either `text` (with `occurrence`) or a range of positions with `start`, `stop` or both")
+            raise ValueError(
+                "a span is either `text` (with `occurrence`) or a range of positions with "
+                "`start`, `stop` or both"
+            )
         if self.text == "":
             raise ValueError("text is empty: give a part of the prompt")
         first, stop = self.start or 0, self.stop
@@ -156,10 +211,23 @@ class Span(Record, omit_defaults=True):  # what is not used, an older server nee
             raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is exclusive")
 
     def _check_image(self) -> None:
-        if self.text is not None or self.occurrence != 0 or (self.start is None) != (self.stop is None):
-            raise ValueError("a span of an image has `image`, and either both of `start` and `stop` or none")
-        if self.start is not None and self.stop is not None and not 0 <= self.start < self.stop <= MAX_IMAGE_TOKENS:
-            raise ValueError(f"tokens {self.start} up to {self.stop} of an image: `start` is 0 or more, and less than `stop`")
+        if (
+            self.text is not None
+            or self.occurrence != 0
+            or (self.start is None) != (self.stop is None)
+        ):
+            raise ValueError(
+                "a span of an image has `image`, and either both of `start` and `stop` or none"
+            )
+        if (
+            self.start is not None
+            and self.stop is not None
+            and not 0 <= self.start < self.stop <= MAX_IMAGE_TOKENS
+        ):
+            raise ValueError(
+                f"tokens {self.start} up to {self.stop} of an image: `start` is 0 or more, and "
+                "less than `stop`"
+            )
 
     @property
     def is_range(self) -> bool:
@@ -167,7 +235,9 @@ class Span(Record, omit_defaults=True):  # what is not used, an older server nee
 
 
 #: As users write it: a name, positions and spans in any mixture, or one span.
-RequestedPositions = RequestedName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
+RequestedPositions = (
+    RequestedName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
+)
 _RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
 
 
@@ -176,11 +246,18 @@ def written_range(text: str) -> dict[str, int] | None:
     match = _RANGE.fullmatch(text.strip())
     if match is None or not any(match.groups()):
         return None
-    return {name: int(place) for name, place in zip(("start", "stop"), match.groups(), strict=True) if place is not None}
+    return {
+        name: int(place)
+        for name, place in zip(("start", "stop"), match.groups(), strict=True)
+        if place is not None
+    }
 
 
-def resolve_layers(selector: LayerSelector | DimensionSelector, num_layers: int, thing: str = "layer") -> list[int]:
-    """Sorted unique layer numbers in `[0, num_layers)`; or of another `thing` that a model has so many of.
+def resolve_layers(
+    selector: LayerSelector | DimensionSelector, num_layers: int, thing: str = "layer"
+) -> list[int]:
+    """Sorted unique layer numbers in `[0, num_layers)`; or of another `thing` that a model has so
+    many of.
 
     Raises SelectorError saying what is wrong and what would be right.
     """
@@ -202,7 +279,9 @@ def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
 
 
 def joined(ranges: Iterable[range]) -> list[int]:
-    """The numbers in any of `ranges`, each once, ascending; takes time for each range and each number, not for both together."""
+    """The numbers in any of `ranges`, each once, ascending; takes time for each range and each
+    number, not for both together.
+    """
     numbers: list[int] = []
     reached = -sys.maxsize
     for found in sorted(ranges, key=lambda found: found.start):
@@ -214,7 +293,10 @@ def joined(ranges: Iterable[range]) -> list[int]:
 def _layer_range(text: str, num_layers: int, thing: str) -> range:
     match = _LAYERS.fullmatch(text)
     if match is None:
-        raise SelectorError(f'{text[:40]!r} is not a {thing} selector: use "all", "a-b", a number or a list of numbers')
+        raise SelectorError(
+            f'{text[:40]!r} is not a {thing} selector: use "all", "a-b", a number or a list '
+            "of numbers"
+        )
     first = _layer(int(match[1]), num_layers, thing)
     last = first if match[2] is None else _layer(int(match[2]), num_layers, thing)
     if first > last:
@@ -224,14 +306,21 @@ def _layer_range(text: str, num_layers: int, thing: str) -> range:
 
 def _layer(layer: int, num_layers: int, thing: str) -> int:
     if not -num_layers <= layer < num_layers:
-        raise SelectorError(f"{thing} {layer} is out of range: the model has {thing}s 0 to {num_layers - 1}")
+        raise SelectorError(
+            f"{thing} {layer} is out of range: the model has {thing}s 0 to {num_layers - 1}"
+        )
     return layer % num_layers
 
 
 def resolve_sites(
-    wanted: Mapping[HookName, LayerSelector], num_layers: int, hooks: Sequence[str] = HOOKS, absent: Mapping[str, str] | None = None
+    wanted: Mapping[HookName, LayerSelector],
+    num_layers: int,
+    hooks: Sequence[str] = HOOKS,
+    absent: Mapping[str, str] | None = None,
 ) -> dict[Hook, list[int]]:
-    """Hook → ascending layers, in the order in which a forward meets the hooks. `hooks`: those that the model has. `absent`: others → why.
+    """Hook → ascending layers, in the order in which a forward meets the hooks.
+
+    `hooks`: those that the model has. `absent`: others → why.
 
     Raises SelectorError, whose `at` is the hook as the user named it.
     """
@@ -240,9 +329,14 @@ def resolve_sites(
     for name, layers in wanted.items():
         hook = resolve_hook(name)
         if hook in named:
-            raise SelectorError(f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}")
+            raise SelectorError(
+                f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}"
+            )
         if hook not in hooks:
-            why = (absent or {}).get(hook, "the worker's setting hooks must name it, or `inside`" if hook in INSIDE else "")
+            why = (absent or {}).get(
+                hook,
+                "the worker's setting hooks must name it, or `inside`" if hook in INSIDE else "",
+            )
             wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
             raise SelectorError(f"{wrong} the model has {', '.join(hooks)}", f".{name}")
         try:
@@ -257,7 +351,10 @@ class SpanFinder(Protocol):
     """Knows one prompt's text."""
 
     def __call__(self, span: Span) -> list[int]:
-        """The positions of the prompt tokens that overlap the span, which has a text. Raises SelectorError."""
+        """The positions of the prompt tokens that overlap the span, which has a text.
+
+        Raises SelectorError.
+        """
 
 
 def no_text(span: Span) -> list[int]:
@@ -266,13 +363,17 @@ def no_text(span: Span) -> list[int]:
 
 
 def resolve_positions(
-    asked: RequestedPositions, prompt_tokens: int, find: SpanFinder = no_text, images: Sequence[ImageRef] = ()
+    asked: RequestedPositions,
+    prompt_tokens: int,
+    find: SpanFinder = no_text,
+    images: Sequence[ImageRef] = (),
 ) -> PositionSelector:
-    """A name is kept, one range becomes a window; positions and spans become sorted unique positions, each inside the prompt.
+    """A name is kept, one range becomes a window; positions and spans become sorted unique
+    positions, each inside the prompt.
 
-    With `images` these are places in the prompt as written, see `schemas.images`.
-    Raises SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not there, an empty list or
-    range, or a range in a list that does not end in the prompt.
+    With `images` these are places in the prompt as written, see `schemas.images`. Raises
+    SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not
+    there, an empty list or range, or a range in a list that does not end in the prompt.
     """
     if asked == "image":
         return _of_images(Span(image="all"), images, "")
@@ -281,7 +382,9 @@ def resolve_positions(
     if isinstance(asked, Span) and asked.image is not None:
         return _of_images(asked, images, ".image")
     if isinstance(asked, Span):
-        return _window(asked, prompt_tokens, "") if asked.is_range else sorted(_span(asked, find, ""))
+        return (
+            _window(asked, prompt_tokens, "") if asked.is_range else sorted(_span(asked, find, ""))
+        )
     if not asked:
         raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
@@ -292,15 +395,21 @@ def resolve_positions(
             if item.image is not None:
                 positions.update(_of_images(item, images, f"[{index}].image"))
             elif item.is_range:
-                ranges.append(_inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"))
+                ranges.append(
+                    _inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]")
+                )
             elif (item.text, item.occurrence) not in texts:
                 texts.add((item.text, item.occurrence))
                 positions.update(_span(item, find, f"[{index}]"))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
-            detail = f"position {item} is out of range: the prompt has positions 0 to {prompt_tokens - 1}"
+            detail = (
+                f"position {item} is out of range: the prompt has positions 0 to "
+                f"{prompt_tokens - 1}"
+            )
             raise SelectorError(detail, f"[{index}]")
-        positions.add(item if item >= 0 else item + prompt_tokens)  # numbers are shared by all prompts
+        # numbers are shared by all prompts
+        positions.add(item if item >= 0 else item + prompt_tokens)
     positions.update(joined(ranges))
     return sorted(positions)
 
@@ -311,10 +420,14 @@ def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
         raise SelectorError("the prompt has no image", at)
     number = span.image
     if isinstance(number, int) and not -len(images) <= number < len(images):
-        raise SelectorError(f"image {number} is out of range: the prompt has images 0 to {len(images) - 1}", at)
+        raise SelectorError(
+            f"image {number} is out of range: the prompt has images 0 to {len(images) - 1}", at
+        )
     chosen = range(len(images)) if not isinstance(number, int) else [number % len(images)]
     if span.start is None or span.stop is None:
-        return [place for image in chosen for place in range(images[image].start, images[image].stop)]
+        return [
+            place for image in chosen for place in range(images[image].start, images[image].stop)
+        ]
     return [inside(image, token) for image in chosen for token in range(span.start, span.stop)]
 
 
@@ -322,11 +435,20 @@ def _window(span: Span, prompt_tokens: int, at: str) -> Window:
     """A range with its negative places counted from the prompt's end. Raises SelectorError."""
     for name, place in (("start", span.start), ("stop", span.stop)):
         if place is not None and place < -prompt_tokens:
-            raise SelectorError(f"position {place} is out of range: the prompt has positions 0 to {prompt_tokens - 1}", f"{at}.{name}")
+            raise SelectorError(
+                (
+                    f"position {place} is out of range: the prompt has positions 0 to "
+                    f"{prompt_tokens - 1}"
+                ),
+                f"{at}.{name}",
+            )
     start = _counted(span.start or 0, prompt_tokens)
     stop = None if span.stop is None else _counted(span.stop, prompt_tokens)
     if stop is not None and start >= stop:
-        raise SelectorError(f"the range from {start} up to {stop} is empty in a prompt of length {prompt_tokens}", at)
+        raise SelectorError(
+            (f"the range from {start} up to {stop} is empty in a prompt of length {prompt_tokens}"),
+            at,
+        )
     return Window(start=start, stop=stop)
 
 
@@ -337,9 +459,14 @@ def _counted(place: int, prompt_tokens: int) -> int:
 def _inside(window: Window, prompt_tokens: int, at: str) -> range:
     """A range in a list of positions: it must lie in the prompt. Raises SelectorError."""
     if window.stop is None:
-        raise SelectorError("a range in a list needs a `stop`; only a single range may be open-ended", at)
+        raise SelectorError(
+            "a range in a list needs a `stop`; only a single range may be open-ended", at
+        )
     if window.stop > prompt_tokens:
-        detail = f"the range stops at {window.stop}, but the prompt has length {prompt_tokens}; only a single range may extend beyond it"
+        detail = (
+            f"the range stops at {window.stop}, but the prompt has length {prompt_tokens}; "
+            "only a single range may extend beyond it"
+        )
         raise SelectorError(detail, f"{at}.stop")
     return range(window.start, window.stop)
 
@@ -352,7 +479,9 @@ def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
 
 
 def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> RequestedPositions:
-    """Without what is beyond the prompt: for what is taken of prompts of every length. An empty list where nothing is left.
+    """Without what is beyond the prompt: for what is taken of prompts of every length.
+
+    An empty list where nothing is left.
 
     A range alone keeps what may be generated.
     """
@@ -360,12 +489,22 @@ def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> Requested
         return _cut(selector, prompt_tokens, None) or []
     if not isinstance(selector, list):
         return selector
-    cut = [_cut(item, prompt_tokens, prompt_tokens) if isinstance(item, Span) else item for item in selector]
-    return [item for item in cut if isinstance(item, Span) or (item is not None and -prompt_tokens <= item < prompt_tokens)]
+    cut = [
+        _cut(item, prompt_tokens, prompt_tokens) if isinstance(item, Span) else item
+        for item in selector
+    ]
+    return [
+        item
+        for item in cut
+        if isinstance(item, Span) or (item is not None and -prompt_tokens <= item < prompt_tokens)
+    ]
 
 
 def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
-    """The part of a range that is from 0 up to `end` (null: as far as it goes); None where none is. A text stays as it is."""
+    """The part of a range that is from 0 up to `end` (null: as far as it goes); None where none is.
+
+    A text stays as it is.
+    """
     if not span.is_range:
         return span
     start = max(_counted(span.start or 0, prompt_tokens), 0)
@@ -377,12 +516,19 @@ def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
 def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
     """The first absolute position that a resolved selector names."""
     if isinstance(selector, str):
-        return {"last_prompt": prompt_tokens - 1, "all_generated": prompt_tokens, "all_prompt": 0, "all": 0}[selector]
+        return {
+            "last_prompt": prompt_tokens - 1,
+            "all_generated": prompt_tokens,
+            "all_prompt": 0,
+            "all": 0,
+        }[selector]
     return selector.start if isinstance(selector, Window) else min(selector)
 
 
 def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
-    """The first absolute position behind all that a resolved selector names; `sys.maxsize` if it names all that is generated."""
+    """The first absolute position behind all that a resolved selector names; `sys.maxsize` if it
+    names all that is generated.
+    """
     if isinstance(selector, str):
         return prompt_tokens if selector in ("last_prompt", "all_prompt") else sys.maxsize
     if isinstance(selector, Window):
@@ -391,14 +537,22 @@ def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
 
 
 def depends_on_prompt(selector: PositionSelector) -> bool:
-    """Whether a resolved selector selects other positions in a longer prompt with the same beginning."""
+    """Whether a resolved selector selects other positions in a longer prompt with the same
+    beginning.
+    """
     return selector in ("last_prompt", "all_prompt", "all_generated")
 
 
-def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int) -> list[int] | range:
-    """The absolute positions in the window `[start, stop)` that a resolved selector names, ascending."""
+def select(
+    selector: PositionSelector, start: int, stop: int, prompt_tokens: int
+) -> list[int] | range:
+    """The absolute positions in the window `[start, stop)` that a resolved selector names,
+    ascending.
+    """
     if isinstance(selector, Window):
-        return range(max(start, selector.start), stop if selector.stop is None else min(stop, selector.stop))
+        return range(
+            max(start, selector.start), stop if selector.stop is None else min(stop, selector.stop)
+        )
     if selector == "all":
         return range(start, stop)
     if selector == "all_prompt":
@@ -406,7 +560,9 @@ def select(selector: PositionSelector, start: int, stop: int, prompt_tokens: int
     if selector == "all_generated":
         return range(max(start, prompt_tokens), stop)
     if selector == "last_prompt":
-        return range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
+        return (
+            range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
+        )
     return selector[bisect_left(selector, start) : bisect_left(selector, stop)]
 
 

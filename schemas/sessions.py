@@ -1,4 +1,6 @@
-"""Sessions of the page: the login with an API key, what is kept of it, and what the page learns from it."""
+"""Sessions of the page: the login with an API key, what is kept of it, and what the page learns
+from it.
+"""
 
 from typing import Annotated, Literal
 
@@ -26,13 +28,17 @@ class Session(Record):
 
     key: KeyId
     sha256: str  # of the key's secret: another key of the same id is not this one
-    csrf: str  # must come back in the header `x-midstream-csrf` of every call that changes something
+    csrf: (
+        str  # must come back in the header `x-midstream-csrf` of every call that changes something
+    )
     created: float
     expires: float  # seconds since the epoch
 
 
 class SessionView(Published, kw_only=True):
-    """Answer of `GET /session` and `POST /session`: who is logged in, and what the page may offer."""
+    """Answer of `GET /session` and `POST /session`: who is logged in, and what the page may
+    offer.
+    """
 
     version: str
     auth: Literal["keys", "open"]  # `open`: no login is needed

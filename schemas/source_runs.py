@@ -1,4 +1,6 @@
-"""Source runs: stored captures of a job that other requests are patched with, and the names of their rows."""
+"""Source runs: stored captures of a job that other requests are patched with, and the names of
+their rows.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -13,7 +15,10 @@ RunState = Literal["pending", "ready", "failed", "deleted"]
 
 
 class Run(Record, omit_defaults=True):
-    """What a run's name points at, as the ledger keeps it. A job's captures never change, so neither does what it names."""
+    """What a run's name points at, as the ledger keeps it.
+
+    A job's captures never change, so neither does what it names.
+    """
 
     name: str
     model: str
@@ -21,7 +26,8 @@ class Run(Record, omit_defaults=True):
     tag: str  # of the captures
     created: float
     lora: LoraUse | None = None  # adapter that its rows were computed with
-    identity: str = ""  # of the model that computed them; empty: accepted by a version that knew none
+    # of the model that computed them; empty: accepted by a version that knew none
+    identity: str = ""
 
 
 class RunPrompt(Record):
@@ -72,7 +78,10 @@ class RunFile(Record):
 
 
 class RunFiles(Record):
-    """What a rank is to load: the rows of one prompt of a run. It reads the blobs that contain its own sites."""
+    """What a rank is to load: the rows of one prompt of a run.
+
+    It reads the blobs that contain its own sites.
+    """
 
     key: str  # `run_key`
     sites: dict[Hook, list[int]]
@@ -83,7 +92,9 @@ class RunFiles(Record):
 
 
 def run_key(job: str, request: int, tag: Tag) -> str:
-    """Names one prompt's captures under one tag of one job: their content, because a settled job's captures never change."""
+    """Names one prompt's captures under one tag of one job: their content, because a settled job's
+    captures never change.
+    """
     return f"{job}.{request}.{tag}"
 
 
@@ -113,7 +124,9 @@ class RunRow(NamedTuple):
 
 def row_name(row: RunRow) -> str:
     """What `StoredSteering.tensors` calls it: as good as a content hash, see `run_key`."""
-    where = str(row.position) if row.position is not None else f"mean {as_ranges(row.mean)}".rstrip()
+    where = (
+        str(row.position) if row.position is not None else f"mean {as_ranges(row.mean)}".rstrip()
+    )
     return f"{ROW_PREFIX}{row.key}:{row.hook}:{row.layer}:{where}"
 
 

@@ -12,11 +12,13 @@ class State(StrEnum):
     FAILED = "failed"  # `error` says why
     CANCELLED = "cancelled"  # stopped on request while it ran
     ABORTED = "aborted"  # ended while it was queued
-    EXPIRED = "expired"  # shown only, never stored: it ended longer than `result_ttl_s` ago, and its result was deleted
+    # shown only, never stored: it ended longer than `result_ttl_s` ago, and its result was deleted
+    EXPIRED = "expired"
 
 
-#: Which state may follow which; the Lua transitions are generated from this table. Terminal states have no successor.
-#: No transition leads to `expired`: a reader sees it instead of the stored terminal state.
+#: Which state may follow which; the Lua transitions are generated from this table. Terminal states
+#: have no successor. No transition leads to `expired`: a reader sees it instead of the stored
+#: terminal state.
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING, State.ABORTED, State.FAILED}),
     State.RUNNING: frozenset({State.QUEUED, State.CANCELLING, State.SUCCEEDED, State.FAILED}),
@@ -29,6 +31,13 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 TERMINAL = frozenset(state for state, following in TRANSITIONS.items() if not following)
 
-#: What a webhook may report: that an attempt began, that a probe flagged a prompt, and each way in which a job ends.
-CallbackEvent = Literal["job.running", "job.flagged", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"]
-ENDS = tuple(cast(CallbackEvent, f"job.{state}") for state in State if state in TERMINAL and state is not State.EXPIRED)
+#: What a webhook may report: that an attempt began, that a probe flagged a prompt, and each way in
+#: which a job ends.
+CallbackEvent = Literal[
+    "job.running", "job.flagged", "job.succeeded", "job.failed", "job.cancelled", "job.aborted"
+]
+ENDS = tuple(
+    cast(CallbackEvent, f"job.{state}")
+    for state in State
+    if state in TERMINAL and state is not State.EXPIRED
+)

@@ -8,7 +8,8 @@ class QueueStatus(Published):
     """The jobs of one model and priority that no worker has begun."""
 
     model: str
-    priority: str  # high | interactive (someone holds a response) | batch | low: served in this order
+    # high | interactive (someone holds a response) | batch | low: served in this order
+    priority: str
     sent: int  # their message is with Celery
     waiting: dict[str, int]  # tenant → jobs whose turn has not come
 
@@ -54,7 +55,8 @@ class Status(Published):
     queued: int  # of those, jobs that no worker has begun
     counts: dict[str, dict[str, int]]  # model → state → how often a job came into it, ever
     queues: list[QueueStatus]
-    workers: list[WorkerInfo]  # one whose version this API cannot work with is not healthy, and its `detail` names both
+    # one whose version this API cannot work with is not healthy, and its `detail` names both
+    workers: list[WorkerInfo]
     relay: RelayStatus
     callbacks: CallbacksStatus
     redis: RedisStatus

@@ -1,7 +1,7 @@
 """Global steering, named modules, and the ranks' reports on them.
 
-All of it is desired state in Redis: workers reconcile to it and report. A name points at content: changing what it means
-never touches a request that was accepted before.
+All of it is desired state in Redis: workers reconcile to it and report. A name points at content:
+changing what it means never touches a request that was accepted before.
 """
 
 from typing import Annotated, Literal
@@ -19,7 +19,9 @@ Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MA
 
 
 class SteeringTemplate(Record):
-    """A `SteeringSpec` after validation against a model, before it meets a prompt: positions are still a wish."""
+    """A `SteeringSpec` after validation against a model, before it meets a prompt: positions are
+    still a wish.
+    """
 
     layers: list[int]
     hook: Hook
@@ -38,11 +40,17 @@ class SteeringTemplate(Record):
         """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""
         return at_scale(
             StoredSteering(
-                layers=self.layers, hook=self.hook, positions=positions, family=self.family, tensors=self.tensors,
-                scale=self.scale, numbers=self.numbers, rank=self.rank,
+                layers=self.layers,
+                hook=self.hook,
+                positions=positions,
+                family=self.family,
+                tensors=self.tensors,
+                scale=self.scale,
+                numbers=self.numbers,
+                rank=self.rank,
             ),
             scale,
-        )  # fmt: skip
+        )
 
 
 def content_digest(entries: list[SteeringTemplate]) -> str:
@@ -54,11 +62,13 @@ def content_digest(entries: list[SteeringTemplate]) -> str:
 MODEL_HEADER = "x-midstream-model"
 
 
-# --- Named modules ----------------------------------------------------------------------------------------------------
+# --- Named modules --------------------------------------------------------------------------------
 
 
 class ModuleRequest(Record):
-    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, without modules among them."""
+    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, without
+    modules among them.
+    """
 
     steering: Entries
     model: Name | None = None  # null: the only one there is
@@ -76,7 +86,10 @@ class Module(Record):
     created: float
     description: str = ""
     hidden_size: int = 0  # of the model that it was registered for
-    reach: list[float] = []  # of each entry, the largest coordinate of scale · vector; 0 where the vector is not scaled
+    reach: list[
+        float
+        # of each entry, the largest coordinate of scale · vector; 0 where the vector is not scaled
+    ] = []
 
     @property
     def tensors(self) -> list[str]:
@@ -108,7 +121,9 @@ class ModuleView(Record):
     bytes: int
     created: float
     description: str = ""
-    replaced: str | None = None  # on `PUT`: the digest that the name pointed at before, where it was another
+    replaced: str | None = (
+        None  # on `PUT`: the digest that the name pointed at before, where it was another
+    )
 
 
 class ModulePage(Record):
@@ -117,14 +132,16 @@ class ModulePage(Record):
     modules: list[ModuleView]
 
 
-# --- Global steering --------------------------------------------------------------------------------------------------
+# --- Global steering ------------------------------------------------------------------------------
 
 
 class GlobalRequest(Record):
-    """Body of `PUT /v1/steering/global`: applied to every request to the model that starts after the change.
+    """Body of `PUT /v1/steering/global`: applied to every request to the model that starts after
+    the change.
 
-    Positions apply to prompts of every length, so they are names, ranges that begin at a position, or positions counted from
-    the beginning; those beyond the end of a prompt or request are ignored.
+    Positions apply to prompts of every length, so they are names, ranges that begin at a position,
+    or positions counted from the beginning; those beyond the end of a prompt or request are
+    ignored.
     """
 
     steering: Entries
@@ -148,21 +165,32 @@ class GlobalSteering(Record):
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
-        """What it does to a prompt of this length; an entry without a position there is left out."""
+        """What it does to a prompt of this length; an entry without a position there is left
+        out.
+        """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
-        return [entry.stored(resolve_positions(asked, prompt_tokens)) for entry, asked in cut if asked != []]
+        return [
+            entry.stored(resolve_positions(asked, prompt_tokens))
+            for entry, asked in cut
+            if asked != []
+        ]
 
     def standing_rows(self) -> list[SteeringRow]:
-        """The rows that ranks keep written even while unused: those of entries whose positions are a name or a range.
+        """The rows that ranks keep written even while unused: those of entries whose positions are
+        a name or a range.
 
         A list of positions is cut to each prompt.
         """
         same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
-        return steering_rows([entry.stored(resolve_positions(entry.positions, 0)) for entry in same])
+        return steering_rows(
+            [entry.stored(resolve_positions(entry.positions, 0)) for entry in same]
+        )
 
 
 class Proposal(Record):
-    """Phase one of a change of global steering: workers validate it on all their ranks and say so; nothing is applied yet."""
+    """Phase one of a change of global steering: workers validate it on all their ranks and say so;
+    nothing is applied yet.
+    """
 
     id: str
     steering: GlobalSteering  # with the version that it will have
@@ -178,11 +206,13 @@ class Desired(Record):
     modules: dict[str, Module] = {}
 
 
-# --- What the ranks say -----------------------------------------------------------------------------------------------
+# --- What the ranks say ---------------------------------------------------------------------------
 
 
 class RankSteering(Record):
-    """One rank, as `midstream_status` reports it; the numbers of rows and entries are those of its steering table."""
+    """One rank, as `midstream_status` reports it; the numbers of rows and entries are those of its
+    steering table.
+    """
 
     rank: int
     tp: int
@@ -208,7 +238,9 @@ class RankSteering(Record):
     running: int = 0  # requests in the engine's last step, with or without interventions
     queued: int = 0  # requests that waited for it
     kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1
-    store: dict[str, StoreCalls] = {}  # operation → the rank's requests to object storage since it started
+    store: dict[
+        str, StoreCalls
+    ] = {}  # operation → the rank's requests to object storage since it started
 
 
 WorkerState = Literal["serving", "resyncing", "quarantined"]
@@ -255,7 +287,9 @@ class StageAgreement(Record):
 
 
 class Agreement(Record):
-    """Over all workers asked; a worker that did not answer, or a rank without a checksum, counts as inconsistent."""
+    """Over all workers asked; a worker that did not answer, or a rank without a checksum, counts as
+    inconsistent.
+    """
 
     consistent: bool
     stages: list[StageAgreement]
@@ -270,7 +304,9 @@ class Dynamic(Record):
 
 
 class GlobalView(Record):
-    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: the desired state, and how far each worker has applied it."""
+    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: the desired state, and how far each
+    worker has applied it.
+    """
 
     model: str
     version: int

@@ -10,7 +10,9 @@ class StoreCalls(Record):
     """Of one operation: head | get | put | upload (in parts) | delete | list | probe."""
 
     outcomes: dict[str, int] = {}  # ok | missing | stale | refused | full | away | error → requests
-    retries: int = 0  # requests repeated for a passing reason; those of an upload's parts are not known
+    # requests repeated for a passing reason; those of an upload's parts are not known
+    retries: int = 0
     bytes: int = 0  # of bodies that were sent or received
     seconds: float = 0.0  # in all
-    buckets: list[int] = []  # requests by duration, one number for each of `BOUNDS` and one for the rest
+    # requests by duration, one number for each of `BOUNDS` and one for the rest
+    buckets: list[int] = []

@@ -1,8 +1,10 @@
 """The requests of a sweep and their numbering, shared by planner, worker and reader.
 
-Each pair has the units base, source (not in an ablation), sender (of a path that has one) and `noise` patches that change nothing;
-then come all cells, pair by pair, hook by hook, layer by layer, column by column. A unit is one request for each node of its
-continuations: what is asked of several answer tokens is asked token by token, behind those before. A path's cell may take two passes.
+Each pair has the units base, source (not in an ablation), sender (of a path that has one) and
+`noise` patches that change nothing; then come all cells, pair by pair, hook by hook, layer by
+layer, column by column. A unit is one request for each node of its continuations: what is asked of
+several answer tokens is asked token by token, behind those before. A path's cell may take two
+passes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ class Node(NamedTuple):
 
 
 def nodes_of(pair: StoredPair) -> list[Node]:
-    """What must be asked to know the log-probability of answer and foil; the first is the prompt itself."""
+    """What must be asked to know the log-probability of answer and foil; the first is the prompt
+    itself.
+    """
     wanted: dict[tuple[int, ...], set[int]] = {(): set()}
     for continuation in (pair.answer, pair.foil):
         for place, token in enumerate(continuation):
@@ -35,7 +39,8 @@ class Units:
         self._sweep = sweep
         self.nodes = [nodes_of(pair) for pair in sweep.pairs]
         self.passes = 1 if sweep.path is None else sweep.path.passes
-        self.width = max(len(nodes) for nodes in self.nodes) * self.passes  # requests of one unit, at most
+        # requests of one unit, at most
+        self.width = max(len(nodes) for nodes in self.nodes) * self.passes
         self._sends = sweep.path is not None and sweep.path.sender is not None
         self._controls = 2 + self._sends + sweep.noise  # of each pair
         self.first_cell = len(sweep.pairs) * self._controls
@@ -47,12 +52,20 @@ class Units:
 
     @cached_property
     def tokens(self) -> int:
-        """What all its requests come to: their prompts, and the token that each has graded. What is skipped counts nothing; what an
-        engine shares between requests counts for each."""
+        """What all its requests come to: their prompts, and the token that each has graded.
+
+        What is skipped counts nothing; what an engine shares between requests counts for each.
+        """
         sweep, total = self._sweep, 0
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
             columns = sum(bool(column.places) for column in stored.columns)
-            patched = self._sends + sweep.noise + self.passes * columns * len(sweep.hooks) * len(sweep.layers) if columns else 0
+            patched = (
+                self._sends
+                + sweep.noise
+                + self.passes * columns * len(sweep.hooks) * len(sweep.layers)
+                if columns
+                else 0
+            )
             behind = sum(len(node.prefix) + 1 for node in nodes)
             total += (1 + patched) * (len(nodes) * len(stored.base) + behind)
             total += len(nodes) * len(stored.source) + behind if stored.source else 0
@@ -76,7 +89,16 @@ class Units:
         for number in range(sweep.noise if columns else 0):
             share = (2 * number + 1) / (2 * sweep.noise)  # the middles of equal parts
             layer, column = int(share * len(sweep.layers)), columns[number * 7919 % len(columns)]
-            units.append(Unit(pair * self._controls + 2 + self._sends + number, "noise", pair, 0, layer, column))
+            units.append(
+                Unit(
+                    pair * self._controls + 2 + self._sends + number,
+                    "noise",
+                    pair,
+                    0,
+                    layer,
+                    column,
+                )
+            )
         return units
 
     def cells(self, pair: int) -> Iterator[Unit]:
@@ -100,14 +122,19 @@ class Units:
         return Unit(number, "cell", pair, hook, layer, column)
 
     def patched(self, unit: Unit) -> tuple[list[int], list[tuple[int, int]]]:
-        """Layers (of the model) and places (as in `Column`) that a cell or a noise unit patches: its own and those around it that are
-        in the sweep's window; ascending. No places: it is skipped, as its own column is.
+        """Layers (of the model) and places (as in `Column`) that a cell or a noise unit patches:
+        its own and those around it that are in the sweep's window; ascending. No places: it is
+        skipped, as its own column is.
         """
         sweep, columns = self._sweep, self._sweep.pairs[unit.pair].columns
         layers = sweep.layers[_around(unit.layer, sweep.window.layers)]
         if not columns[unit.column].places:
             return layers, []
-        places = {base: source for column in columns[_around(unit.column, sweep.window.positions)] for base, source in column.places}
+        places = {
+            base: source
+            for column in columns[_around(unit.column, sweep.window.positions)]
+            for base, source in column.places
+        }
         return layers, sorted(places.items())
 
     def request(self, unit: Unit, node: int) -> int:
@@ -120,6 +147,8 @@ class Units:
 
 
 def _around(place: int, width: int) -> slice:
-    """`width` neighbours of which `place` is the middle (of an even number: the one before), cut off at the beginning."""
+    """`width` neighbours of which `place` is the middle (of an even number: the one before), cut
+    off at the beginning.
+    """
     first = place - (width - 1) // 2
     return slice(max(first, 0), first + width)

@@ -1,4 +1,6 @@
-"""What readers see of a sweep besides its result: what a request would run, and a sweep as it stands with the request that it answers."""
+"""What readers see of a sweep besides its result: what a request would run, and a sweep as it
+stands with the request that it answers.
+"""
 
 from .base import Record
 from .jobs import JobView
@@ -11,7 +13,8 @@ class PlannedColumn(Record):
 
     label: str  # the token's text, or the span's name
     positions: list[int]  # in the patched prompt; none: it is skipped
-    sources: list[int]  # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    sources: list[int]
     reason: str  # why it is skipped
     head: int  # −1: no column of a head
 

@@ -1,6 +1,7 @@
 """Sweeps: grids of patched forward passes that locate where a model computes an answer.
 
-A sweep is a job. The edge resolves what was asked to a `StoredSweep`; the worker runs its units; readers see a `SweepResult`.
+A sweep is a job. The edge resolves what was asked to a `StoredSweep`; the worker runs its units;
+readers see a `SweepResult`.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -30,25 +31,33 @@ from .receipts import Receipt
 from .selectors import DimensionSelector, Hook, HookName, LayerSelector, Place, RequestedPositions
 from .sweep_paths import StoredPath, SweepPath
 
-#: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of one token each: the difference of
-#: their logits). `recovered`: (m − m_base) / (m_source − m_base) with m the logit_diff, or without a foil the logprob.
+#: `logprob`: of the answer. `logit_diff`: log-probability of the answer less that of the foil (of
+#: one token each: the difference of their logits). `recovered`: (m − m_base) / (m_source − m_base)
+#: with m the logit_diff, or without a foil the logprob.
 #: `kl`: D(P_clean ‖ P_cell) over the next token. All in nats but `recovered`, which is a share.
 Metric = Literal["logprob", "logit_diff", "recovered", "kl"]
-#: `denoise`: rows of the clean prompt are written into the corrupt one. `noise`: rows of the corrupt one into the clean one.
+#: `denoise`: rows of the clean prompt are written into the corrupt one. `noise`: rows of the
+#: corrupt one into the clean one.
 Direction = Literal["denoise", "noise"]
-#: Replacement rows without a second prompt; `mean`: over all positions of the patched prompt itself, at that hook and layer.
+#: Replacement rows without a second prompt; `mean`: over all positions of the patched prompt
+#: itself, at that hook and layer.
 Ablation = Literal["zeros", "mean"]
-#: `auto`: tokens without a counterpart are left out; `left`, `right`: counted from the beginning or the end.
+#: `auto`: tokens without a counterpart are left out; `left`, `right`: counted from the beginning or
+#: the end.
 Alignment = Literal["auto", "left", "right"]
 
 
-#: What the columns of a grid are. `position`: a token each, or a span. `together`: one, all positions at once. `head`: a head each, at
-#: all positions at once. `head_position`: a head at a position (or span) each. `neuron`: some dimensions each, at all positions at once.
+#: What the columns of a grid are. `position`: a token each, or a span. `together`: one, all
+#: positions at once. `head`: a head each, at all positions at once. `head_position`: a head at a
+#: position (or span) each. `neuron`: some dimensions each, at all positions at once.
 Axis = Literal["position", "together", "head", "head_position", "neuron"]
 HEAD_AXES: frozenset[Axis] = frozenset({"head", "head_position"})
 
 #: What is expected after a prompt.
-Answer = Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_TEXT)] | Annotated[list[Index], msgspec.Meta(max_length=MAX_ANSWER_TOKENS)]
+Answer = (
+    Annotated[str, msgspec.Meta(max_length=MAX_ANSWER_TEXT)]
+    | Annotated[list[Index], msgspec.Meta(max_length=MAX_ANSWER_TOKENS)]
+)
 
 
 TopCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURONS)]
@@ -66,13 +75,18 @@ class PairSpan(Record):
 
 
 class SweepPair(Record):
-    """Two prompts and the continuations that are measured after them. Without `corrupt`: an ablation."""
+    """Two prompts and the continuations that are measured after them.
+
+    Without `corrupt`: an ablation.
+    """
 
     clean: Text | TokenIds
     corrupt: Text | TokenIds | None = None
-    answer: Answer | None = None  # the continuation that is right after `clean`; null only with metric `kl`
+    # the continuation that is right after `clean`; null only with metric `kl`
+    answer: Answer | None = None
     foil: Answer | None = None  # one that is right after `corrupt`
-    positions: RequestedPositions | None = None  # of the prompt that is patched, instead of the sweep's
+    # of the prompt that is patched, instead of the sweep's
+    positions: RequestedPositions | None = None
     spans: Annotated[list[PairSpan], msgspec.Meta(max_length=MAX_SPANS)] | None = (
         None  # columns of several tokens, instead of positions; the same names in every pair
     )
@@ -80,20 +94,34 @@ class SweepPair(Record):
 
 
 class PatchWindow(Record):
-    """How many of the sweep's layers and columns are patched together: centred on the cell, and cut off at the edges."""
+    """How many of the sweep's layers and columns are patched together: centred on the cell, and cut
+    off at the edges.
+    """
 
     layers: Count = 1
     positions: Count = 1
 
 
 class Neurons(Record):
-    """Columns of axis `neuron`: exactly one of these. With `top` and `each`, a pair's cell takes the dimensions in which the rows of its
-    two prompts differ most: by |clean − corrupt|, summed over the cell's positions, at its own hook and layer.
+    """Columns of axis `neuron`: exactly one of these.
+
+    With `top` and `each`, a pair's cell takes the dimensions in which the rows of its two prompts
+    differ most: by |clean − corrupt|, summed over the cell's positions, at its own hook and layer.
     """
 
-    top: Annotated[list[TopCount], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None = None  # so many at once
-    each: Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURON_COLUMNS)] | None = None  # the first so many, one by one
-    sets: Annotated[list[DimensionSelector], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None = None  # these dimensions
+    # so many at once
+    top: (
+        Annotated[list[TopCount], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None
+    ) = None
+    # the first so many, one by one
+    each: Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURON_COLUMNS)] | None = None
+    # these dimensions
+    sets: (
+        Annotated[
+            list[DimensionSelector], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)
+        ]
+        | None
+    ) = None
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.top, self.each, self.sets)) != 1:
@@ -115,16 +143,22 @@ class SweepRequest(Adapted, kw_only=True):
     window: PatchWindow = PatchWindow()
     metric: Metric = "recovered"
     direction: Direction = "denoise"
-    ablation: Ablation | None = None  # instead of rows of the other prompt; `corrupt` and `direction` are left out then
+    # instead of rows of the other prompt; `corrupt` and `direction` are left out then
+    ablation: Ablation | None = None
     alignment: Alignment = "auto"
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     mask: DimensionSelector | None = None  # dimensions that are written
-    noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8  # patches without effect per pair, which measure the scatter of values
+    # patches without effect per pair, which measure the scatter of values
+    noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8
     metadata: Metadata = {}
 
 
 class Column(Record):
-    """A column of the grid. `places`: (position in the patched prompt, position in the source; −1 in an ablation), ascending."""
+    """A column of the grid.
+
+    `places`: (position in the patched prompt, position in the source; −1 in an ablation),
+    ascending.
+    """
 
     label: str  # the token's text, or the span's name
     places: list[tuple[int, int]]  # empty: it is skipped
@@ -132,7 +166,9 @@ class Column(Record):
     head: int = -1  # −1: no column of a head
     dims: str = ""  # that are written, such as `64-127`; empty: all, but for `ranks`
     ranks: tuple[int, int] | None = (
-        None  # of the dimensions by how far the prompts differ, from 0 up to but not including: those are written
+        # of the dimensions by how far the prompts differ, from 0 up to but not including: those are
+        # written
+        None
     )
 
     @property
@@ -141,7 +177,10 @@ class Column(Record):
 
 
 class StoredPair(Record):
-    """A pair as the worker runs it. `base`: the tokens of the prompt that is patched; `source`: of the other, empty in an ablation."""
+    """A pair as the worker runs it.
+
+    `base`: the tokens of the prompt that is patched; `source`: of the other, empty in an ablation.
+    """
 
     base: list[int]
     source: list[int]
@@ -157,7 +196,9 @@ class StoredPair(Record):
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest request: a prompt, and all but the last token of the longer continuation."""
+        """Tokens of its longest request: a prompt, and all but the last token of the longer
+        continuation.
+        """
         return max(len(self.base), len(self.source)) + max(len(self.answer), len(self.foil), 1) - 1
 
 
@@ -187,8 +228,8 @@ class StoredSweep(Record):
         return len(self.pairs) * len(self.hooks) * len(self.layers) * self.num_columns
 
 
-#: What a unit of a sweep is: the patched prompt as it is; the prompt that rows come from; the first pass of a path whose sender is not
-#: the cell; a patch that changes nothing; a cell.
+#: What a unit of a sweep is: the patched prompt as it is; the prompt that rows come from; the first
+#: pass of a path whose sender is not the cell; a patch that changes nothing; a cell.
 UnitKind = Literal["base", "source", "sender", "noise", "cell"]
 
 
@@ -211,17 +252,22 @@ class UnitRecord(Record):
     """Record of a unit: stored in the ledger once every rank has confirmed it."""
 
     unit: int
-    value: float | None = None  # in the metric's units; of `base` and `source` under `recovered`: the metric that it is made of
+    # in the metric's units; of `base` and `source` under `recovered`: the metric that it is made of
+    value: float | None = None
     logprob: float | None = None  # of the answer, nats
     foil_logprob: float | None = None
     reason: str = ""  # why there is no value
     attempt: int = 0
     neurons: list[int] = []  # that the worker chose, the first `SHOWN_NEURONS`
-    receipts: list[Receipt] = []  # of `base`, `source` and `sender`: where their captured rows are, and what the ranks said
+    # of `base`, `source` and `sender`: where their captured rows are, and what the ranks said
+    receipts: list[Receipt] = []
 
 
 class Baseline(Record):
-    """One of the two prompts without a patch. `value`: in the metric's units; for `recovered`, in the units of the underlying metric."""
+    """One of the two prompts without a patch.
+
+    `value`: in the metric's units; for `recovered`, in the units of the underlying metric.
+    """
 
     value: float
     logprob: float | None  # of the answer, nats
@@ -229,7 +275,9 @@ class Baseline(Record):
 
 
 class PairResult(Record):
-    """`grids[hook]` `[layers][columns]` in the metric's units; null: skipped or failed, see `SweepResult.skipped`."""
+    """`grids[hook]` `[layers][columns]` in the metric's units; null: skipped or failed, see
+    `SweepResult.skipped`.
+    """
 
     labels: list[str]  # of the columns
     base_tokens: list[str]
@@ -238,12 +286,16 @@ class PairResult(Record):
     foil: str
     base: Baseline | None  # the prompt that is patched
     source: Baseline | None  # the prompt that rows come from
-    noise_floor: float | None  # the largest change that a patch made which changes nothing, in the metric's units
+    # the largest change that a patch made which changes nothing, in the metric's units
+    noise_floor: float | None
     grids: dict[Hook, list[list[float | None]]]
     notes: list[str] = []
-    positions: list[list[int]] = []  # of the columns, in the patched prompt; of one that is skipped: none
-    noise_probes: int = 0  # number of patches of which `noise_floor` is the largest change; 0: an older server
-    sources: list[list[int]] = []  # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    # of the columns, in the patched prompt; of one that is skipped: none
+    positions: list[list[int]] = []
+    # number of patches of which `noise_floor` is the largest change; 0: an older server
+    noise_probes: int = 0
+    # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    sources: list[list[int]] = []
     heads: list[int] = []  # of the columns, on the axes of heads
     neurons: dict[
         Hook, list[list[list[int]]]
@@ -284,7 +336,8 @@ class SweepResult(Record):
     window: PatchWindow
     alpha: float
     pairs: list[PairResult]
-    #: Over the pairs that have a value there, `[layers][columns]`; null where none has. Of one pair: that pair's.
+    #: Over the pairs that have a value there, `[layers][columns]`; null where none has. Of one
+    #: pair: that pair's.
     mean: dict[Hook, list[list[float | None]]]
     #: Sample standard deviation over the pairs; null with fewer than two.
     spread: dict[Hook, list[list[float | None]]]

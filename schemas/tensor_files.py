@@ -1,4 +1,5 @@
-"""Tensors of a safetensors or npz file, checked before any is read, and read one at a time as float32.
+"""Tensors of a safetensors or npz file, checked before any is read, and read one at a time as
+float32.
 
 Files come from elsewhere and may be large, damaged, or change while they are read.
 """
@@ -42,8 +43,12 @@ class Place(NamedTuple):
 class TensorFile:
     """A file that is open. `shapes`: tensor → its shape."""
 
-    def __init__(self, file: io.BufferedReader, name: str, most: int, tensors: int = _TENSORS) -> None:
-        """`name`: of the file, in messages. `most`: bytes that it may have, also unpacked. `tensors`: how many, at most.
+    def __init__(
+        self, file: io.BufferedReader, name: str, most: int, tensors: int = _TENSORS
+    ) -> None:
+        """`name`: of the file, in messages.
+
+        `most`: bytes that it may have, also unpacked. `tensors`: how many, at most.
 
         Raises TensorFileError.
         """
@@ -55,11 +60,15 @@ class TensorFile:
         self._zip: zipfile.ZipFile | None = None
         self._places = self._of_npz(most) if name.endswith(".npz") else self._of_safetensors()
         if len(self._places) > tensors:
-            raise TensorFileError(f"{name} has {len(self._places)} tensors; valid: at most {tensors}")
+            raise TensorFileError(
+                f"{name} has {len(self._places)} tensors; valid: at most {tensors}"
+            )
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Bytes, inode and time of the last change when it was opened: another content has another one."""
+        """Bytes, inode and time of the last change when it was opened: another content has another
+        one.
+        """
         return self._before
 
     @property
@@ -81,10 +90,16 @@ class TensorFile:
         raw = self._file.read(ITEM_BYTES[dtype] * math.prod(place.shape))
         if len(raw) != ITEM_BYTES[dtype] * math.prod(place.shape):
             raise self._changed()
-        return widened(np.frombuffer(raw, DTYPES[dtype].raw), dtype).astype(np.float32, copy=False).reshape(place.shape)
+        return (
+            widened(np.frombuffer(raw, DTYPES[dtype].raw), dtype)
+            .astype(np.float32, copy=False)
+            .reshape(place.shape)
+        )
 
     def check_unchanged(self) -> None:
-        """Raises TensorFileError when the file has changed since it was opened: what was read may be of two contents."""
+        """Raises TensorFileError when the file has changed since it was opened: what was read may
+        be of two contents.
+        """
         if _state(self._file) != self._before:
             raise self._changed()
 
@@ -100,7 +115,9 @@ class TensorFile:
             raise TensorFileError(f"{self._name}: {error}") from error
         for name, place in tensors.items():
             _check_shape(self._name, name, place.shape)
-        return {name: Place(place.shape, place.dtype, place.start) for name, place in tensors.items()}
+        return {
+            name: Place(place.shape, place.dtype, place.start) for name, place in tensors.items()
+        }
 
     def _bytes_at(self, start: int, count: int) -> bytes:
         self._file.seek(start)
@@ -111,16 +128,28 @@ class TensorFile:
         try:
             self._zip = zipfile.ZipFile(self._file)
             if sum(member.file_size for member in self._zip.infolist()) > most:
-                raise TensorFileError(f"{self._name} has more than {most} bytes unpacked, which is the limit")
+                raise TensorFileError(
+                    f"{self._name} has more than {most} bytes unpacked, which is the limit"
+                )
             for member in self._zip.infolist()[: _TENSORS + 1]:
                 name = member.filename.removesuffix(".npy")
                 with self._zip.open(member) as stream:
                     shape, fortran, dtype = self._header(member.filename, stream)
                 if dtype.kind != "f" or dtype.str[1:] not in _NUMPY_FLOATS or fortran:
-                    raise TensorFileError(f"{self._name}: {name} is {dtype}; valid: float16, float32 or float64, in C order")
+                    raise TensorFileError(
+                        f"{self._name}: {name} is {dtype}; valid: float16, float32 or float64, in C "
+                        "order"
+                    )
                 _check_shape(self._name, name, list(shape))
                 places[name] = Place(list(shape), dtype.str, member=member.filename)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, RuntimeError) as error:
+        except (
+            zipfile.BadZipFile,
+            NotImplementedError,
+            ValueError,
+            EOFError,
+            OSError,
+            RuntimeError,
+        ) as error:
             if isinstance(error, TensorFileError):
                 raise
             raise TensorFileError(f"{self._name} is not a valid npz file: {error}") from error
@@ -140,7 +169,9 @@ class TensorFile:
                 size = np.dtype(place.dtype).itemsize * math.prod(place.shape)
                 raw = stream.read(size)
         except (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError) as error:
-            raise TensorFileError(f"{self._name}: {place.member} cannot be read: {error}") from error
+            raise TensorFileError(
+                f"{self._name}: {place.member} cannot be read: {error}"
+            ) from error
         if len(raw) != size:
             raise TensorFileError(f"{self._name}: the bytes of {place.member} are not all there")
         return np.frombuffer(raw, place.dtype).astype(np.float32, copy=False).reshape(place.shape)
@@ -169,15 +200,22 @@ def _check_shape(file: str, name: str, shape: list[int]) -> None:
 
 
 def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, TensorPlace]:
-    """The tensors of a safetensors file of numbers; arguments as of `blobs.read_tensors`. Raises DamagedBlob naming the tensor."""
-    _, tensors, end = read_tensors(read, size, {name: ITEM_BYTES[DTYPE_OF_FILE[name]] for name in FLOATS}, MAX_FILE_HEADER)
+    """The tensors of a safetensors file of numbers; arguments as of `blobs.read_tensors`.
+
+    Raises DamagedBlob naming the tensor.
+    """
+    _, tensors, end = read_tensors(
+        read, size, {name: ITEM_BYTES[DTYPE_OF_FILE[name]] for name in FLOATS}, MAX_FILE_HEADER
+    )
     if end != size:
         raise DamagedBlob(f"it has {size - end} bytes behind its tensors; valid: none")
     return tensors
 
 
 def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, Fortran order and dtype of a `.npy` file, or of a member of an npz file. Raises ValueError.
+    """Shape, Fortran order and dtype of a `.npy` file, or of a member of an npz file.
+
+    Raises ValueError.
 
     Numpy evaluates the header as a literal, which fails in many ways; nothing in it is run.
     """
@@ -189,5 +227,8 @@ def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
             raise ValueError(f"npy version {version}")
         shape, fortran, dtype = read(stream)
     except Exception as error:
-        raise ValueError(f"it has no valid npy header ({shortened(str(error))}); valid: an array as numpy.save writes it") from error
+        raise ValueError(
+            f"it has no valid npy header ({shortened(str(error))}); valid: an array as "
+            "numpy.save writes it"
+        ) from error
     return shape, fortran, dtype

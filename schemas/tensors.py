@@ -1,4 +1,6 @@
-"""Tensors as they cross a wire: dtype, shape and raw little-endian bytes, never pickle or a list of floats."""
+"""Tensors as they cross a wire: dtype, shape and raw little-endian bytes, never pickle or a list of
+floats.
+"""
 
 import hashlib
 import math
@@ -22,12 +24,17 @@ class Tensor(Record):
     def __post_init__(self) -> None:
         expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
         if len(self.data) != expected:
-            raise ValueError(f"data holds {len(self.data)} bytes; {self.dtype} of shape {self.shape} needs {expected}")
+            raise ValueError(
+                f"data holds {len(self.data)} bytes; {self.dtype} of shape {self.shape} needs "
+                f"{expected}"
+            )
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The tensor as numpy; what numpy lacks is widened exactly to float32."""
-    return widened(np.frombuffer(tensor.data, dtype=DTYPES[tensor.dtype].raw), tensor.dtype).reshape(tensor.shape)
+    return widened(
+        np.frombuffer(tensor.data, dtype=DTYPES[tensor.dtype].raw), tensor.dtype
+    ).reshape(tensor.shape)
 
 
 def from_numpy(array: np.ndarray) -> Tensor:

@@ -11,12 +11,16 @@ class TokenizeRequest(Record):
     model: Name
     prompt: Text | None = None
     messages: Conversation | None = None
-    #: Adds what the model's tokenizer adds around plain text, such as BOS. A chat template writes its own.
+    #: Adds what the model's tokenizer adds around plain text, such as BOS. A chat template writes
+    #: its own.
     add_special_tokens: bool = True
 
 
 class Tokenized(Record):
-    """Answer of `POST /v1/tokenize`. `token_strs[i]` is the text of token i, leading space included."""
+    """Answer of `POST /v1/tokenize`.
+
+    `token_strs[i]` is the text of token i, leading space included.
+    """
 
     count: int
     max_model_len: int
@@ -32,7 +36,9 @@ class DetokenizeRequest(Record):
 
 
 class Detokenized(Record):
-    """Answer of `POST /v1/detokenize`: the text, special tokens included, and the text of each token."""
+    """Answer of `POST /v1/detokenize`: the text, special tokens included, and the text of each
+    token.
+    """
 
     prompt: str
     token_strs: list[str]

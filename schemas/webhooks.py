@@ -7,8 +7,9 @@ import msgspec
 from .base import Record
 from .states import CallbackEvent
 
-#: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the ladder was not. `disabled`: its
-#: receiver responded with 410, or had before. `refused`: its address may not be called.
+#: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the
+#: ladder was not. `disabled`: its receiver responded with 410, or had before. `refused`: its
+#: address may not be called.
 DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
 
 
@@ -87,5 +88,7 @@ class SecretList(Record):
 class RotateRequest(Record):
     """Body of `POST /v1/webhooks/secrets`."""
 
-    keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0  # how long the previous one also signs
-    own: bool = False  # give this key its own secret instead of its tenant's; a key that has its own keeps its own
+    # how long the previous one also signs
+    keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0
+    # give this key its own secret instead of its tenant's; a key that has its own keeps its own
+    own: bool = False

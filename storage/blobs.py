@@ -1,4 +1,6 @@
-"""Capture blobs in a store: made of buffers, published as objects of their own or appended to a segment, found by their index lines."""
+"""Capture blobs in a store: made of buffers, published as objects of their own or appended to a
+segment, found by their index lines.
+"""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +13,8 @@ from ..schemas.blobs import DTYPE_NAMES, DamagedBlob, encode_header
 from ..schemas.captures import SEGMENTS, BlobEntry, Manifest, index_of
 from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment
 
-#: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves no block half used.
+#: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves
+#: no block half used.
 SEGMENT_ALIGNMENT = 4096
 #: An index is read in pieces of this many bytes.
 _CHUNK = 1 << 20
@@ -27,15 +30,25 @@ class Blob:
     buffers: Sequence[memoryview]
     size: int
     crc32: int
-    draft: Draft | None = None  # the same bytes in a file that the store can take; then there are no buffers
+    # the same bytes in a file that the store can take; then there are no buffers
+    draft: Draft | None = None
 
     def line(self, key: str, offset: int = 0) -> bytes:
         """The line that describes it in the index of the object `key`."""
-        return msgspec.json.encode(BlobEntry(key.rpartition("/")[2], offset, self.size, self.crc32, self.manifest)) + b"\n"
+        return (
+            msgspec.json.encode(
+                BlobEntry(key.rpartition("/")[2], offset, self.size, self.crc32, self.manifest)
+            )
+            + b"\n"
+        )
 
 
-def make_blob(manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]) -> Blob:
-    """`tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order). Nothing is copied.
+def make_blob(
+    manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int], Sequence[Buffer]]]
+) -> Blob:
+    """`tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order).
+
+    Nothing is copied.
 
     Raises ValueError when a tensor's buffers do not add up to its shape.
     """
@@ -54,8 +67,9 @@ def make_blob(manifest: Manifest, tensors: Sequence[tuple[str, str, Sequence[int
 def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
     """Write each (key, blob), with its index beside it; when this returns, all of them are durable.
 
-    Raises OSError (disk full, read-only, removed meanwhile, …) or ValueError (a key outside the store); then what has its key already
-    is whole but must not be reported, and nothing else is left.
+    Raises OSError (disk full, read-only, removed meanwhile, …) or ValueError (a key outside the
+    store); then what has its key already is whole but must not be reported, and nothing else is
+    left.
     """
     writer = store.writer()
     try:
@@ -73,7 +87,10 @@ def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
 
 
 def append(segment: Segment, blobs: Sequence[Blob]) -> list[int]:
-    """Append a group, durable when this returns; the offsets of the blobs. Raises what `Segment.append` raises."""
+    """Append a group, durable when this returns; the offsets of the blobs.
+
+    Raises what `Segment.append` raises.
+    """
     offsets: list[int] = []
     parts: list[Buffer] = []
     lines, end = [], segment.size
@@ -87,13 +104,17 @@ def append(segment: Segment, blobs: Sequence[Blob]) -> list[int]:
     return offsets
 
 
-def read_entries(store: ArtifactStore, index: str, jobs: Collection[str] | None = None) -> Iterator[BlobEntry]:
+def read_entries(
+    store: ArtifactStore, index: str, jobs: Collection[str] | None = None
+) -> Iterator[BlobEntry]:
     """The blobs that an index names, of some jobs or all. A torn last line is left out.
 
     Raises DamagedBlob for another line that is not ours, FileNotFoundError.
     """
     for line in _lines(store, index):
-        if jobs is not None and ((found := _JOB.search(line)) is None or found[1].decode(errors="replace") not in jobs):
+        if jobs is not None and (
+            (found := _JOB.search(line)) is None or found[1].decode(errors="replace") not in jobs
+        ):
             continue
         try:
             yield msgspec.json.decode(line, type=BlobEntry)
@@ -104,12 +125,16 @@ def read_entries(store: ArtifactStore, index: str, jobs: Collection[str] | None 
 def indices(store: ArtifactStore, tag: str, job: str) -> list[str]:
     """The keys of the indices under a tag that may name blobs of the job. Raises OSError."""
     if isinstance(store, Referring):
-        return [index_of(segment) for segment in store.segments(job) if segment.startswith(f"{tag}/")]
+        return [
+            index_of(segment) for segment in store.segments(job) if segment.startswith(f"{tag}/")
+        ]
     return [key for key in store.children(f"{tag}/{SEGMENTS}/") if key.endswith(".jsonl")]
 
 
 def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:
-    """Complete lines only: what follows the last line's end was torn by a crash or is still being written."""
+    """Complete lines only: what follows the last line's end was torn by a crash or is still being
+    written.
+    """
     with store.open(index) as handle:
         at, rest = 0, b""
         while chunk := handle.read(at, _CHUNK):

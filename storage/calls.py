@@ -1,4 +1,6 @@
-"""Counts of this process's requests to object storage: how many, how they ended, how often repeated, how large and how slow."""
+"""Counts of this process's requests to object storage: how many, how they ended, how often
+repeated, how large and how slow.
+"""
 
 import threading
 import time
@@ -58,7 +60,11 @@ class Tally:
         with self._lock:
             return {
                 name: StoreCalls(
-                    outcomes=dict(of.outcomes), retries=of.retries, bytes=of.bytes, seconds=round(of.seconds, 6), buckets=[*of.buckets]
+                    outcomes=dict(of.outcomes),
+                    retries=of.retries,
+                    bytes=of.bytes,
+                    seconds=round(of.seconds, 6),
+                    buckets=[*of.buckets],
                 )
                 for name, of in self._of.items()
             }

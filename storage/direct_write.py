@@ -1,7 +1,8 @@
 """Direct writes: large files go from memory to the disk without the page cache.
 
-A file as large as a capture's would fill the cache with pages that hardly anybody reads again, and touching that many fresh pages
-costs several times more than copying the rows. The rows are gathered in a small aligned buffer instead, from which the disk takes them.
+A file as large as a capture's would fill the cache with pages that hardly anybody reads again, and
+touching that many fresh pages costs several times more than copying the rows. The rows are gathered
+in a small aligned buffer instead, from which the disk takes them.
 """
 
 import errno
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from .store import Buffer
 
-#: Files of at least this many bytes are written so. Smaller ones are read soon (rows of source runs), or share a sync.
+#: Files of at least this many bytes are written so. Smaller ones are read soon (rows of source
+#: runs), or share a sync.
 LEAST = 1 << 20
 #: Bytes of the buffer, and what offsets and sizes of direct writes are multiples of.
 _BUFFER, _ALIGNMENT = 4 << 20, 4096
@@ -31,7 +33,10 @@ class DirectWriter:
         self._buffer: mmap.mmap | None = None
 
     def write(self, path: Path, buffers: Sequence[Buffer]) -> bool:
-        """Make `path` hold these bytes; False, with an empty file, where it cannot. Raises OSError."""
+        """Make `path` hold these bytes; False, with an empty file, where it cannot.
+
+        Raises OSError.
+        """
         size = sum(map(len, buffers))
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT, 0o644)

@@ -1,12 +1,13 @@
-"""Artifacts in a local folder: written aside, synced in groups and renamed, or appended to a segment; mapped when they are read.
+"""Artifacts in a local folder: written aside, synced in groups and renamed, or appended to a
+segment; mapped when they are read.
 
-A group costs two disk round trips however many objects it holds: for objects of their own one sync of all contents before the
-renames and one of all directories after them, for a segment one of the blobs and one of their index. Nothing is reported before
-the second.
+A group costs two disk round trips however many objects it holds: for objects of their own one sync
+of all contents before the renames and one of all directories after them, for a segment one of the
+blobs and one of their index. Nothing is reported before the second.
 
-A marked name is a folder `.deleted/<name>`; a folder `…/<name>/` that is deleted is moved there first, so that its objects disappear
-together. Who reads a segment holds a shared lock on it, its writer an exclusive one on its index. Names that begin with a dot are
-not listed.
+A marked name is a folder `.deleted/<name>`; a folder `…/<name>/` that is deleted is moved there
+first, so that its objects disappear together. Who reads a segment holds a shared lock on it, its
+writer an exclusive one on its index. Names that begin with a dot are not listed.
 """
 
 import ctypes
@@ -34,13 +35,16 @@ from ..schemas.faults import crash_point
 from .direct_write import LEAST, DirectWriter
 from .store import Buffer, NotInPlaceError, check_key
 
-#: `<root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until nothing is left of them.
+#: `<root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until
+#: nothing is left of them.
 DELETED = ".deleted"
-#: Up to this many files are synced one by one; above it one `syncfs` is cheaper than a journal commit for each file.
+#: Up to this many files are synced one by one; above it one `syncfs` is cheaper than a journal
+#: commit for each file.
 _SYNC_SINGLY = 4
 #: `writev` takes at most this many buffers (Linux IOV_MAX).
 _IOV_MAX = 1024
-#: Bytes of the unit of `st_blocks`, and of a page: erased ranges are whole pages where the disk can give them back.
+#: Bytes of the unit of `st_blocks`, and of a page: erased ranges are whole pages where the disk can
+#: give them back.
 _BLOCK, _PAGE = 512, 4096
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 _PROT_READ = _MAP_SHARED = 1  # mmap(2)
@@ -48,7 +52,9 @@ _PROT_READ = _MAP_SHARED = 1  # mmap(2)
 
 def open_store(uri: str) -> "FileStore":
     """`/folder`, `folder` or `file:///folder`."""
-    return FileStore(Path(unquote(urlsplit(uri).path) if uri.startswith("file://") else uri).absolute())
+    return FileStore(
+        Path(unquote(urlsplit(uri).path) if uri.startswith("file://") else uri).absolute()
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,11 @@ class FileStore:
     def children(self, folder: str = "") -> list[str]:
         try:
             with os.scandir(self.path(folder) if folder else self.root) as entries:
-                return sorted(f"{folder}{each.name}{'/' if each.is_dir() else ''}" for each in entries if not each.name.startswith("."))
+                return sorted(
+                    f"{folder}{each.name}{'/' if each.is_dir() else ''}"
+                    for each in entries
+                    if not each.name.startswith(".")
+                )
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -131,8 +141,12 @@ class FileStore:
             return
         while path.is_dir():
             try:
-                os.rename(path, self._mark(path.name) / f"{path.parent.name}.{secrets.token_hex(8)}")
-            except FileNotFoundError:  # another process has moved it, or it was done with the name and has taken the mark away
+                os.rename(
+                    path, self._mark(path.name) / f"{path.parent.name}.{secrets.token_hex(8)}"
+                )
+            except FileNotFoundError:
+                # another process has moved it, or it was done with the name and has taken the mark
+                # away
                 self.mark(path.name)
         self._clear(path.name, unmark=False)
 
@@ -174,7 +188,9 @@ class FileStore:
         return self.root / DELETED / name
 
     def _clear(self, name: str, unmark: bool) -> None:
-        """Remove what was moved to the mark; others may be doing that as well, or still be moving something there."""
+        """Remove what was moved to the mark; others may be doing that as well, or still be moving
+        something there.
+        """
         trash = self._mark(name)
         while True:
             try:
@@ -199,7 +215,8 @@ class FileHandle:
         self._file = open(path, "rb", buffering=0, opener=_open_regular)  # noqa: SIM115
         try:
             if lock:
-                _lock(self._file.fileno(), shared=True)  # released with the last mapping of this open file
+                # released with the last mapping of this open file
+                _lock(self._file.fileno(), shared=True)
             status = os.fstat(self._file.fileno())
             self.size, self.stamp = status.st_size, str(status.st_mtime_ns)
         except BaseException:
@@ -220,7 +237,10 @@ class FileHandle:
         return self._file.read(count)
 
     def view(self) -> memoryview:
-        """Mapped, without keeping a descriptor. Raises MidstreamError("capture_failed") when it cannot be mapped."""
+        """Mapped, without keeping a descriptor.
+
+        Raises MidstreamError("capture_failed") when it cannot be mapped.
+        """
         if self.size == 0 or sys.platform == "win32":
             return memoryview(self.read(0, self.size))
         return _map(self._file.fileno(), self.size, self._path)
@@ -250,7 +270,9 @@ class FileWriter:
             self._written[key] = final.with_name(f".{final.name}.{os.getpid()}.tmp"), final
             if sum(map(len, buffers)) >= LEAST and _direct().write(self._written[key][0], buffers):
                 return
-        descriptor = os.open(self._written[key][0], os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if fresh else 0), 0o644)
+        descriptor = os.open(
+            self._written[key][0], os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if fresh else 0), 0o644
+        )
         try:
             _write_at(descriptor, buffers, 0 if fresh else os.fstat(descriptor).st_size)
         finally:
@@ -315,8 +337,14 @@ class FileDraft:
         """Give it a name. Raises OSError."""
         self.adoptable = False
 
-        def named(folder: int) -> None:  # with a folder Python calls linkat(2), which alone follows the link in /proc
-            os.link(f"/proc/self/fd/{self._descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+        def named(folder: int) -> None:
+            # with a folder Python calls linkat(2), which alone follows the link in /proc
+            os.link(
+                f"/proc/self/fd/{self._descriptor}",
+                path.name,
+                dst_dir_fd=folder,
+                follow_symlinks=True,
+            )
 
         _with_descriptor(path.parent, named)
 
@@ -342,8 +370,9 @@ def scratch(folder: Path) -> FileDraft:
 class FileSegment:
     """A file of many blobs, appended to, and the index of their places.
 
-    A line is written after its blob is synced, so a crash leaves at most bytes that no line names, or a torn last line. Such
-    a file is never appended to again: every start of a process opens segments of its own.
+    A line is written after its blob is synced, so a crash leaves at most bytes that no line names,
+    or a torn last line. Such a file is never appended to again: every start of a process opens
+    segments of its own.
     """
 
     def __init__(self, store: FileStore, key: str) -> None:
@@ -356,7 +385,8 @@ class FileSegment:
         target.parent.mkdir(parents=True, exist_ok=True)
         created = []
         try:
-            # The index first, locked while this process may append: who deletes captures leaves both standing until then.
+            # The index first, locked while this process may append: who deletes captures leaves
+            # both standing until then.
             self._index = os.open(index, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             created.append(index)
             _lock(self._index, shared=False)
@@ -410,7 +440,8 @@ class FileSegment:
         try:
             os.fdatasync(descriptor)
         except OSError:
-            self._doubtful = True  # the kernel may have dropped what it could not write, and will not say so twice
+            # the kernel may have dropped what it could not write, and will not say so twice
+            self._doubtful = True
             raise
 
     def _take_back(self) -> None:
@@ -426,22 +457,36 @@ class FileSegment:
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return libc
 
 
 def _map(descriptor: int, size: int, path: Path) -> memoryview:
-    """mmap(2) itself: Python's `mmap` keeps a descriptor for each mapping, and there may be thousands."""
+    """mmap(2) itself: Python's `mmap` keeps a descriptor for each mapping, and there may be
+    thousands.
+    """
     libc = _libc()
     address = libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise MidstreamError("capture_failed", f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at a time")
+        raise MidstreamError(
+            "capture_failed",
+            f"{path} cannot be mapped ({os.strerror(code)}): read fewer requests at a time",
+        )
     buffer = (ctypes.c_ubyte * size).from_address(address)
     release = weakref.finalize(buffer, libc.munmap, address, size)  # views refer to the buffer
-    release.atexit = False  # the end of the program is not the end of the views: the system unmaps when nothing runs any more
+    # the end of the program is not the end of the views: the system unmaps when nothing runs any
+    # more
+    release.atexit = False
     return memoryview(buffer).cast("B").toreadonly()
 
 
@@ -449,7 +494,9 @@ def _lock(descriptor: int, shared: bool, wait: bool = True) -> None:
     """Raises BlockingIOError."""
     import fcntl  # not on Windows, where captures are read but not served
 
-    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    fcntl.flock(
+        descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    )
 
 
 @contextmanager
@@ -468,8 +515,16 @@ def _locked(path: Path) -> Iterator[int | None]:
 
 
 def _punch(descriptor: int, offset: int, length: int) -> None:
-    """Give a range's blocks back: it reads as zeros from now on. Where the file system cannot, zeros are written."""
-    if _libc().fallocate(descriptor, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length + -length % _PAGE) == 0:
+    """Give a range's blocks back: it reads as zeros from now on.
+
+    Where the file system cannot, zeros are written.
+    """
+    if (
+        _libc().fallocate(
+            descriptor, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length + -length % _PAGE
+        )
+        == 0
+    ):
         return
     code = ctypes.get_errno()
     if code != errno.EOPNOTSUPP:
@@ -485,7 +540,9 @@ def _blocks(entry: os.DirEntry[str]) -> int:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file; not one whose bytes come from elsewhere, such as a FIFO, which might never end or never begin."""
+    """Open a regular file; not one whose bytes come from elsewhere, such as a FIFO, which might
+    never end or never begin.
+    """
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     try:
         _must_be_regular(os.fstat(descriptor), path)
@@ -551,7 +608,9 @@ def _syncfs(descriptor: int) -> None:
 
 
 def _directories(root: Path, files: Iterable[Path]) -> list[Path]:
-    """Every directory from the files' parents up to `root` and root's own parent: a new entry may sit in each."""
+    """Every directory from the files' parents up to `root` and root's own parent: a new entry may
+    sit in each.
+    """
     found: dict[Path, None] = {root: None, root.parent: None}
     for file in files:
         for parent in file.parents:

@@ -1,8 +1,11 @@
-"""Access to a bucket: credentials, bounded retries, and what goes wrong as the OSErrors that a disk raises, in plain English.
+"""Access to a bucket: credentials, bounded retries, and what goes wrong as the OSErrors that a disk
+raises, in plain English.
 
-Credentials are the settings `artifact_access_key` and `artifact_secret_key`; else what AWS' own variables name; else the profile in AWS'
-credentials file; else what the machine's role gives. They are in no URI, receipt or log. Those of a file are read again every minute, and
-when they are refused: temporary ones are replaced before they expire. (obstore itself asks again for what a role gives.)
+Credentials are the settings `artifact_access_key` and `artifact_secret_key`; else what AWS' own
+variables name; else the profile in AWS' credentials file; else what the machine's role gives. They
+are in no URI, receipt or log. Those of a file are read again every minute, and when they are
+refused: temporary ones are replaced before they expire. (obstore itself asks again for what a role
+gives.)
 """
 
 import configparser
@@ -29,15 +32,17 @@ from .store import PASSING
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Of one request, which moves a part at most. A request that fails for a passing reason is repeated, and given up after `RETRY_S`:
-#: before steps of an engine that wait for the writers give up (`workers.runner.overload`). One that is never answered is over so early
-#: that the jobs behind it still have their receipts within `capture_timeout_s`.
+#: Of one request, which moves a part at most. A request that fails for a passing reason is
+#: repeated, and given up after `RETRY_S`: before steps of an engine that wait for the writers give
+#: up (`workers.runner.overload`). One that is never answered is over so early that the jobs behind
+#: it still have their receipts within `capture_timeout_s`.
 CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 30, 12, 20
 #: Seconds between the tries of a request.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 #: Of a test write: who asks waits for it.
 PROBE_S = 5
-#: Seconds after which credentials are read again. obstore asks for new ones when those that it has are valid for less than 5 minutes.
+#: Seconds after which credentials are read again. obstore asks for new ones when those that it has
+#: are valid for less than 5 minutes.
 READ_AGAIN_S, RENEWED_S = 60, 300
 #: Requests of this process at a time, over all its stores.
 REQUESTS = 32
@@ -47,18 +52,25 @@ _REASONS: dict[str, tuple[int, str]] = {
     "NoSuchBucket": (errno.ENXIO, "there is no such bucket"),
     "InvalidAccessKeyId": (errno.EACCES, "the access key is unknown there"),
     "SignatureDoesNotMatch": (errno.EACCES, "the secret key does not belong to the access key"),
-    "RequestTimeTooSkewed": (errno.EACCES, "the clocks of this machine and of the store differ by more than 15 minutes: run NTP"),
+    "RequestTimeTooSkewed": (
+        errno.EACCES,
+        ("the clocks of this machine and of the store differ by more than 15 minutes: run NTP"),
+    ),
     "ExpiredToken": (errno.EACCES, "the credentials have expired"),
     "InvalidToken": (errno.EACCES, "the session token is not valid"),
     "AccessDenied": (errno.EACCES, "these credentials do not allow it"),
-    "AuthorizationHeaderMalformed": (errno.EACCES, "the bucket is in another region: set artifact_region"),
+    "AuthorizationHeaderMalformed": (
+        errno.EACCES,
+        "the bucket is in another region: set artifact_region",
+    ),
     "PermanentRedirect": (errno.EACCES, "the bucket is in another region: set artifact_region"),
     "XMinioStorageFull": (errno.ENOSPC, "it is full"),
     "QuotaExceeded": (errno.EDQUOT, "its quota is used up"),
     "EntityTooLarge": (errno.EFBIG, "the object is too large for it"),
     "XAmzContentSHA256Mismatch": (errno.EIO, "the bytes that arrived are not those that were sent"),
     "BadDigest": (errno.EIO, "the bytes that arrived are not those that were sent"),
-    # Of an upload whose end was asked for twice, because the first answer was lost: most servers repeat it.
+    # Of an upload whose end was asked for twice, because the first answer was lost: most servers
+    # repeat it.
     "NoSuchUpload": (errno.EBUSY, "it no longer knows the upload"),
     "SlowDown": (errno.EBUSY, "it asks to slow down"),
     "NotImplemented": (errno.ENOSYS, "it does not do that"),
@@ -80,7 +92,8 @@ _OUTCOMES: dict[int | None, str] = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
 }
-#: What a request with credentials that have expired may be answered; S3 answers HEAD with 400 and no reason.
+#: What a request with credentials that have expired may be answered; S3 answers HEAD with 400 and
+#: no reason.
 REFUSALS = (errno.EACCES, errno.EIO)
 #: Codes of a 404 that are not about the object.
 _NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
@@ -105,10 +118,18 @@ class Address(NamedTuple):
 
 @lru_cache(maxsize=64)
 def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
-    """`quick`: fail within seconds. `repeats`: it repeats requests itself, as for an upload in parts. Raises SettingsError, OSError."""
+    """`quick`: fail within seconds.
+
+    `repeats`: it repeats requests itself, as for an upload in parts. Raises SettingsError, OSError.
+    """
     config = {"endpoint": address.endpoint, "region": address.region}
     seconds = PROBE_S if quick else REQUEST_S
-    endpoint = address.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    endpoint = (
+        address.endpoint
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or ""
+    )
     options: dict[str, Any] = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=min(CONNECT_S, seconds)),
@@ -117,7 +138,11 @@ def client(address: Address, quick: bool = False, repeats: bool = False) -> Any:
     retries: dict[str, Any] = {
         "max_retries": RETRIES if repeats else 0,
         "retry_timeout": timedelta(seconds=RETRY_S),
-        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        },
     }
     return obstore.store.S3Store(
         address.bucket,
@@ -138,11 +163,19 @@ def _current() -> dict[str, Any]:
     global _last
     _last = _credentials()
     until = datetime.now(UTC) + timedelta(seconds=READ_AGAIN_S + RENEWED_S)
-    return {"access_key_id": "", "secret_access_key": "", "token": None, "expires_at": until, **_last}
+    return {
+        "access_key_id": "",
+        "secret_access_key": "",
+        "token": None,
+        "expires_at": until,
+        **_last,
+    }
 
 
 def _replaced() -> bool:
-    """Return whether the credentials are others than those that were read last; then clients are made anew with them."""
+    """Return whether the credentials are others than those that were read last; then clients are
+    made anew with them.
+    """
     replaced = bool(_last) and _credentials() != _last
     if replaced:
         client.cache_clear()
@@ -153,14 +186,23 @@ def _credentials() -> dict[str, str]:
     """Empty where obstore finds them itself."""
     settings = load_settings()
     if settings.artifact_access_key:
-        return {"access_key_id": settings.artifact_access_key, "secret_access_key": settings.artifact_secret_key}
+        return {
+            "access_key_id": settings.artifact_access_key,
+            "secret_access_key": settings.artifact_secret_key,
+        }
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return {}
     file = configparser.RawConfigParser()
-    file.read(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser())
+    file.read(
+        Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    )
     profile = os.environ.get("AWS_PROFILE", "default")
     found = dict(file[profile]) if profile in file else {}
-    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key", "aws_session_token": "token"}
+    names = {
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "token",
+    }
     return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
 
 
@@ -170,14 +212,20 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """`action` on each, concurrently. Raises the first error, when none runs any more. Not to be called by an `action`."""
+    """`action` on each, concurrently.
+
+    Raises the first error, when none runs any more. Not to be called by an `action`.
+    """
     futures = [_pool().submit(action, item) for item in items]
     wait(futures)
     return [future.result() for future in futures]
 
 
 def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
-    """What `action(client, call)` returns, repeated while it fails for a passing reason. Counted under `operation`. Raises OSError."""
+    """What `action(client, call)` returns, repeated while it fails for a passing reason.
+
+    Counted under `operation`. Raises OSError.
+    """
     until, pause, renewed = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
     for left in reversed(range(RETRIES + 1)):
         try:
@@ -212,17 +260,23 @@ def _outcome(error: BaseException) -> str:
 
 @contextmanager
 def explained(address: Address, key: str = "") -> Iterator[None]:
-    """Errors of obstore as OSErrors: FileNotFoundError for a key that is not there, `Stale`, PermissionError, TimeoutError, …"""
+    """Errors of obstore as OSErrors: FileNotFoundError for a key that is not there, `Stale`,
+    PermissionError, TimeoutError, …
+    """
     try:
         yield
     except PreconditionError:
-        raise Stale(errno.ESTALE, "the object was changed or removed while it was being read", key) from None
+        raise Stale(
+            errno.ESTALE, "the object was changed or removed while it was being read", key
+        ) from None
     except (BaseError, FileNotFoundError) as error:
         raise as_os_error(address, key, error) from None
 
 
 def where(address: Address) -> str:
-    return f"object storage s3://{address.bucket}" + (f" at {address.endpoint}" if address.endpoint else "")
+    return f"object storage s3://{address.bucket}" + (
+        f" at {address.endpoint}" if address.endpoint else ""
+    )
 
 
 def as_os_error(address: Address, key: str, error: Exception) -> OSError:
@@ -235,9 +289,15 @@ def as_os_error(address: Address, key: str, error: Exception) -> OSError:
     if (reason := _REASONS.get(code) or _REASONS.get(status)) is not None:
         return OSError(reason[0], f"{at}: {reason[1]}" + (f" ({code})" if code else ""))
     if status:
-        return OSError(errno.EBUSY if status.startswith("5") else errno.EIO, f"{at} answers {status}" + (f" ({code})" if code else ""))
+        return OSError(
+            errno.EBUSY if status.startswith("5") else errno.EIO,
+            f"{at} answers {status}" + (f" ({code})" if code else ""),
+        )
     if _METADATA in text[0]:
-        return PermissionError(errno.EACCES, f"{at}: there are no credentials: set artifact_access_key and artifact_secret_key")
+        return PermissionError(
+            errno.EACCES,
+            (f"{at}: there are no credentials: set artifact_access_key and artifact_secret_key"),
+        )
     if _TIMEOUT.search(text[0] + text[2]):
         return TimeoutError(errno.ETIMEDOUT, f"{at} does not answer in time")
     if "kind: Connect" in text[2]:

@@ -1,8 +1,10 @@
 """Artifacts in a bucket of S3, or of a server that speaks its protocol.
 
-An object is uploaded whole or in parts, is visible when it is complete, and counts as durable when the store shows it with the size and
-the ETag that the upload returned. Of a group, indices are uploaded after what they describe. A segment takes one group. A mark is an
-empty object `.deleted/<name>`. Names that begin with a dot are not listed. See docs/decisions/0034-object-storage.md.
+An object is uploaded whole or in parts, is visible when it is complete, and counts as durable when
+the store shows it with the size and the ETag that the upload returned. Of a group, indices are
+uploaded after what they describe. A segment takes one group. A mark is an empty object
+`.deleted/<name>`. Names that begin with a dot are not listed. See
+docs/decisions/0034-object-storage.md.
 """
 
 import errno
@@ -30,24 +32,27 @@ from .store import Buffer, NotInPlaceError, check_key
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Folders of marks, and of references: an empty object `.segments/<job>/<tag>/<segment>` for each segment with blobs of a job.
+#: Folders of marks, and of references: an empty object `.segments/<job>/<tag>/<segment>` for each
+#: segment with blobs of a job.
 DELETED, REFERENCES, PROBE, CONDITIONS = ".deleted", ".segments", ".probe", ".conditions"
 _NOTHING, _NO_TAG = b"midstream", '"00000000000000000000000000000000"'
 _JOB = re.compile(rb'"job":"([^"\\/]+)"')
-#: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB at most.
+#: Bytes of a part of an upload or a download; S3 takes 10,000 parts, so that an object has 80 GiB
+#: at most.
 PART, MAX_PARTS = 8 << 20, 10_000
 #: Bytes of a segment with several blobs: erasing one holds all of them in memory.
 REWRITTEN = 16 << 20
 #: Parts of one object: under way at a time, and waiting.
 _UNDER_WAY, _WAITING = 4, 2
-#: A read fetches at least this much, so that a header, or a small blob, is one request and one version of its object; one that goes
-#: on where the last one ended fetches a part.
+#: A read fetches at least this much, so that a header, or a small blob, is one request and one
+#: version of its object; one that goes on where the last one ended fetches a part.
 _READ_AHEAD = 256 << 10
 #: What changes while it is read or erased is tried again this often.
 _TRIES = 10
 #: Objects deleted with one request, as S3 allows.
 _AT_ONCE = 1000
-#: An answer that is shorter than it should be, and says so, is asked for again. (One that is cut is obstore's to repeat.)
+#: An answer that is shorter than it should be, and says so, is asked for again. (One that is cut is
+#: obstore's to repeat.)
 _SHORT_TRIES = 3
 #: Seconds for which the outcome of a test write is kept: one that succeeded, one that failed.
 _GOOD_S, _BAD_S = 10.0, 2.0
@@ -56,14 +61,27 @@ _OPTIONS = ("endpoint", "region")
 
 
 def open_store(uri: str) -> "S3Store":
-    """`s3://bucket/prefix`, with `endpoint` and `region` as its query where they are needed. Raises ValueError."""
+    """`s3://bucket/prefix`, with `endpoint` and `region` as its query where they are needed.
+
+    Raises ValueError.
+    """
     parts = urlsplit(uri)
     options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     if unknown := options.keys() - set(_OPTIONS):
-        raise ValueError(f"{', '.join(sorted(unknown))}: unknown option of an s3:// URI; valid: {', '.join(_OPTIONS)}")
+        raise ValueError(
+            f"{', '.join(sorted(unknown))}: unknown option of an s3:// URI; valid: "
+            f"{', '.join(_OPTIONS)}"
+        )
     if not parts.netloc or "@" in parts.netloc:
         raise ValueError("an s3:// URI names a bucket and no credentials: s3://bucket/prefix")
-    return S3Store(Address(parts.netloc, parts.path.strip("/"), options.get("endpoint", ""), options.get("region", "")))
+    return S3Store(
+        Address(
+            parts.netloc,
+            parts.path.strip("/"),
+            options.get("endpoint", ""),
+            options.get("region", ""),
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,9 @@ class S3Store:
     @property
     def uri(self) -> str:
         """Without credentials."""
-        options = urlencode([(name, value) for name in _OPTIONS if (value := getattr(self.address, name))])
+        options = urlencode(
+            [(name, value) for name in _OPTIONS if (value := getattr(self.address, name))]
+        )
         return self.link("") + (f"?{options}" if options else "")
 
     @property
@@ -87,7 +107,9 @@ class S3Store:
         return _troubles.of(self)
 
     def unfit(self) -> str:
-        """Whether conditions are obeyed, in writes and in reads: a wrong one must be refused, and the right one taken."""
+        """Whether conditions are obeyed, in writes and in reads: a wrong one must be refused, and
+        the right one taken.
+        """
         key = check_key(f"{CONDITIONS}/{secrets.token_hex(8)}")
         s3 = client(self.address, quick=True)
 
@@ -113,15 +135,25 @@ class S3Store:
             tag = obstore.put(s3, key, _NOTHING, use_multipart=False)["e_tag"] or ""
         try:
             for what, condition in (("writes", write), ("reads", read)):
-                if obeyed(condition, _NO_TAG) or not any(obeyed(condition, form) for form in _forms(tag)):
-                    return f"{where(self.address)} has no conditional {what} (If-Match): without them captures cannot be deleted safely"
+                if obeyed(condition, _NO_TAG) or not any(
+                    obeyed(condition, form) for form in _forms(tag)
+                ):
+                    return (
+                        f"{where(self.address)} has no conditional {what} (If-Match): without them "
+                        "captures cannot be deleted safely"
+                    )
         finally:
             with suppress(OSError), counted("probe"), explained(self.address):
                 obstore.delete(s3, key)
         return ""
 
     def used(self) -> int:
-        return self.ask("list", lambda s3, _: sum(each["size"] for batch in obstore.list(s3, chunk_size=1000) for each in batch))
+        return self.ask(
+            "list",
+            lambda s3, _: sum(
+                each["size"] for batch in obstore.list(s3, chunk_size=1000) for each in batch
+            ),
+        )
 
     def writer(self) -> "S3Writer":
         return S3Writer(self)
@@ -136,9 +168,16 @@ class S3Store:
         return self.head(key)[0]
 
     def children(self, folder: str = "") -> list[str]:
-        found = self.ask("list", lambda s3, _: obstore.list_with_delimiter(s3, folder or None), folder)
-        keys = [*(f"{path}/" for path in found["common_prefixes"]), *(each["path"] for each in found["objects"])]
-        return sorted(key for key in keys if key != folder and not key.removeprefix(folder).startswith("."))
+        found = self.ask(
+            "list", lambda s3, _: obstore.list_with_delimiter(s3, folder or None), folder
+        )
+        keys = [
+            *(f"{path}/" for path in found["common_prefixes"]),
+            *(each["path"] for each in found["objects"]),
+        ]
+        return sorted(
+            key for key in keys if key != folder and not key.removeprefix(folder).startswith(".")
+        )
 
     def check(self, key: str) -> None:
         check_key(key)
@@ -158,10 +197,14 @@ class S3Store:
             return
         found = self.paths(key)
         for at in range(0, len(found), _AT_ONCE):
-            self.ask("delete", lambda s3, _, at=at: obstore.delete(s3, found[at : at + _AT_ONCE]), key)  # type: ignore[misc]
+            self.ask(
+                "delete", lambda s3, _, at=at: obstore.delete(s3, found[at : at + _AT_ONCE]), key
+            )  # type: ignore[misc]
 
     def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
-        """The object is replaced by one with zeros, unless another process has just done so: then by that one with more zeros."""
+        """The object is replaced by one with zeros, unless another process has just done so: then
+        by that one with more zeros.
+        """
         for _ in range(_TRIES):
             size, tag = self.head(key)
             content = bytearray(size)
@@ -187,7 +230,9 @@ class S3Store:
 
     def segments(self, job: str) -> list[str]:
         paths = self.paths(check_key(f"{REFERENCES}/{job}"))
-        return sorted(f"{tag}/{SEGMENTS}/{name}" for tag, name in (path.split("/")[-2:] for path in paths))
+        return sorted(
+            f"{tag}/{SEGMENTS}/{name}" for tag, name in (path.split("/")[-2:] for path in paths)
+        )
 
     def marked(self, name: str) -> bool:
         key = check_key(f"{DELETED}/{name}")
@@ -212,7 +257,10 @@ class S3Store:
         return ask(self.address, operation, action, key)
 
     def put(self, key: str, content: Buffer, **more: Any) -> str:
-        """The ETag of the object. Raises OSError, and Stale if it had another one than `mode` says."""
+        """The ETag of the object.
+
+        Raises OSError, and Stale if it had another one than `mode` says.
+        """
 
         def put(s3: Any, call: Call) -> str:
             call.size = len(content)
@@ -223,14 +271,22 @@ class S3Store:
     def paths(self, folder: str) -> list[str]:
         """The keys of all objects below it."""
         return self.ask(
-            "list", lambda s3, _: [each["path"] for batch in obstore.list(s3, folder, chunk_size=1000) for each in batch], folder
+            "list",
+            lambda s3, _: [
+                each["path"]
+                for batch in obstore.list(s3, folder, chunk_size=1000)
+                for each in batch
+            ],
+            folder,
         )
 
     def head(self, key: str) -> tuple[int, str]:
         """Size and ETag. Raises OSError, ValueError."""
         try:
             found = self.ask("head", lambda s3, _: obstore.head(s3, check_key(key)), key)
-        except OSError:  # the answer to HEAD does not say why: a missing bucket reads as a missing key, a wrong key as any refusal
+        except OSError:
+            # the answer to HEAD does not say why: a missing bucket reads as a missing key, a wrong
+            # key as any refusal
             self.marks()
             raise
         return found["size"], found["e_tag"] or ""
@@ -240,9 +296,13 @@ class S3Store:
 
         def part(at: int) -> None:
             stop = min(at + PART, len(into))
-            options: Any = {"range": (start + at, start + stop)} | ({"if_match": tag} if tag else {})
+            options: Any = {"range": (start + at, start + stop)} | (
+                {"if_match": tag} if tag else {}
+            )
             for _ in range(_SHORT_TRIES):
-                found = self.ask("get", lambda s3, call: _body(obstore.get(s3, key, options=options), call), key)
+                found = self.ask(
+                    "get", lambda s3, call: _body(obstore.get(s3, key, options=options), call), key
+                )
                 if len(found) == stop - at:
                     into[at:stop] = memoryview(found)
                     return
@@ -252,7 +312,9 @@ class S3Store:
 
 
 def _forms(tag: str) -> tuple[str, str]:
-    """Of the ETag in a condition of a write: with its quotation marks, which HTTP demands, and without, which Ceph does."""
+    """Of the ETag in a condition of a write: with its quotation marks, which HTTP demands, and
+    without, which Ceph does.
+    """
     return tag, tag.strip('"')
 
 
@@ -285,7 +347,8 @@ class S3Handle:
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
-            (self.size, self._tag), content = self._store.head(self._key), obstore.Bytes(b"")  # it is empty
+            # it is empty
+            (self.size, self._tag), content = self._store.head(self._key), obstore.Bytes(b"")
         if len(content) == min(self.size, _READ_AHEAD):
             self._start, self._ahead = 0, memoryview(content)
 
@@ -303,7 +366,10 @@ class S3Handle:
             return b""
         if not (self._start <= start and start + count <= self._start + len(self._ahead)):
             goes_on = self._begun and start == self._start + len(self._ahead)
-            self._start, self._ahead = start, self._fetched(start, max(count, PART if goes_on else _READ_AHEAD))
+            self._start, self._ahead = (
+                start,
+                self._fetched(start, max(count, PART if goes_on else _READ_AHEAD)),
+            )
         self._begun = True
         return bytes(self._ahead[start - self._start :][:count])
 
@@ -343,7 +409,9 @@ class _Dropped(Exception):
 
 
 class _Upload:
-    """An object that is being written: kept while it is smaller than a part, on its way in parts from then on."""
+    """An object that is being written: kept while it is smaller than a part, on its way in parts
+    from then on.
+    """
 
     def __init__(self, store: S3Store, key: str) -> None:
         self._store, self.key, self.size = store, check_key(key), 0
@@ -381,7 +449,8 @@ class _Upload:
             found = self._store.head(self.key)
         except FileNotFoundError as error:
             raise NotInPlaceError(f"{self.key} was deleted while being written") from error
-        known, shown = (tag.strip('"') for tag in (self._tag, found[1]))  # Ceph leaves the quotation marks out now and then
+        # Ceph leaves the quotation marks out now and then
+        known, shown = (tag.strip('"') for tag in (self._tag, found[1]))
         if found[0] != self.size or (known and shown and known != shown):
             raise NotInPlaceError(f"{self.key} was replaced while being written")
 
@@ -395,7 +464,9 @@ class _Upload:
         if self.size > PART * MAX_PARTS:
             raise OSError(errno.EFBIG, f"{self.key} is larger than {PART * MAX_PARTS >> 30} GiB")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="midstream-s3-upload", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="midstream-s3-upload", daemon=True
+            )
             self._thread.start()
         while self._thread.is_alive():
             with suppress(queue.Full):
@@ -407,7 +478,14 @@ class _Upload:
         try:
             with counted("upload") as call, explained(self._store.address, self.key):
                 s3 = client(self._store.address, repeats=True)
-                put = obstore.put(s3, self.key, self._iterate(), use_multipart=True, chunk_size=PART, max_concurrency=_UNDER_WAY)
+                put = obstore.put(
+                    s3,
+                    self.key,
+                    self._iterate(),
+                    use_multipart=True,
+                    chunk_size=PART,
+                    max_concurrency=_UNDER_WAY,
+                )
                 call.size = self.size
             self._tag = put["e_tag"] or ""
         except BaseException as error:
@@ -466,7 +544,8 @@ class S3Segment:
         try:
             writer.append(self.key, data)
             tag, _, name = self.key.partition(f"/{SEGMENTS}/")
-            for job in sorted(set(_JOB.findall(index))):  # before the index, so that a deletion finds what is in it
+            for job in sorted(set(_JOB.findall(index))):
+                # before the index, so that a deletion finds what is in it
                 writer.append(f"{REFERENCES}/{job.decode()}/{tag}/{name}", [])
             writer.append(index_of(self.key), [index])
             self.size = sum(map(len, data))

@@ -1,7 +1,8 @@
-"""Shards of harvests in any store: safetensors files of rows that share their keys; written whole, read by ranges.
+"""Shards of harvests in any store: safetensors files of rows that share their keys; written whole,
+read by ranges.
 
-Tensors: `documents`, `positions` and `token_ids` int64 `[rows]`; `<hook>.<layer>` `[rows, width]`, and of a dtype with a scale per row
-`<hook>.<layer>.scale` float32 `[rows]`.
+Tensors: `documents`, `positions` and `token_ids` int64 `[rows]`; `<hook>.<layer>` `[rows, width]`,
+and of a dtype with a scale per row `<hook>.<layer>.scale` float32 `[rows]`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ from .store import Buffer, Handle
 
 KEYS = ("documents", "positions", "token_ids")
 #: Our name of a dtype → safetensors' name and numpy's of its bits.
-RAW: dict[str, tuple[str, str]] = {name: (facts.file, facts.raw) for name, facts in DTYPES.items()} | {
+RAW: dict[str, tuple[str, str]] = {
+    name: (facts.file, facts.raw) for name, facts in DTYPES.items()
+} | {
     "int8": ("I8", "|i1"),
     "float8_e4m3fn": ("F8_E4M3", "|u1"),
 }
@@ -31,14 +34,19 @@ def site_name(hook: str, layer: int) -> str:
 
 @cache
 def _float8_values() -> np.ndarray:
-    """float32 `[127]`: the finite values of float8_e4m3fn from 0 up (bits 0 to 126); 4 bits of exponent, 3 of mantissa, bias 7."""
+    """float32 `[127]`: the finite values of float8_e4m3fn from 0 up (bits 0 to 126); 4 bits of
+    exponent, 3 of mantissa, bias 7.
+    """
     bits = np.arange(127)
     exponent, mantissa = bits >> 3, (bits & 7) / 8
-    return np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7)).astype(np.float32)
+    return np.where(
+        exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7)
+    ).astype(np.float32)
 
 
 def encoded_rows(rows: np.ndarray, dtype: str, to: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows as bits of `dtype` in the dtype `to`, and the scale of each where `to` has one (float32 `[rows]`).
+    """Rows as bits of `dtype` in the dtype `to`, and the scale of each where `to` has one (float32
+    `[rows]`).
 
     A row that is not finite keeps a scale that is not finite: it reads as NaN, never as a number.
     """
@@ -57,7 +65,11 @@ def encoded_rows(rows: np.ndarray, dtype: str, to: str) -> tuple[np.ndarray, np.
     middle = (known[1:] + known[:-1]) / 2
     size = np.abs(scaled)
     below = np.searchsorted(middle, size, side="left").astype(np.uint8)
-    tie = (below < len(middle)) & (size == middle[np.minimum(below, len(middle) - 1)]) & (below % 2 == 1)
+    tie = (
+        (below < len(middle))
+        & (size == middle[np.minimum(below, len(middle) - 1)])
+        & (below % 2 == 1)
+    )
     return (below + tie) | (np.signbit(scaled).astype(np.uint8) << 7), scale
 
 
@@ -73,10 +85,21 @@ def decoded_rows(rows: np.ndarray, dtype: str, scale: np.ndarray | None) -> np.n
     return rows if scale is None else rows * scale[:, None]
 
 
-def shard_buffers(tensors: Sequence[tuple[str, str, np.ndarray]], metadata: Mapping[str, str]) -> tuple[list[Buffer], int, int]:
-    """(buffers in order, bytes, CRC32) of a file; `tensors`: (name, dtype, C-contiguous bits). Nothing is copied."""
-    header = safetensors_header([(name, RAW[dtype][0], list(bits.shape), bits.nbytes) for name, dtype, bits in tensors], metadata)
-    buffers: list[Buffer] = [header, *(bits.reshape(-1).view(np.uint8).data for _, _, bits in tensors if bits.size)]
+def shard_buffers(
+    tensors: Sequence[tuple[str, str, np.ndarray]], metadata: Mapping[str, str]
+) -> tuple[list[Buffer], int, int]:
+    """(buffers in order, bytes, CRC32) of a file; `tensors`: (name, dtype, C-contiguous bits).
+
+    Nothing is copied.
+    """
+    header = safetensors_header(
+        [(name, RAW[dtype][0], list(bits.shape), bits.nbytes) for name, dtype, bits in tensors],
+        metadata,
+    )
+    buffers: list[Buffer] = [
+        header,
+        *(bits.reshape(-1).view(np.uint8).data for _, _, bits in tensors if bits.size),
+    ]
     crc = 0
     for buffer in buffers:
         crc = zlib_ng.crc32(buffer, crc)

@@ -20,15 +20,24 @@ Sites = dict[str, list[int]]
 
 
 def values(hook: str, layer: int, positions: Sequence[int]) -> np.ndarray:
-    """`[positions, HIDDEN]` float32, exact in bfloat16 (seven bits and an exponent), different everywhere."""
+    """`[positions, HIDDEN]` float32, exact in bfloat16 (seven bits and an exponent), different
+    everywhere.
+    """
     first = 2.0 ** -HOOKS.index(hook)  # type: ignore[arg-type]
-    rows = [[(layer * 16 + position + 1) * first * 2.0 ** (7 * column) for column in range(HIDDEN)] for position in positions]
+    rows = [
+        [(layer * 16 + position + 1) * first * 2.0 ** (7 * column) for column in range(HIDDEN)]
+        for position in positions
+    ]
     return np.array(rows, dtype=np.float32).reshape(len(positions), HIDDEN)
 
 
 def stored(array: np.ndarray, dtype: str) -> bytes:
     """The float32 array in another dtype, where that is exact."""
-    return (array.view(np.uint32) >> 16).astype("<u2").tobytes() if dtype == "bfloat16" else array.astype(dtype).tobytes()
+    return (
+        (array.view(np.uint32) >> 16).astype("<u2").tobytes()
+        if dtype == "bfloat16"
+        else array.astype(dtype).tobytes()
+    )
 
 
 def finished(
@@ -50,7 +59,10 @@ def finished(
     prompt_tokens: int | None = None,
     **more: Any,
 ) -> FinishedCapture:
-    """One capture. `sites`: of this stage; `all_sites`: of all. Rows are `values`, plus `shift`; each comes as two buffers.
+    """One capture.
+
+    `sites`: of this stage; `all_sites`: of all. Rows are `values`, plus `shift`; each comes as two
+    buffers.
 
     `requests`: how many of the job's there are said to be.
     """
@@ -100,7 +112,9 @@ def filesystem(root: ArtifactStore | Path, owner: str = "w.boot.0", **config: An
     return Filesystem(store, Usage(store.store, store.quota))
 
 
-def write(root: ArtifactStore | Path, *captures: FinishedCapture, **config: Any) -> list[CapturedFile]:
+def write(
+    root: ArtifactStore | Path, *captures: FinishedCapture, **config: Any
+) -> list[CapturedFile]:
     """Through the consumer `filesystem`; the files of all, which must have been written."""
     store = filesystem(root, **config)
     outcomes: list[Outcome] = store.consume(captures)
@@ -110,15 +124,42 @@ def write(root: ArtifactStore | Path, *captures: FinishedCapture, **config: Any)
 
 
 def run_of(
-    files: Sequence[CapturedFile], sites: Sites, positions: Sequence[int] = (0, 1, 2), *, job: str = "job_x", tag: str = "tag", **other: Any
+    files: Sequence[CapturedFile],
+    sites: Sites,
+    positions: Sequence[int] = (0, 1, 2),
+    *,
+    job: str = "job_x",
+    tag: str = "tag",
+    **other: Any,
 ) -> RunFiles:
     """What ranks are told of a run whose blobs these are; `other`: what is said otherwise."""
-    blobs = [RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in files]
-    told: dict[str, Any] = {"key": run_key(job, 0, tag), "sites": sites, "positions": list(positions), "hidden_size": HIDDEN}
+    blobs = [
+        RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32)
+        for file in files
+    ]
+    told: dict[str, Any] = {
+        "key": run_key(job, 0, tag),
+        "sites": sites,
+        "positions": list(positions),
+        "hidden_size": HIDDEN,
+    }
     return RunFiles(**(told | {"bytes": sum(file.bytes for file in files), "files": blobs} | other))
 
 
-def source_run(root: ArtifactStore | Path, sites: Sites, positions: Sequence[int], *, job: str = "job_s", **more: Any) -> RunFiles:
-    """A run of `values`, in float32 if nothing else is said, whose files are under the capture root."""
-    wrote = write(root, finished(job, sites=sites, positions=positions, **({"dtype": "float32"} | more)), segment_limit=0)
+def source_run(
+    root: ArtifactStore | Path,
+    sites: Sites,
+    positions: Sequence[int],
+    *,
+    job: str = "job_s",
+    **more: Any,
+) -> RunFiles:
+    """A run of `values`, in float32 if nothing else is said, whose files are under the capture
+    root.
+    """
+    wrote = write(
+        root,
+        finished(job, sites=sites, positions=positions, **({"dtype": "float32"} | more)),
+        segment_limit=0,
+    )
     return run_of(wrote, sites, positions, job=job)

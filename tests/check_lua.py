@@ -1,4 +1,7 @@
-"""Compile every Lua script in a real Redis: `python tests/check_lua.py`, a part of `make lint`. Prints file, line and error of each."""
+"""Compile every Lua script in a real Redis: `python tests/check_lua.py`, a part of `make lint`.
+
+Prints file, line and error of each.
+"""
 
 import re
 import sys
@@ -22,7 +25,11 @@ def sources() -> Iterator[tuple[str, str]]:
         yield name, scripts.source(name)
     for name in outbox.SCRIPTS:
         yield name, outbox._source(name)
-    yield from (("hooks_rotate", secrets._source()), ("transport.TAKE", transport.TAKE), ("jobs.RESULT", jobs.RESULT))
+    yield from (
+        ("hooks_rotate", secrets._source()),
+        ("transport.TAKE", transport.TAKE),
+        ("jobs.RESULT", jobs.RESULT),
+    )
 
 
 def place(text: str, line: int, name: str) -> str:
@@ -47,7 +54,11 @@ def main() -> int:
                         client.script_load(text)
                     except redis.ResponseError as error:
                         told = re.search(r"user_script:(\d+): (.*)", str(error))
-                        found.add(f"{place(text, int(told[1]), name)}: {told[2]}" if told else f"{name}: {error}")
+                        found.add(
+                            f"{place(text, int(told[1]), name)}: {told[2]}"
+                            if told
+                            else f"{name}: {error}"
+                        )
         finally:
             server.kill()
     print(*sorted(found), sep="\n", end="\n" if found else "")

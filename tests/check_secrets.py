@@ -1,7 +1,9 @@
-"""Look for secrets in the tree, a part of `make lint`, or with `--history` in all that git has. Prints places and hashes, never a secret.
+"""Look for secrets in the tree, a part of `make lint`, or with `--history` in all that git has.
 
-What looks like a secret and is none (a sample in a page, a test vector) has its SHA-256 in `KNOWN`. Burnt secrets may be in the
-history, where `BURNT` names them, and nowhere else.
+Prints places and hashes, never a secret.
+
+What looks like a secret and is none (a sample in a page, a test vector) has its SHA-256 in `KNOWN`.
+Burnt secrets may be in the history, where `BURNT` names them, and nowhere else.
 """
 
 import hashlib
@@ -29,10 +31,12 @@ KNOWN = {
     "f9687cd8cba444e077ceaa14a68c044e686bc6a9cd817724f94a5627e110cfa3": "the test vector of Standard Webhooks: a signature",
     "ad9a40dae523d1d4bda16219cdd42bbb194407f32c479ac788666e5f63a325a9": "the name of a class of vLLM",
 }
-#: Secrets by their form: ours, the clouds', the model hubs', keys in PEM, CURVE certificates, passwords in URLs.
+#: Secrets by their form: ours, the clouds', the model hubs', keys in PEM, CURVE certificates,
+#: passwords in URLs.
 FORMS = re.compile(
     rb"ms_[a-z0-9]{12}_[A-Za-z0-9]{43,}|whsec_[A-Za-z0-9+/]{32,}={0,2}|(?:AKIA|ASIA)(?!EXAMPLE)[0-9A-Z]{16}"
-    rb"|-----BEGIN [A-Z ]*PRIVATE KEY-----\s+[A-Za-z0-9+/]{40}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{40,}|glpat-[\w-]{20}"
+    rb"|-----BEGIN [A-Z ]*PRIVATE "
+    rb"KEY-----\s+[A-Za-z0-9+/]{40}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{40,}|glpat-[\w-]{20}"
     rb"|hf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{32,}|\bpypi-[A-Za-z0-9_-]{40,}|\bxox[abpr]-[A-Za-z0-9-]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}"
     rb"|\bsecret-key\s*=\s*\"[^\"\s]{40}\"|(?<=://)[^/\s:@\"']+:[^/\s@\"'{}<>$]{16,}(?=@)"
 )
@@ -53,7 +57,10 @@ def digest(text: bytes) -> str:
 
 
 def is_random(text: bytes) -> bool:
-    digits, capitals = sum(48 <= character < 58 for character in text), sum(65 <= character < 91 for character in text)
+    digits, capitals = (
+        sum(48 <= character < 58 for character in text),
+        sum(65 <= character < 91 for character in text),
+    )
     if min(digits, capitals) < (OF_A_PATH if b"/" in text else 1) or text.isupper():
         return False
     return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values()) > ENTROPY
@@ -70,7 +77,8 @@ def secrets_in(path: str, data: bytes) -> Iterator[tuple[int, str]]:
     texts = [
         (found.start(), found.end())
         for found in RANDOM.finditer(data)
-        if is_random(found.group()) and not any(start < found.end() and found.start() < end for start, end in forms)
+        if is_random(found.group())
+        and not any(start < found.end() and found.start() < end for start, end in forms)
     ]
     for start, end in sorted(forms + texts):
         if (name := digest(data[start:end])) not in KNOWN:
@@ -78,7 +86,9 @@ def secrets_in(path: str, data: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _git(*command: str, sent: bytes = b"") -> bytes:
-    return subprocess.run(["git", *command], cwd=ROOT, input=sent, capture_output=True, check=True).stdout
+    return subprocess.run(
+        ["git", *command], cwd=ROOT, input=sent, capture_output=True, check=True
+    ).stdout
 
 
 def tree() -> Iterator[tuple[str, bytes]]:
@@ -89,7 +99,9 @@ def tree() -> Iterator[tuple[str, bytes]]:
 
 
 def history() -> Iterator[tuple[str, bytes]]:
-    """Yield path and contents of every version of every file, and every commit's text, of all branches and tags."""
+    """Yield path and contents of every version of every file, and every commit's text, of all
+    branches and tags.
+    """
     paths: dict[bytes, str] = {}
     for line in _git("rev-list", "--objects", "--all").splitlines():
         name, _, path = line.partition(b" ")
@@ -113,7 +125,10 @@ def faults(files: Iterable[tuple[str, bytes]], allowed: Iterable[str] = ()) -> I
             if name not in seen:
                 seen.add(name)
                 what = "is burnt" if name in BURNT else "looks like a secret"
-                yield f"{path}:{line}: {what} (SHA-256 {name}); a sample: add it to KNOWN in {Path(__file__).name}"
+                yield (
+                    f"{path}:{line}: {what} (SHA-256 {name}); a sample: add it to KNOWN in "
+                    f"{Path(__file__).name}"
+                )
 
 
 def ignored() -> list[str]:

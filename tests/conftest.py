@@ -1,4 +1,7 @@
-"""In which order do tests run, which mark does each get, and with which examples? Cheap ones first; the folder is the mark."""
+"""In which order do tests run, which mark does each get, and with which examples?
+
+Cheap ones first; the folder is the mark.
+"""
 
 import os
 from pathlib import Path
@@ -14,31 +17,64 @@ if TYPE_CHECKING:
 
     from midstream.storage.store import ArtifactStore
 
-# The processes that share the tests among them are told that their terminal has 80 columns; tests say how many they want.
+# The processes that share the tests among them are told that their terminal has 80 columns; tests
+# say how many they want.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 
-# The same examples every time, however long one takes: neither a rare draw nor a machine that stalls for a fifth of a second fails a run
-# at random. `--hypothesis-profile default --hypothesis-seed random` draws others, to look for rare cases on purpose.
-settings.register_profile("repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples every time, however long one takes: neither a rare draw nor a machine that
+# stalls for a fifth of a second fails a run at random. `--hypothesis-profile default
+# --hypothesis-seed random` draws others, to look for rare cases on purpose.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
 
 TESTS = Path(__file__).parent
-#: Files that take minutes. Processes that share the tests begin with these, in this order, so that none is left with one at the end.
+#: Files that take minutes. Processes that share the tests begin with these, in this order, so that
+#: none is left with one at the end.
 LONGEST = (
-    "test_site_triton.py", "test_site_reference.py",
-    "test_harvest_kills.py", "test_fault_gate.py", "test_netns.py", "test_up.py", "test_worker_faults.py", "test_api_faults.py",
-    "test_worker_steering.py", "test_client.py", "test_redis_users.py", "test_schemathesis.py",
-    "test_gpu_bench.py", "test_docs_pages.py", "test_attention.py", "test_attack.py", "test_train_sae.py",
-    "test_fidelity.py", "test_patching_service.py", "test_hooked_model.py", "test_wheel.py", "test_lora_service.py", "test_openai.py",
-    "test_inspect.py", "test_harvest.py", "test_service.py", "test_worker_processes.py",
-)  # fmt: skip
+    "test_site_triton.py",
+    "test_site_reference.py",
+    "test_harvest_kills.py",
+    "test_fault_gate.py",
+    "test_netns.py",
+    "test_up.py",
+    "test_worker_faults.py",
+    "test_api_faults.py",
+    "test_worker_steering.py",
+    "test_client.py",
+    "test_redis_users.py",
+    "test_schemathesis.py",
+    "test_gpu_bench.py",
+    "test_docs_pages.py",
+    "test_attention.py",
+    "test_attack.py",
+    "test_train_sae.py",
+    "test_fidelity.py",
+    "test_patching_service.py",
+    "test_hooked_model.py",
+    "test_wheel.py",
+    "test_lora_service.py",
+    "test_openai.py",
+    "test_inspect.py",
+    "test_harvest.py",
+    "test_service.py",
+    "test_worker_processes.py",
+)
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
 
 def stage_of(path: Path) -> str:
-    """The folder under `tests/` that `path` lies in. Raises ValueError for a test outside of the known ones."""
+    """The folder under `tests/` that `path` lies in.
+
+    Raises ValueError for a test outside of the known ones.
+    """
     stage = path.relative_to(TESTS).parts[0]
     if stage not in STAGES:
         raise ValueError(f"{path} lies in none of {', '.join(f'tests/{name}' for name in STAGES)}")
@@ -47,7 +83,9 @@ def stage_of(path: Path) -> str:
 
 @pytest.fixture(params=["folder", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> "ArtifactStore":
-    """Every store that keeps the protocol: the local folder, one in memory, and a bucket of an S3 server."""
+    """Every store that keeps the protocol: the local folder, one in memory, and a bucket of an S3
+    server.
+    """
     from memory_store import MemoryStore
 
     from midstream.storage.store import open_store
@@ -79,6 +117,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def turn(item: pytest.Item) -> tuple[int, int]:
         name = item.path.name
-        return (-1, LONGEST.index(name)) if name in LONGEST else (STAGES.index(stage_of(item.path)), 0)
+        return (
+            (-1, LONGEST.index(name)) if name in LONGEST else (STAGES.index(stage_of(item.path)), 0)
+        )
 
     items.sort(key=turn)

@@ -1,12 +1,15 @@
-"""Runs the blocks of a documentation page in order, as a reader would paste them, and compares what they print with the page.
+"""Runs the blocks of a documentation page in order, as a reader would paste them, and compares what
+they print with the page.
 
-`python` blocks of a page run in one interpreter, `console` and `bash` blocks in one shell. In a `console` block each `$ ` line is a
-command (with the lines that complete it), and what follows is its output. A `text` block right after a `python` block is what that one
-prints. A block below `<!-- not run: reason -->` is left out.
+`python` blocks of a page run in one interpreter, `console` and `bash` blocks in one shell. In a
+`console` block each `$ ` line is a command (with the lines that complete it), and what follows is
+its output. A `text` block right after a `python` block is what that one prints. A block below `<!--
+not run: reason -->` is left out.
 
-What is printed is compared without white space. `…` stands for anything; ids, hex digests, numbers of four digits and more, numbers with
-decimals, bars and lines stand for any of their kind. Headers that the page leaves out of an HTTP answer may be there. A command whose
-output is not shown has to end with 0.
+What is printed is compared without white space. `…` stands for anything; ids, hex digests, numbers
+of four digits and more, numbers with decimals, bars and lines stand for any of their kind. Headers
+that the page leaves out of an HTTP answer may be there. A command whose output is not shown has to
+end with 0.
 """
 
 import json
@@ -21,7 +24,11 @@ from pathlib import Path
 from tree import ROOT
 
 FENCE = re.compile(
-    r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+    (
+        r"^(?:<!-- not run: (?P<reason>[^\n]+?) "
+        r"-->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
+    ),
+    re.MULTILINE | re.DOTALL,
 )
 PYTHON, SHELL, OUTPUT = "python", ("console", "bash", "sh"), "text"
 #: What differs between two runs of one command, most special first → what it may be.
@@ -33,7 +40,11 @@ VARIES = [
     (r"(?:job|ms|msg|run)_[0-9a-zA-Z_]{2,}", r"(?:job|ms|msg|run)_[0-9a-zA-Z_]+"),
     (r"(?<!\d)\d{13}-\d+", r"\d{13}-\d+"),  # of an event: what comes in one millisecond is counted
     (r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])", r"[0-9a-f]{8,}"),
-    (r'"(?:step|actions|offset|version|global_version|seconds)":\d+(?:\.\d+)?', r'"\w+":\d+(?:\.\d+)?'),  # what ran before
+    # what ran before
+    (
+        r'"(?:step|actions|offset|version|global_version|seconds)":\d+(?:\.\d+)?',
+        r'"\w+":\d+(?:\.\d+)?',
+    ),
     (
         r'"state":"queued","attempt":0',
         r'"state":"(?:queued","attempt":0|running","attempt":1)',
@@ -44,7 +55,9 @@ VARIES = [
 ]
 _VARIES = re.compile("|".join(f"({shown})" for shown, _ in VARIES), re.MULTILINE)
 #: A rank's receipt can be the faster one.
-_RECEIPT_FIRST = re.compile(r"^(id: \S+\nevent: receipt\n.*\n\n)(id: \S+\nevent: output\n.*\n\n)", re.MULTILINE)
+_RECEIPT_FIRST = re.compile(
+    r"^(id: \S+\nevent: receipt\n.*\n\n)(id: \S+\nevent: output\n.*\n\n)", re.MULTILINE
+)
 _DONE = "midstream-command-over"
 
 
@@ -75,7 +88,10 @@ class Page:
 
     def run(self) -> list[str]:
         found = list(blocks(self.text))
-        with _Shell(self.cwd, self.environment) as shell, _Python(self.cwd, self.environment) as python:
+        with (
+            _Shell(self.cwd, self.environment) as shell,
+            _Python(self.cwd, self.environment) as python,
+        ):
             for block, after in zip(found, [*found[1:], None], strict=True):
                 if block.runs and block.language in SHELL:
                     self._shell(shell, block)
@@ -91,7 +107,9 @@ class Page:
             if shown.strip():
                 self._compare(block.line, command, shown, printed)
             elif code:
-                self.wrong.append(f"{self.path.name}:{block.line}: `{command}` ended with {code}:\n{printed}")
+                self.wrong.append(
+                    f"{self.path.name}:{block.line}: `{command}` ended with {code}:\n{printed}"
+                )
 
     def _python(self, python: "_Python", block: Block, shown: str) -> None:
         self.ran += 1
@@ -102,10 +120,14 @@ class Page:
             self._compare(block.line, block.body.strip().partition("\n")[0] + " …", shown, printed)
 
     def _compare(self, line: int, command: str, shown: str, printed: str) -> None:
-        printed = re.sub(r"^: ping\n+", "", printed, flags=re.MULTILINE)  # an event stream that is slow
+        # an event stream that is slow
+        printed = re.sub(r"^: ping\n+", "", printed, flags=re.MULTILINE)
         printed = _RECEIPT_FIRST.sub(r"\2\1", printed)
         if not pattern_of(shown).fullmatch(_dense(_headers_shown(printed, shown))):
-            self.wrong.append(f"{self.path.name}:{line}: `{command}` prints\n{printed}\nand the page shows\n{shown}")
+            self.wrong.append(
+                f"{self.path.name}:{line}: `{command}` prints\n{printed}\nand the page "
+                f"shows\n{shown}"
+            )
 
 
 def blocks(text: str) -> Iterator[Block]:
@@ -135,14 +157,20 @@ def commands(block: Block) -> Iterator[tuple[str, str]]:
 def _complete(command: str) -> bool:
     if command.endswith("\\"):
         return False
-    checked = subprocess.run(["bash", "-n"], input=command, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=command, capture_output=True, text=True, check=False
+    )
     return checked.returncode == 0 and "here-document" not in checked.stderr
 
 
 def pages() -> list[Path]:
     """Those with blocks to run, below the repository's root."""
     found = (path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    return [path.relative_to(ROOT) for path in found if any(block.runs for block in blocks(path.read_text()))]
+    return [
+        path.relative_to(ROOT)
+        for path in found
+        if any(block.runs for block in blocks(path.read_text()))
+    ]
 
 
 def pattern_of(shown: str) -> re.Pattern[str]:
@@ -162,7 +190,11 @@ def _headers_shown(printed: str, shown: str) -> str:
     head, blank, body = re.sub(r"\r", "", printed).partition("\n\n")
     first, *headers = head.splitlines()
     named = {line.partition(":")[0].lower() for line in shown.partition("\n\n")[0].splitlines()}
-    return "\n".join([first, *(line for line in headers if line.partition(":")[0].lower() in named)]) + blank + body
+    return (
+        "\n".join([first, *(line for line in headers if line.partition(":")[0].lower() in named)])
+        + blank
+        + body
+    )
 
 
 def _dense(text: str) -> str:
@@ -174,7 +206,12 @@ class _Python:
 
     def __init__(self, cwd: Path, environment: dict[str, str]):
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _INTERPRETER], cwd=cwd, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", _INTERPRETER],
+            cwd=cwd,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def __enter__(self) -> "_Python":
@@ -214,9 +251,15 @@ class _Shell:
 
     def __init__(self, cwd: Path, environment: dict[str, str]):
         self._process = subprocess.Popen(
-            ["bash", "--noprofile", "--norc"], cwd=cwd, env=environment, text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["bash", "--noprofile", "--norc"],
+            cwd=cwd,
+            env=environment,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def __enter__(self) -> "_Shell":
         return self
@@ -245,10 +288,20 @@ class _Shell:
 
 def environment_of(url: str, data: Path) -> dict[str, str]:
     """What finds the stack at `url`, whose data are in `data`."""
-    own = {"MIDSTREAM_API_PORT": url.rpartition(":")[2], "MIDSTREAM_DATA_DIR": str(data), "COLUMNS": "80"}
+    own = {
+        "MIDSTREAM_API_PORT": url.rpartition(":")[2],
+        "MIDSTREAM_DATA_DIR": str(data),
+        "COLUMNS": "80",
+    }
     (data / "docs-curl").mkdir(exist_ok=True)
-    # No progress meter, as on a terminal. An answer of 400 or more gives an exit code, which counts where no answer is shown.
+    # No progress meter, as on a terminal. An answer of 400 or more gives an exit code, which counts
+    # where no answer is shown.
     (data / "docs-curl" / ".curlrc").write_text("silent\nfail-with-body\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    quiet = {"NO_COLOR": "1", "PAGER": "cat", "MPLBACKEND": "Agg", "CURL_HOME": str(data / "docs-curl")}
+    quiet = {
+        "NO_COLOR": "1",
+        "PAGER": "cat",
+        "MPLBACKEND": "Agg",
+        "CURL_HOME": str(data / "docs-curl"),
+    }
     return {**os.environ, **own, **quiet, "PATH": path}

@@ -1,4 +1,6 @@
-"""Packages with extensions, installed for tests: the example's, and one whose readers misbehave on demand."""
+"""Packages with extensions, installed for tests: the example's, and one whose readers misbehave on
+demand.
+"""
 
 import tomllib
 from pathlib import Path
@@ -63,7 +65,10 @@ class Unruly:
 
 
 def install(folder: Path, name: str, version: str, modules: dict[str, str], entries: str) -> Path:
-    """As pip leaves a package: modules (file → source), and entry points in a dist-info folder. Returns the folder, for `sys.path`."""
+    """As pip leaves a package: modules (file → source), and entry points in a dist-info folder.
+
+    Returns the folder, for `sys.path`.
+    """
     module = name.replace("-", "_")
     info = folder / f"{module}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -80,10 +85,18 @@ def install_example(folder: Path) -> Path:
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     sources = {str(path.relative_to(EXAMPLE)): path.read_text() for path in EXAMPLE.glob("*/*.py")}
     groups = project["entry-points"].items()
-    entries = "\n".join([f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in each.items()) for group, each in groups])
+    entries = "\n".join(
+        [
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in each.items())
+            for group, each in groups
+        ]
+    )
     return install(folder, project["name"], project["version"], sources, entries)
 
 
 def install_unruly(folder: Path) -> Path:
-    entries = "[midstream.readers]\nunruly = unruly:Unruly\n[midstream.ops]\nalong = unruly:Along\nunruly = unruly:UnrulyOp\n"
+    entries = (
+        "[midstream.readers]\nunruly = unruly:Unruly\n[midstream.ops]\nalong = "
+        "unruly:Along\nunruly = unruly:UnrulyOp\n"
+    )
     return install(folder, "unruly", "0.1", {"unruly.py": UNRULY + OPS}, entries)

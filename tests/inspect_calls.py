@@ -1,4 +1,6 @@
-"""Run by tests/long/test_inspect.py in the environment of Inspect AI: evaluations against the service at `sys.argv[1]`, as JSON."""
+"""Run by tests/long/test_inspect.py in the environment of Inspect AI: evaluations against the
+service at `sys.argv[1]`, as JSON.
+"""
 
 import json
 import sys
@@ -23,7 +25,8 @@ calls: list[str] = []
 
 @tool
 def weather() -> Tool:
-    async def execute(city: Literal["Paris", "Oslo"]) -> str:  # the call is one of two, whatever the model is
+    async def execute(city: Literal["Paris", "Oslo"]) -> str:
+        # the call is one of two, whatever the model is
         """The weather in a city.
 
         Args:
@@ -35,21 +38,39 @@ def weather() -> Tool:
     return execute
 
 
-def run(samples: list[Sample], solver: Any = None, config: GenerateConfig = CONFIG, **arguments: Any) -> dict[str, Any]:
-    return evaluated(get_model("midstream/demo", base_url=URL, memoize=False, **arguments), samples, solver or generate(), config)
+def run(
+    samples: list[Sample], solver: Any = None, config: GenerateConfig = CONFIG, **arguments: Any
+) -> dict[str, Any]:
+    return evaluated(
+        get_model("midstream/demo", base_url=URL, memoize=False, **arguments),
+        samples,
+        solver or generate(),
+        config,
+    )
 
 
-def evaluated(model: Model, samples: list[Sample], solver: Any, config: GenerateConfig) -> dict[str, Any]:
+def evaluated(
+    model: Model, samples: list[Sample], solver: Any, config: GenerateConfig
+) -> dict[str, Any]:
     task = Task(dataset=samples, solver=solver)
-    (log,) = eval(task, model=model, display="none", log_dir=LOGS, fail_on_error=False, **config.model_dump(exclude_none=True))
+    (log,) = eval(
+        task,
+        model=model,
+        display="none",
+        log_dir=LOGS,
+        fail_on_error=False,
+        **config.model_dump(exclude_none=True),
+    )
     return {
         str(sample.id): {
-            "text": sample.output.completion, "error": sample.error and sample.error.message,
-            "ours": (sample.output.metadata or {}).get("midstream"), "messages": [message.role for message in sample.messages],
+            "text": sample.output.completion,
+            "error": sample.error and sample.error.message,
+            "ours": (sample.output.metadata or {}).get("midstream"),
+            "messages": [message.role for message in sample.messages],
             "cached": [event.cache for event in sample.events if event.event == "model"],
         }
         for sample in log.samples or []
-    }  # fmt: skip
+    }
 
 
 def one(name: str, **ours: Any) -> Sample:
@@ -58,7 +79,12 @@ def one(name: str, **ours: Any) -> Sample:
 
 def refusals() -> list[str]:
     found = []
-    for arguments in ({"moduls": "shift"}, {"steering": [{"layer": 3}]}, {"modules": 5}, {"per_sample": "no"}):
+    for arguments in (
+        {"moduls": "shift"},
+        {"steering": [{"layer": 3}]},
+        {"modules": 5},
+        {"per_sample": "no"},
+    ):
         try:
             get_model("midstream/demo", base_url=URL, memoize=False, **arguments)
             found.append("")
@@ -68,7 +94,10 @@ def refusals() -> list[str]:
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Answers each request with the next of `answers`: a status and seconds to wait. After the last one: an answer of a model."""
+    """Answers each request with the next of `answers`: a status and seconds to wait.
+
+    After the last one: an answer of a model.
+    """
 
     answers: list[tuple[int, int]] = []
 
@@ -78,7 +107,13 @@ class Refusing(BaseHTTPRequestHandler):
         problem = {"error": {"message": "not now", "type": "refused", "code": status}}
         message = {"role": "assistant", "content": "at last"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        answer = {"id": "job_1", "object": "chat.completion", "created": 0, "model": "demo", "choices": [choice]}
+        answer = {
+            "id": "job_1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "demo",
+            "choices": [choice],
+        }
         body = json.dumps(answer if status == 200 else problem).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -93,7 +128,9 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 def refused_at_first(*answers: tuple[int, int]) -> dict[str, Any]:
-    """What becomes of a sample whose requests get `answers`; and what the provider says of each of them."""
+    """What becomes of a sample whose requests get `answers`; and what the provider says of each of
+    them.
+    """
     decisions: list[tuple[bool, str, float | None]] = []
 
     def observed(ex: BaseException) -> Any:
@@ -104,7 +141,9 @@ def refused_at_first(*answers: tuple[int, int]) -> dict[str, Any]:
     Refusing.answers = list(answers)
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        model = get_model("midstream/demo", base_url=f"http://127.0.0.1:{server.server_port}", memoize=False)
+        model = get_model(
+            "midstream/demo", base_url=f"http://127.0.0.1:{server.server_port}", memoize=False
+        )
         model.api.should_retry, asked = observed, model.api.should_retry
         found = evaluated(model, [one("refused")], generate(), CONFIG)["refused"]
         server.shutdown()
@@ -112,7 +151,9 @@ def refused_at_first(*answers: tuple[int, int]) -> dict[str, Any]:
 
 
 def keys() -> list[str | None]:
-    """What Inspect's cache tells apart, after each change of what stands behind the names of a request; last, of a service that is away."""
+    """What Inspect's cache tells apart, after each change of what stands behind the names of a
+    request; last, of a service that is away.
+    """
     model = get_model("midstream/demo", base_url=URL, memoize=False, modules="keyed")
     found = []
     with Client(URL) as client:
@@ -138,13 +179,26 @@ require = use_tools(weather(), tool_choice=ToolFunction("weather"))
 print(
     json.dumps(
         {
-            "samples": run([
-                one("plain"), one("module", modules={"shift": 1.0}), one("captured", capture=CAPTURE), one("unknown", moduls="x"),
-                one("missing", modules="nobody"), one("patched", patch=[{"layers": 10, "position": -1, "source": {"zeros": True}}]),
-            ]),
-            "model": run([one("module"), one("over", steering=[], modules=[])], modules={"shift": 1.0}),
+            "samples": run(
+                [
+                    one("plain"),
+                    one("module", modules={"shift": 1.0}),
+                    one("captured", capture=CAPTURE),
+                    one("unknown", moduls="x"),
+                    one("missing", modules="nobody"),
+                    one(
+                        "patched", patch=[{"layers": 10, "position": -1, "source": {"zeros": True}}]
+                    ),
+                ]
+            ),
+            "model": run(
+                [one("module"), one("over", steering=[], modules=[])], modules={"shift": 1.0}
+            ),
             "ignored": run([one("graded", modules="shift")], per_sample=False),
-            "cached": [run([one("plain", **ours)], config=cached) for ours in ({}, {}, {"modules": "shift"})],
+            "cached": [
+                run([one("plain", **ours)], config=cached)
+                for ours in ({}, {}, {"modules": "shift"})
+            ],
             "tools": run([weather_of("Paris")], [require, generate(tool_calls="single")], longer),
             "called": calls,
             "keys": keys(),
@@ -153,4 +207,4 @@ print(
             "failed": refused_at_first((500, 0), (500, 0)),
         }
     )
-)  # fmt: skip
+)

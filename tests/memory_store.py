@@ -1,6 +1,7 @@
 """An artifact store in memory that keeps the protocol as object storage would.
 
-Keys have no folders, complete objects are never appended to, a segment takes one group, and what is open shows what was there then.
+Keys have no folders, complete objects are never appended to, a segment takes one group, and what is
+open shows what was there then.
 """
 
 import threading
@@ -44,7 +45,11 @@ class MemoryStore:
         return self.open(key).size
 
     def children(self, folder: str = "") -> list[str]:
-        below = [key.removeprefix(folder).partition("/") for key in list(self.objects) if key.startswith(folder)]
+        below = [
+            key.removeprefix(folder).partition("/")
+            for key in list(self.objects)
+            if key.startswith(folder)
+        ]
         return sorted({folder + name + slash for name, slash, _ in below})
 
     def check(self, key: str) -> None:
@@ -54,7 +59,11 @@ class MemoryStore:
         return None
 
     def delete(self, key: str) -> None:
-        for each in [each for each in list(self.objects) if each == key or (key.endswith("/") and each.startswith(key))]:
+        for each in [
+            each
+            for each in list(self.objects)
+            if each == key or (key.endswith("/") and each.startswith(key))
+        ]:
             self.objects.pop(each, None)
 
     def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:

@@ -1,4 +1,5 @@
-"""Records what nnsight's column of the table of equivalents in docs/coming-from.md gives, for tests/long/test_equivalents.py.
+"""Records what nnsight's column of the table of equivalents in docs/coming-from.md gives, for
+tests/long/test_equivalents.py.
 
     .cache/lens/bin/python tests/nnsight_calls.py MODEL rows.safetensors     # the environment of `make lens`; float32
 
@@ -25,7 +26,13 @@ def main(name: str, path: str) -> None:
     p = PROMPT
     tokenizer = Tokenizer.from_file(f"{name}/tokenizer.json")
     token, rome = (tokenizer.encode(text).ids[0] for text in (" Paris", " Rome"))
-    model = TransformersModel(name, task="text-generation", dtype=torch.float32, attn_implementation="eager", dispatch=True)
+    model = TransformersModel(
+        name,
+        task="text-generation",
+        dtype=torch.float32,
+        attn_implementation="eager",
+        dispatch=True,
+    )
     layers = model.model.layers
     v = torch.randn(576, generator=torch.Generator().manual_seed(0))
     u = v / v.norm()

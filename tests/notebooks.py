@@ -1,4 +1,6 @@
-"""Notebooks as tests and benchmarks see them: their code, what they print, and whether two runs print the same."""
+"""Notebooks as tests and benchmarks see them: their code, what they print, and whether two runs
+print the same.
+"""
 
 import re
 from pathlib import Path
@@ -8,7 +10,8 @@ import nbformat
 from tree import ROOT
 
 TUTORIALS = sorted((ROOT / "examples" / "tutorials").glob("*.ipynb"))
-#: How far two numbers with decimals, or with three digits and more, may be apart: as a share of the larger one, and at least.
+#: How far two numbers with decimals, or with three digits and more, may be apart: as a share of the
+#: larger one, and at least.
 SHARE, LEAST = 0.02, 0.021
 _NUMBER = re.compile(r"-?(?:\d+\.\d+|\d{3,})")
 _PEER = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -31,7 +34,11 @@ def peer_code(notebook: Any) -> str:
 
 def printed(cell: Any) -> str:
     """On standard output."""
-    return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+    return "".join(
+        output.text
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
 
 
 def shown(cell: Any) -> set[str]:
@@ -41,7 +48,9 @@ def shown(cell: Any) -> set[str]:
 
 def lines(source: str) -> int:
     """Of code: without blank ones and comments."""
-    return sum(1 for line in source.splitlines() if line.strip() and not line.strip().startswith("#"))
+    return sum(
+        1 for line in source.splitlines() if line.strip() and not line.strip().startswith("#")
+    )
 
 
 def difference(one: str, other: str) -> str:

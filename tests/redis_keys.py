@@ -8,7 +8,11 @@ from tree import ROOT
 
 @cache
 def documented() -> dict[str, str]:
-    rows = re.findall(r"^\| `ms:([a-z-]+)(?::[^`]*)?` \| (\w+) \|", (ROOT / "docs/redis.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `ms:([a-z-]+)(?::[^`]*)?` \| (\w+) \|",
+        (ROOT / "docs/redis.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(rows) == len(dict(rows)), "a family stands twice in docs/redis.md"
     return dict(rows)
 

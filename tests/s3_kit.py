@@ -1,9 +1,11 @@
 """An S3 server for tests: moto behind a proxy that checks signatures as S3 does and injects faults.
 
-TEST_S3=host:port: another server, which has the user below (docs/object-storage.md says what was tried).
+TEST_S3=host:port: another server, which has the user below (docs/object-storage.md says what was
+tried).
 
-moto accepts any credentials and any time, and does not compare bodies with their hashes. The proxy checks the signature of headers and of
-presigned links (with botocore's implementation), their expiry, the clock, and the SHA-256 of the body, and answers with S3's own codes.
+moto accepts any credentials and any time, and does not compare bodies with their hashes. The proxy
+checks the signature of headers and of presigned links (with botocore's implementation), their
+expiry, the clock, and the SHA-256 of the body, and answers with S3's own codes.
 """
 
 import asyncio
@@ -33,10 +35,11 @@ SKEW_S = 900
 class Fault:
     """What happens to the next `times` requests whose `METHOD /path?query` matches.
 
-    `503`, `403 CODE`: that answer; `slow`: after `seconds`; `cut`: the connection ends in the middle of the request's body; `lost`: it is
-    done, and the answer never comes; `half`: the answer ends in the middle of its body; `short`: it is short and says so; `flip`: a byte of
-    the request's body changes on its way; `deaf`: its conditions are ignored; `ceph`: an ETag in its condition must have no
-    quotation marks, as in versions of Ceph.
+    `503`, `403 CODE`: that answer; `slow`: after `seconds`; `cut`: the connection ends in the
+    middle of the request's body; `lost`: it is done, and the answer never comes; `half`: the answer
+    ends in the middle of its body; `short`: it is short and says so; `flip`: a byte of the
+    request's body changes on its way; `deaf`: its conditions are ignored; `ceph`: an ETag in its
+    condition must have no quotation marks, as in versions of Ceph.
     """
 
     kind: str
@@ -57,7 +60,8 @@ class FaultProxy:
     upstream: str  # host:port
     faults: list[Fault] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=lambda: {ACCESS_KEY: SECRET_KEY})
-    tokens: dict[str, tuple[str, float]] = field(default_factory=dict)  # of temporary keys: session token, and when both expire
+    # of temporary keys: session token, and when both expire
+    tokens: dict[str, tuple[str, float]] = field(default_factory=dict)
     clock: float = 0.0  # seconds by which this server is ahead
     seen: list[str] = field(default_factory=list)  # of every request: `METHOD /path?query`
     port: int = 0
@@ -93,7 +97,8 @@ class FaultProxy:
             serving = set()
 
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                writers.add(writer)  # here: a task that is cancelled before it begins closes nothing
+                # here: a task that is cancelled before it begins closes nothing
+                writers.add(writer)
                 serving.add(task := asyncio.create_task(self._serve(reader, writer)))
                 task.add_done_callback(serving.discard)
 
@@ -106,7 +111,8 @@ class FaultProxy:
             for task in served:
                 task.cancel()
             await asyncio.gather(*served, return_exceptions=True)
-            for writer in writers:  # a socket that stays open is an answer that never comes, not a server that is away
+            for writer in writers:
+                # a socket that stays open is an answer that never comes, not a server that is away
                 writer.transport.abort()
             await asyncio.sleep(0)  # now they are closed
 
@@ -125,9 +131,19 @@ class FaultProxy:
         head = await reader.readuntil(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")[:-2]
         method, target, _ = first.split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
         self.seen.append(f"{method} {target}")
-        fault = next((each for each in self.faults if each.times > 0 and re.search(each.when, self.seen[-1])), None)
+        fault = next(
+            (
+                each
+                for each in self.faults
+                if each.times > 0 and re.search(each.when, self.seen[-1])
+            ),
+            None,
+        )
         if fault is not None:
             fault.times, fault.seen = fault.times - 1, fault.seen + 1
             await asyncio.sleep(fault.seconds)
@@ -145,8 +161,18 @@ class FaultProxy:
                 raise Refused(int(kind[:3]), kind[4:] or "SlowDown")
             self._check(method, target, headers, body)
         except Refused as error:
-            told = b"" if method == "HEAD" else f"<?xml version='1.0'?><Error><Code>{error.code}</Code></Error>".encode()
-            writer.write(f"HTTP/1.1 {error.status} X\r\nConnection: close\r\nContent-Length: {len(told)}\r\n\r\n".encode() + told)
+            told = (
+                b""
+                if method == "HEAD"
+                else f"<?xml version='1.0'?><Error><Code>{error.code}</Code></Error>".encode()
+            )
+            writer.write(
+                (
+                    f"HTTP/1.1 {error.status} X\r\nConnection: close\r\nContent-Length: "
+                    f"{len(told)}\r\n\r\n"
+                ).encode()
+                + told
+            )
             await writer.drain()
             return
         if kind == "deaf":
@@ -166,11 +192,19 @@ class FaultProxy:
         writer.write(answer)
         await writer.drain()
 
-    async def _forward(self, method: str, target: str, headers: dict[str, str], body: bytes) -> bytes:
+    async def _forward(
+        self, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> bytes:
         host, _, port = self.upstream.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        kept = {name: value for name, value in headers.items() if name not in ("connection", "expect")}
-        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in kept.items()), "connection: close"]
+        kept = {
+            name: value for name, value in headers.items() if name not in ("connection", "expect")
+        }
+        lines = [
+            f"{method} {target} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in kept.items()),
+            "connection: close",
+        ]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         try:
             return await reader.read()
@@ -179,9 +213,16 @@ class FaultProxy:
 
     def _check(self, method: str, target: str, headers: dict[str, str], body: bytes) -> None:
         """Raises Refused as S3 does."""
-        query = {name: values[0] for name, values in parse_qs(urlsplit(target).query, keep_blank_values=True).items()}
+        query = {
+            name: values[0]
+            for name, values in parse_qs(urlsplit(target).query, keep_blank_values=True).items()
+        }
         if "X-Amz-Signature" in query:
-            credential, signed, signature = query["X-Amz-Credential"], query["X-Amz-SignedHeaders"], query["X-Amz-Signature"]
+            credential, signed, signature = (
+                query["X-Amz-Credential"],
+                query["X-Amz-SignedHeaders"],
+                query["X-Amz-Signature"],
+            )
             stamp, allowed = query["X-Amz-Date"], float(query["X-Amz-Expires"])
             if not -SKEW_S < self._age(stamp) < allowed:
                 raise Refused(403, "AccessDenied")
@@ -189,7 +230,12 @@ class FaultProxy:
             parts = dict(re.findall(r"(\w+)=([^, ]+)", headers.get("authorization", "")))
             if not parts.keys() >= {"Credential", "SignedHeaders", "Signature"}:
                 raise Refused(403, "AccessDenied")
-            credential, signed, signature, stamp = parts["Credential"], parts["SignedHeaders"], parts["Signature"], headers["x-amz-date"]
+            credential, signed, signature, stamp = (
+                parts["Credential"],
+                parts["SignedHeaders"],
+                parts["Signature"],
+                headers["x-amz-date"],
+            )
             if abs(self._age(stamp)) > SKEW_S:
                 raise Refused(403, "RequestTimeTooSkewed")
             if headers["x-amz-content-sha256"] != hashlib.sha256(body).hexdigest():
@@ -197,7 +243,9 @@ class FaultProxy:
         key, day, region, service, _ = credential.split("/")
         if key not in self.keys:
             raise Refused(403, "InvalidAccessKeyId")
-        if not hmac.compare_digest(self._signature(method, target, headers, signed, stamp, key, region), signature):
+        if not hmac.compare_digest(
+            self._signature(method, target, headers, signed, stamp, key, region), signature
+        ):
             raise Refused(403, "SignatureDoesNotMatch")
         token, until = self.tokens.get(key, ("", float("inf")))
         if headers.get("x-amz-security-token", query.get("X-Amz-Security-Token", "")) != token:
@@ -208,15 +256,32 @@ class FaultProxy:
             raise Refused(400, "AuthorizationHeaderMalformed")
 
     def _age(self, stamp: str) -> float:
-        return time.time() + self.clock - datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+        return (
+            time.time()
+            + self.clock
+            - datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+        )
 
-    def _signature(self, method: str, target: str, headers: dict[str, str], signed: str, stamp: str, key: str, region: str) -> str:
+    def _signature(
+        self,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        signed: str,
+        stamp: str,
+        key: str,
+        region: str,
+    ) -> str:
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
         parts = urlsplit(target)
-        query = [(name, value) for name, value in parse_qsl(parts.query, keep_blank_values=True) if name != "X-Amz-Signature"]
+        query = [
+            (name, value)
+            for name, value in parse_qsl(parts.query, keep_blank_values=True)
+            if name != "X-Amz-Signature"
+        ]
         url = f"http://{headers['host']}{parts.path}" + (f"?{urlencode(query)}" if query else "")
         request = AWSRequest(method, url, {name: headers[name] for name in signed.split(";")})
         if "x-amz-content-sha256" not in headers:
@@ -225,14 +290,18 @@ class FaultProxy:
         auth = S3SigV4Auth(Credentials(key, self.keys[key]), "s3", region)
         canonical = auth.canonical_request(request)
         if "x-amz-content-sha256" not in headers:  # of a presigned link only the host is signed
-            canonical = re.sub(r"x-amz-content-sha256:[^\n]*\n", "", canonical).replace(";x-amz-content-sha256", "")
+            canonical = re.sub(r"x-amz-content-sha256:[^\n]*\n", "", canonical).replace(
+                ";x-amz-content-sha256", ""
+            )
         result: str = auth.signature(auth.string_to_sign(request, canonical), request)
         return result
 
 
 @cache
 def moto() -> str:
-    """host:port of a moto server in this process, for its whole life; or of the one that `TEST_S3` names."""
+    """host:port of a moto server in this process, for its whole life; or of the one that `TEST_S3`
+    names.
+    """
     if given := os.environ.get("TEST_S3"):
         return given
     from moto.moto_server.werkzeug_app import create_backend_app
@@ -243,7 +312,9 @@ def moto() -> str:
 
         def log(self, *_: Any) -> None: ...
 
-    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Silent)
+    server = make_server(
+        "127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=Silent
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"127.0.0.1:{server.server_port}"
 
@@ -269,7 +340,11 @@ def make_bucket(address: str, name: str) -> None:
     if "TEST_S3" in os.environ:
         import boto3
 
-        key = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "region_name": REGION}
+        key = {
+            "aws_access_key_id": ACCESS_KEY,
+            "aws_secret_access_key": SECRET_KEY,
+            "region_name": REGION,
+        }
         boto3.client("s3", endpoint_url=f"http://{address}", **key).create_bucket(Bucket=name)
         return
     urlopen(Request(f"http://{address}/{name}", method="PUT")).close()
@@ -280,4 +355,7 @@ def uri(proxy: FaultProxy, bucket: str = "", prefix: str = "kept/here") -> str:
 
 
 #: What processes that use the server have in their environment.
-ENVIRONMENT = {"MIDSTREAM_ARTIFACT_ACCESS_KEY": ACCESS_KEY, "MIDSTREAM_ARTIFACT_SECRET_KEY": SECRET_KEY}
+ENVIRONMENT = {
+    "MIDSTREAM_ARTIFACT_ACCESS_KEY": ACCESS_KEY,
+    "MIDSTREAM_ARTIFACT_SECRET_KEY": SECRET_KEY,
+}

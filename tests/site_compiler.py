@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels for GPUs that are not here, through the launch itself. A program that prints JSON.
+"""Compiles the Triton kernels for GPUs that are not here, through the launch itself.
 
-The object is architecture → how many compilations the launches led to, over dtypes, sizes, numbers of tokens and of sites: of pair
-sites, of pairs behind a branch, and of single ones.
+A program that prints JSON.
+
+The object is architecture → how many compilations the launches led to, over dtypes, sizes, numbers
+of tokens and of sites: of pair sites, of pairs behind a branch, and of single ones.
 """
 
 import json
@@ -67,7 +69,10 @@ class CompiledOnly:
         def launch(*arguments: Any, **options: Any) -> None:
             compiled = self._kernel.warmup(*arguments, grid=grid, **options)
             assert compiled.asm["cubin"]
-            assert compiled.metadata.target.arch == triton.runtime.driver.active.get_current_target().arch
+            assert (
+                compiled.metadata.target.arch
+                == triton.runtime.driver.active.get_current_target().arch
+            )
             self.made.add(compiled.hash)
 
         return launch
@@ -84,7 +89,9 @@ def compilations(architecture: int, kind: str) -> int:
         for dtype in DTYPES:
             for width in WIDTHS:
                 for sites, tokens in enumerate(TOKENS, 1):
-                    plan = SitePlan(width, [{"add": Does(torch.zeros(1, width))}] * tokens, {0: [1]}, before=[0])
+                    plan = SitePlan(
+                        width, [{"add": Does(torch.zeros(1, width))}] * tokens, {0: [1]}, before=[0]
+                    )
                     planned = build_group([plan] * sites, tokens, dtype)
                     rows = [torch.zeros(tokens, width, dtype=dtype) for _ in range(3)]
                     if kind == "single":
@@ -97,4 +104,10 @@ def compilations(architecture: int, kind: str) -> int:
 
 
 if __name__ == "__main__":
-    json.dump({str(architecture): [compilations(architecture, kind) for kind in KINDS] for architecture in (80, 90)}, sys.stdout)
+    json.dump(
+        {
+            str(architecture): [compilations(architecture, kind) for kind in KINDS]
+            for architecture in (80, 90)
+        },
+        sys.stdout,
+    )

@@ -1,4 +1,6 @@
-"""Groups of sites that share a launch: random ones, and the same sites launched one by one, which must give the same bits."""
+"""Groups of sites that share a launch: random ones, and the same sites launched one by one, which
+must give the same bits.
+"""
 
 import itertools
 import math
@@ -11,7 +13,8 @@ from site_kit import DTYPES, EXACT, RANDOM, Op, new_seed, random_case, same_bits
 
 from midstream.kernels.plan import Planned, SitePlan, build_group
 
-#: (sites, those of them that are of `hidden` alone, whether the others are of a pair): what the table of architectures can give.
+#: (sites, those of them that are of `hidden` alone, whether the others are of a pair): what the
+#: table of architectures can give.
 KINDS = [(2, 1, True), (3, 1, True), (2, 0, True), (2, 0, False), (1, 0, True), (1, 0, False)]
 
 
@@ -75,7 +78,15 @@ def random_group(
     choose = random.Random(seed)
     sites, branches, pair = kind
     cases = [
-        random_case(choose.getrandbits(31), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families) for _ in range(sites)
+        random_case(
+            choose.getrandbits(31),
+            dtype=dtype,
+            width=width,
+            tokens=tokens,
+            pair=pair,
+            families=families,
+        )
+        for _ in range(sites)
     ]
     edits = cases[0].plan.edits
     most = max(itertools.chain([0], *edits.values()))
@@ -83,8 +94,20 @@ def random_group(
     for number, case in enumerate(cases):
         known = [dict(each) if choose.random() < 0.7 else {} for each in case.plan.configurations]
         known = (known + [{}] * most)[:most]
-        before, after = (port if choose.random() < 0.7 else () for port in (case.plan.before, case.plan.after))
-        plans.append(replace(case.plan, configurations=known, edits=edits, before=before, after=after, before_row=row, site=number + 1))
+        before, after = (
+            port if choose.random() < 0.7 else () for port in (case.plan.before, case.plan.after)
+        )
+        plans.append(
+            replace(
+                case.plan,
+                configurations=known,
+                edits=edits,
+                before=before,
+                after=after,
+                before_row=row,
+                site=number + 1,
+            )
+        )
         row += len(before)
         plans[-1].after_row = row
         row += len(after)
@@ -93,25 +116,60 @@ def random_group(
     if loud:
         stream[:: 2 + tokens // 3] = torch.finfo(dtype).max
     name = f"seed {seed}, {dtype}, width {width}, {tokens} tokens, {kind}"
-    return Group(plans, branches, hidden if pair else None, stream, row + 2, tokens + choose.randint(0, 4), name)
+    return Group(
+        plans,
+        branches,
+        hidden if pair else None,
+        stream,
+        row + 2,
+        tokens + choose.randint(0, 4),
+        name,
+    )
 
 
 def check_groups(
-    pair_site: Op, single_site: Op, *, rounds: int, widths: Sequence[int], families: Sequence[str] = tuple(RANDOM), tokens: int = 9
+    pair_site: Op,
+    single_site: Op,
+    *,
+    rounds: int,
+    widths: Sequence[int],
+    families: Sequence[str] = tuple(RANDOM),
+    tokens: int = 9,
 ) -> None:
-    """Bit for bit, over all dtypes and kinds of groups: rows of the stream, the ring, marks and counts."""
+    """Bit for bit, over all dtypes and kinds of groups: rows of the stream, the ring, marks and
+    counts.
+    """
     for kind, dtype, width, _ in itertools.product(KINDS, DTYPES, widths, range(rounds)):
         loud = new_seed() % 4 == 0
-        group = random_group(new_seed(), dtype=dtype, width=width, tokens=tokens, kind=kind, families=families, loud=loud)
-        found, expected = (group.run(pair_site, single_site, together=together) for together in (True, False))
+        group = random_group(
+            new_seed(),
+            dtype=dtype,
+            width=width,
+            tokens=tokens,
+            kind=kind,
+            families=families,
+            loud=loud,
+        )
+        found, expected = (
+            group.run(pair_site, single_site, together=together) for together in (True, False)
+        )
         for name, values in expected.items():
-            assert same_bits(found[name], values), f"{group.name}: {name} is not what the sites write one by one"
+            assert same_bits(found[name], values), (
+                f"{group.name}: {name} is not what the sites write one by one"
+            )
 
 
-def check_groups_against(pair_site: Op, single_site: Op, reference: tuple[Op, Op], *, rounds: int, width: int) -> None:
+def check_groups_against(
+    pair_site: Op, single_site: Op, reference: tuple[Op, Op], *, rounds: int, width: int
+) -> None:
     """Groups without sums over rows have the bits of another implementation's groups."""
     for kind, dtype, _ in itertools.product(KINDS, DTYPES, range(rounds)):
-        group = random_group(new_seed(), dtype=dtype, width=width, tokens=7, kind=kind, families=EXACT)
-        found, expected = group.run(pair_site, single_site, together=True), group.run(*reference, together=True)
+        group = random_group(
+            new_seed(), dtype=dtype, width=width, tokens=7, kind=kind, families=EXACT
+        )
+        found, expected = (
+            group.run(pair_site, single_site, together=True),
+            group.run(*reference, together=True),
+        )
         for name, values in expected.items():
             assert same_bits(found[name], values), f"{group.name}: {name} is not the reference's"

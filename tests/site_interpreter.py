@@ -1,7 +1,9 @@
-"""Runs the properties of the site ops on the Triton kernels under Triton's interpreter. A program that prints JSON.
+"""Runs the properties of the site ops on the Triton kernels under Triton's interpreter.
 
-The object is sentence → fault or null. It is a process of its own, since Triton decides when a kernel is defined whether
-it will be interpreted.
+A program that prints JSON.
+
+The object is sentence → fault or null. It is a process of its own, since Triton decides when a
+kernel is defined whether it will be interpreted.
 """
 
 import json
@@ -26,7 +28,9 @@ from midstream.kernels.plan import Does, SitePlan
 
 
 def _round_as_gpus_do() -> None:
-    """The interpreter cuts float32 to bfloat16; GPUs, and Triton's language by its definition, round to the nearest, ties to even."""
+    """The interpreter cuts float32 to bfloat16; GPUs, and Triton's language by its definition,
+    round to the nearest, ties to even.
+    """
     plain = interpreter.InterpreterBuilder.create_fp_trunc
 
     def create_fp_trunc(self: object, source: object, target: object) -> object:
@@ -42,8 +46,13 @@ def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_s
     for dtype in DTYPES:
         for pair in (True, False):
             for _ in range(4):
-                case = random_case(new_seed(), dtype=dtype, width=37, tokens=11, pair=pair, families=EXACT)
-                found, expected = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
+                case = random_case(
+                    new_seed(), dtype=dtype, width=37, tokens=11, pair=pair, families=EXACT
+                )
+                found, expected = (
+                    run(case, pair_site, single_site),
+                    run(case, reference.pair_site, reference.single_site),
+                )
                 assert same_bits(found.stream, expected.stream), case.name
                 assert same_bits(found.ring, expected.ring), case.name
                 assert found.hidden is None or same_bits(found.hidden, expected.hidden), case.name
@@ -51,7 +60,12 @@ def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_s
 
 def few_programs_walk_over_many_tokens(pair_site: Op, single_site: Op) -> None:
     plan = SitePlan(
-        5, [{"add": Does(torch.ones(1, 5))}], {token: [1] for token in range(0, 23, 2)}, before=range(23), after=range(23), after_row=23
+        5,
+        [{"add": Does(torch.ones(1, 5))}],
+        {token: [1] for token in range(0, 23, 2)},
+        before=range(23),
+        after=range(23),
+        after_row=23,
     )
     case = Case(plan, None, torch.zeros(23, 5), 46, 23)
     most, triton_site.MAX_PROGRAMS = triton_site.MAX_PROGRAMS, 4
@@ -78,13 +92,26 @@ class _OneRowFewer:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         place = self._kernel.arg_names.index("tokens")
-        return lambda *given, **options: self._kernel[grid](*given[:place], given[place] - 1, *given[place + 1 :], **options)
+        return lambda *given, **options: self._kernel[grid](
+            *given[:place], given[place] - 1, *given[place + 1 :], **options
+        )
 
 
 def a_kernel_that_leaves_a_row_out_counts_one_fewer(pair_site: Op, single_site: Op) -> None:
-    """Edited rows, and captured ones of both ports; over several programs, which add up what each did."""
+    """Edited rows, and captured ones of both ports; over several programs, which add up what each
+    did.
+    """
     for pair in (True, False):
-        plan = SitePlan(5, [{"add": Does(torch.ones(1, 5))}], {token: [1] for token in range(9)}, range(9), range(9), 0, 9, site=3)
+        plan = SitePlan(
+            5,
+            [{"add": Does(torch.ones(1, 5))}],
+            {token: [1] for token in range(9)},
+            range(9),
+            range(9),
+            0,
+            9,
+            site=3,
+        )
         case = Case(plan, torch.zeros(9, 5) if pair else None, torch.zeros(9, 5), 18, 9)
         assert run(case, pair_site, single_site).counts.tolist() == [[0] * 3, [0] * 3, [9] * 3]
         kernel = triton_site._sites
@@ -95,9 +122,13 @@ def a_kernel_that_leaves_a_row_out_counts_one_fewer(pair_site: Op, single_site: 
             triton_site._sites = kernel
 
 
-def sites_that_share_a_launch_give_the_bits_of_one_launch_each(pair_site: Op, single_site: Op) -> None:
+def sites_that_share_a_launch_give_the_bits_of_one_launch_each(
+    pair_site: Op, single_site: Op
+) -> None:
     check_groups(pair_site, single_site, rounds=2, widths=(5, 37), tokens=5)
-    check_groups_against(pair_site, single_site, (reference.pair_site, reference.single_site), rounds=2, width=37)
+    check_groups_against(
+        pair_site, single_site, (reference.pair_site, reference.single_site), rounds=2, width=37
+    )
 
 
 def no_tokens_are_no_launch(pair_site: Op, single_site: Op) -> None:

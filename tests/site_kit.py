@@ -1,8 +1,9 @@
-"""What must be true of any implementation of the site ops? Random sites, the truth in float64, and checks that name their seed.
+"""What must be true of any implementation of the site ops?
 
-Used for the CPU reference, for the Triton kernels under the interpreter, and on a GPU by `benchmarks/gpu/stage_kernels.py`. Needs torch
-alone.
-What a row should be: `site_truth.py`.
+Random sites, the truth in float64, and checks that name their seed.
+
+Used for the CPU reference, for the Triton kernels under the interpreter, and on a GPU by
+`benchmarks/gpu/stage_kernels.py`. Needs torch alone. What a row should be: `site_truth.py`.
 """
 
 import math
@@ -100,7 +101,16 @@ def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
     """Nonsense in every place that the contract leaves open, so that reading it shows."""
     columns = planned.plan[0]
     depth = int(columns[DEPTH])
-    for column in set(range(COLUMNS)) - {EDITS, EDITS_AT, DEPTH, ALIKE, ALIKE_FROM, SITE, *BEFORE, *AFTER}:
+    for column in set(range(COLUMNS)) - {
+        EDITS,
+        EDITS_AT,
+        DEPTH,
+        ALIKE,
+        ALIKE_FROM,
+        SITE,
+        *BEFORE,
+        *AFTER,
+    }:
         columns[column] = -99
     if not columns[ALIKE]:
         columns[ALIKE_FROM] = 10**6
@@ -118,16 +128,22 @@ def _poisoned(planned: Planned, plan: SitePlan) -> Planned:
             family, entry = FAMILIES[PLACE[name]], int(planned.site_rows[0, PLACE[name], row])
             used[entry, : len(family.scalars)] = True
             for scalar in family.of_each_term:
-                used[entry : entry + len(does.vectors) : family.entries(), family.column(scalar)] = True
+                used[
+                    entry : entry + len(does.vectors) : family.entries(), family.column(scalar)
+                ] = True
     planned.pool[0] = math.nan
     planned.scalars[~used] = math.nan
-    pool = torch.cat([planned.pool, torch.full((3, plan.hidden_size), math.nan, dtype=planned.pool.dtype)])
+    pool = torch.cat(
+        [planned.pool, torch.full((3, plan.hidden_size), math.nan, dtype=planned.pool.dtype)]
+    )
     scalars = torch.cat([planned.scalars, torch.full((3, planned.scalars.shape[1]), math.nan)])
     return planned._replace(lists=lists, pool=pool, scalars=scalars)
 
 
 def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
-    """Runs a copy of the case, its ring full of NaN; checks that what is only read keeps its bits."""
+    """Runs a copy of the case, its ring full of NaN; checks that what is only read keeps its
+    bits.
+    """
     width = case.stream.shape[1]
     ring = torch.full((case.ring_rows, width), math.nan, dtype=case.stream.dtype)
     stream = case.stream.clone()
@@ -138,18 +154,20 @@ def run(case: Case, pair_site: Op, single_site: Op) -> Outcome:
     else:
         pair_site(hidden, stream, ring, *planned)
     for name, after, before in zip(Planned._fields, planned, case.planned, strict=True):
-        assert name in ("broken", "counts") or same_bits(after, before), f"{case.name}: {name} was written"
+        assert name in ("broken", "counts") or same_bits(after, before), (
+            f"{case.name}: {name} was written"
+        )
     return Outcome(hidden, stream, ring, planned.broken, planned.counts)
 
 
 def check(case: Case, found: Outcome) -> None:
     """Every property of the ops that holds for any plan; the message names the case."""
-    assert same_bits(case.sum[list(case.plan.before)], _rows(found, case.plan.before_row, case.plan.before)), (
-        f"{case.name}: captured before the edits is not the stream as it came, bit for bit"
-    )
-    assert same_bits(found.sum[list(case.plan.after)], _rows(found, case.plan.after_row, case.plan.after)), (
-        f"{case.name}: captured after the edits is not the stream as it left, bit for bit"
-    )
+    assert same_bits(
+        case.sum[list(case.plan.before)], _rows(found, case.plan.before_row, case.plan.before)
+    ), f"{case.name}: captured before the edits is not the stream as it came, bit for bit"
+    assert same_bits(
+        found.sum[list(case.plan.after)], _rows(found, case.plan.after_row, case.plan.after)
+    ), f"{case.name}: captured after the edits is not the stream as it left, bit for bit"
     _check_ring(case, found)
     check_broken(case, found)
     _check_counts(case, found)
@@ -161,24 +179,41 @@ def _check_token(case: Case, found: Outcome, token: int, where: str) -> None:
     expected, dtype = truth(case.plan, case.hidden, case.stream, token), case.stream.dtype
     stream = found.stream[token]
     if expected.open:
-        stream = found.sum[token]  # a shift may lie in either of a pair, so only what they add up to is sure
+        stream = found.sum[
+            token
+        ]  # a shift may lie in either of a pair, so only what they add up to is sure
         expected.error += ROUNDOFF[dtype] * (expected.row.abs() + case.stream[token].double().abs())
     else:
         if not (expected.rewritten or expected.shifted):
-            assert same_bits(stream, case.stream[token]), f"{where}: nothing edits it, its bits changed"
+            assert same_bits(stream, case.stream[token]), (
+                f"{where}: nothing edits it, its bits changed"
+            )
         if case.hidden is not None and found.hidden is not None:
-            if expected.rewritten and same_bits(found.hidden[token], case.hidden[token]) and same_bits(stream, case.stream[token]):
+            if (
+                expected.rewritten
+                and same_bits(found.hidden[token], case.hidden[token])
+                and same_bits(stream, case.stream[token])
+            ):
                 stream = found.sum[token]  # it came out as it was, and is left alone
             elif expected.rewritten:
                 minus_zero = torch.full_like(found.hidden[token], -0.0)
-                assert same_bits(found.hidden[token], minus_zero), f"{where}: rewritten, but hidden is not −0"
+                assert same_bits(found.hidden[token], minus_zero), (
+                    f"{where}: rewritten, but hidden is not −0"
+                )
             else:
-                assert same_bits(found.hidden[token], case.hidden[token]), f"{where}: hidden changed without a rewrite"
+                assert same_bits(found.hidden[token], case.hidden[token]), (
+                    f"{where}: hidden changed without a rewrite"
+                )
         if expected.exact is not None:
-            assert same_bits(stream, expected.exact), f"{where}: replaced or shifted once, but not bit for bit"
+            assert same_bits(stream, expected.exact), (
+                f"{where}: replaced or shifted once, but not bit for bit"
+            )
     if expected.rewritten or expected.shifted:
         # Rounded once, from whatever float32 found.
-        last = ROUNDOFF[dtype] * (expected.row.abs() + expected.error) + torch.finfo(dtype).smallest_normal * ROUNDOFF[dtype]
+        last = (
+            ROUNDOFF[dtype] * (expected.row.abs() + expected.error)
+            + torch.finfo(dtype).smallest_normal * ROUNDOFF[dtype]
+        )
         worst = float(((stream.double() - expected.row).abs() / (expected.error + last)).max())
         assert worst <= 1, f"{where}: off by {worst:.2f} of what rounding explains"
 
@@ -189,26 +224,44 @@ def _rows(found: Outcome, first: int, tokens: Sequence[int]) -> torch.Tensor:
 
 def _check_ring(case: Case, found: Outcome) -> None:
     untouched = torch.ones(case.ring_rows, dtype=torch.bool)
-    for first, tokens in ((case.plan.before_row, case.plan.before), (case.plan.after_row, case.plan.after)):
+    for first, tokens in (
+        (case.plan.before_row, case.plan.before),
+        (case.plan.after_row, case.plan.after),
+    ):
         untouched[first : first + len(tokens)] = False
     rows = found.ring[untouched]
-    assert same_bits(rows, torch.full_like(rows, math.nan)), f"{case.name}: a ring row that nothing names was written"
+    assert same_bits(rows, torch.full_like(rows, math.nan)), (
+        f"{case.name}: a ring row that nothing names was written"
+    )
 
 
 def _check_counts(case: Case, found: Outcome) -> None:
-    """The site did what was planned, as far as the forward has these rows, and counted it as its own."""
+    """The site did what was planned, as far as the forward has these rows, and counted it as its
+    own.
+    """
     does = [len(configuration) > 0 for configuration in case.plan.configurations]
     tokens = range(min(len(case.stream), case.capacity))
-    edited = sum(row > 0 and does[row - 1] for token, rows in case.plan.edits.items() if token in tokens for row in rows)
-    captured = [sum(token in tokens for token in port) for port in (case.plan.before, case.plan.after)]
-    assert found.counts[-1].tolist() == [edited, *captured], f"{case.name}: what it did is not what it counted"
+    edited = sum(
+        row > 0 and does[row - 1]
+        for token, rows in case.plan.edits.items()
+        if token in tokens
+        for row in rows
+    )
+    captured = [
+        sum(token in tokens for token in port) for port in (case.plan.before, case.plan.after)
+    ]
+    assert found.counts[-1].tolist() == [edited, *captured], (
+        f"{case.name}: what it did is not what it counted"
+    )
     assert not found.counts[:-1].any(), f"{case.name}: counted as another site's"
 
 
 def check_broken(case: Case, found: Outcome) -> None:
     """Edited rows that are not finite are marked, with the sign that says since when; no others."""
     edited = {
-        token for token, rows in case.plan.edits.items() if any(row and len(case.plan.configurations[row - 1]) for row in rows)
+        token
+        for token, rows in case.plan.edits.items()
+        if any(row and len(case.plan.configurations[row - 1]) for row in rows)
     }  # here
     before, after = (torch.isfinite(rows).all(1).tolist() for rows in (case.sum, found.sum))
     for token, mark in enumerate(found.broken.tolist()):
@@ -229,7 +282,9 @@ def _low_rank(choose: random.Random, width: int) -> Does:
 
 
 def some_of(vector: torch.Tensor, share: float = 0.5) -> torch.Tensor:
-    """`[1, width]` and a mask of that share of its dimensions, the first among them: `[2, width]`."""
+    """`[1, width]` and a mask of that share of its dimensions, the first among them: `[2,
+    width]`.
+    """
     mask = (torch.rand(vector.shape) < share).float()
     mask[0, 0] = 1
     return torch.cat([vector, mask])
@@ -238,12 +293,18 @@ def some_of(vector: torch.Tensor, share: float = 0.5) -> torch.Tensor:
 #: Family → what it does in a random plan of some width.
 RANDOM: dict[str, Callable[[random.Random, int], Does]] = {
     "replace": lambda choose, width: Does(torch.randn(1, width), (choose.choice((0.0, 0.3, 1.0)),)),
-    "replace_masked": lambda choose, width: Does(some_of(torch.randn(1, width)), (choose.choice((0.0, 0.3, 1.0)),)),
+    "replace_masked": lambda choose, width: Does(
+        some_of(torch.randn(1, width)), (choose.choice((0.0, 0.3, 1.0)),)
+    ),
     "lowrank": _low_rank,
     "add": lambda choose, width: Does(torch.randn(1, width)),
-    "add_matched": lambda choose, width: Does(torch.randn(1, width), (choose.choice((0.0, 0.1, -0.7)),)),
+    "add_matched": lambda choose, width: Does(
+        torch.randn(1, width), (choose.choice((0.0, 0.1, -0.7)),)
+    ),
     "ablate": lambda choose, width: Does(torch.randn(1, width), (choose.choice((0.0, 0.5, 1.0)),)),
-    "clamp": lambda choose, width: Does(torch.randn(1, width), (choose.choice((0.0, 0.5, 1.0)), *choose.choice(RANGES))),
+    "clamp": lambda choose, width: Does(
+        torch.randn(1, width), (choose.choice((0.0, 0.5, 1.0)), *choose.choice(RANGES))
+    ),
 }
 RANDOM["feature"] = lambda choose, width: Does(
     torch.stack([torch.randn(width) * size for size in (width**-0.5, 1e-3, 1e-6, 1.0)]),
@@ -260,13 +321,30 @@ RANGES = ((0.5, 0.5), (-0.3, 0.3), (-math.inf, 0.1), (0.2, math.inf), (-1e4, 1e4
 EXACT = tuple(family.name for family in FAMILIES if not family.sums)
 
 
-def random_case(seed: int, *, dtype: torch.dtype, width: int, tokens: int, pair: bool, families: Sequence[str] = tuple(RANDOM)) -> Case:
-    """Any plan: tokens with 0 to 4 rows, some of them 0, captures contiguous, scattered or none, rows nobody names full of NaN."""
+def random_case(
+    seed: int,
+    *,
+    dtype: torch.dtype,
+    width: int,
+    tokens: int,
+    pair: bool,
+    families: Sequence[str] = tuple(RANDOM),
+) -> Case:
+    """Any plan: tokens with 0 to 4 rows, some of them 0, captures contiguous, scattered or none,
+    rows nobody names full of NaN.
+    """
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    configurations = [_random_configuration(choose, width, families) for _ in range(choose.randint(0, 6))]
+    configurations = [
+        _random_configuration(choose, width, families) for _ in range(choose.randint(0, 6))
+    ]
     edited = choose.sample(range(tokens), choose.randint(0, tokens)) if configurations else []
-    edits = {token: [choose.randint(0, len(configurations)) for _ in range(choose.randint(0, ROWS_PER_TOKEN))] for token in edited}
+    edits = {
+        token: [
+            choose.randint(0, len(configurations)) for _ in range(choose.randint(0, ROWS_PER_TOKEN))
+        ]
+        for token in edited
+    }
     before, after = _random_tokens(choose, tokens), _random_tokens(choose, tokens)
     gap = choose.randint(0, 3)
     first = (gap, gap + len(before) + choose.randint(0, 3))
@@ -281,7 +359,9 @@ def random_case(seed: int, *, dtype: torch.dtype, width: int, tokens: int, pair:
     return Case(plan, hidden, stream, max(first) + tokens + 2, tokens + choose.randint(0, 4), name)
 
 
-def _random_configuration(choose: random.Random, width: int, families: Sequence[str]) -> dict[str, Does]:
+def _random_configuration(
+    choose: random.Random, width: int, families: Sequence[str]
+) -> dict[str, Does]:
     return {name: RANDOM[name](choose, width) for name in families if choose.random() < OFTEN}
 
 

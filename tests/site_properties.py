@@ -1,10 +1,26 @@
-"""Which single sentences hold of the site ops? Each is a function of the two ops; both implementations are tried with all of them."""
+"""Which single sentences hold of the site ops?
+
+Each is a function of the two ops; both implementations are tried with all of them.
+"""
 
 import math
 from collections.abc import Callable
 
 import torch
-from site_kit import DTYPES, TOKENS, WIDTHS, Case, Op, check, check_broken, new_seed, random_case, run, same_bits, some_of
+from site_kit import (
+    DTYPES,
+    TOKENS,
+    WIDTHS,
+    Case,
+    Op,
+    check,
+    check_broken,
+    new_seed,
+    random_case,
+    run,
+    same_bits,
+    some_of,
+)
 
 from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
 from midstream.schemas.interventions import FAMILIES, MAX_RANK
@@ -13,16 +29,34 @@ Property = Callable[[Op, Op], None]
 WIDTH = 37
 
 
-def _case(plan: SitePlan, *, tokens: int = 7, dtype: torch.dtype = torch.bfloat16, pair: bool = True, name: str = "") -> Case:
+def _case(
+    plan: SitePlan,
+    *,
+    tokens: int = 7,
+    dtype: torch.dtype = torch.bfloat16,
+    pair: bool = True,
+    name: str = "",
+) -> Case:
     seed = new_seed()
     torch.manual_seed(seed)
     hidden = torch.randn(tokens, plan.hidden_size).to(dtype) if pair else None
     stream = torch.randn(tokens, plan.hidden_size).to(dtype)
-    return Case(plan, hidden, stream, 3 * tokens, tokens + 2, f"{name} seed {seed}, {dtype}, {'pair' if pair else 'single'}")
+    return Case(
+        plan,
+        hidden,
+        stream,
+        3 * tokens,
+        tokens + 2,
+        f"{name} seed {seed}, {dtype}, {'pair' if pair else 'single'}",
+    )
 
 
 def _add(*values: float) -> Does:
-    return Does(torch.tensor(values).repeat(WIDTH)[:WIDTH].reshape(1, WIDTH) if values else torch.randn(1, WIDTH))
+    return Does(
+        torch.tensor(values).repeat(WIDTH)[:WIDTH].reshape(1, WIDTH)
+        if values
+        else torch.randn(1, WIDTH)
+    )
 
 
 def _replace(alpha: float) -> Does:
@@ -38,9 +72,15 @@ def _axis(lane: int, *scalars: float) -> Does:
 
 def _of_strength(strength: float) -> dict[str, Does]:
     """One application of each graded family; the ranges of `clamp` leave no row as it is."""
-    vectors = {family.name: torch.randn(family.entries(), WIDTH) for family in FAMILIES if family.graded}
+    vectors = {
+        family.name: torch.randn(family.entries(), WIDTH) for family in FAMILIES if family.graded
+    }
     vectors["replace_masked"] = some_of(torch.randn(1, WIDTH))
-    does = {name: Does(vector, (strength,)) for name, vector in vectors.items() if name not in ("lowrank", "clamp", "feature")}
+    does = {
+        name: Does(vector, (strength,))
+        for name, vector in vectors.items()
+        if name not in ("lowrank", "clamp", "feature")
+    }
     rotation, weight = vectors["lowrank"].unsqueeze(1) / math.sqrt(WIDTH)
     return does | {
         "lowrank": lowrank(strength, rotation, weight, torch.ones(1)),
@@ -50,7 +90,9 @@ def _of_strength(strength: float) -> dict[str, Does]:
 
 
 def _lanes(case: Case, token: int, *values: float) -> None:
-    """The token's stream is `values`, then zeros; of a pair, the first value is in `hidden` alone."""
+    """The token's stream is `values`, then zeros; of a pair, the first value is in `hidden`
+    alone.
+    """
     case.stream[token] = torch.tensor([*values, *[0.0] * (WIDTH - len(values))])
     if case.hidden is not None:
         case.hidden[token] = 0.0
@@ -62,7 +104,9 @@ def a_random_step_is_what_the_definition_says(pair_site: Op, single_site: Op) ->
         for width in WIDTHS:
             for tokens in TOKENS:
                 for pair in (True, False):
-                    case = random_case(new_seed(), dtype=dtype, width=width, tokens=tokens, pair=pair)
+                    case = random_case(
+                        new_seed(), dtype=dtype, width=width, tokens=tokens, pair=pair
+                    )
                     check(case, run(case, pair_site, single_site))
 
 
@@ -73,9 +117,15 @@ def nothing_planned_changes_nothing(pair_site: Op, single_site: Op) -> None:
         check(case, run(case, pair_site, single_site))
 
 
-def listed_tokens_whose_rows_do_nothing_here_keep_their_bits(pair_site: Op, single_site: Op) -> None:
+def listed_tokens_whose_rows_do_nothing_here_keep_their_bits(
+    pair_site: Op, single_site: Op
+) -> None:
     for pair in (True, False):
-        plan = SitePlan(WIDTH, [{}, {"replace": _replace(0.0)}, {"add": _add()}], {0: [1], 2: [0, 0], 3: [], 5: [2, 1], 6: [2, 2, 2, 0]})
+        plan = SitePlan(
+            WIDTH,
+            [{}, {"replace": _replace(0.0)}, {"add": _add()}],
+            {0: [1], 2: [0, 0], 3: [], 5: [2, 1], 6: [2, 2, 2, 0]},
+        )
         case = _case(plan, pair=pair)
         case.stream[:, 0] = -0.0
         case.stream[:, 1] = math.nan
@@ -84,32 +134,54 @@ def listed_tokens_whose_rows_do_nothing_here_keep_their_bits(pair_site: Op, sing
         assert same_bits(found.stream, case.stream), case.name
 
 
-def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(pair_site: Op, single_site: Op) -> None:
-    """A norm may take their sum before it is rounded: another pair of the same sum would give another norm."""
+def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(
+    pair_site: Op, single_site: Op
+) -> None:
+    """A norm may take their sum before it is rounded: another pair of the same sum would give
+    another norm.
+    """
     for dtype in DTYPES:
         case = _case(SitePlan(WIDTH), dtype=dtype, name="gives back")
         assert case.hidden is not None
         own = (case.hidden + case.stream)[2:3].float()
         replaced, one = Does(own, (1.0,)), Does(torch.ones(1, WIDTH))
         configurations = [{"replace": replaced}, {"replace": replaced, "add": one}]
-        back = Case(SitePlan(WIDTH, configurations, {2: [1]}, after=[2]), case.hidden, case.stream, 3, 9, case.name)
+        back = Case(
+            SitePlan(WIDTH, configurations, {2: [1]}, after=[2]),
+            case.hidden,
+            case.stream,
+            3,
+            9,
+            case.name,
+        )
         found = run(back, pair_site, single_site)
         assert found.hidden is not None, case
         assert same_bits(found.hidden, case.hidden), case
         assert same_bits(found.stream, case.stream), case
-        behind = Case(SitePlan(WIDTH, configurations, {2: [2]}), case.hidden, case.stream, 3, 9, case.name)
-        assert same_bits(run(behind, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), "what comes behind it comes once"
+        behind = Case(
+            SitePlan(WIDTH, configurations, {2: [2]}), case.hidden, case.stream, 3, 9, case.name
+        )
+        assert same_bits(run(behind, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), (
+            "what comes behind it comes once"
+        )
 
 
 def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op) -> None:
-    """By every family, in every dtype, also where the row fits the dtype only before it is rounded; −: it came so."""
+    """By every family, in every dtype, also where the row fits the dtype only before it is rounded;
+    −: it came so.
+    """
     for dtype in DTYPES:
         large = 0.75 * torch.finfo(dtype).max
         breaking = {"add": _add(large), **_of_strength(1e30)}
         assert breaking.keys() == {family.name for family in FAMILIES}
         for pair in (True, False):
             for name, does in breaking.items():
-                plan = SitePlan(WIDTH, [{name: does}, {"add": _add()}], {token: [1 + (token % 2)] for token in range(6)}, site=7)
+                plan = SitePlan(
+                    WIDTH,
+                    [{name: does}, {"add": _add()}],
+                    {token: [1 + (token % 2)] for token in range(6)},
+                    site=7,
+                )
                 case = _case(plan, dtype=dtype, pair=pair, name=f"{name} breaks rows")
                 case.stream[:] = large
                 if case.hidden is not None:
@@ -120,27 +192,47 @@ def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op
                 assert found.broken[:3].tolist() == [7, 0, 7], (case.name, dtype)
                 assert found.broken[4] == -7, (case.name, dtype)
             run_of_tokens = _case(
-                SitePlan(WIDTH, [{"add": _add(large)}], {token: [1] for token in range(3)}, site=7), dtype=dtype, pair=pair
+                SitePlan(WIDTH, [{"add": _add(large)}], {token: [1] for token in range(3)}, site=7),
+                dtype=dtype,
+                pair=pair,
             )
             run_of_tokens.stream[:] = large
             run_of_tokens.stream[1, 3] = math.nan
             if run_of_tokens.hidden is not None:
                 run_of_tokens.hidden[:] = 0
-            assert run(run_of_tokens, pair_site, single_site).broken[:4].tolist() == [7, -7, 7, 0], dtype
+            assert run(run_of_tokens, pair_site, single_site).broken[:4].tolist() == [
+                7,
+                -7,
+                7,
+                0,
+            ], dtype
 
 
 def the_first_site_is_the_one_that_is_marked(pair_site: Op, single_site: Op) -> None:
-    case = _case(SitePlan(WIDTH, [{"ablate": Does(torch.ones(1, WIDTH), (3e38,))}], {1: [1], 2: [1]}, site=7), pair=False)
+    case = _case(
+        SitePlan(
+            WIDTH, [{"ablate": Does(torch.ones(1, WIDTH), (3e38,))}], {1: [1], 2: [1]}, site=7
+        ),
+        pair=False,
+    )
     case.planned.broken[1], case.stream[:] = 3, 1e5
     assert run(case, pair_site, single_site).broken[:3].tolist() == [0, 3, 7]
 
 
-def a_full_replacement_gives_the_vectors_bits_whatever_was_there(pair_site: Op, single_site: Op) -> None:
+def a_full_replacement_gives_the_vectors_bits_whatever_was_there(
+    pair_site: Op, single_site: Op
+) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
             target = torch.randn(1, WIDTH)
             target[0, :2] = torch.tensor([-0.0, 0.0])
-            case = _case(SitePlan(WIDTH, [{"replace": Does(target, (1.0,))}], {1: [1], 4: [1]}, after=[4, 1]), dtype=dtype, pair=pair)
+            case = _case(
+                SitePlan(
+                    WIDTH, [{"replace": Does(target, (1.0,))}], {1: [1], 4: [1]}, after=[4, 1]
+                ),
+                dtype=dtype,
+                pair=pair,
+            )
             case.stream[1] = math.inf
             case.stream[4, 5] = math.nan
             found = run(case, pair_site, single_site)
@@ -152,13 +244,19 @@ def a_full_replacement_gives_the_vectors_bits_whatever_was_there(pair_site: Op, 
 def a_partial_replacement_mixes(pair_site: Op, single_site: Op) -> None:
     for pair in (True, False):
         target = torch.full((1, WIDTH), 4.0)
-        case = _case(SitePlan(WIDTH, [{"replace": Does(target, (0.25,))}], {2: [1]}), dtype=torch.float32, pair=pair)
+        case = _case(
+            SitePlan(WIDTH, [{"replace": Does(target, (0.25,))}], {2: [1]}),
+            dtype=torch.float32,
+            pair=pair,
+        )
         found = run(case, pair_site, single_site)
         check(case, found)
         torch.testing.assert_close(found.sum[2], 0.75 * case.sum[2] + 1.0)
 
 
-def a_masked_replacement_writes_its_dimensions_and_leaves_the_others_their_bits(pair_site: Op, single_site: Op) -> None:
+def a_masked_replacement_writes_its_dimensions_and_leaves_the_others_their_bits(
+    pair_site: Op, single_site: Op
+) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
             target = torch.randn(1, WIDTH)
@@ -166,7 +264,11 @@ def a_masked_replacement_writes_its_dimensions_and_leaves_the_others_their_bits(
             both = some_of(target)
             written, left = both[1] == 1, both[1] == 0
             configurations = [{"replace_masked": Does(both, (alpha,))} for alpha in (1.0, 0.25)]
-            case = _case(SitePlan(WIDTH, configurations, {1: [1], 4: [2], 5: [1], 6: [2]}, after=[5]), dtype=dtype, pair=pair)
+            case = _case(
+                SitePlan(WIDTH, configurations, {1: [1], 4: [2], 5: [1], 6: [2]}, after=[5]),
+                dtype=dtype,
+                pair=pair,
+            )
             case.stream[5, written] = math.inf
             case.stream[5, left] = -0.0
             if case.hidden is not None:
@@ -189,24 +291,44 @@ def a_mask_of_everything_is_no_mask(pair_site: Op, single_site: Op) -> None:
         for pair in (True, False):
             vectors = torch.randn(2, 1, WIDTH)
             all_of = [torch.cat([vector, torch.ones(1, WIDTH)]) for vector in vectors]
-            configurations = [{"replace": Does(vectors[0], (1.0,))}, {"replace": Does(vectors[1], (0.3,))}]
-            configurations += [{"replace_masked": Does(all_of[0], (1.0,))}, {"replace_masked": Does(all_of[1], (0.3,))}]
-            case = _case(SitePlan(WIDTH, configurations, {0: [1], 1: [2], 2: [1, 2], 4: [3], 5: [4], 6: [3, 4]}), dtype=dtype, pair=pair)
+            configurations = [
+                {"replace": Does(vectors[0], (1.0,))},
+                {"replace": Does(vectors[1], (0.3,))},
+            ]
+            configurations += [
+                {"replace_masked": Does(all_of[0], (1.0,))},
+                {"replace_masked": Does(all_of[1], (0.3,))},
+            ]
+            case = _case(
+                SitePlan(
+                    WIDTH, configurations, {0: [1], 1: [2], 2: [1, 2], 4: [3], 5: [4], 6: [3, 4]}
+                ),
+                dtype=dtype,
+                pair=pair,
+            )
             for tensor in (case.stream, case.stream if case.hidden is None else case.hidden):
                 tensor[4:7] = tensor[:3]
             found = run(case, pair_site, single_site)
             assert same_bits(found.sum[4:7], found.sum[:3]), case.name
 
 
-def masked_replacements_come_behind_full_ones_and_in_column_order(pair_site: Op, single_site: Op) -> None:
+def masked_replacements_come_behind_full_ones_and_in_column_order(
+    pair_site: Op, single_site: Op
+) -> None:
     half = (torch.arange(WIDTH) % 2).float()
 
     def masked(value: float, alpha: float) -> dict[str, Does]:
         return {"replace_masked": Does(torch.stack([torch.full((WIDTH,), value), half]), (alpha,))}
 
-    configurations = [masked(8.0, 0.5), {"replace": Does(torch.full((1, WIDTH), 2.0), (1.0,))}, masked(1.0, 0.5)]
+    configurations = [
+        masked(8.0, 0.5),
+        {"replace": Does(torch.full((1, WIDTH), 2.0), (1.0,))},
+        masked(1.0, 0.5),
+    ]
     for pair in (True, False):
-        case = _case(SitePlan(WIDTH, configurations, {0: [1, 2], 2: [1, 2, 3], 3: [3, 2, 1]}), pair=pair)
+        case = _case(
+            SitePlan(WIDTH, configurations, {0: [1, 2], 2: [1, 2, 3], 3: [3, 2, 1]}), pair=pair
+        )
         found = run(case, pair_site, single_site)
         check(case, found)
         for token, odd in ((0, 5.0), (2, 3.0), (3, 4.75)):
@@ -252,7 +374,9 @@ def an_addition_of_nothing_leaves_the_rows_bits(pair_site: Op, single_site: Op) 
     for dtype in DTYPES:
         for pair in (True, False):
             none = {"add": Does(torch.zeros(1, WIDTH))}
-            case = _case(SitePlan(WIDTH, [none, none], {0: [1], 2: [1, 2], 3: [2]}), dtype=dtype, pair=pair)
+            case = _case(
+                SitePlan(WIDTH, [none, none], {0: [1], 2: [1, 2], 3: [2]}), dtype=dtype, pair=pair
+            )
             case.stream[0], case.stream[2, :3], case.stream[3] = -0.0, -0.0, 0.0
             found = run(case, pair_site, single_site)
             assert same_bits(found.stream, case.stream), case.name
@@ -262,18 +386,28 @@ def a_strength_of_zero_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> N
     for dtype in DTYPES:
         for pair in (True, False):
             none = _of_strength(0.0)
-            plan = SitePlan(WIDTH, [{name: does} for name, does in none.items()] + [none], {0: [1, 2, 3, 4], 2: [5], 3: [6], 6: [6, 5]})
+            plan = SitePlan(
+                WIDTH,
+                [{name: does} for name, does in none.items()] + [none],
+                {0: [1, 2, 3, 4], 2: [5], 3: [6], 6: [6, 5]},
+            )
             case = _case(plan, dtype=dtype, pair=pair)
             case.stream[0], case.stream[2, :3], case.stream[3, 4] = -0.0, math.inf, math.nan
             found = run(case, pair_site, single_site)
             assert same_bits(found.stream, case.stream), case.name
-            assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+            assert (
+                found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden)
+            ), case.name
 
 
 def every_graded_family_of_a_strength_changes_the_row(pair_site: Op, single_site: Op) -> None:
     for pair in (True, False):
         some = _of_strength(0.5)
-        plan = SitePlan(WIDTH, [{name: does} for name, does in some.items()], {number: [number + 1] for number in range(len(some))})
+        plan = SitePlan(
+            WIDTH,
+            [{name: does} for name, does in some.items()],
+            {number: [number + 1] for number in range(len(some))},
+        )
         case = _case(plan, pair=pair)
         check(case, found := run(case, pair_site, single_site))
         for token in range(len(some)):
@@ -284,42 +418,74 @@ def a_component_inside_its_range_leaves_the_rows_bits(pair_site: Op, single_site
     ranges = [(-1.0, 9.0), (-math.inf, 9.0), (-1.0, math.inf), (-math.inf, math.inf), (4.0, 4.0)]
     for dtype in DTYPES:
         for pair in (True, False):
-            plan = SitePlan(WIDTH, [{"clamp": _axis(0, 1.0, *range_)} for range_ in ranges], {token: [token + 1] for token in range(5)})
+            plan = SitePlan(
+                WIDTH,
+                [{"clamp": _axis(0, 1.0, *range_)} for range_ in ranges],
+                {token: [token + 1] for token in range(5)},
+            )
             case = _case(plan, dtype=dtype, pair=pair)
             for token in range(5):
                 _lanes(case, token, 4.0, 7.0, -0.0)
             found = run(case, pair_site, single_site)
             assert same_bits(found.stream, case.stream), case.name
-            assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+            assert (
+                found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden)
+            ), case.name
 
 
-def an_addition_beside_rewrites_with_nothing_to_do_is_an_addition_alone(pair_site: Op, single_site: Op) -> None:
+def an_addition_beside_rewrites_with_nothing_to_do_is_an_addition_alone(
+    pair_site: Op, single_site: Op
+) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
             idle = _of_strength(0.0) | {"clamp": Does(torch.randn(1, WIDTH), (1.0, -1e4, 1e4))}
             does = _add()
             case = _case(
-                SitePlan(WIDTH, [{"add": does}, idle, idle | {"add": does}], {1: [2, 1], 4: [3], 5: [0, 1]}), dtype=dtype, pair=pair
+                SitePlan(
+                    WIDTH,
+                    [{"add": does}, idle, idle | {"add": does}],
+                    {1: [2, 1], 4: [3], 5: [0, 1]},
+                ),
+                dtype=dtype,
+                pair=pair,
             )
             found = run(case, pair_site, single_site)
             check(case, found)
             for token in (1, 4, 5):
-                assert same_bits(found.stream[token], case.stream[token] + does.vectors[0].to(dtype)), case.name
+                assert same_bits(
+                    found.stream[token], case.stream[token] + does.vectors[0].to(dtype)
+                ), case.name
 
 
-def a_full_replacement_and_an_addition_are_one_addition_to_the_vector(pair_site: Op, single_site: Op) -> None:
+def a_full_replacement_and_an_addition_are_one_addition_to_the_vector(
+    pair_site: Op, single_site: Op
+) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
             target, does = torch.randn(1, WIDTH), _add()
-            case = _case(SitePlan(WIDTH, [{"replace": Does(target, (1.0,)), "add": does}], {1: [1]}), dtype=dtype, pair=pair)
+            case = _case(
+                SitePlan(WIDTH, [{"replace": Does(target, (1.0,)), "add": does}], {1: [1]}),
+                dtype=dtype,
+                pair=pair,
+            )
             found = run(case, pair_site, single_site)
-            assert same_bits(found.sum[1], target[0].to(dtype) + does.vectors[0].to(dtype)), case.name
+            assert same_bits(found.sum[1], target[0].to(dtype) + does.vectors[0].to(dtype)), (
+                case.name
+            )
 
 
 def a_rewritten_token_is_rounded_once(pair_site: Op, single_site: Op) -> None:
-    # bf16 holds the even numbers from 256 to 512: rounding half of 256 + 258 before 1 is added gives 256, not 258.
+    # bf16 holds the even numbers from 256 to 512: rounding half of 256 + 258 before 1 is added
+    # gives 256, not 258.
     for pair in (True, False):
-        case = _case(SitePlan(WIDTH, [{"replace": Does(torch.full((1, WIDTH), 258.0), (0.5,)), "add": _add(1.0)}], {1: [1]}), pair=pair)
+        case = _case(
+            SitePlan(
+                WIDTH,
+                [{"replace": Does(torch.full((1, WIDTH), 258.0), (0.5,)), "add": _add(1.0)}],
+                {1: [1]},
+            ),
+            pair=pair,
+        )
         case.stream[1] = 256.0
         if case.hidden is not None:
             case.hidden[1] = 0.0
@@ -329,18 +495,28 @@ def a_rewritten_token_is_rounded_once(pair_site: Op, single_site: Op) -> None:
 
 def a_matched_addition_is_measured_by_the_whole_stream(pair_site: Op, single_site: Op) -> None:
     for pair in (True, False):
-        case = _case(SitePlan(WIDTH, [{"add_matched": _axis(5, 2.0)}], {1: [1], 3: [1, 1]}), pair=pair)
+        case = _case(
+            SitePlan(WIDTH, [{"add_matched": _axis(5, 2.0)}], {1: [1], 3: [1, 1]}), pair=pair
+        )
         _lanes(case, 1, 3.0, 4.0)
         _lanes(case, 3, 3.0, 4.0)
         found = run(case, pair_site, single_site)
-        assert found.sum[1].tolist() == [3.0, 4.0, 0.0, 0.0, 0.0, 10.0] + [0.0] * (WIDTH - 6), case.name
+        assert found.sum[1].tolist() == [3.0, 4.0, 0.0, 0.0, 0.0, 10.0] + [0.0] * (WIDTH - 6), (
+            case.name
+        )
         assert found.sum[3, 5] == 32.25, case.name  # 10 + 2 · √125 is 32.36, which bf16 rounds
 
 
 def an_ablated_direction_is_gone(pair_site: Op, single_site: Op) -> None:
     for dtype in DTYPES:
         for pair in (True, False):
-            case = _case(SitePlan(WIDTH, [{"ablate": _axis(1, 1.0)}, {"ablate": _axis(1, 0.5)}], {1: [1], 2: [2]}), dtype=dtype, pair=pair)
+            case = _case(
+                SitePlan(
+                    WIDTH, [{"ablate": _axis(1, 1.0)}, {"ablate": _axis(1, 0.5)}], {1: [1], 2: [2]}
+                ),
+                dtype=dtype,
+                pair=pair,
+            )
             _lanes(case, 1, 3.0, 4.0, 5.0)
             _lanes(case, 2, 3.0, 4.0, 5.0)
             found = run(case, pair_site, single_site)
@@ -361,7 +537,10 @@ def a_component_is_moved_to_the_nearest_end_of_its_range(pair_site: Op, single_s
     }
     for pair in (True, False):
         configurations = [{"clamp": _axis(1, *numbers)} for numbers in goes]
-        case = _case(SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(len(goes))}), pair=pair)
+        case = _case(
+            SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(len(goes))}),
+            pair=pair,
+        )
         for token in range(len(goes)):
             _lanes(case, token, 3.0, 4.0, 5.0)
         found = run(case, pair_site, single_site)
@@ -373,10 +552,14 @@ def a_component_is_moved_to_the_nearest_end_of_its_range(pair_site: Op, single_s
 def _unit_feature(*numbers: float) -> Does:
     """A feature that reads lane 1 and writes lane 3, so that results are whole numbers."""
     lanes = torch.eye(4, WIDTH)
-    return Does(torch.stack([lanes[1], torch.zeros(WIDTH), torch.zeros(WIDTH), lanes[3]]), (*numbers, 0.0))
+    return Does(
+        torch.stack([lanes[1], torch.zeros(WIDTH), torch.zeros(WIDTH), lanes[3]]), (*numbers, 0.0)
+    )
 
 
-def a_feature_is_moved_to_its_target_and_the_rest_of_the_row_stays(pair_site: Op, single_site: Op) -> None:
+def a_feature_is_moved_to_its_target_and_the_rest_of_the_row_stays(
+    pair_site: Op, single_site: Op
+) -> None:
     # (strength, target, bias, threshold) → what lane 3 gets, where lane 1 is 4
     goes = {
         (1.0, 9.0, 0.0, 0.0): 5.0,
@@ -389,23 +572,33 @@ def a_feature_is_moved_to_its_target_and_the_rest_of_the_row_stays(pair_site: Op
     for dtype in DTYPES:
         for pair in (True, False):
             configurations = [{"feature": _unit_feature(*numbers)} for numbers in goes]
-            case = _case(SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(len(goes))}), dtype=dtype, pair=pair)
+            case = _case(
+                SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(len(goes))}),
+                dtype=dtype,
+                pair=pair,
+            )
             for token in range(len(goes)):
                 _lanes(case, token, 3.0, 4.0, 5.0, 1.0)
             found = run(case, pair_site, single_site)
             check(case, found)
-            assert found.sum[: len(goes), 3].tolist() == [1.0 + moved for moved in goes.values()], case.name
+            assert found.sum[: len(goes), 3].tolist() == [1.0 + moved for moved in goes.values()], (
+                case.name
+            )
             assert found.sum[: len(goes), :3].tolist() == [[3.0, 4.0, 5.0]] * len(goes), case.name
 
 
 def a_feature_that_has_its_target_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> None:
-    """Also up to the rounding of a sum in another order, which is how the value that is asked for was found."""
+    """Also up to the rounding of a sum in another order, which is how the value that is asked for
+    was found.
+    """
     for dtype in DTYPES:
         for pair in (True, False):
             case = _case(SitePlan(WIDTH), dtype=dtype, pair=pair, name="has its target")
             case.stream[:, 0] = -0.0
             encoder = torch.randn(WIDTH)
-            encoder *= torch.sign(case.sum[1].float() @ encoder)  # active at token 1, not at token 2, whose row is its negative
+            encoder *= torch.sign(
+                case.sum[1].float() @ encoder
+            )  # active at token 1, not at token 2, whose row is its negative
             for rows in (case.stream, *([] if case.hidden is None else [case.hidden])):
                 rows[2] = -rows[1]
             parts = [encoder.to(dtype).float()]
@@ -413,21 +606,34 @@ def a_feature_that_has_its_target_leaves_the_rows_bits(pair_site: Op, single_sit
             parts.append((encoder - parts[0] - parts[1]).to(dtype).float())
             held = sum(part.double() for part in parts)
             value = float(case.sum[1].double() @ held) + 0.25
-            does = [Does(torch.stack([*parts, torch.randn(WIDTH)]), (1.0, target, 0.25, 0.0, 0.0)) for target in (value, 0.0)]
+            does = [
+                Does(torch.stack([*parts, torch.randn(WIDTH)]), (1.0, target, 0.25, 0.0, 0.0))
+                for target in (value, 0.0)
+            ]
             does[1] = Does(does[1].vectors, (1.0, 0.0, -0.25, 0.0, 0.0))
             plan = SitePlan(WIDTH, [{"feature": each} for each in does], {1: [1], 2: [2]})
             built = Case(plan, case.hidden, case.stream, 21, 9, case.name)
             found = run(built, pair_site, single_site)
             assert same_bits(found.stream, case.stream), case.name
-            assert found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden), case.name
+            assert (
+                found.hidden is None or case.hidden is None or same_bits(found.hidden, case.hidden)
+            ), case.name
 
 
-def a_feature_of_a_normalised_row_is_read_and_moved_in_its_units(pair_site: Op, single_site: Op) -> None:
+def a_feature_of_a_normalised_row_is_read_and_moved_in_its_units(
+    pair_site: Op, single_site: Op
+) -> None:
     vectors = torch.stack([torch.randn(WIDTH) * size for size in (WIDTH**-0.5, 1e-3, 1e-6, 1.0)])
     for dtype in DTYPES:
         for pair in (True, False):
-            configurations = [{"feature": Does(vectors, (1.0, 4.0, 2.0, 0.5, norm))} for norm in (0.0, 1.0, 2.0)]
-            case = _case(SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(3)}), dtype=dtype, pair=pair)
+            configurations = [
+                {"feature": Does(vectors, (1.0, 4.0, 2.0, 0.5, norm))} for norm in (0.0, 1.0, 2.0)
+            ]
+            case = _case(
+                SitePlan(WIDTH, configurations, {token: [token + 1] for token in range(3)}),
+                dtype=dtype,
+                pair=pair,
+            )
             case.stream[:3] *= torch.tensor([[1.0], [8.0], [64.0]]).to(dtype)
             case.stream[1] += 5  # a mean that counts
             found = run(case, pair_site, single_site)
@@ -438,7 +644,9 @@ def a_feature_of_a_normalised_row_is_read_and_moved_in_its_units(pair_site: Op, 
 def rows_of_one_family_follow_each_other_in_column_order(pair_site: Op, single_site: Op) -> None:
     configurations = [{"clamp": _axis(1, 1.0, 2.0, 2.0)}, {"clamp": _axis(1, 1.0, -1.0, -1.0)}]
     for pair in (True, False):
-        case = _case(SitePlan(WIDTH, configurations, {0: [1, 2], 1: [2, 1], 2: [2, 0, 1, 2]}), pair=pair)
+        case = _case(
+            SitePlan(WIDTH, configurations, {0: [1, 2], 1: [2, 1], 2: [2, 0, 1, 2]}), pair=pair
+        )
         found = run(case, pair_site, single_site)
         check(case, found)
         assert found.sum[:3, 1].tolist() == [-1.0, 2.0, -1.0], case.name
@@ -448,9 +656,16 @@ def the_families_follow_each_other_in_the_documented_order(pair_site: Op, single
     lanes = torch.eye(2, WIDTH)
     everything = {
         "replace": Does(torch.full((1, WIDTH), 2.0), (1.0,)),
-        "replace_masked": Does(torch.stack([torch.full((WIDTH,), 5.0), lanes.new_tensor([0.0, 0.0, 1.0] + [0.0] * (WIDTH - 3))]), (1.0,)),
+        "replace_masked": Does(
+            torch.stack(
+                [torch.full((WIDTH,), 5.0), lanes.new_tensor([0.0, 0.0, 1.0] + [0.0] * (WIDTH - 3))]
+            ),
+            (1.0,),
+        ),
         "lowrank": lowrank(1.0, lanes, 3 * lanes, torch.tensor([0.0, 1.0])),  # 6, 7
-        "add": Does(torch.tensor([[-3.0, -3.0, -5.0] + [-2.0] * (WIDTH - 3)])),  # 3, 4, and nothing else
+        "add": Does(
+            torch.tensor([[-3.0, -3.0, -5.0] + [-2.0] * (WIDTH - 3)])
+        ),  # 3, 4, and nothing else
         "add_matched": _axis(2, 2.0),  # 10
         "ablate": _axis(0, 1.0),  # 0
         "clamp": _axis(2, 1.0, 0.0, 8.0),  # 8
@@ -467,7 +682,14 @@ def a_low_rank_edit_sets_what_its_rows_read(pair_site: Op, single_site: Op) -> N
     # Orthonormal R: the coordinates along its rows become W·s + b; the rest stays.
     rotation, weight = torch.eye(2, WIDTH), torch.eye(WIDTH)[[4, 1]] * 2
     for pair in (True, False):
-        case = _case(SitePlan(WIDTH, [{"lowrank": lowrank(1.0, rotation, weight, torch.tensor([0.5, -1.0]))}], {1: [1]}), pair=pair)
+        case = _case(
+            SitePlan(
+                WIDTH,
+                [{"lowrank": lowrank(1.0, rotation, weight, torch.tensor([0.5, -1.0]))}],
+                {1: [1]},
+            ),
+            pair=pair,
+        )
         _lanes(case, 1, 3.0, 4.0, 5.0, 6.0, 7.0)
         found = run(case, pair_site, single_site)
         check(case, found)
@@ -479,13 +701,26 @@ def a_low_rank_edit_has_as_many_terms_as_the_table_allows(pair_site: Op, single_
         rotation, weight = torch.randn(2, MAX_RANK, WIDTH) / math.sqrt(WIDTH)
         one = lowrank(0.5, rotation[:1], weight[:1], torch.ones(1))
         most = lowrank(0.5, rotation, weight, torch.randn(MAX_RANK))
-        case = _case(SitePlan(WIDTH, [{"lowrank": most}, {"lowrank": one}], {1: [2, 1], 3: [1], 4: [2], 5: [1]}), pair=pair)
+        case = _case(
+            SitePlan(
+                WIDTH, [{"lowrank": most}, {"lowrank": one}], {1: [2, 1], 3: [1], 4: [2], 5: [1]}
+            ),
+            pair=pair,
+        )
         check(case, run(case, pair_site, single_site))
 
 
 def before_sees_the_stream_unedited_and_after_edited(pair_site: Op, single_site: Op) -> None:
     for pair in (True, False):
-        plan = SitePlan(WIDTH, [{"replace": _replace(1.0)}, {"add": _add()}], {0: [1], 1: [2], 2: [2]}, [0, 1, 5], [1, 6, 0], 4, 9)
+        plan = SitePlan(
+            WIDTH,
+            [{"replace": _replace(1.0)}, {"add": _add()}],
+            {0: [1], 1: [2], 2: [2]},
+            [0, 1, 5],
+            [1, 6, 0],
+            4,
+            9,
+        )
         case = _case(plan, pair=pair)
         found = run(case, pair_site, single_site)
         check(case, found)
@@ -495,12 +730,24 @@ def before_sees_the_stream_unedited_and_after_edited(pair_site: Op, single_site:
 
 
 def a_stream_with_a_leading_one_is_the_same_stream(pair_site: Op, single_site: Op) -> None:
-    plan = SitePlan(WIDTH, [{"add": _add()}, {"replace": _replace(0.3)}], {0: [1], 4: [2, 1]}, [0, 1], [4, 3], 0, 5)
+    plan = SitePlan(
+        WIDTH,
+        [{"add": _add()}, {"replace": _replace(0.3)}],
+        {0: [1], 4: [2, 1]},
+        [0, 1],
+        [4, 3],
+        0,
+        5,
+    )
     for pair in (True, False):
         case = _case(plan, pair=pair)
         flat = run(case, pair_site, single_site)
 
-        def wider(*tensors: torch.Tensor, op: Op = pair_site if pair else single_site, streams: int = 1 + pair) -> None:
+        def wider(
+            *tensors: torch.Tensor,
+            op: Op = pair_site if pair else single_site,
+            streams: int = 1 + pair,
+        ) -> None:
             op(*(tensor.unsqueeze(0) for tensor in tensors[:streams]), *tensors[streams:])
 
         check(case, found := run(case, wider, wider))
@@ -512,5 +759,8 @@ def a_stream_with_a_leading_one_is_the_same_stream(pair_site: Op, single_site: O
 PROPERTIES: dict[str, Property] = {
     name: value
     for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", "") == __name__ and name[0] != "_" and name != "Property"
+    if callable(value)
+    and getattr(value, "__module__", "") == __name__
+    and name[0] != "_"
+    and name != "Property"
 }

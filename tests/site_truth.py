@@ -1,6 +1,9 @@
-"""What should a token's row be? A loop in float64, with a bound on what float32's roundings may do to each element.
+"""What should a token's row be?
 
-Written from the definition, not from the code: one function for each family, and the order in which they follow.
+A loop in float64, with a bound on what float32's roundings may do to each element.
+
+Written from the definition, not from the code: one function for each family, and the order in which
+they follow.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +33,9 @@ class Truth:
 
 
 def truth(plan: SitePlan, hidden: torch.Tensor | None, stream: torch.Tensor, token: int) -> Truth:
-    """For a site whose stream is `hidden + stream`, or `stream` alone; both `[tokens, width]` in the model's dtype."""
+    """For a site whose stream is `hidden + stream`, or `stream` alone; both `[tokens, width]` in
+    the model's dtype.
+    """
     whole = stream[token] if hidden is None else hidden[token] + stream[token]
     state = Truth(whole.double(), torch.zeros(len(whole), dtype=torch.float64))
     rows = [plan.configurations[number - 1] for number in plan.edits.get(token, ()) if number]
@@ -39,7 +44,8 @@ def truth(plan: SitePlan, hidden: torch.Tensor | None, stream: torch.Tensor, tok
         if name == "add":
             _add(state, here, stream.dtype)
         for does in here if name != "add" else ():
-            scalars = torch.as_tensor(does.scalars, dtype=torch.float32).double()  # as the buffers hold them
+            # as the buffers hold them
+            scalars = torch.as_tensor(does.scalars, dtype=torch.float32).double()
             if scalars.flatten()[0]:
                 family(state, does.vectors, scalars, stream.dtype)
     if state.shifted and not state.rewritten:
@@ -76,40 +82,66 @@ def _change(state: Truth, step: torch.Tensor, error: torch.Tensor | float) -> No
 def _dot(state: Truth, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """s · vector, and how far float32 may be from it in any order of summation."""
     products = state.row * vector
-    return products.sum(), (vector.abs() * state.error).sum() + (len(vector) + 2) * U * products.abs().sum()
+    return products.sum(), (vector.abs() * state.error).sum() + (
+        len(vector) + 2
+    ) * U * products.abs().sum()
 
 
-def _replace(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+def _replace(
+    state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
+) -> None:
     alpha, target = scalars[0], rounded(vectors[0], dtype)
     if alpha == 1:
-        state.row, state.error, state.rewritten, state.exact = target, torch.zeros_like(target), True, vectors[0].to(dtype)
+        state.row, state.error, state.rewritten, state.exact = (
+            target,
+            torch.zeros_like(target),
+            True,
+            vectors[0].to(dtype),
+        )
         return
-    state.error = (1 - alpha).abs() * state.error + FEW * (((1 - alpha) * state.row).abs() + (alpha * target).abs())
+    state.error = (1 - alpha).abs() * state.error + FEW * (
+        ((1 - alpha) * state.row).abs() + (alpha * target).abs()
+    )
     state.row = (1 - alpha) * state.row + alpha * target
     state.rewritten, state.exact = True, None
 
 
-def _replace_masked(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+def _replace_masked(
+    state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
+) -> None:
     untouched = not (state.rewritten or state.shifted)
     before = (state.row, state.error, state.row.to(dtype) if untouched else state.exact)
     _replace(state, vectors[:1], scalars, dtype)
     written = vectors[1] == 1
-    state.row, state.error = torch.where(written, state.row, before[0]), torch.where(written, state.error, before[1])
+    state.row, state.error = (
+        torch.where(written, state.row, before[0]),
+        torch.where(written, state.error, before[1]),
+    )
     if state.exact is not None:
         state.exact = None if before[2] is None else torch.where(written, state.exact, before[2])
 
 
-def _lowrank(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+def _lowrank(
+    state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
+) -> None:
     strength, terms = scalars[0, 0], len(vectors) // 2
     assert scalars[0, 1] == terms
     step = torch.zeros_like(state.row)
     error = torch.zeros_like(state.row)
     for term in range(terms):
-        rotation, weight, bias = rounded(vectors[2 * term], dtype), rounded(vectors[2 * term + 1], dtype), scalars[2 * term, 2]
+        rotation, weight, bias = (
+            rounded(vectors[2 * term], dtype),
+            rounded(vectors[2 * term + 1], dtype),
+            scalars[2 * term, 2],
+        )
         (turned, off), (learned, also_off) = _dot(state, rotation), _dot(state, weight)
         wanted = learned + bias - turned
         step += strength * wanted * rotation
-        error += strength.abs() * rotation.abs() * (off + also_off + FEW * (learned.abs() + bias.abs() + turned.abs()))
+        error += (
+            strength.abs()
+            * rotation.abs()
+            * (off + also_off + FEW * (learned.abs() + bias.abs() + turned.abs()))
+        )
         error += terms * U * (strength * wanted * rotation).abs()
     _change(state, step, error)
 
@@ -122,10 +154,14 @@ def _add(state: Truth, here: list[Does], dtype: torch.dtype) -> None:
         state.rewritten, state.shifted = rewritten, True
 
 
-def _add_matched(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+def _add_matched(
+    state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
+) -> None:
     scale, v = scalars[0], direction(vectors, dtype)
     length = state.row.norm()
-    off = (state.row.abs() * state.error).sum() / length.clamp_min(1e-30) + (len(v) + 2) * U * length
+    off = (state.row.abs() * state.error).sum() / length.clamp_min(1e-30) + (
+        len(v) + 2
+    ) * U * length
     _change(state, scale * length * v, (scale * v).abs() * off)
 
 
@@ -141,10 +177,16 @@ def _clamp(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: to
     state.open = state.open or bool(min((component - low).abs(), (component - high).abs()) <= off)
     if not low <= component <= high:
         wanted = component.clamp(low, high)
-        _change(state, strength * (wanted - component) * v, (strength * v).abs() * (off + FEW * (component.abs() + wanted.abs())))
+        _change(
+            state,
+            strength * (wanted - component) * v,
+            (strength * v).abs() * (off + FEW * (component.abs() + wanted.abs())),
+        )
 
 
-def _feature(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
+def _feature(
+    state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
+) -> None:
     (strength, target, bias, threshold, norm), d = scalars, rounded(vectors[3], dtype)
     encoder = sum(rounded(vectors[part], dtype) for part in range(3))
     assert isinstance(encoder, torch.Tensor)
@@ -166,13 +208,17 @@ def _feature(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: 
 
 
 def _normalised(state: Truth, norm: int) -> tuple[Truth, torch.Tensor, torch.Tensor]:
-    """(The row that the encoder reads, what it was divided by, and how far float32 may be from that.)"""
+    """(The row that the encoder reads, what it was divided by, and how far float32 may be from
+    that.)
+    """
     row, error, width = state.row, state.error, len(state.row)
     if norm == 0:
         return state, row.new_ones(()), row.new_zeros(())
     if norm == 1:
         row = row - row.mean()
-        error = error + error.mean() + (width + 2) * U * state.row.abs().mean() + FEW * state.row.abs()
+        error = (
+            error + error.mean() + (width + 2) * U * state.row.abs().mean() + FEW * state.row.abs()
+        )
     degrees = width - (norm == 1)
     spread = (row.square().sum() / degrees).sqrt()
     off = (row.abs() * error).sum() / (degrees * spread.clamp_min(1e-30)) + (width + 4) * U * spread

@@ -1,14 +1,18 @@
-"""Which tokens stand for a part of a text, worked out from the tokens' own bytes: the reference for spans.
+"""Which tokens stand for a part of a text, worked out from the tokens' own bytes: the reference for
+spans.
 
-Knows nothing of offsets: a token is spelled as bytes, the bytes of all tokens are the text's UTF-8, and a token overlaps a span
-when one of its bytes lies in it. (A token with a part of a character counts for the whole character.)
+Knows nothing of offsets: a token is spelled as bytes, the bytes of all tokens are the text's UTF-8,
+and a token overlaps a span when one of its bytes lies in it. (A token with a part of a character
+counts for the whole character.)
 """
 
 from midstream.schemas.selectors import Span
 
 #: GPT-2's byte alphabet: printable bytes stand for themselves, the others from U+0100 on, in order.
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {chr(0x100 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PLAIN)))}
+_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
+    chr(0x100 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PLAIN)))
+}
 
 
 def byte_level(token: str, added: set[str]) -> bytes:
@@ -24,7 +28,10 @@ def fallback(token: str) -> bytes:
 
 
 def overlapping(spelled: list[bytes], text: str, span: Span) -> list[int]:
-    """Indices of the tokens that overlap the span. `spelled`: each token's bytes; empty for one that the text does not contain."""
+    """Indices of the tokens that overlap the span.
+
+    `spelled`: each token's bytes; empty for one that the text does not contain.
+    """
     assert b"".join(spelled) == text.encode(), "the tokens spell the text"
     starts = [at for at in range(len(text)) if text.startswith(span.text, at)]
     apart: list[int] = []
@@ -32,7 +39,11 @@ def overlapping(spelled: list[bytes], text: str, span: Span) -> list[int]:
         if not apart or start >= apart[-1] + len(span.text):
             apart.append(start)
     chosen = apart if span.occurrence is None else [apart[span.occurrence]]
-    wanted = {byte for start in chosen for byte in range(len(text[:start].encode()), len(text[: start + len(span.text)].encode()))}
+    wanted = {
+        byte
+        for start in chosen
+        for byte in range(len(text[:start].encode()), len(text[: start + len(span.text)].encode()))
+    }
     found, at = [], 0
     for index, token in enumerate(spelled):
         if wanted & set(_whole_characters(text, at, at + len(token))):
@@ -42,7 +53,9 @@ def overlapping(spelled: list[bytes], text: str, span: Span) -> list[int]:
 
 
 def _whole_characters(text: str, start: int, stop: int) -> range:
-    """The bytes `[start, stop)` of the text's UTF-8, and the rest of the characters that they belong to."""
+    """The bytes `[start, stop)` of the text's UTF-8, and the rest of the characters that they
+    belong to.
+    """
     raw = text.encode()
     if start == stop:
         return range(0)

@@ -1,4 +1,7 @@
-"""Which files does the project consist of, and what does each import? For tests that hold the shape of the tree."""
+"""Which files does the project consist of, and what does each import?
+
+For tests that hold the shape of the tree.
+"""
 
 import ast
 import subprocess
@@ -24,7 +27,11 @@ class Import:
 def tracked() -> list[Path]:
     """Files that git tracks or would track, relative to the root."""
     listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [Path(line) for line in listing.stdout.splitlines() if (ROOT / line).is_file()]
 
@@ -45,7 +52,12 @@ def imports_of(path: Path) -> tuple[Import, ...]:
             stem = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield Import(where, f"{stem}.{alias.name}", lazy, typing)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in DYNAMIC and node.args and isinstance(node.args[0], ast.Constant):
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in DYNAMIC
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
             yield Import(where, str(node.args[0].value), lazy, typing)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         hidden = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))

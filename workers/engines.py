@@ -6,7 +6,10 @@ from .engine.protocol import Engine
 
 
 def make_engine(settings: Settings) -> Engine:
-    """The engine that `settings.engine` names, not started yet. Raises MidstreamError("engine_failed") where vLLM is not installed."""
+    """The engine that `settings.engine` names, not started yet.
+
+    Raises MidstreamError("engine_failed") where vLLM is not installed.
+    """
     if settings.engine == "fake":
         from .fake.engine import FakeEngine
 
@@ -14,12 +17,17 @@ def make_engine(settings: Settings) -> Engine:
     try:
         from .engine.vllm import VllmEngine
     except ModuleNotFoundError as error:
-        raise MidstreamError("engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra") from error
+        raise MidstreamError(
+            "engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra"
+        ) from error
     return VllmEngine(settings)
 
 
 def check_options(settings: Settings) -> list[str]:
-    """Checks `settings.engine_options` where vLLM is installed; returns what is unproven. Raises SettingsError."""
+    """Checks `settings.engine_options` where vLLM is installed; returns what is unproven.
+
+    Raises SettingsError.
+    """
     if not settings.engine_options:
         return []
     if settings.engine == "fake":

@@ -1,7 +1,9 @@
-"""Runs the ranks of one machine of an engine on several: `python -m midstream.workers.follower`, with the worker's own settings.
+"""Runs the ranks of one machine of an engine on several: `python -m midstream.workers.follower`,
+with the worker's own settings.
 
-`nodes` and `node_master` are the worker's, `node_rank` is this machine's. It joins the worker's next start, and exits with 0 when that
-engine has ended, for a supervisor to start it again; so the worker and its followers may be started in any order.
+`nodes` and `node_master` are the worker's, `node_rank` is this machine's. It joins the worker's
+next start, and exits with 0 when that engine has ended, for a supervisor to start it again; so the
+worker and its followers may be started in any order.
 """
 
 import logging
@@ -27,12 +29,20 @@ EXIT_UNREACHABLE = 70
 
 
 def run(settings: Settings) -> None:
-    """Join the worker's start and return when its engine has ended. Raises SettingsError, and MidstreamError for another model."""
+    """Join the worker's start and return when its engine has ended.
+
+    Raises SettingsError, and MidstreamError for another model.
+    """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from .engine.model_identity import identity_of
     from .engine.vllm import configured
-    from .engine.vllm_options import for_platform, prepare_environment, scheduler_class, use_all_cores
+    from .engine.vllm_options import (
+        for_platform,
+        prepare_environment,
+        scheduler_class,
+        use_all_cores,
+    )
     from .runner.allowlist import check
 
     settings = for_platform(settings)
@@ -48,7 +58,9 @@ def run(settings: Settings) -> None:
     check_identity(plane, identity)
     config.additional_config = plane.layout()
     plane.export()
-    threading.Thread(target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True).start()
+    threading.Thread(
+        target=_leave_with, args=(worker, plane.boot), name="follower", daemon=True
+    ).start()
     try:
         executor: Any = MultiprocExecutor(config, monitor_workers=False)
         print(f"follower ready worker={settings.worker_id} node={settings.node_rank}", flush=True)
@@ -58,7 +70,8 @@ def run(settings: Settings) -> None:
 
 
 def _leave_with(worker: Worker, boot: str) -> None:
-    """Say that this machine is there; end this process, and with it its ranks, when the worker's start is over or out of reach.
+    """Say that this machine is there; end this process, and with it its ranks, when the worker's
+    start is over or out of reach.
 
     The ranks would wait for its next step for ever.
     """
@@ -85,7 +98,10 @@ def main() -> int:
                 raise SettingsError(f"MIDSTREAM_{name.upper()}: is required by a follower")
         relay_addresses(settings.relay_url)
         if not 0 < settings.node_rank < settings.nodes:
-            raise SettingsError(f"node_rank={settings.node_rank}: a follower has 1 to {settings.nodes - 1} (nodes - 1)")
+            raise SettingsError(
+                f"node_rank={settings.node_rank}: a follower has 1 to {settings.nodes - 1} "
+                "(nodes - 1)"
+            )
         client_keys(settings.curve_secret_file, settings.curve_server_key)
         observability.start(settings, "follower", worker=settings.worker_id)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

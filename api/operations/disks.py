@@ -1,4 +1,6 @@
-"""Checks that this machine's disks can be written: captures, and receipts on their way to the relay."""
+"""Checks that this machine's disks can be written: captures, and receipts on their way to the
+relay.
+"""
 
 import threading
 import time
@@ -23,7 +25,10 @@ class Disks:
 
     def __init__(self, settings: Settings, store: ArtifactStore) -> None:
         outbox = Path(settings.data_dir) / "outbox"
-        self._probes: dict[str, Callable[[], str]] = {"captures": store.trouble, "outbox": lambda: probe(outbox)}
+        self._probes: dict[str, Callable[[], str]] = {
+            "captures": store.trouble,
+            "outbox": lambda: probe(outbox),
+        }
         self._lock = threading.Lock()
         self._due = 0.0
         self._found: dict[str, str] = {}
@@ -33,9 +38,13 @@ class Disks:
         return await anyio.to_thread.run_sync(self._look)
 
     async def check(self, job: Job) -> None:
-        """Raises MidstreamError("unavailable") for a job whose captures or receipts could not be kept."""
+        """Raises MidstreamError("unavailable") for a job whose captures or receipts could not be
+        kept.
+        """
         needed = {"captures"} if stored_tags(job) else set()
-        needed |= {"outbox"} if any(job.captures) or any(job.steering) or job.sweep is not None else set()
+        needed |= (
+            {"outbox"} if any(job.captures) or any(job.steering) or job.sweep is not None else set()
+        )
         found = await self.troubles() if needed else {}
         for name in sorted(needed & found.keys()):
             raise MidstreamError("unavailable", found[name])
@@ -43,6 +52,8 @@ class Disks:
     def _look(self) -> dict[str, str]:
         with self._lock:
             if time.monotonic() >= self._due:
-                self._found = {name: trouble for name, look in self._probes.items() if (trouble := look())}
+                self._found = {
+                    name: trouble for name, look in self._probes.items() if (trouble := look())
+                }
                 self._due = time.monotonic() + LOOK_S
             return dict(self._found)

@@ -1,7 +1,8 @@
 """Two-phase change of global steering: on all workers of a model, or on none.
 
-Two phases: every live worker prepares the change on all its ranks and says so; only then is it the desired state, to which they
-reconcile. A worker that is late or cut off starts no jobs until it has the change, so none begins under the previous steering.
+Two phases: every live worker prepares the change on all its ranks and says so; only then is it the
+desired state, to which they reconcile. A worker that is late or cut off starts no jobs until it has
+the change, so none begins under the previous steering.
 """
 
 import asyncio
@@ -16,7 +17,13 @@ from ...schemas.base import now
 from ...schemas.errors import MidstreamError
 from ...schemas.models import ModelInfo
 from ...schemas.settings import Settings
-from ...schemas.steering import GlobalSteering, Proposal, SteeringTemplate, WorkerSteering, content_digest
+from ...schemas.steering import (
+    GlobalSteering,
+    Proposal,
+    SteeringTemplate,
+    WorkerSteering,
+    content_digest,
+)
 
 log = logging.getLogger("midstream.api")
 
@@ -25,12 +32,18 @@ LOOK_S = 0.05
 
 
 async def change(
-    steering: Steering, settings: Settings, model: ModelInfo, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
+    steering: Steering,
+    settings: Settings,
+    model: ModelInfo,
+    entries: Sequence[SteeringTemplate],
+    blobs: Mapping[str, bytes],
 ) -> GlobalSteering:
-    """Make `entries` (none: nothing) what steers every request of `model` from now on; the same again changes nothing.
+    """Make `entries` (none: nothing) what steers every request of `model` from now on; the same
+    again changes nothing.
 
-    Waits for each phase up to `steering_wait_s`. Raises MidstreamError, and nothing has changed anywhere then: `conflict` when
-    a rank rejects it or other changes keep interfering, `unavailable` when a live worker does not answer.
+    Waits for each phase up to `steering_wait_s`. Raises MidstreamError, and nothing has changed
+    anywhere then: `conflict` when a rank rejects it or other changes keep interfering,
+    `unavailable` when a live worker does not answer.
     """
     _, desired = await steering.standing(model.name, [])
     if content_digest(list(entries)) != desired.digest:
@@ -40,10 +53,15 @@ async def change(
 
 
 async def _applied(desired: GlobalSteering, steering: Steering, model: str, seconds: float) -> None:
-    """Waits until every worker has it, until another change has taken its place, or for `seconds`."""
+    """Waits until every worker has it, until another change has taken its place, or for
+    `seconds`.
+    """
 
     async def has_passed(accounts: list[Account]) -> bool:
-        return is_applied(accounts, desired) or (await steering.standing(model, []))[1].version != desired.version
+        return (
+            is_applied(accounts, desired)
+            or (await steering.standing(model, []))[1].version != desired.version
+        )
 
     await _until(has_passed, steering, model, seconds)
 
@@ -54,11 +72,19 @@ def is_applied(accounts: Sequence[Account], desired: GlobalSteering) -> bool:
 
 
 def _has(report: WorkerSteering | None, version: int) -> bool:
-    return report is not None and report.global_version == version and all(rank.global_version == version for rank in report.ranks)
+    return (
+        report is not None
+        and report.global_version == version
+        and all(rank.global_version == version for rank in report.ranks)
+    )
 
 
 async def _two_phases(
-    steering: Steering, settings: Settings, model: ModelInfo, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
+    steering: Steering,
+    settings: Settings,
+    model: ModelInfo,
+    entries: Sequence[SteeringTemplate],
+    blobs: Mapping[str, bytes],
 ) -> GlobalSteering:
     proposal = await _propose(steering, settings, model.name, entries, blobs)
 
@@ -79,11 +105,20 @@ async def _abort(steering: Steering, model: str, proposal: Proposal) -> None:
     try:
         await steering.abort(model, proposal.id)
     except MidstreamError as error:  # it expires automatically
-        log.warning("cannot withdraw proposal %s for %s, which stays open until its deadline: %s", proposal.id, model, error)
+        log.warning(
+            "cannot withdraw proposal %s for %s, which stays open until its deadline: %s",
+            proposal.id,
+            model,
+            error,
+        )
 
 
 async def _propose(
-    steering: Steering, settings: Settings, model: str, entries: Sequence[SteeringTemplate], blobs: Mapping[str, bytes]
+    steering: Steering,
+    settings: Settings,
+    model: str,
+    entries: Sequence[SteeringTemplate],
+    blobs: Mapping[str, bytes],
 ) -> Proposal:
     """Waits its turn behind another change."""
     deadline = time.monotonic() + settings.steering_wait_s
@@ -96,7 +131,9 @@ async def _propose(
         await asyncio.sleep(LOOK_S)
 
 
-async def _until(done: Callable[[list[Account]], Awaitable[bool]], steering: Steering, model: str, seconds: float) -> list[Account]:
+async def _until(
+    done: Callable[[list[Account]], Awaitable[bool]], steering: Steering, model: str, seconds: float
+) -> list[Account]:
     """The live workers' accounts once `done` holds of them, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -107,21 +144,39 @@ async def _until(done: Callable[[list[Account]], Awaitable[bool]], steering: Ste
 
 
 def _answered(proposal: Proposal) -> Callable[[Account], bool]:
-    return lambda account: account.report is not None and account.report.proposal == proposal.id and account.report.prepared
+    return lambda account: (
+        account.report is not None
+        and account.report.proposal == proposal.id
+        and account.report.prepared
+    )
 
 
 def _refused(proposal: Proposal) -> Callable[[Account], bool]:
-    return lambda account: account.report is not None and account.report.proposal == proposal.id and bool(account.report.refusal)
+    return lambda account: (
+        account.report is not None
+        and account.report.proposal == proposal.id
+        and bool(account.report.refusal)
+    )
 
 
 def _check_prepared(accounts: Sequence[Account], proposal: Proposal, seconds: float) -> None:
     for account in filter(_refused(proposal), accounts):
         assert account.report is not None
-        raise MidstreamError("conflict", f"worker {account.info.worker} rejected it; nothing was changed: {_reasons(account.report)}")
+        raise MidstreamError(
+            "conflict",
+            (
+                f"worker {account.info.worker} rejected it; nothing was changed: "
+                f"{_reasons(account.report)}"
+            ),
+        )
     silent = [account.info.worker for account in accounts if not _answered(proposal)(account)]
     if silent:
         raise MidstreamError(
-            "unavailable", f"not all workers prepared the change within {seconds:g} s (missing: {', '.join(silent)}); nothing was changed"
+            "unavailable",
+            (
+                f"not all workers prepared the change within {seconds:g} s (missing: "
+                f"{', '.join(silent)}); nothing was changed"
+            ),
         )
 
 

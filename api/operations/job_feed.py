@@ -1,4 +1,6 @@
-"""Changes of jobs for the page's feeds: read and rendered once per process and audience, however many pages are open."""
+"""Changes of jobs for the page's feeds: read and rendered once per process and audience, however
+many pages are open.
+"""
 
 import asyncio
 import itertools
@@ -16,17 +18,21 @@ from ...schemas.errors import MidstreamError
 
 log = logging.getLogger("midstream.api")
 
-#: Seconds between two looks at what has changed; each feed sends at most one batch of jobs in this time.
+#: Seconds between two looks at what has changed; each feed sends at most one batch of jobs in this
+#: time.
 TICK_S = 0.3
-#: Events that all feeds of a process together send per second, about: with many feeds open the looks are further apart.
+#: Events that all feeds of a process together send per second, about: with many feeds open the
+#: looks are further apart.
 SENDS_PER_S = 250
 #: Jobs that are read at a time, and that one event has.
 BATCH = 500
 #: Changed jobs that are remembered. Beyond it feeds begin again from the newest jobs.
 MOST_CHANGED = 10_000
-#: Events of an audience that are kept for feeds that are behind, or begin with an older list of the newest jobs.
+#: Events of an audience that are kept for feeds that are behind, or begin with an older list of the
+#: newest jobs.
 KEPT_EVENTS, KEPT_BYTES = 128, 1 << 20
-#: Seconds for which a list of newest jobs is kept, and bytes that all audiences' lists together have.
+#: Seconds for which a list of newest jobs is kept, and bytes that all audiences' lists together
+#: have.
 LIST_S, LISTS_BYTES = 30.0, 64 << 20
 #: Seconds for which an audience is kept when its last feed has closed: a client may connect again.
 LINGER_S = 10.0
@@ -46,7 +52,9 @@ def _jobs(rows: Sequence[bytes], more: bytes = b"") -> bytes:
 
 
 class Newest:
-    """The newest jobs as they were when the audience's next event had the number `position`, as JSON."""
+    """The newest jobs as they were when the audience's next event had the number `position`, as
+    JSON.
+    """
 
     def __init__(self, rows: list[bytes], count: int, position: int) -> None:
         self._rows, self.position = rows, position
@@ -59,12 +67,17 @@ class Newest:
         rows = self._rows[:count]
         starts = range(0, max(len(rows), 1), BATCH)
         for start in starts:
-            first, more = b',"first":true' if start == 0 else b"", b',"more":true' if start != starts[-1] else b""
+            first, more = (
+                b',"first":true' if start == 0 else b"",
+                b',"more":true' if start != starts[-1] else b"",
+            )
             yield _jobs(rows[start : start + BATCH], first + more)
 
 
 class Audience:
-    """The feeds that see the same jobs, and the events that they are sent; the latest of these are kept."""
+    """The feeds that see the same jobs, and the events that they are sent; the latest of these are
+    kept.
+    """
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant  # None: of all tenants
@@ -100,11 +113,14 @@ class Subscriber:
 
     def __init__(self, feed: "JobFeed", audience: Audience) -> None:
         self._feed, self._audience = feed, audience
-        self._position = -1  # number of the next event that it sends; -1: it is to begin from the newest jobs
+        # number of the next event that it sends; -1: it is to begin from the newest jobs
+        self._position = -1
         self.woken = asyncio.Event()
 
     async def take(self, count: int) -> Iterable[bytes]:
-        """The events that it is to send now; first, and when it has fallen behind, the newest `count` jobs. Raises `unavailable`."""
+        """The events that it is to send now; first, and when it has fallen behind, the newest
+        `count` jobs. Raises `unavailable`.
+        """
         self.woken.clear()
         sent = self._audience.after(self._position) if self._position >= 0 else None
         if sent is None:
@@ -151,14 +167,24 @@ class JobFeed:
                 subscriber.woken.set()
 
     async def newest(self, audience: Audience, count: int) -> Newest:
-        """The newest `count` jobs, or more: read once for all feeds that begin while what has changed since then is kept."""
+        """The newest `count` jobs, or more: read once for all feeds that begin while what has
+        changed since then is kept.
+        """
         async with audience.reading:
             found = audience.newest
-            if found is None or found.count < count or time.monotonic() > found.until or audience.after(found.position) is None:
+            if (
+                found is None
+                or found.count < count
+                or time.monotonic() > found.until
+                or audience.after(found.position) is None
+            ):
                 position, rows = audience.end, []
                 names = await newest(self._ledger, audience.tenant, count)
                 for start in range(0, len(names), BATCH):
-                    rows += [to_json(job) for job in await read_jobs(self._ledger, names[start : start + BATCH])]
+                    rows += [
+                        to_json(job)
+                        for job in await read_jobs(self._ledger, names[start : start + BATCH])
+                    ]
                 found = audience.newest = Newest(rows, count, position)
                 self._forget_lists()
             return found
@@ -166,7 +192,11 @@ class JobFeed:
     def _forget_lists(self) -> None:
         """Keep the latest lists, as many as there is room for."""
         room = LISTS_BYTES
-        kept = [(audience.newest, audience) for audience in self._audiences.values() if audience.newest is not None]
+        kept = [
+            (audience.newest, audience)
+            for audience in self._audiences.values()
+            if audience.newest is not None
+        ]
         for found, audience in sorted(kept, key=lambda pair: -pair[0].until):
             room -= found.bytes
             if room < 0 or time.monotonic() > found.until:
@@ -194,7 +224,9 @@ class JobFeed:
                 if isinstance(error, MidstreamError) and error.kind == "unavailable":
                     log.debug("cannot read changed jobs for feeds; will retry: %s", error)
                 else:
-                    log.exception("changed jobs could not be read for the page's feeds; they begin again")
+                    log.exception(
+                        "changed jobs could not be read for the page's feeds; they begin again"
+                    )
                 self._miss()
                 await asyncio.sleep(AGAIN_S)
             self._forget()
@@ -224,6 +256,10 @@ class JobFeed:
     def _forget(self) -> None:
         """Drop the audiences whose last feed closed a while ago, and lists that are old."""
         over = time.monotonic() - LINGER_S
-        for audience in [audience for audience in self._audiences.values() if not audience.feeds and audience.left < over]:
+        for audience in [
+            audience
+            for audience in self._audiences.values()
+            if not audience.feeds and audience.left < over
+        ]:
             del self._audiences[audience.tenant]
         self._forget_lists()

@@ -7,9 +7,12 @@ from ...schemas.steering import Agreement, RankSteering, StageAgreement, WorkerS
 
 
 def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement:
-    """Over all workers, by stage. `asks`: model → the question that the reports of its workers are to answer.
+    """Over all workers, by stage.
 
-    A worker that did not answer, a rank that did not report, and a rank without a checksum count as disagreeing.
+    `asks`: model → the question that the reports of its workers are to answer.
+
+    A worker that did not answer, a rank that did not report, and a rank without a checksum count as
+    disagreeing.
     """
     stages, wrong = [], []
     for account in accounts:

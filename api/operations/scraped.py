@@ -16,11 +16,17 @@ REGISTRY.register(Readings(OF_STEERING, lambda: _steering))
 
 
 def replace(status: Status | None, accounts: Iterable[Account]) -> None:
-    """Keep what was read for this scrape. `status`: None while the ledger does not answer. Workers without a report are left out."""
+    """Keep what was read for this scrape.
+
+    `status`: None while the ledger does not answer. Workers without a report are left out.
+    """
     LEDGER.set(status is not None)
     _status[:] = [] if status is None else [status]
     _steering[:] = [
-        SteeringReport(account.report, {stage.pp: stage.consistent for stage, _ in stage_agreements(account.report)})
+        SteeringReport(
+            account.report,
+            {stage.pp: stage.consistent for stage, _ in stage_agreements(account.report)},
+        )
         for account in accounts
         if account.report is not None
     ]

@@ -1,4 +1,6 @@
-"""What the page's top bar shows of the service: read and rendered once every few seconds per process, however many pages are open."""
+"""What the page's top bar shows of the service: read and rendered once every few seconds per
+process, however many pages are open.
+"""
 
 import asyncio
 import shutil
@@ -25,15 +27,27 @@ FRESH_S = 2.0
 class ServiceFigures:
     """Belongs to one event loop."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, steering: Steering, disks: Disks, usage: Usage) -> None:
-        self._settings, self._ledger, self._steering, self._disks, self._usage = settings, ledger, steering, disks, usage
+    def __init__(
+        self, settings: Settings, ledger: Ledger, steering: Steering, disks: Disks, usage: Usage
+    ) -> None:
+        self._settings, self._ledger, self._steering, self._disks, self._usage = (
+            settings,
+            ledger,
+            steering,
+            disks,
+            usage,
+        )
         self._lock = asyncio.Lock()
         self._due = 0.0
         self._known: FeedService | None = None
-        self._rendered: dict[tuple[str, bool], bytes] = {}  # tenant, and whether it may observe; while `_known` holds
+        # tenant, and whether it may observe; while `_known` holds
+        self._rendered: dict[tuple[str, bool], bytes] = {}
 
     async def rendered(self, caller: Caller) -> bytes:
-        """The figures as the caller may see them, as a feed's event `service`. Raises `unavailable`."""
+        """The figures as the caller may see them, as a feed's event `service`.
+
+        Raises `unavailable`.
+        """
         shown = caller.tenant, caller.may("observe")
         async with self._lock:
             if self._known is None or time.monotonic() >= self._due:
@@ -41,7 +55,9 @@ class ServiceFigures:
                 self._due = time.monotonic() + FRESH_S
                 self._rendered.clear()
             if shown not in self._rendered:
-                known = msgspec.structs.replace(self._known, tenant=await self._tenant(caller.tenant))
+                known = msgspec.structs.replace(
+                    self._known, tenant=await self._tenant(caller.tenant)
+                )
                 if not caller.may("observe"):
                     known = FeedService(at=known.at, models=known.models, tenant=known.tenant)
                 self._rendered[shown] = event(b"service", to_json(known))
@@ -69,13 +85,21 @@ class ServiceFigures:
             )
         queued, live = await self._counts()
         free, total = await anyio.to_thread.run_sync(self._disk)
-        troubles = [f"{name}: {trouble}" for name, trouble in (await self._disks.troubles()).items()]
-        troubles += [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
+        troubles = [
+            f"{name}: {trouble}" for name, trouble in (await self._disks.troubles()).items()
+        ]
+        troubles += [
+            f"worker {worker.worker}: {worker.detail or 'is not healthy'}"
+            for worker in workers
+            if not worker.healthy
+        ]
         return FeedService(
             at=now(),
             models=models,
             tenant=tenant,
-            tokens_s=sum(worker.stats.generated_tokens_s for worker in workers if worker.stats is not None),
+            tokens_s=sum(
+                worker.stats.generated_tokens_s for worker in workers if worker.stats is not None
+            ),
             queued=queued,
             live=live,
             disk_free=free,

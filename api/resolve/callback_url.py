@@ -7,6 +7,9 @@ from ...schemas.settings import Settings
 
 
 def check_callback(callback: Callback | None, settings: Settings) -> None:
-    """Raises a 400 naming `callback_url`. What its name means is looked up whenever something is sent, and refused then."""
+    """Raises a 400 naming `callback_url`.
+
+    What its name means is looked up whenever something is sent, and refused then.
+    """
     if callback is not None and (fault := url_fault(callback.url, settings.webhook_allow_private)):
         raise invalid("callback_url", fault, allowed="http or https, to a public address")

@@ -1,4 +1,5 @@
-"""What a request asks of the form of its output: tools, JSON schemas and other constraints, bounded and in the form that a job keeps.
+"""What a request asks of the form of its output: tools, JSON schemas and other constraints, bounded
+and in the form that a job keeps.
 
 They are compiled by the engine, where a deeply nested schema would take seconds.
 """
@@ -15,18 +16,35 @@ from ...schemas.chat import NamedTool, Rendering, Tool, ToolUse
 from ...schemas.errors import invalid
 from ...schemas.jobs import Structured, StructuredRequest
 from ...schemas.limits import MAX_NESTING, MAX_SCHEMA, MAX_TEMPLATE_OPTIONS, MAX_TOOLS_BYTES
-from ...schemas.openai import ChatRequest, JsonObjectFormat, JsonSchemaFormat, OpenAIRequest, TextFormat
+from ...schemas.openai import (
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    OpenAIRequest,
+    TextFormat,
+)
 
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 #: Members of `structured_outputs` of which exactly one is given.
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 #: Variables of a chat template that a request sets elsewhere, or not at all.
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+_OWN_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
 
 
 def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> Any:
-    """The JSON at `at`, of at most `most` bytes and `MAX_NESTING` levels. Raises a 400 that names the field."""
+    """The JSON at `at`, of at most `most` bytes and `MAX_NESTING` levels.
+
+    Raises a 400 that names the field.
+    """
     data = bytes(raw)
     if len(data) > most:
         raise invalid(at, f"has {len(data)} bytes", allowed=f"at most {most}")
@@ -34,7 +52,11 @@ def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> A
     for match in _STRING_OR_BRACKET.finditer(data):
         depth += (match[0] in b"{[") - (match[0] in b"}]")
         if depth > MAX_NESTING:
-            raise invalid(at, "is nested too deeply", allowed=f"at most {MAX_NESTING} levels of objects and arrays")
+            raise invalid(
+                at,
+                "is nested too deeply",
+                allowed=f"at most {MAX_NESTING} levels of objects and arrays",
+            )
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -66,11 +88,20 @@ def structured(asked: StructuredRequest | None, at: str) -> Structured | None:
     same = {name: getattr(asked, name) for name in Structured.__struct_fields__ if name != "json"}
     if asked.json is None:
         return Structured(**same)
-    return Structured(**same, json=_schema(asked.json.encode() if isinstance(asked.json, str) else to_json(asked.json), f"{at}.json"))
+    return Structured(
+        **same,
+        json=_schema(
+            asked.json.encode() if isinstance(asked.json, str) else to_json(asked.json),
+            f"{at}.json",
+        ),
+    )
 
 
 def format_of(body: OpenAIRequest) -> Structured | None:
-    """The constraint of `response_format` or `structured_outputs`. Raises a 400 when both ask for one."""
+    """The constraint of `response_format` or `structured_outputs`.
+
+    Raises a 400 when both ask for one.
+    """
     asked = body.response_format
     if asked is None or isinstance(asked, TextFormat):
         return structured(body.structured_outputs, "structured_outputs")
@@ -83,7 +114,10 @@ def format_of(body: OpenAIRequest) -> Structured | None:
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """The tools of a chat and how they are to be used. Raises a 400 for a choice without its tool."""
+    """The tools of a chat and how they are to be used.
+
+    Raises a 400 for a choice without its tool.
+    """
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none"):
@@ -91,19 +125,30 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         return None
     described = to_json(described_tools(body.tools))
     if len(described) > MAX_TOOLS_BYTES:
-        raise invalid("tools", f"have {len(described)} bytes as JSON", allowed=f"at most {MAX_TOOLS_BYTES} together")
+        raise invalid(
+            "tools",
+            f"have {len(described)} bytes as JSON",
+            allowed=f"at most {MAX_TOOLS_BYTES} together",
+        )
     parallel = body.parallel_tool_calls is not False
     if not isinstance(choice, NamedTool):
         return ToolUse(tools=described, choice=choice or "auto", parallel=parallel)
     names = [tool.function.name for tool in body.tools]
     if choice.function.name not in names:
-        raise invalid("tool_choice.function.name", f"{choice.function.name!r} is not one of the tools", allowed=", ".join(names))
+        raise invalid(
+            "tool_choice.function.name",
+            f"{choice.function.name!r} is not one of the tools",
+            allowed=", ".join(names),
+        )
     return ToolUse(tools=described, choice=choice.function.name, named=True, parallel=parallel)
 
 
 def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools as a chat template gets them, with every member that vLLM's server gives them."""
-    return [{"type": tool.type, "function": _function(tool, f"tools[{index}]")} for index, tool in enumerate(tools)]
+    return [
+        {"type": tool.type, "function": _function(tool, f"tools[{index}]")}
+        for index, tool in enumerate(tools)
+    ]
 
 
 def _function(tool: Tool, at: str) -> dict[str, Any]:
@@ -111,22 +156,34 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
     if not isinstance(function.parameters, UnsetType):
         schema = bounded_json(function.parameters, f"{at}.function.parameters")
         if schema is not None and not isinstance(schema, dict):
-            raise invalid(f"{at}.function.parameters", "is not a JSON schema", allowed="an object, or null")
+            raise invalid(
+                f"{at}.function.parameters", "is not a JSON schema", allowed="an object, or null"
+            )
     described = {"name": function.name, "description": function.description, "parameters": schema}
     return described if function.strict is None else {**described, "strict": function.strict}
 
 
 def rendering_of(body: ChatRequest) -> Rendering:
-    """How the chat template is to render the conversation. Raises a 400 naming the option that it does not take."""
+    """How the chat template is to render the conversation.
+
+    Raises a 400 naming the option that it does not take.
+    """
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid("continue_final_message", "needs add_generation_prompt: false")
     options: Any = {}
     if not isinstance(body.chat_template_kwargs, UnsetType):
-        options = bounded_json(body.chat_template_kwargs, "chat_template_kwargs", MAX_TEMPLATE_OPTIONS) or {}
+        options = (
+            bounded_json(body.chat_template_kwargs, "chat_template_kwargs", MAX_TEMPLATE_OPTIONS)
+            or {}
+        )
         if not isinstance(options, dict):
             raise invalid("chat_template_kwargs", "is not an object")
         if taken := [name for name in _OWN_VARIABLES if name in options]:
-            raise invalid(f"chat_template_kwargs.{taken[0]}", "is not a further variable", allowed=f"names other than {_OWN_VARIABLES}")
+            raise invalid(
+                f"chat_template_kwargs.{taken[0]}",
+                "is not a further variable",
+                allowed=f"names other than {_OWN_VARIABLES}",
+            )
     return Rendering(
         tools=described_tools(body.tools) if body.tools else None,
         options=options,

@@ -1,4 +1,6 @@
-"""Images of conversations: read from `data:` URLs, bounded, and matched with the placeholders that the chat template wrote."""
+"""Images of conversations: read from `data:` URLs, bounded, and matched with the placeholders that
+the chat template wrote.
+"""
 
 import base64
 import binascii
@@ -38,13 +40,29 @@ def read_image(part: ImagePart, at: str) -> bytes:
 def check_number(images: Sequence[bytes], at: str, model: ModelInfo) -> None:
     """Raises a 400 if the model takes fewer images in one prompt."""
     if images and not model.images:
-        raise invalid(at, f"{model.name!r} takes no images: {model.images_refused or 'the model takes text only'}", allowed="text parts")
+        raise invalid(
+            at,
+            (
+                f"{model.name!r} takes no images: "
+                f"{model.images_refused or 'the model takes text only'}"
+            ),
+            allowed="text parts",
+        )
     if len(images) > model.images:
-        raise invalid(at, f"has {len(images)} images", allowed=f"at most {model.images} in one conversation (setting images_per_prompt)")
+        raise invalid(
+            at,
+            f"has {len(images)} images",
+            allowed=f"at most {model.images} in one conversation (setting images_per_prompt)",
+        )
 
 
-def placed(ids: Sequence[int], images: Sequence[bytes], at: str, model: ModelInfo) -> list[ImageRef]:
-    """Each image with its placeholder among the tokens that the chat template gave. Raises a 400 if these are more or fewer."""
+def placed(
+    ids: Sequence[int], images: Sequence[bytes], at: str, model: ModelInfo
+) -> list[ImageRef]:
+    """Each image with its placeholder among the tokens that the chat template gave.
+
+    Raises a 400 if these are more or fewer.
+    """
     if not images:
         return []
     wanted = model.image_placeholder
@@ -59,6 +77,11 @@ def placed(ids: Sequence[int], images: Sequence[bytes], at: str, model: ModelInf
         raise invalid(
             at,
             f"the model's chat template gives {len(starts)} placeholders for {len(images)} images",
-            allowed="a chat template that takes image parts, and no placeholder of images in the text",
+            allowed=(
+                "a chat template that takes image parts, and no placeholder of images in the text"
+            ),
         )
-    return [ImageRef(digest=digest_of(data), start=start, stop=start + len(wanted)) for data, start in zip(images, starts, strict=True)]
+    return [
+        ImageRef(digest=digest_of(data), start=start, stop=start + len(wanted))
+        for data, start in zip(images, starts, strict=True)
+    ]

@@ -1,7 +1,8 @@
-"""Resolves one entry of a body's `steering` on this model, or refuses it by the field that is wrong.
+"""Resolves one entry of a body's `steering` on this model, or refuses it by the field that is
+wrong.
 
-What each op takes is a table, `schemas.interventions`; what must hold of a field is a row in `RULES`, as in `captures.py`.
-`steering.py` resolves all entries, named modules among them.
+What each op takes is a table, `schemas.interventions`; what must hold of a field is a row in
+`RULES`, as in `captures.py`. `steering.py` resolves all entries, named modules among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,16 @@ import numpy as np
 
 from ...schemas.base import to_msgpack
 from ...schemas.dtypes import DTYPES
-from ...schemas.interventions import FAMILY, MAX_RANK, PLAIN, STEERING_FIELDS, TENSORS, VARIANTS, Intervention, Number
+from ...schemas.interventions import (
+    FAMILY,
+    MAX_RANK,
+    PLAIN,
+    STEERING_FIELDS,
+    TENSORS,
+    VARIANTS,
+    Intervention,
+    Number,
+)
 from ...schemas.selectors import STREAM_HOOKS, Hook, PositionSelector, resolve_hook, resolve_layers
 from ...schemas.specs import SteeringSpec
 from ...schemas.steering import SteeringTemplate
@@ -44,30 +54,43 @@ def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
     return resolve_layers(spec.layers, bounds.model.num_layers)
 
 
-# --- Which fields -----------------------------------------------------------------------------------------------------
+# --- Which fields
+# --------------------------------------------------------------------------------------------------
 
 
 def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     """A field must be present if the op requires it, and absent if it is not valid for the op."""
     takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
-        raise ValueError(f"is not valid for op {spec.op!r}; valid fields: {', '.join((*takes.tensors, *takes.options))}")
+        raise ValueError(
+            f"is not valid for op {spec.op!r}; valid fields: "
+            f"{', '.join((*takes.tensors, *takes.options))}"
+        )
     if not given and field in takes.tensors:
-        raise ValueError(f"is required for op {spec.op!r}, which takes {' and '.join(takes.tensors)}")
+        raise ValueError(
+            f"is required for op {spec.op!r}, which takes {' and '.join(takes.tensors)}"
+        )
 
 
 def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
     hook = one_hook(spec.hook or "post_block", bounds)
     if spec.norm_match and hook not in STREAM_HOOKS:
         streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
-        raise ValueError(f"scales by the norm of the residual stream, but {hook} is a branch: steer at {streams}, or omit norm_match")
+        raise ValueError(
+            f"scales by the norm of the residual stream, but {hook} is a branch: steer at "
+            f"{streams}, or omit norm_match"
+        )
 
 
-# --- Tensors ----------------------------------------------------------------------------------------------------------
+# --- Tensors
+# --------------------------------------------------------------------------------------------------
 
 
 def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    tensor, width = getattr(spec, field), bounds.model.row_size(resolve_hook(spec.hook or "post_block"))
+    tensor, width = (
+        getattr(spec, field),
+        bounds.model.row_size(resolve_hook(spec.hook or "post_block")),
+    )
     if tensor is None:
         return
     if not TENSORS[field].ranked:
@@ -76,10 +99,14 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         return
     first, rank = family_of(spec).tensors[0], _rank(spec)
     if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
-        raise ValueError(f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}")
+        raise ValueError(
+            f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}"
+        )
     wanted = [rank, width] if TENSORS[field].wide else [rank]
     if tensor.shape != wanted:
-        raise ValueError(f"has shape {tensor.shape}: it must be {wanted}, because {first} is {[rank, width]}")
+        raise ValueError(
+            f"has shape {tensor.shape}: it must be {wanted}, because {first} is {[rank, width]}"
+        )
 
 
 def _alone(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
@@ -101,20 +128,34 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     values = to_numpy(tensor)
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
-        raise ValueError(f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})")
+        raise ValueError(
+            f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"
+        )
     family = family_of(spec)
     if field == "vector" and family.unit and not values.any():
         raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
-    if TENSORS[field].ranked and TENSORS[field].wide and (largest := _largest(tensor)) > limit_of(bounds):
-        raise ValueError(f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}")
+    if (
+        TENSORS[field].ranked
+        and TENSORS[field].wide
+        and (largest := _largest(tensor)) > limit_of(bounds)
+    ):
+        raise ValueError(
+            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
+            f"most {limit_of(bounds):.3g}"
+        )
 
 
 def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
-    """Raises ValueError for a vector of another size, with a number that is not finite, or beyond the model's dtype."""
+    """Raises ValueError for a vector of another size, with a number that is not finite, or beyond
+    the model's dtype.
+    """
     _shape("vector", spec, bounds)
     _data("vector", spec, bounds)
     if spec.vector is not None and not (largest := _largest(spec.vector)) <= limit_of(bounds):
-        raise ValueError(f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}")
+        raise ValueError(
+            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
+            f"most {limit_of(bounds):.3g}"
+        )
 
 
 def _largest(tensor: Tensor) -> float:
@@ -126,7 +167,8 @@ def limit_of(bounds: Bounds) -> float:
     return DTYPES.get(bounds.model.dtype, DTYPES["float32"]).largest
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
+# --- Numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
@@ -142,7 +184,8 @@ def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
         largest = _largest(spec.vector) * abs(value)
         if not largest <= limit_of(bounds):
             raise ValueError(
-                f"scale times vector has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
+                f"scale times vector has an element of magnitude {largest:.3g}: "
+                f"{bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
             )
     if family.limits is not None and field in family.limits:
         _check_range(field, value, spec, family.limits)
@@ -153,7 +196,10 @@ def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str
     """Of two limits at least one is given, and the lower is not above the upper."""
     low, high = (getattr(spec, name) for name in limits)
     if field == limits[0] and low is None and high is None:
-        raise ValueError(f"is required unless {limits[1]} is given: {spec.op} limits a component from below, from above, or both")
+        raise ValueError(
+            f"is required unless {limits[1]} is given: {spec.op} limits a component from "
+            "below, from above, or both"
+        )
     if field == limits[1] and low is not None and low > value:
         raise ValueError(f"{value:g} is less than {limits[0]}, {low:g}")
 
@@ -166,16 +212,22 @@ def numbers_of(family: Intervention) -> dict[str, Number]:
 def check_limit(family: Intervention, number: Number, value: float) -> None:
     """Raises ValueError for a value beyond the number's limit."""
     if not abs(value) <= number.limit:
-        raise ValueError(f"{value:.3g} is out of range for op {family.written!r}: {-number.limit:g} to {number.limit:g}")
+        raise ValueError(
+            f"{value:.3g} is out of range for op {family.written!r}: {-number.limit:g} to "
+            f"{number.limit:g}"
+        )
 
 
-# --- All of them ------------------------------------------------------------------------------------------------------
+# --- All of them
+# --------------------------------------------------------------------------------------------------
 
 Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
 
 NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(family)))
 GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
-OPTIONS = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options))
+OPTIONS = tuple(
+    dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options)
+)
 
 #: What decides of which rows and heads the tensors are: the others judge them as they are then.
 PLACE_RULES: tuple[Rule, ...] = (
@@ -196,8 +248,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]) -> tuple[SteeringTemplate, list[PositionSelector]]:
-    """An entry other than a module, and its positions in each prompt; its tensors are added to `blobs`, by content hash.
+def resolve_entry(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+) -> tuple[SteeringTemplate, list[PositionSelector]]:
+    """An entry other than a module, and its positions in each prompt; its tensors are added to
+    `blobs`, by content hash.
 
     Raises a 400 naming the field below `at`.
     """
@@ -215,7 +270,8 @@ def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, 
         hook=made["hook"],
         positions=spec.positions or "all",
         family=family.name,
-        tensors=[keep(getattr(spec, field), blobs) for field in family.tensors if field != "mask"] + masks,
+        tensors=[keep(getattr(spec, field), blobs) for field in family.tensors if field != "mask"]
+        + masks,
         scale=made["scale"] if family.scale is not None else 1.0,
         numbers=[made[number.name] for number in family.numbers],
         rank=_rank(spec) if family.ranked else 0,
@@ -224,7 +280,9 @@ def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, 
 
 
 def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str, bytes]) -> str:
-    """The name of `[row]` float32, 1 in the columns of `heads` and 0 elsewhere; it is added to `blobs`."""
+    """The name of `[row]` float32, 1 in the columns of `heads` and 0 elsewhere; it is added to
+    `blobs`.
+    """
     shape = bounds.model.inside[hook]
     values = np.zeros(shape.size, np.float32)
     values[dimensions(heads, shape)] = 1
@@ -232,7 +290,10 @@ def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str,
 
 
 def reach_of(spec: SteeringSpec) -> float:
-    """The largest coordinate of scale · v where the vector is scaled; 0 for other families. Of a spec that the rules have passed."""
+    """The largest coordinate of scale · v where the vector is scaled; 0 for other families.
+
+    Of a spec that the rules have passed.
+    """
     scale = family_of(_filled_in(spec)).scale
     if scale is None or spec.vector is None:
         return 0.0

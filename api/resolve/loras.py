@@ -1,4 +1,6 @@
-"""Resolution of LoRA adapters: a registration against the files and the model, a request's name against what is registered."""
+"""Resolution of LoRA adapters: a registration against the files and the model, a request's name
+against what is registered.
+"""
 
 from ...broker.ledger.loras import Loras
 from ...schemas.base import now
@@ -9,7 +11,10 @@ from ...schemas.models import ModelInfo
 
 
 def resolve_lora(asked: LoraRequest, model: ModelInfo, root: str) -> Lora:
-    """What is to be registered. Raises a 400 naming the field. Reads files: not for the event loop."""
+    """What is to be registered.
+
+    Raises a 400 naming the field. Reads files: not for the event loop.
+    """
     support = _support(model)
     content, facts = check_on(folder_of(root, asked.path), support)
     return Lora(
@@ -32,16 +37,36 @@ async def named_lora(name: str | None, model: ModelInfo, loras: Loras) -> Stored
     support = _support(model)
     lora = await loras.get(model.name, name)
     if lora is None:
-        raise unknown("adapter", name, model.name, await loras.names(model.name), field="lora", kind="invalid_request")
-    # The model may have been restarted since, with other settings or another checkpoint. (Shapes are compared before it is loaded.)
+        raise unknown(
+            "adapter",
+            name,
+            model.name,
+            await loras.names(model.name),
+            field="lora",
+            kind="invalid_request",
+        )
+    # The model may have been restarted since, with other settings or another checkpoint. (Shapes
+    # are compared before it is loaded.)
     if lora.rank > support.max_rank:
-        raise invalid("lora", f"{name!r} has rank {lora.rank}", allowed=f"up to {support.max_rank} (setting max_lora_rank)")
+        raise invalid(
+            "lora",
+            f"{name!r} has rank {lora.rank}",
+            allowed=f"up to {support.max_rank} (setting max_lora_rank)",
+        )
     if missing := sorted(set(lora.modules) - support.modules.keys()):
-        raise invalid("lora", f"{name!r} changes {', '.join(missing)}, which this model does not have", allowed="register it again")
+        raise invalid(
+            "lora",
+            f"{name!r} changes {', '.join(missing)}, which this model does not have",
+            allowed="register it again",
+        )
     return lora.stored()
 
 
 def _support(model: ModelInfo) -> LoraSupport:
     if model.lora is None:
-        raise invalid("lora", f"{model.name!r} is served without adapters: the worker's setting lora_dir is empty", allowed="omit it")
+        raise invalid(
+            "lora",
+            (f"{model.name!r} is served without adapters: the worker's setting lora_dir is empty"),
+            allowed="omit it",
+        )
     return model.lora

@@ -13,7 +13,12 @@ from ...schemas.steering import GlobalSteering, Module
 from .features import NONE, Named
 
 #: What the reading of a run's files may say → what the run is then.
-STATE_OF_KIND: dict[str, RunState] = {"gone": "deleted", "capture_failed": "failed", "capture_damaged": "failed", "conflict": "pending"}
+STATE_OF_KIND: dict[str, RunState] = {
+    "gone": "deleted",
+    "capture_failed": "failed",
+    "capture_damaged": "failed",
+    "conflict": "pending",
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class ModelState:
     modules: Mapping[str, Module] = field(default_factory=dict)
     global_steering: GlobalSteering = field(default_factory=GlobalSteering)
     names: Sequence[str] = ()  # of all modules
-    runs: Mapping[str, RunView] = field(default_factory=dict)  # by what the request calls them: a name, or a job's id
+    # by what the request calls them: a name, or a job's id
+    runs: Mapping[str, RunView] = field(default_factory=dict)
     run_names: Sequence[str] = ()  # of all runs
     features: Named = NONE  # that steering names
 
@@ -31,8 +37,12 @@ class ModelState:
 NOTHING = ModelState()
 
 
-async def find_runs(ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller) -> dict[str, RunView]:
-    """The named runs that exist for the caller, also of other models, with the requested prompts of each."""
+async def find_runs(
+    ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller
+) -> dict[str, RunView]:
+    """The named runs that exist for the caller, also of other models, with the requested prompts of
+    each.
+    """
     asked: dict[str, set[int]] = {}
     for spec in patch:
         if spec.source.run is not None:
@@ -80,5 +90,7 @@ def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | Non
     )
 
 
-def unknown_module(at: str, name: str | None, model: str, model_state: ModelState) -> MidstreamError:
+def unknown_module(
+    at: str, name: str | None, model: str, model_state: ModelState
+) -> MidstreamError:
     return unknown("module", name, model, model_state.names, field=at, kind="invalid_request")

@@ -13,18 +13,32 @@ from ...schemas.tensors import Tensor
 
 
 def entries_of(module: Module, tensors: Mapping[str, Tensor]) -> list[SteeringSpec]:
-    """Registered again, they have the module's digest. `tensors`: content hash → tensor, all of the module's.
+    """Registered again, they have the module's digest.
 
-    Raises a 400 for an entry that no file of vectors holds: a feature of an autoencoder, an installed op, or single heads.
+    `tensors`: content hash → tensor, all of the module's.
+
+    Raises a 400 for an entry that no file of vectors holds: a feature of an autoencoder, an
+    installed op, or single heads.
     """
     entries = []
     for index, entry in enumerate(module.entries):
         family = FAMILY[entry.family]
         if family.fields or not SHAPES.keys() >= set(family.tensors):
-            detail = f"module {shown(module.name)!r}, entry {index} is {family.written!r} with {', '.join(family.fields or family.tensors)}"
-            raise MidstreamError("invalid_request", f"{detail}: a file holds vectors and matrices", field="name")
-        numbers = {number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True) if given != number.default}
-        fields: dict[str, Any] = {name: tensors[key] for name, key in zip(family.tensors, entry.tensors, strict=True)} | numbers
+            detail = (
+                f"module {shown(module.name)!r}, entry {index} is {family.written!r} with "
+                f"{', '.join(family.fields or family.tensors)}"
+            )
+            raise MidstreamError(
+                "invalid_request", f"{detail}: a file holds vectors and matrices", field="name"
+            )
+        numbers = {
+            number.name: given
+            for number, given in zip(family.numbers, entry.numbers, strict=True)
+            if given != number.default
+        }
+        fields: dict[str, Any] = {
+            name: tensors[key] for name, key in zip(family.tensors, entry.tensors, strict=True)
+        } | numbers
         if entry.scale != 1.0:
             fields["scale"] = entry.scale
         if entry.positions != "all":

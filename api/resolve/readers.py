@@ -1,4 +1,6 @@
-"""Resolution of installed readers (`readers`): name, sites, positions and options, checked against what the model's ranks declare."""
+"""Resolution of installed readers (`readers`): name, sites, positions and options, checked against
+what the model's ranks declare.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +14,21 @@ from .captures import SITE_RULES, Bounds, apply_rules, positions_of_each
 
 
 def _installed(bounds: Bounds) -> dict[str, tuple[Extension, ReaderTerms]]:
-    return {each.name: (each, each.reader) for each in bounds.model.extensions if each.kind == "reader" and each.reader is not None}
+    return {
+        each.name: (each, each.reader)
+        for each in bounds.model.extensions
+        if each.kind == "reader" and each.reader is not None
+    }
 
 
 def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
     there = _installed(bounds)
     if spec.name not in there:
-        valid = f"valid: {', '.join(sorted(there))}" if there else f"no readers are installed for {bounds.model.name} (setting extensions)"
+        valid = (
+            f"valid: {', '.join(sorted(there))}"
+            if there
+            else f"no readers are installed for {bounds.model.name} (setting extensions)"
+        )
         raise SelectorError(f"unknown reader {spec.name!r}; {valid}")
     return there[spec.name]
 
@@ -28,23 +38,36 @@ def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
     _, terms = _name(spec, bounds)
     for name, value in spec.options.items():
         if name not in terms.options:
-            raise SelectorError(f"unknown; valid options of {spec.name}: {', '.join(terms.options) or 'none'}", f".{name}")
+            raise SelectorError(
+                f"unknown; valid options of {spec.name}: {', '.join(terms.options) or 'none'}",
+                f".{name}",
+            )
         try:
             terms.options[name].checked(value)
         except ValueError as error:
             raise SelectorError(str(error), f".{name}") from error
-    return {name: option.checked(spec.options.get(name, option.default)) for name, option in terms.options.items()}
+    return {
+        name: option.checked(spec.options.get(name, option.default))
+        for name, option in terms.options.items()
+    }
 
 
 def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
     """A reader gets whole rows, and those of one reading have one width."""
-    sites = resolve_sites(spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent)
+    sites = resolve_sites(
+        spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
+    )
     banks = banks_of(sites)
     if len(banks) > 1:
         apart = " | ".join(", ".join(sites) for sites in banks.values())
-        raise ValueError(f"rows of these hooks have different sizes: name them in readers of their own ({apart})")
+        raise ValueError(
+            f"rows of these hooks have different sizes: name them in readers of their own ({apart})"
+        )
     if RESIDUAL not in banks and bounds.model.tp > 1:
-        raise ValueError(f"rows of {', '.join(*banks.values())} are divided among {bounds.model.tp} ranks; valid: hooks of the stream")
+        raise ValueError(
+            f"rows of {', '.join(*banks.values())} are divided among {bounds.model.tp} "
+            "ranks; valid: hooks of the stream"
+        )
     return sites
 
 
@@ -69,6 +92,13 @@ def resolve_reader(spec: ReaderSpec, bounds: Bounds, at: str) -> list[StoredCapt
         options=made["options"],
     )
     return [
-        StoredCapture(sites=made["hooks"], positions=chosen, tag="", at=spec.at, consumers=[READER], reading=reading)
+        StoredCapture(
+            sites=made["hooks"],
+            positions=chosen,
+            tag="",
+            at=spec.at,
+            consumers=[READER],
+            reading=reading,
+        )
         for chosen in made["positions"]
     ]

@@ -1,6 +1,8 @@
-"""Resolution of readings: what a request wants computed from captured rows, as one capture per prompt and reading.
+"""Resolution of readings: what a request wants computed from captured rows, as one capture per
+prompt and reading.
 
-A kind of reading is a row in `READINGS`. How much may come back is limited together with what the consumer `memory` returns.
+A kind of reading is a row in `READINGS`. How much may come back is limited together with what the
+consumer `memory` returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +14,13 @@ from ...schemas.errors import invalid
 from ...schemas.lens import LENS_HOOKS, FittedLens, LensSpec, NamedToken, TunedLens
 from ...schemas.models import ModelInfo
 from ...schemas.readings import READER, StoredFeatures, StoredLens
-from ...schemas.selectors import RequestedPositions, SelectorError, as_ranges, resolve_hook, resolve_layers
+from ...schemas.selectors import (
+    RequestedPositions,
+    SelectorError,
+    as_ranges,
+    resolve_hook,
+    resolve_layers,
+)
 from ...schemas.specs import StoredCapture
 from .captures import Bounds, apply_rules, one_hook, positions_of_each
 from .feature_wishes import FeatureWish
@@ -23,12 +31,16 @@ if TYPE_CHECKING:
     from .request_parsing import ParsedRequest
 
 
-# --- The logit lens ------------------------------------------------------------------------------------------------------
+# --- The logit lens
+# --------------------------------------------------------------------------------------------------
 
 
 def _hook(spec: LensSpec, bounds: Bounds) -> str:
     if resolve_hook(spec.hook or "post_block") not in LENS_HOOKS:
-        raise SelectorError(f"rows of {spec.hook!r} do not go through the model's final norm; valid: {', '.join(LENS_HOOKS)}")
+        raise SelectorError(
+            f"rows of {spec.hook!r} do not go through the model's final norm; valid: "
+            f"{', '.join(LENS_HOOKS)}"
+        )
     return one_hook(spec.hook or "post_block", bounds)
 
 
@@ -41,7 +53,13 @@ def _tokens(spec: LensSpec, bounds: Bounds) -> list[int]:
     ids = [token for token in spec.tokens if isinstance(token, int)]
     for index, token in enumerate(ids):
         if token >= bounds.model.vocab_size:
-            raise SelectorError(f"token id {token} is outside the vocabulary; valid: 0 to {bounds.model.vocab_size - 1}", f"[{index}]")
+            raise SelectorError(
+                (
+                    f"token id {token} is outside the vocabulary; valid: 0 to "
+                    f"{bounds.model.vocab_size - 1}"
+                ),
+                f"[{index}]",
+            )
         if token in ids[:index]:
             raise SelectorError(f"token {token} is named twice", f"[{index}]")
     return ids
@@ -49,7 +67,9 @@ def _tokens(spec: LensSpec, bounds: Bounds) -> list[int]:
 
 def _top_k(spec: LensSpec, bounds: Bounds) -> int:
     if spec.top_k > bounds.model.vocab_size:
-        raise SelectorError(f"{spec.top_k} exceeds the vocabulary's {bounds.model.vocab_size} tokens")
+        raise SelectorError(
+            f"{spec.top_k} exceeds the vocabulary's {bounds.model.vocab_size} tokens"
+        )
     return spec.top_k
 
 
@@ -68,10 +88,25 @@ def _lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
         spec = _fitted(spec, tuned, at)
     made = apply_rules(LENS_RULES, spec, bounds, at)
     if tuned is not None and (lacking := sorted({*made["layers"]} - {*tuned.layers})):
-        raise invalid(f"{at}.layers", f"{tuned.name!r} has no map of layer {lacking[0]}", allowed=as_ranges(tuned.layers))
-    reading = StoredLens(top_k=made["top_k"], tokens=made["tokens"], tuned=tuned.stored() if tuned is not None else None)
+        raise invalid(
+            f"{at}.layers",
+            f"{tuned.name!r} has no map of layer {lacking[0]}",
+            allowed=as_ranges(tuned.layers),
+        )
+    reading = StoredLens(
+        top_k=made["top_k"],
+        tokens=made["tokens"],
+        tuned=tuned.stored() if tuned is not None else None,
+    )
     return [
-        StoredCapture(sites={made["hook"]: made["layers"]}, positions=chosen, tag="", at=spec.at, consumers=[READER], reading=reading)
+        StoredCapture(
+            sites={made["hook"]: made["layers"]},
+            positions=chosen,
+            tag="",
+            at=spec.at,
+            consumers=[READER],
+            reading=reading,
+        )
         for chosen in made["positions"]
     ]
 
@@ -79,20 +114,30 @@ def _lens(spec: LensSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
 def _fitted(spec: LensSpec, tuned: TunedLens, at: str) -> LensSpec:
     """With the hook of the tuned lens, and for `all` the layers that it has."""
     if spec.hook is not None and resolve_hook(spec.hook) != tuned.hook:
-        raise invalid(f"{at}.hook", f"{tuned.name!r} reads {tuned.hook}", allowed=f"{tuned.hook}, or omit it")
-    return msgspec.structs.replace(spec, hook=tuned.hook, layers=tuned.layers if spec.layers == "all" else spec.layers)
+        raise invalid(
+            f"{at}.hook", f"{tuned.name!r} reads {tuned.hook}", allowed=f"{tuned.hook}, or omit it"
+        )
+    return msgspec.structs.replace(
+        spec, hook=tuned.hook, layers=tuned.layers if spec.layers == "all" else spec.layers
+    )
 
 
-# --- Features ------------------------------------------------------------------------------------------------------------
+# --- Features
+# --------------------------------------------------------------------------------------------------
 
 
 def _top_features(wish: FeatureWish, bounds: Bounds) -> int:
     if wish.spec.top_k > wish.sae.form.d_sae:
-        raise SelectorError(f"{wish.spec.top_k} exceeds the {wish.sae.form.d_sae} features of {wish.sae.name!r}")
+        raise SelectorError(
+            f"{wish.spec.top_k} exceeds the {wish.sae.form.d_sae} features of {wish.sae.name!r}"
+        )
     return wish.spec.top_k
 
 
-FEATURE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (("positions", positions_of_each), ("top_k", _top_features))
+FEATURE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+    ("positions", positions_of_each),
+    ("top_k", _top_features),
+)
 
 
 def _features(wish: FeatureWish, bounds: Bounds, at: str) -> list[StoredCapture]:
@@ -100,14 +145,23 @@ def _features(wish: FeatureWish, bounds: Bounds, at: str) -> list[StoredCapture]
     sae = wish.sae
     reading = StoredFeatures(sae=sae.stored(), top_k=made["top_k"])
     return [
-        StoredCapture(sites={sae.hook: [sae.layer]}, positions=chosen, tag="", at=wish.spec.at, consumers=[READER], reading=reading)
+        StoredCapture(
+            sites={sae.hook: [sae.layer]},
+            positions=chosen,
+            tag="",
+            at=wish.spec.at,
+            consumers=[READER],
+            reading=reading,
+        )
         for chosen in made["positions"]
     ]
 
 
-# --- All readings --------------------------------------------------------------------------------------------------------
+# --- All readings
+# --------------------------------------------------------------------------------------------------
 
-#: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it asks). A field may hold a list.
+#: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it
+#: asks). A field may hold a list.
 READINGS: dict[str, tuple[str, Callable[[Any, Bounds, str], list[StoredCapture]]]] = {
     "lens": ("lens", _lens),
     "features": ("features", _features),
@@ -125,12 +179,21 @@ def _each(parsed: "ParsedRequest") -> list[tuple[str, str, Any]]:
     found = []
     for field, spec in asked(parsed).items():
         many = spec if isinstance(spec, list) else None
-        found += [(field, field, spec)] if many is None else [(field, f"{field}[{index}]", one) for index, one in enumerate(many)]
+        found += (
+            [(field, field, spec)]
+            if many is None
+            else [(field, f"{field}[{index}]", one) for index, one in enumerate(many)]
+        )
     return found
 
 
-def resolve_readings(parsed: "ParsedRequest", bounds: Bounds) -> list[tuple[str, list[StoredCapture]]]:
-    """(Where in the body, one capture per prompt) of each reading. Raises a 400 naming the field."""
+def resolve_readings(
+    parsed: "ParsedRequest", bounds: Bounds
+) -> list[tuple[str, list[StoredCapture]]]:
+    """(Where in the body, one capture per prompt) of each reading.
+
+    Raises a 400 naming the field.
+    """
     found: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
         kind, resolve = READINGS[field]
@@ -162,7 +225,12 @@ async def with_token_ids(spec: LensSpec | None, codec: Codec) -> LensSpec | None
         encoded = iter(await codec.encode(texts, special_tokens=False))
     except TooLong as error:
         raise invalid("lens.tokens", error.detail) from None
-    return msgspec.structs.replace(spec, tokens=[await _one(token, index, encoded, codec) for index, token in enumerate(spec.tokens)])
+    return msgspec.structs.replace(
+        spec,
+        tokens=[
+            await _one(token, index, encoded, codec) for index, token in enumerate(spec.tokens)
+        ],
+    )
 
 
 async def _one(token: NamedToken, index: int, encoded: Any, codec: Codec) -> int:

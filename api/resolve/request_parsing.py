@@ -7,7 +7,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 
-from ...schemas.chat import PLAIN, ChatMessage, ImagePart, PlainMessage, Rendering, TextPart, ToolCall, ToolUse
+from ...schemas.chat import (
+    PLAIN,
+    ChatMessage,
+    ImagePart,
+    PlainMessage,
+    Rendering,
+    TextPart,
+    ToolCall,
+    ToolUse,
+)
 from ...schemas.errors import invalid
 from ...schemas.extensions import ReaderSpec
 from ...schemas.features import FeatureSpec
@@ -25,7 +34,9 @@ from .images import read_image
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user wrote it."""
+    """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user
+    wrote it.
+    """
 
     field: str
     value: str | list[int] | Sequence[ChatMessage]
@@ -34,12 +45,19 @@ class ParsedPrompt:
 
     @property
     def is_conversation(self) -> bool:
-        return not isinstance(self.value, str) and bool(self.value) and isinstance(self.value[0], ChatMessage)
+        return (
+            not isinstance(self.value, str)
+            and bool(self.value)
+            and isinstance(self.value[0], ChatMessage)
+        )
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A body with defaults filled in, before anything is known of the model. `sampling_at` prefixes sampling's field names."""
+    """A body with defaults filled in, before anything is known of the model.
+
+    `sampling_at` prefixes sampling's field names.
+    """
 
     kind: Literal["generate", "completion", "chat"]
     model: str
@@ -56,23 +74,40 @@ class ParsedRequest:
     patch: list[PatchSpec] = field(default_factory=list)
     lens: LensSpec | None = None
     readers: list[ReaderSpec] = field(default_factory=list)
-    features: list[FeatureSpec] | list[FeatureWish] = field(default_factory=list)  # the latter once the autoencoders are known
+    # the latter once the autoencoders are known
+    features: list[FeatureSpec] | list[FeatureWish] = field(default_factory=list)
     stream: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     handling: Handling = field(default_factory=Handling)
     lora: str | None = None
     probes: list[str | ProbeUse] = field(default_factory=list)
-    returns_rows: bool = False  # the answer has the rows of `capture`, as vllm-lens' clients read them
-    written: dict[str, str] = field(default_factory=dict)  # field of ours → where the request has it instead
+    # the answer has the rows of `capture`, as vllm-lens' clients read them
+    returns_rows: bool = False
+    # field of ours → where the request has it instead
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def parse_job(body: JobRequest) -> ParsedRequest:
-    """The body of `POST /v1/jobs`. Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts."""
+    """The body of `POST /v1/jobs`.
+
+    Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts.
+    """
     if (body.prompts is None) == (body.messages is None):
         what = "prompts and messages are both given" if body.prompts else "no prompt given"
-        raise invalid("prompts", what, allowed="either prompts (texts or lists of token ids) or messages (lists of chat messages)")
-    prompts = [ParsedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])]
-    chats = [parse_conversation(f"messages[{index}]", messages) for index, messages in enumerate(body.messages or [])]
+        raise invalid(
+            "prompts",
+            what,
+            allowed=(
+                "either prompts (texts or lists of token ids) or messages (lists of chat messages)"
+            ),
+        )
+    prompts = [
+        ParsedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])
+    ]
+    chats = [
+        parse_conversation(f"messages[{index}]", messages)
+        for index, messages in enumerate(body.messages or [])
+    ]
     return ParsedRequest(
         kind="generate",
         model=body.model,
@@ -99,7 +134,8 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "is 0", allowed="at least 1; 0 with echo: true")
-    sampling = _sampling(body, max_tokens or 1, body.logprobs)  # with `echo` alone one token is generated, and not shown
+    # with `echo` alone one token is generated, and not shown
+    sampling = _sampling(body, max_tokens or 1, body.logprobs)
     if body.echo and sampling.prompt_logprobs is None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
     return ParsedRequest(
@@ -124,7 +160,10 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
 
 
 def parse_chat(body: ChatRequest) -> ParsedRequest:
-    """The body of `POST /v1/chat/completions`. Raises a 400 naming the field that we do not serve."""
+    """The body of `POST /v1/chat/completions`.
+
+    Raises a 400 naming the field that we do not serve.
+    """
     _refuse_unserved(body)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
@@ -133,11 +172,15 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
     return ParsedRequest(
         kind="chat",
         model=body.model,
-        prompts=[replace(parse_conversation("messages", body.messages), rendering=rendering_of(body))],
+        prompts=[
+            replace(parse_conversation("messages", body.messages), rendering=rendering_of(body))
+        ],
         n=body.n or 1,
         tools=tool_use(body),
         echo=bool(body.return_token_ids or body.prompt_logprobs is not None),
-        sampling=_sampling(body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None),
+        sampling=_sampling(
+            body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None
+        ),
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
         capture=body.capture,
@@ -159,11 +202,17 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
         raw = getattr(body, name, UNSET)
         if raw is not UNSET and not _is_one_of(bytes(raw), harmless):
             shown = bytes(raw)[:80].decode(errors="replace")
-            raise invalid(name, f"{shown} is not supported", allowed=f"omit it, or {msgspec.json.encode(harmless[0]).decode()}")
+            raise invalid(
+                name,
+                f"{shown} is not supported",
+                allowed=f"omit it, or {msgspec.json.encode(harmless[0]).decode()}",
+            )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "needs stream: true")
     if body.stream and body.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs", "is not valid with stream: true", allowed="null, or stream: false")
+        raise invalid(
+            "prompt_logprobs", "is not valid with stream: true", allowed="null, or stream: false"
+        )
 
 
 def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
@@ -175,8 +224,15 @@ def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
 
 
 def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sampling:
-    """The body's fields that are a job's by name; of the others `max_tokens` and `logprobs`. Null: the default."""
-    given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(body, name, None)) is not None}
+    """The body's fields that are a job's by name; of the others `max_tokens` and `logprobs`.
+
+    Null: the default.
+    """
+    given = {
+        name: value
+        for name in Sampling.__struct_fields__
+        if (value := getattr(body, name, None)) is not None
+    }
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
     given["structured_outputs"] = format_of(body)
@@ -185,11 +241,20 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
 
 def _as_stored(sampling: SamplingRequest) -> Sampling:
     given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-    return Sampling(**{**given, "structured_outputs": structured(sampling.structured_outputs, "sampling.structured_outputs")})
+    return Sampling(
+        **{
+            **given,
+            "structured_outputs": structured(
+                sampling.structured_outputs, "sampling.structured_outputs"
+            ),
+        }
+    )
 
 
 def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
-    """One prompt (text or token ids), or a list of prompts; a mixture of token ids and prompts is neither."""
+    """One prompt (text or token ids), or a list of prompts; a mixture of token ids and prompts is
+    neither.
+    """
     if isinstance(prompt, str):
         return [ParsedPrompt("prompt", prompt)]
     if not prompt:
@@ -200,12 +265,23 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Parse
     if len(ids) == len(prompt):
         return [ParsedPrompt("prompt", ids)]
     if ids:
-        raise invalid("prompt", "mixes token ids and texts", allowed="text, a list of texts, token ids, or lists of token ids")
-    return [ParsedPrompt(f"prompt[{index}]", item) for index, item in enumerate(prompt) if not isinstance(item, int)]
+        raise invalid(
+            "prompt",
+            "mixes token ids and texts",
+            allowed="text, a list of texts, token ids, or lists of token ids",
+        )
+    return [
+        ParsedPrompt(f"prompt[{index}]", item)
+        for index, item in enumerate(prompt)
+        if not isinstance(item, int)
+    ]
 
 
 def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt:
-    """One conversation, whose images are read. Raises a 400 naming the message or part below `at` that is not valid."""
+    """One conversation, whose images are read.
+
+    Raises a 400 naming the message or part below `at` that is not valid.
+    """
     for number, message in enumerate(messages):
         _check_message(message, f"{at}[{number}]")
     images = [
@@ -227,32 +303,50 @@ def _check_message(message: ChatMessage, at: str) -> None:
         raise invalid(f"{at}.content", f"is required of a message with role {message.role!r}")
     for name, role in _OF_ROLE.items():
         if getattr(message, name) is not None and message.role != role:
-            raise invalid(f"{at}.{name}", f"is not valid with role {message.role!r}", allowed=f"role {role!r}")
+            raise invalid(
+                f"{at}.{name}", f"is not valid with role {message.role!r}", allowed=f"role {role!r}"
+            )
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
-    """A conversation as chat templates know it, with OpenAI's newer name for the system role under its old one."""
+    """A conversation as chat templates know it, with OpenAI's newer name for the system role under
+    its old one.
+    """
     return [_message(message) for message in messages]
 
 
 def _message(message: ChatMessage) -> PlainMessage:
-    plain: PlainMessage = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
+    plain: PlainMessage = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(message),
+    }
     if message.tool_calls:
         plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if message.reasoning is not None:
-        plain |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}  # templates read either
-    same = {name: value for name in ("tool_call_id", "name") if (value := getattr(message, name)) is not None}
+        # templates read either
+        plain |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    same = {
+        name: value
+        for name in ("tool_call_id", "name")
+        if (value := getattr(message, name)) is not None
+    }
     return {**plain, **same}
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    """As chat templates read it, with the arguments as an object; `{}` where a model once wrote something else."""
+    """As chat templates read it, with the arguments as an object; `{}` where a model once wrote
+    something else.
+    """
     try:
         arguments = msgspec.json.decode(call.function.arguments)
     except (msgspec.DecodeError, RecursionError):
         arguments = {}
     arguments = arguments if isinstance(arguments, dict) else {}
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:
@@ -262,5 +356,8 @@ def _content(message: ChatMessage) -> str | list[dict[str, str]]:
     if isinstance(message.content, str):
         return message.content
     if any(isinstance(part, ImagePart) for part in message.content):
-        return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in message.content]
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.content
+        ]
     return "\n".join(part.text for part in message.content if isinstance(part, TextPart))

@@ -1,7 +1,9 @@
-"""Helper processes that tokenise long texts and render long conversations, so that the event loop answers others meanwhile.
+"""Helper processes that tokenise long texts and render long conversations, so that the event loop
+answers others meanwhile.
 
-(`tokenizers` keeps the GIL for a part of its work: a second for 8 MiB of text.) A helper is started when it is first needed and again
-when it has died. `python -m midstream.api.resolve.tokenizer_pool` is a helper: it reads `Ask`s from standard input and writes `Answer`s.
+(`tokenizers` keeps the GIL for a part of its work: a second for 8 MiB of text.) A helper is started
+when it is first needed and again when it has died. `python -m midstream.api.resolve.tokenizer_pool`
+is a helper: it reads `Ask`s from standard input and writes `Answer`s.
 """
 
 import asyncio
@@ -86,26 +88,40 @@ class Helpers:
     ) -> list[Encoded]:
         """The tokens of each text. `fetch` reads the bundle for a helper that does not have it.
 
-        Raises TooLong for a text of more than `limit` tokens; `invalid_request` when it takes too much processor time, `overloaded` when
-        too many wait, `unavailable` when helpers die.
+        Raises TooLong for a text of more than `limit` tokens; `invalid_request` when it takes too
+        much processor time, `overloaded` when too many wait, `unavailable` when helpers die.
         """
         found: list[Encoded] = []
         for batch in _batches(texts):
             try:
-                answer = await self._ask(Ask(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch)
+                answer = await self._ask(
+                    Ask(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch
+                )
             except TooLong as error:
                 raise TooLong(len(found) + error.index, error.tokens) from None
             found += [
-                Encoded(np.frombuffer(ids, np.int32), np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None)
+                Encoded(
+                    np.frombuffer(ids, np.int32),
+                    np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
+                )
                 for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
             ]
         return found
 
     async def encode_chat(
-        self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], messages: Sequence[PlainMessage], rendering: Rendering, limit: int
+        self,
+        tokenizer: str,
+        fetch: Callable[[], Awaitable[bytes]],
+        messages: Sequence[PlainMessage],
+        rendering: Rendering,
+        limit: int,
     ) -> tuple[np.ndarray, str]:
-        """Token ids and text of a conversation; raises as `encode`, and what the chat template refuses."""
-        answer = await self._ask(Ask(tokenizer, b"", [], list(messages), False, limit, rendering=rendering), fetch)
+        """Token ids and text of a conversation; raises as `encode`, and what the chat template
+        refuses.
+        """
+        answer = await self._ask(
+            Ask(tokenizer, b"", [], list(messages), False, limit, rendering=rendering), fetch
+        )
         return np.frombuffer(answer.ids[0], np.int32), answer.text
 
     async def close(self) -> None:
@@ -114,22 +130,33 @@ class Helpers:
 
     async def _ask(self, ask: Ask, fetch: Callable[[], Awaitable[bytes]]) -> Answer:
         if self._free.statistics().tasks_waiting >= MAX_WAITING:
-            raise MidstreamError("overloaded", "too many long prompts are waiting to be tokenised: try again later")
+            raise MidstreamError(
+                "overloaded", "too many long prompts are waiting to be tokenised: try again later"
+            )
         async with self._free:
             process = await self._start()
             try:
                 with anyio.fail_after(START_S + self._seconds * PATIENCE):
                     answer = await _exchange(process, ask)
                     if answer.unknown:
-                        answer = await _exchange(process, msgspec.structs.replace(ask, bundle=await fetch()))
+                        answer = await _exchange(
+                            process, msgspec.structs.replace(ask, bundle=await fetch())
+                        )
             except (TimeoutError, EOFError, OSError) as error:
                 ended = await self._end(process)
                 if ended == -signal.SIGPROF:
                     shown = "the conversation" if ask.messages else "the text"
-                    detail = f"{shown} took more than {self._seconds:g} s to tokenise (setting tokenizer_timeout_s)"
-                    raise MidstreamError("invalid_request", detail, allowed="shorter ones") from None
+                    detail = (
+                        f"{shown} took more than {self._seconds:g} s to tokenise (setting "
+                        "tokenizer_timeout_s)"
+                    )
+                    raise MidstreamError(
+                        "invalid_request", detail, allowed="shorter ones"
+                    ) from None
                 log.warning("a tokeniser process ended with %s: %r", ended, error)
-                raise MidstreamError("unavailable", "tokenising failed or took too long: try again") from None
+                raise MidstreamError(
+                    "unavailable", "tokenising failed or took too long: try again"
+                ) from None
             except BaseException:  # cancelled before the answer was complete
                 await self._end(process)
                 raise
@@ -138,7 +165,10 @@ class Helpers:
             raise TooLong(*answer.too_long)
         if answer.problem is not None:
             raise MidstreamError(
-                answer.problem.type.rpartition(":")[2], answer.problem.detail, field=answer.problem.field, allowed=answer.problem.allowed
+                answer.problem.type.rpartition(":")[2],
+                answer.problem.detail,
+                field=answer.problem.field,
+                allowed=answer.problem.allowed,
             )
         return answer
 
@@ -150,10 +180,18 @@ class Helpers:
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", __name__, str(self._seconds), stdin=pipe, stdout=pipe, limit=1 << 20
+                sys.executable,
+                "-m",
+                __name__,
+                str(self._seconds),
+                stdin=pipe,
+                stdout=pipe,
+                limit=1 << 20,
             )
         except OSError as error:
-            raise MidstreamError("unavailable", f"cannot start a tokeniser process: {error.strerror}") from error
+            raise MidstreamError(
+                "unavailable", f"cannot start a tokeniser process: {error.strerror}"
+            ) from error
         self._all.add(process)
         return process
 
@@ -177,13 +215,21 @@ class BundleHelpers:
     tokenizer: str  # content hash of the bundle
     fetch: Callable[[], Awaitable[bytes]]  # reads the bundle
 
-    async def encode(self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool) -> list[Encoded]:
+    async def encode(
+        self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool
+    ) -> list[Encoded]:
         """As `Helpers.encode`."""
-        return await self.helpers.encode(self.tokenizer, self.fetch, texts, special_tokens, limit, offsets)
+        return await self.helpers.encode(
+            self.tokenizer, self.fetch, texts, special_tokens, limit, offsets
+        )
 
-    async def encode_chat(self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int) -> tuple[np.ndarray, str]:
+    async def encode_chat(
+        self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int
+    ) -> tuple[np.ndarray, str]:
         """As `Helpers.encode_chat`."""
-        return await self.helpers.encode_chat(self.tokenizer, self.fetch, messages, rendering, limit)
+        return await self.helpers.encode_chat(
+            self.tokenizer, self.fetch, messages, rendering, limit
+        )
 
 
 async def _exchange(process: asyncio.subprocess.Process, ask: Ask) -> Answer:
@@ -210,7 +256,8 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-# --- The helper ------------------------------------------------------------------------------------------------------
+# --- The helper
+# --------------------------------------------------------------------------------------------------
 
 
 def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
@@ -239,7 +286,10 @@ def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
-    """Until the other side closes. More than `seconds` of processor time for one question end the process (SIGPROF)."""
+    """Until the other side closes.
+
+    More than `seconds` of processor time for one question end the process (SIGPROF).
+    """
     codecs: OrderedDict[str, Codec] = OrderedDict()
     while head := questions.read(8):
         ask = from_msgpack(questions.read(int.from_bytes(head, "big")), Ask)
@@ -255,9 +305,13 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the API; this process ends when the API closes the pipe
+    # Ctrl+C is for the API; this process ends when the API closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard),
+    )
     with suppress(BrokenPipeError):
         _serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))
 

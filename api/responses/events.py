@@ -35,17 +35,26 @@ def resume_point(header: str | None) -> str:
     if header is None or header == "":
         return BEGINNING
     if not (match := _ID.fullmatch(header)) or max(map(int, match.groups())) > MAX_ID:
-        raise invalid("Last-Event-ID", f"{header[:40]!r} is not an event id", allowed="an `id` of this stream, such as 1700000000000-0")
+        raise invalid(
+            "Last-Event-ID",
+            f"{header[:40]!r} is not an event id",
+            allowed="an `id` of this stream, such as 1700000000000-0",
+        )
     return header
 
 
 async def follow(
-    context: AppContext, job_id: str, after: str, deadline: float = math.inf, held_key: HeldKey = ALWAYS
+    context: AppContext,
+    job_id: str,
+    after: str,
+    deadline: float = math.inf,
+    held_key: HeldKey = ALWAYS,
 ) -> AsyncIterator[EventBatch]:
-    """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of life.
+    """Batches of events after the id `after`, in order, up to `done`; an empty batch is a sign of
+    life.
 
-    Also ends when the job is over and has no further events (they were trimmed), when the server stops, and at `deadline`
-    (of `time.monotonic`). Raises `unauthorized` when `held_key` is over.
+    Also ends when the job is over and has no further events (they were trimmed), when the server
+    stops, and at `deadline` (of `time.monotonic`). Raises `unauthorized` when `held_key` is over.
     """
     last_sign = time.monotonic()
     over = False
@@ -74,18 +83,27 @@ async def follow(
 
 
 def encode(event: Event) -> bytes:
-    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when a job restarted."""
+    """One server-sent event; the attempt travels in the data, so that a reader of tokens sees when
+    a job restarted.
+    """
     data = to_json({**event.data, "attempt": event.attempt})
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.event.encode(), data)
 
 
 def encode_problem(problem: Problem) -> bytes:
-    """How a stream ends that may not go on. Without an id, so that a client which is let in again resumes where it was."""
+    """How a stream ends that may not go on.
+
+    Without an id, so that a client which is let in again resumes where it was.
+    """
     return b"event: %b\ndata: %b\n\n" % (PROBLEM_EVENT.encode(), to_json(problem))
 
 
-async def server_sent(context: AppContext, job_id: str, after: str, caller: Caller) -> AsyncIterator[bytes]:
-    """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no more."""
+async def server_sent(
+    context: AppContext, job_id: str, after: str, caller: Caller
+) -> AsyncIterator[bytes]:
+    """The body of `GET /v1/jobs/{id}/events`; up to a problem when the caller's key counts no
+    more.
+    """
     with context.key_watch.of(caller) as held_key:
         yield RETRY
         try:

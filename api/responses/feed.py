@@ -1,4 +1,6 @@
-"""The page's feed as server-sent events: the newest jobs, then every change, and the service's figures."""
+"""The page's feed as server-sent events: the newest jobs, then every change, and the service's
+figures.
+"""
 
 import asyncio
 import contextlib
@@ -16,10 +18,15 @@ SERVICE_S = 2.0
 FEED_URL = "/v1/feed"
 
 
-async def job_feed(context: AppContext, caller: Caller, tenant: str | None, count: int) -> AsyncIterator[bytes]:
-    """The body of `GET /v1/feed`, up to a problem when the caller's key or session ends. `tenant`: None: of all tenants.
+async def job_feed(
+    context: AppContext, caller: Caller, tenant: str | None, count: int
+) -> AsyncIterator[bytes]:
+    """The body of `GET /v1/feed`, up to a problem when the caller's key or session ends.
 
-    Everything that is sent was rendered for all feeds of the same audience; here it is only handed on.
+    `tenant`: None: of all tenants.
+
+    Everything that is sent was rendered for all feeds of the same audience; here it is only handed
+    on.
     """
     with context.key_watch.of(caller) as held_key, context.feed.of(tenant) as subscriber:
         for end in held_key.ends:

@@ -13,11 +13,15 @@ HOOK = "post_block"
 
 
 def activations(blobs: Sequence[packed.OpenBlob]) -> dict[str, LensRows]:
-    """One prompt's rows at `post_block` from all its blobs. Raises MidstreamError as `packed.join`; OSError, EOFError."""
+    """One prompt's rows at `post_block` from all its blobs.
+
+    Raises MidstreamError as `packed.join`; OSError, EOFError.
+    """
     manifest = blobs[0].header.manifest
     dtype = cast(DType, manifest.dtype)
     shape = [len(manifest.all_sites[HOOK]), len(manifest.positions), manifest.hidden_size]
     joined = packed.join(blobs, {HOOK: manifest.all_sites[HOOK]})
     raw = b"".join(joined.chunks())
-    raw = raw[len(joined.head) : len(joined.head) + math.prod(shape) * ITEM_BYTES[dtype]]  # the rows come first
+    # the rows come first
+    raw = raw[len(joined.head) : len(joined.head) + math.prod(shape) * ITEM_BYTES[dtype]]
     return {"residual_stream": LensRows(**in_json(dtype, shape, raw))}

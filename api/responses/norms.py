@@ -1,4 +1,6 @@
-"""Norms of captured rows, and their cosines to vectors: read a block of rows at a time, computed in float32."""
+"""Norms of captured rows, and their cosines to vectors: read a block of rows at a time, computed in
+float32.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ Values = list[float | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """`norms`, `cosines`: of each layer a value for each row; see `schemas.captures.CaptureNorms`."""
+    """`norms`, `cosines`: of each layer a value for each row; see
+    `schemas.captures.CaptureNorms`.
+    """
 
     manifest: Manifest
     width: int
@@ -37,29 +41,38 @@ def measured(
 ) -> Measured:
     """Of one request's blobs. `rows`: which of its rows; `vectors`: layer → `[width]` float32.
 
-    Raises MidstreamError: as `packed.join`; `capture_failed` when the disk refuses; `gone` when the captures were deleted meanwhile;
-    400 for a vector of another width.
+    Raises MidstreamError: as `packed.join`; `capture_failed` when the disk refuses; `gone` when the
+    captures were deleted meanwhile; 400 for a vector of another width.
     """
     joined = join(blobs, {hook: list(layers)})
     chosen = rows(blobs[0].header.manifest)
     norms: list[Values] = []
     cosines: list[Values | None] = []
     width = 0
-    for layer, part in zip(layers, joined.parts, strict=False):  # `parts` ends with positions and token ids
+    for layer, part in zip(
+        layers, joined.parts, strict=False
+    ):  # `parts` ends with positions and token ids
         width = sum(tensor.shape[1] for _, tensor in part)
         dtype = DTYPE_OF_FILE[part[0][1].dtype]
         vector = vectors.get(layer)
         if vector is not None and vector.shape != (width,):
-            detail = f"has a vector of {vector.shape[-1]} elements at layer {layer}, but rows of {hook} have {width}"
+            detail = (
+                f"has a vector of {vector.shape[-1]} elements at layer {layer}, but rows of "
+                f"{hook} have {width}"
+            )
             raise MidstreamError("invalid_request", detail, field="module")
         found: tuple[Values, Values] = ([], [])
         try:
             for block in blocks(part, chosen.start, len(chosen)):
-                numbers = np.asarray(widened(block.view(np.dtype(DTYPES[dtype].raw)), dtype), np.float32)
+                numbers = np.asarray(
+                    widened(block.view(np.dtype(DTYPES[dtype].raw)), dtype), np.float32
+                )
                 for values, more in zip(found, of_rows(numbers, vector), strict=True):
                     values += more
         except (OSError, EOFError) as error:
-            raise MidstreamError("capture_failed", f"the rows of {hook}.{layer} cannot be read: {error}") from error
+            raise MidstreamError(
+                "capture_failed", f"the rows of {hook}.{layer} cannot be read: {error}"
+            ) from error
         norms.append(found[0])
         cosines.append(found[1] if vector is not None else None)
     must_be_there(store, blobs[0].place.job)
@@ -67,13 +80,22 @@ def measured(
 
 
 def of_rows(rows: np.ndarray, vector: np.ndarray | None) -> tuple[Values, Values]:
-    """The norms of `[n, width]` float32 rows and, with a `[width]` float32 vector, their cosines to it."""
+    """The norms of `[n, width]` float32 rows and, with a `[width]` float32 vector, their cosines to
+    it.
+    """
     with np.errstate(all="ignore"):  # what is not finite is answered as null
         norms = np.linalg.norm(rows, axis=1)
-        cosines = np.empty(0, np.float32) if vector is None else (rows * vector).sum(axis=1) / (norms * np.linalg.norm(vector))
+        cosines = (
+            np.empty(0, np.float32)
+            if vector is None
+            else (rows * vector).sum(axis=1) / (norms * np.linalg.norm(vector))
+        )
     return _values(norms), _values(cosines)
 
 
 def _values(numbers: np.ndarray) -> Values:
     """As short as JSON can say them: rounded to float32 they are the same."""
-    return [float(f"{number:.{DIGITS}g}") if finite else None for number, finite in zip(numbers, np.isfinite(numbers), strict=True)]
+    return [
+        float(f"{number:.{DIGITS}g}") if finite else None
+        for number, finite in zip(numbers, np.isfinite(numbers), strict=True)
+    ]

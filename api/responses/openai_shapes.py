@@ -1,6 +1,7 @@
 """Job results in OpenAI's two shapes, whole and in chunks: two `Shape`s that routes use alike.
 
-Where OpenAI's API leaves something open, an answer is as stock vLLM's server gives it: `docs/openai-compatibility.md` compares them.
+Where OpenAI's API leaves something open, an answer is as stock vLLM's server gives it:
+`docs/openai-compatibility.md` compares them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +57,13 @@ def wanted_of(body: CompletionRequest | ChatRequest) -> Wanted:
     as_ids, ids, n = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids), body.n or 1
     if isinstance(body, ChatRequest):
         role: Role = "assistant" if body.add_generation_prompt else body.messages[-1].role
-        return Wanted(n, (body.top_logprobs or 0) if body.logprobs else None, token_ids=ids, tokens_as_ids=as_ids, role=role)
+        return Wanted(
+            n,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            token_ids=ids,
+            tokens_as_ids=as_ids,
+            role=role,
+        )
     echo = bool(body.echo)
     return Wanted(n, body.logprobs, echo, echo and body.max_tokens == 0, ids, as_ids)
 
@@ -69,7 +76,8 @@ class News:
     calls: list[CallDelta] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt: Prompted | None = None  # of the first part, where the answer says something of the prompt
+    # of the first part, where the answer says something of the prompt
+    prompt: Prompted | None = None
     offset: int = 0  # of its first token in the text of all tokens
 
     def __bool__(self) -> bool:
@@ -79,12 +87,20 @@ class News:
 def news_of(output: Output) -> News:
     """A whole output."""
     message, prompt = output.message, output.prompt
-    given = News(output.text, [], output.token_ids, output.logprobs or [], None if isinstance(prompt, UnsetType) else prompt)
+    given = News(
+        output.text,
+        [],
+        output.token_ids,
+        output.logprobs or [],
+        None if isinstance(prompt, UnsetType) else prompt,
+    )
     if isinstance(message, UnsetType):
         return given
     given.text = message.content or ""
     given.calls = [
-        CallDelta(index=index, id=call.id, name=call.function.name, arguments=call.function.arguments)
+        CallDelta(
+            index=index, id=call.id, name=call.function.name, arguments=call.function.arguments
+        )
         for index, call in enumerate(message.tool_calls)
     ]
     return given
@@ -92,7 +108,9 @@ def news_of(output: Output) -> News:
 
 @dataclass(frozen=True)
 class Shape:
-    """One endpoint's answers: `choice` of an output; `opening`, `delta` and `finish` are the choices of its chunks."""
+    """One endpoint's answers: `choice` of an output; `opening`, `delta` and `finish` are the
+    choices of its chunks.
+    """
 
     answer: Callable[..., Any]
     answer_object: str
@@ -110,16 +128,29 @@ def usage(outputs: Sequence[Output], n: int = 1) -> Usage:
     prompt = sum(output.prompt_tokens for output in outputs[::n])
     generated = sum(len(output.token_ids) for output in outputs)
     cached = CachedTokens(cached_tokens=sum(output.cached_tokens for output in outputs[::n]))
-    return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated, prompt_tokens_details=cached)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=cached,
+    )
 
 
-def extras(result: JobResult, wanted: bool, settled: bool, readings: Iterable[str] = ()) -> dict[str, Any]:
-    """`capture_results` and `determinism` if requested, and `readings` by their fields. Agreement is undecided until all ranks have
-    reported."""
+def extras(
+    result: JobResult, wanted: bool, settled: bool, readings: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`capture_results` and `determinism` if requested, and `readings` by their fields.
+
+    Agreement is undecided until all ranks have reported.
+    """
     found = {field: getattr(result, field) or [] for field in readings}
     if not wanted:
         return found
-    return {**found, "capture_results": result.capture_results, "determinism": result.determinism if settled else None}
+    return {
+        **found,
+        "capture_results": result.capture_results,
+        "determinism": result.determinism if settled else None,
+    }
 
 
 def _stop_reason(output: Output) -> int | str | None:
@@ -142,7 +173,8 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
     return [token, *(other for other in token.top if other.token_id != token.token_id)]
 
 
-# --- Completions -----------------------------------------------------------------------------------------------------
+# --- Completions
+# --------------------------------------------------------------------------------------------------
 
 
 def _completion_choice(output: Output, wanted: Wanted) -> CompletionChoice:
@@ -171,23 +203,36 @@ def _completion_delta(index: int, news: News, wanted: Wanted) -> CompletionChoic
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=None if wanted.logprobs is None else _completion_logprobs(logprobs, wanted, before, news.offset),
+        logprobs=None
+        if wanted.logprobs is None
+        else _completion_logprobs(logprobs, wanted, before, news.offset),
         finish_reason=None,
         token_ids=news.ids if wanted.token_ids else UNSET,
-        prompt_token_ids=prompt.token_ids if prompt is not None and (wanted.token_ids or wanted.echo) else UNSET,
+        prompt_token_ids=prompt.token_ids
+        if prompt is not None and (wanted.token_ids or wanted.echo)
+        else UNSET,
     )
 
 
 def _completion_finish(output: Output, wanted: Wanted) -> CompletionChoice:
     return CompletionChoice(
-        index=output.index, text="", logprobs=None, finish_reason=output.finish_reason, stop_reason=_stop_reason(output)
+        index=output.index,
+        text="",
+        logprobs=None,
+        finish_reason=output.finish_reason,
+        stop_reason=_stop_reason(output),
     )
 
 
-def _completion_logprobs(generated: Sequence[TokenLogprob], wanted: Wanted, before: Prompted | None, at: int) -> CompletionLogprobs:
+def _completion_logprobs(
+    generated: Sequence[TokenLogprob], wanted: Wanted, before: Prompted | None, at: int
+) -> CompletionLogprobs:
     """Of the prompt's tokens and the generated ones. A prompt's first has none."""
     tokens: list[TokenLogprob | None] = [*((before.logprobs or []) if before else []), *generated]
-    texts = [*(prompt_texts(before, wanted) if before else []), *(shown(token, wanted) for token in generated)]
+    texts = [
+        *(prompt_texts(before, wanted) if before else []),
+        *(shown(token, wanted) for token in generated),
+    ]
     offsets = []
     for text in texts:
         offsets.append(at)
@@ -197,7 +242,10 @@ def _completion_logprobs(generated: Sequence[TokenLogprob], wanted: Wanted, befo
         tokens=texts,
         token_logprobs=[None if token is None else token.logprob for token in tokens],
         top_logprobs=[
-            None if token is None else {shown(other, wanted): other.logprob for other in _in_order(token)[:most]} for token in tokens
+            None
+            if token is None
+            else {shown(other, wanted): other.logprob for other in _in_order(token)[:most]}
+            for token in tokens
         ],
         text_offset=offsets,
     )
@@ -211,7 +259,9 @@ def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
         if token is None
         else {
             other.token_id: PromptLogprob(
-                logprob=other.logprob, rank=None if isinstance(other.rank, UnsetType) else other.rank, decoded_token=other.token
+                logprob=other.logprob,
+                rank=None if isinstance(other.rank, UnsetType) else other.rank,
+                decoded_token=other.token,
             )
             for other in _in_order(token)
         }
@@ -219,7 +269,8 @@ def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
     ]
 
 
-# --- Chats -----------------------------------------------------------------------------------------------------------
+# --- Chats
+# --------------------------------------------------------------------------------------------------
 
 
 def _chat_choice(output: Output, wanted: Wanted) -> ChatChoice:
@@ -241,23 +292,41 @@ def _about_chat_prompt(output: Output, wanted: Wanted) -> dict[str, Any]:
     prompt = output.prompt
     if isinstance(prompt, UnsetType):
         return {}
-    return {"prompt_token_ids": prompt.token_ids if wanted.token_ids else UNSET, "prompt_logprobs": _prompt_logprobs(prompt)}
+    return {
+        "prompt_token_ids": prompt.token_ids if wanted.token_ids else UNSET,
+        "prompt_logprobs": _prompt_logprobs(prompt),
+    }
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob], wanted: Wanted) -> ChatLogprobs | None:
-    return None if wanted.logprobs is None else ChatLogprobs(content=[_chat_logprob(token, wanted) for token in tokens])
+    return (
+        None
+        if wanted.logprobs is None
+        else ChatLogprobs(content=[_chat_logprob(token, wanted) for token in tokens])
+    )
 
 
 def _chat_logprob(token: TokenLogprob, wanted: Wanted) -> ChatLogprob:
     top = [
-        ChatLogprob(token=shown(other, wanted), logprob=other.logprob, bytes=list(shown(other, wanted).encode()))
+        ChatLogprob(
+            token=shown(other, wanted),
+            logprob=other.logprob,
+            bytes=list(shown(other, wanted).encode()),
+        )
         for other in _in_order(token)[: wanted.logprobs or 0]
     ]
-    return ChatLogprob(token=shown(token, wanted), logprob=token.logprob, bytes=list(token.token.encode()), top_logprobs=top)
+    return ChatLogprob(
+        token=shown(token, wanted),
+        logprob=token.logprob,
+        bytes=list(token.token.encode()),
+        top_logprobs=top,
+    )
 
 
 def _chat_opening(index: int, wanted: Wanted) -> ChatChunkChoice:
-    return ChatChunkChoice(index=index, delta=Delta(role=wanted.role, content=""), finish_reason=None)
+    return ChatChunkChoice(
+        index=index, delta=Delta(role=wanted.role, content=""), finish_reason=None
+    )
 
 
 def _chat_delta(index: int, news: News, wanted: Wanted) -> ChatChunkChoice:
@@ -273,11 +342,21 @@ def _chat_delta(index: int, news: News, wanted: Wanted) -> ChatChunkChoice:
 
 def _call_part(call: CallDelta) -> CallPart:
     function = {name: value for name in ("name", "arguments") if (value := getattr(call, name))}
-    return CallPart(index=call.index, function=function, id=call.id or UNSET, type="function" if call.id else UNSET)
+    return CallPart(
+        index=call.index,
+        function=function,
+        id=call.id or UNSET,
+        type="function" if call.id else UNSET,
+    )
 
 
 def _chat_finish(output: Output, wanted: Wanted) -> ChatChunkChoice:
-    return ChatChunkChoice(index=output.index, delta=Delta(), finish_reason=output.finish_reason, stop_reason=_stop_reason(output))
+    return ChatChunkChoice(
+        index=output.index,
+        delta=Delta(),
+        finish_reason=output.finish_reason,
+        stop_reason=_stop_reason(output),
+    )
 
 
 COMPLETION = Shape(
@@ -305,7 +384,9 @@ CHAT = Shape(
 )
 
 
-def whole(shape: Shape, result: JobResult, created: float, wanted: Wanted, more: dict[str, Any]) -> Any:
+def whole(
+    shape: Shape, result: JobResult, created: float, wanted: Wanted, more: dict[str, Any]
+) -> Any:
     """The answer of a request without `stream`."""
     outputs = sorted(result.outputs, key=lambda output: output.index)
     return shape.answer(
@@ -320,6 +401,23 @@ def whole(shape: Shape, result: JobResult, created: float, wanted: Wanted, more:
     )
 
 
-def piece(shape: Shape, job_id: str, created: float, model: str, choices: list[Any], *, counted: Any = UNSET, **more: Any) -> Any:
+def piece(
+    shape: Shape,
+    job_id: str,
+    created: float,
+    model: str,
+    choices: list[Any],
+    *,
+    counted: Any = UNSET,
+    **more: Any,
+) -> Any:
     """One chunk of a stream. `counted`: the usage, if requested; null before the last chunk."""
-    return shape.chunk(id=job_id, object=shape.chunk_object, created=int(created), model=model, choices=choices, usage=counted, **more)
+    return shape.chunk(
+        id=job_id,
+        object=shape.chunk_object,
+        created=int(created),
+        model=model,
+        choices=choices,
+        usage=counted,
+        **more,
+    )

@@ -1,4 +1,6 @@
-"""Outcome of a job over HTTP: a failed job is its problem document with its status, never a success."""
+"""Outcome of a job over HTTP: a failed job is its problem document with its status, never a
+success.
+"""
 
 from typing import Any
 
@@ -35,7 +37,9 @@ def matches(header: str | None, tag: str) -> bool:
     """Whether `If-None-Match` names this tag (weakly compared, as RFC 9110 says for GET)."""
     if header is None:
         return False
-    return header.strip() == "*" or any(given.strip().removeprefix("W/") == tag for given in header.split(","))
+    return header.strip() == "*" or any(
+        given.strip().removeprefix("W/") == tag for given in header.split(",")
+    )
 
 
 def job_url(context: AppContext, job_id: str) -> str:
@@ -52,24 +56,42 @@ def failure_of(view: JobView) -> Problem | None:
     if view.state is State.SUCCEEDED:
         return None
     if view.state is State.EXPIRED:
-        return MidstreamError("gone", "the result was deleted after its retention time").problem(instance)
+        return MidstreamError("gone", "the result was deleted after its retention time").problem(
+            instance
+        )
     if view.error is not None:
         return msgspec.structs.replace(view.error, instance=instance)
-    return MidstreamError("conflict", f"the job was {view.state}, so it has no result").problem(instance)
+    return MidstreamError("conflict", f"the job was {view.state}, so it has no result").problem(
+        instance
+    )
 
 
 def not_ready(view: JobView) -> MidstreamError:
-    return MidstreamError("conflict", f"the job is {view.state}: it has no result yet", allowed=f"GET /v1/jobs/{view.id}?wait=30")
+    return MidstreamError(
+        "conflict",
+        f"the job is {view.state}: it has no result yet",
+        allowed=f"GET /v1/jobs/{view.id}?wait=30",
+    )
 
 
 def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
-    """Response for a failed job. A retry would run it again, so OpenAI's clients are told not to retry."""
+    """Response for a failed job.
+
+    A retry would run it again, so OpenAI's clients are told not to retry.
+    """
     return problems.answer(request, problem, {**headers, "x-should-retry": "false"})
 
 
-def accepted(context: AppContext, view: JobView, headers: dict[str, str] | None = None) -> Response[Any]:
+def accepted(
+    context: AppContext, view: JobView, headers: dict[str, str] | None = None
+) -> Response[Any]:
     """202: the job is durable, and this is where to look."""
-    where = {"Location": job_url(context, view.id), "Retry-After": str(RETRY_AFTER_S), "ETag": etag(view.version), JOB_HEADER: view.id}
+    where = {
+        "Location": job_url(context, view.id),
+        "Retry-After": str(RETRY_AFTER_S),
+        "ETag": etag(view.version),
+        JOB_HEADER: view.id,
+    }
     return Response(view, status_code=202, headers={**where, **(headers or {})})
 
 
@@ -78,7 +100,12 @@ async def result_of(context: AppContext, job_id: str) -> JobResult:
     return await context.patiently(lambda: context.ledger.result(job_id))
 
 
-async def finished(request: JsonRequest, context: AppContext, outcome: Outcome, headers: dict[str, str] | None = None) -> Response[Any]:
+async def finished(
+    request: JsonRequest,
+    context: AppContext,
+    outcome: Outcome,
+    headers: dict[str, str] | None = None,
+) -> Response[Any]:
     """The answer for a job that is over: 200 with its result, or its problem with its status."""
     view = outcome.view
     headers = {JOB_HEADER: view.id, "Location": job_url(context, view.id), **(headers or {})}

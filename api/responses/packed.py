@@ -1,6 +1,8 @@
-"""A request's blobs joined into one safetensors stream: headers are merged, tensor bytes are copied, nothing is loaded.
+"""A request's blobs joined into one safetensors stream: headers are merged, tensor bytes are
+copied, nothing is loaded.
 
-Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see `storage.store`.
+Blobs are opened before the answer begins, so that a deletion meanwhile cannot cut it short: see
+`storage.store`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,10 +38,15 @@ class OpenBlob:
         except EOFError as error:
             raise DamagedBlob(str(error)) from error
         if found != crc32:
-            raise DamagedBlob(f"CRC32 mismatch in {self.place.bytes} bytes: {found:08x} read, {crc32:08x} written")
+            raise DamagedBlob(
+                f"CRC32 mismatch in {self.place.bytes} bytes: {found:08x} read, {crc32:08x} written"
+            )
 
     def read(self, start: int, count: int) -> Iterator[bytes]:
-        """`count` bytes of the blob in chunks. Raises OSError, EOFError when the file has become shorter."""
+        """`count` bytes of the blob in chunks.
+
+        Raises OSError, EOFError when the file has become shorter.
+        """
         at, end = self.place.offset + start, self.place.offset + start + count
         while at < end:
             chunk = self.handle.read(at, min(CHUNK, end - at))
@@ -49,18 +56,22 @@ class OpenBlob:
             yield chunk
 
 
-def open_blobs(store: ArtifactStore, job: str, blobs: Sequence[tuple[Place, int]]) -> list[OpenBlob]:
+def open_blobs(
+    store: ArtifactStore, job: str, blobs: Sequence[tuple[Place, int]]
+) -> list[OpenBlob]:
     """The requested blobs of a job, read once and compared with the CRC32 of each place.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
-    `capture_failed` when the disk refuses.
+    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is
+    not what was written, `capture_failed` when the disk refuses.
     """
     handles: dict[str, Handle] = {}
     found = []
     try:
         for place, crc32 in blobs:
             with explained(job, place):
-                handle = handles.get(place.key) or handles.setdefault(place.key, store.open(place.key))
+                handle = handles.get(place.key) or handles.setdefault(
+                    place.key, store.open(place.key)
+                )
                 found.append(OpenBlob(handle, place, header_of(handle, place)))
                 found[-1].check(crc32)
     finally:
@@ -73,7 +84,8 @@ class Joined:
     """A safetensors file that is yet to be sent."""
 
     head: bytes
-    parts: list[list[tuple[OpenBlob, TensorPlace]]]  # of each tensor: its place, or those of its columns, in their order
+    # of each tensor: its place, or those of its columns, in their order
+    parts: list[list[tuple[OpenBlob, TensorPlace]]]
 
     @property
     def length(self) -> int:
@@ -93,8 +105,11 @@ def _side_by_side(part: Sequence[tuple[OpenBlob, TensorPlace]]) -> Iterator[byte
     yield from (block.tobytes() for block in blocks(part, 0, part[0][1].shape[0]))
 
 
-def blocks(part: Sequence[tuple[OpenBlob, TensorPlace]], first: int, count: int) -> Iterator[np.ndarray]:
-    """The bytes of the rows `[first, first + count)` of one tensor, some rows at a time: uint8 `[rows, bytes of a row]`, C-contiguous.
+def blocks(
+    part: Sequence[tuple[OpenBlob, TensorPlace]], first: int, count: int
+) -> Iterator[np.ndarray]:
+    """The bytes of the rows `[first, first + count)` of one tensor, some rows at a time: uint8
+    `[rows, bytes of a row]`, C-contiguous.
 
     Raises OSError, EOFError.
     """
@@ -104,23 +119,31 @@ def blocks(part: Sequence[tuple[OpenBlob, TensorPlace]], first: int, count: int)
     for at in range(first, first + count, step):
         rows = min(step, first + count - at)
         read = [
-            np.frombuffer(b"".join(blob.read(tensor.start + at * width, rows * width)), np.uint8).reshape(rows, width)
+            np.frombuffer(
+                b"".join(blob.read(tensor.start + at * width, rows * width)), np.uint8
+            ).reshape(rows, width)
             for (blob, tensor), width in zip(part, widths, strict=True)
         ]
         yield np.concatenate(read, axis=1)
 
 
 def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
-    """The tensors of `sites` from one request's blobs, `positions` and `token_ids`, with a manifest that says just that.
+    """The tensors of `sites` from one request's blobs, `positions` and `token_ids`, with a manifest
+    that says just that.
 
-    Raises MidstreamError: `capture_failed` when a tensor is in none of the blobs, `conflict` when stages hold other rows.
+    Raises MidstreamError: `capture_failed` when a tensor is in none of the blobs, `conflict` when
+    stages hold other rows.
     """
     first = blobs[0].header.manifest
     for blob in blobs:
         other = blob.header.manifest
         if (other.positions, other.token_ids) != (first.positions, first.token_ids):
             raise MidstreamError(
-                "conflict", "the pipeline stages hold rows of different positions because some were dropped: download the files instead"
+                "conflict",
+                (
+                    "the pipeline stages hold rows of different positions because some were "
+                    "dropped: download the files instead"
+                ),
             )
     held: dict[tuple[str, int], list[tuple[OpenBlob, TensorPlace]]] = {}
     for blob in sorted(blobs, key=lambda blob: blob.header.manifest.columns):
@@ -131,13 +154,19 @@ def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> Joined:
     for hook, layers in sites.items():
         for layer in layers:
             if (hook, layer) not in held:
-                raise MidstreamError("capture_failed", f"{hook}.{layer} is in no file: a pipeline stage is missing")
+                raise MidstreamError(
+                    "capture_failed", f"{hook}.{layer} is in no file: a pipeline stage is missing"
+                )
             parts.append(held[hook, layer])
     parts += [[(blobs[0], blobs[0].header.tensors[name])] for name in ("positions", "token_ids")]
     described = []
     for part in parts:
         tensor = part[0][1]
-        shape = [tensor.shape[0], sum(place.shape[1] for _, place in part)] if tensor.site is not None else tensor.shape
+        shape = (
+            [tensor.shape[0], sum(place.shape[1] for _, place in part)]
+            if tensor.site is not None
+            else tensor.shape
+        )
         described.append((tensor.name, tensor.dtype, shape, sum(place.length for _, place in part)))
     widths = {name.partition(".")[0]: shape[1] for name, _, shape, _ in described if len(shape) > 1}
     manifest: Manifest = msgspec.structs.replace(

@@ -1,6 +1,7 @@
 """What a streaming client has of one choice, compared with what the job says.
 
-A job that is restarted on another worker continues where the client is; what turns out different is an error and not a silent splice.
+A job that is restarted on another worker continues where the client is; what turns out different is
+an error and not a silent splice.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +29,10 @@ class Sent:
         self.seen = News()
 
     def news(self, event: Event, wanted: Wanted) -> News:
-        """What of a `token` event the client does not have yet. Raises MidstreamError when it contradicts what it has."""
+        """What of a `token` event the client does not have yet.
+
+        Raises MidstreamError when it contradicts what it has.
+        """
         said, seen = event.data.get("delta"), self.seen
         text = event.data.get("text")
         if said is not None:
@@ -47,10 +51,15 @@ class Sent:
     def upto(self, told: News, wanted: Wanted) -> News:
         """What is missing up to `told`; raises as `news` does."""
         has = self.has
-        missing = News(text=_rest(has.text, told.text), calls=_rest_of_calls(has.calls, told.calls), offset=has.offset)
+        missing = News(
+            text=_rest(has.text, told.text),
+            calls=_rest_of_calls(has.calls, told.calls),
+            offset=has.offset,
+        )
         if wanted.tokens:
             missing.ids = _rest(has.ids, told.ids)
-            missing.logprobs = told.logprobs[len(has.logprobs) :]  # of the same tokens; other batches may round them otherwise
+            # of the same tokens; other batches may round them otherwise
+            missing.logprobs = told.logprobs[len(has.logprobs) :]
         if has.prompt is None and told.prompt is not None:
             missing.prompt = told.prompt
         self._has_got(missing, wanted)
@@ -73,7 +82,10 @@ def _note(calls: list[CallDelta], new: CallDelta) -> None:
         calls.append(CallDelta(index=len(calls)))
     known = calls[new.index]
     calls[new.index] = msgspec.structs.replace(
-        known, id=known.id or new.id, name=known.name + new.name, arguments=known.arguments + new.arguments
+        known,
+        id=known.id or new.id,
+        name=known.name + new.name,
+        arguments=known.arguments + new.arguments,
     )
 
 
@@ -82,7 +94,11 @@ def _rest(has: Part, told: Part) -> Part:
     most = min(len(has), len(told))
     if has[:most] != told[:most]:
         raise MidstreamError(
-            "worker_lost", "the job restarted on another worker and generated different text; repeat the request, or set a seed"
+            "worker_lost",
+            (
+                "the job restarted on another worker and generated different text; repeat the "
+                "request, or set a seed"
+            ),
         )
     return told[len(has) :]
 
@@ -91,7 +107,10 @@ def _rest_of_calls(has: list[CallDelta], told: list[CallDelta]) -> list[CallDelt
     found = []
     for call in told:
         known = has[call.index] if call.index < len(has) else CallDelta(index=call.index)
-        new = {name: _rest(getattr(known, name), getattr(call, name)) for name in ("id", "name", "arguments")}
+        new = {
+            name: _rest(getattr(known, name), getattr(call, name))
+            for name in ("id", "name", "arguments")
+        }
         if any(new.values()):
             found.append(CallDelta(index=call.index, **new))
     return found

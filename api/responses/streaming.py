@@ -1,4 +1,5 @@
-"""Streaming of completions: tokens from the job's event stream, then the finish, held until everything requested is settled.
+"""Streaming of completions: tokens from the job's event stream, then the finish, held until
+everything requested is settled.
 
 What was sent to the client is compared with the job's output: see `sent`.
 """
@@ -28,7 +29,9 @@ END = b"data: [DONE]\n\n"
 
 @dataclass
 class Streamed:
-    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it includes captures and ranks."""
+    """One streamed request: `until`: the view is settled enough to end it; `with_extras`: it
+    includes captures and ranks.
+    """
 
     context: AppContext
     shape: Shape
@@ -68,7 +71,9 @@ class Streamed:
     async def _tokens(self, deadline: float, held_key: HeldKey) -> AsyncIterator[bytes]:
         """The text as it is generated. Ends when every prompt is generated or the job is over."""
         finished: set[int] = set()
-        async for batch in events.follow(self.context, self.job_id, events.BEGINNING, deadline, held_key):
+        async for batch in events.follow(
+            self.context, self.job_id, events.BEGINNING, deadline, held_key
+        ):
             chunks = []
             for event in batch:
                 if event.attempt > self.attempt:
@@ -100,7 +105,11 @@ class Streamed:
         chunks = []
         if self.shape.opening is not None and not self._of(index).opened:
             self._of(index).opened = True
-            ids = {"prompt_token_ids": news.prompt.token_ids} if news.prompt is not None and self.wanted.token_ids else {}
+            ids = (
+                {"prompt_token_ids": news.prompt.token_ids}
+                if news.prompt is not None and self.wanted.token_ids
+                else {}
+            )
             chunks.append(self._chunk([self.shape.opening(index, self.wanted)], **ids))
             news = replace(news, prompt=None)
         if news:
@@ -116,33 +125,49 @@ class Streamed:
     async def _look(self, deadline: float, held_key: HeldKey) -> JobView:
         """The job once `until` holds, or as it is when it is time for a sign of life."""
         self._check(deadline)
-        return await self.context.wait(self.job_id, self.until, min(events.PING_S, deadline - time.monotonic()), held_key=held_key)
+        return await self.context.wait(
+            self.job_id,
+            self.until,
+            min(events.PING_S, deadline - time.monotonic()),
+            held_key=held_key,
+        )
 
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job goes on."""
         if self.context.closing:
             raise MidstreamError(
-                "unavailable", f"the server is stopping; job {self.job_id} continues: follow it with GET /v1/jobs/{self.job_id}/events"
+                "unavailable",
+                (
+                    f"the server is stopping; job {self.job_id} continues: follow it with GET "
+                    f"/v1/jobs/{self.job_id}/events"
+                ),
             )
         if time.monotonic() >= deadline:
             raise MidstreamError(
                 "unavailable",
-                f"responses are held for at most {self.context.settings.max_wait_s:g} s; job {self.job_id} continues: follow it with "
+                f"responses are held for at most {self.context.settings.max_wait_s:g} s; job "
+                f"{self.job_id} continues: follow it with "
                 f"GET /v1/jobs/{self.job_id}/events",
             )
 
     async def _ending(self, view: JobView) -> bytes:
-        """What is missing of the texts, the finish reasons, the usage, and what was captured, in the last chunk."""
+        """What is missing of the texts, the finish reasons, the usage, and what was captured, in
+        the last chunk.
+        """
         result = await result_of(self.context, self.job_id)
         more = openai_shapes.extras(result, self.with_extras(view), is_over(view), self.readings)
         outputs = sorted(result.outputs, key=lambda output: output.index)
-        chunks = [chunk for output in outputs for chunk in self._said(output.index, self._upto(output))]
+        chunks = [
+            chunk for output in outputs for chunk in self._said(output.index, self._upto(output))
+        ]
         last = {} if self.with_usage else more
         for output in outputs:
             choice = self.shape.finish(output, self.wanted)
             chunks.append(self._chunk([choice], **(last if output is outputs[-1] else {})))
         if self.with_usage:
-            chunks.append(self._chunk([], counted=openai_shapes.usage(outputs, self.wanted.n), **more))
+            chunks.append(
+                self._chunk([], counted=openai_shapes.usage(outputs, self.wanted.n), **more)
+            )
         return b"".join([*chunks, END])
 
     def _chunk(self, choices: list[Any], **more: Any) -> bytes:
@@ -150,12 +175,18 @@ class Streamed:
             more.setdefault("counted", None)
         if self.scores:
             more["scores"], self.scores = self.scores, []
-        return b"data: %b\n\n" % to_json(openai_shapes.piece(self.shape, self.job_id, self.created, self.model, choices, **more))
+        return b"data: %b\n\n" % to_json(
+            openai_shapes.piece(self.shape, self.job_id, self.created, self.model, choices, **more)
+        )
 
 
 def error_event(problem: Problem) -> bytes:
-    """A failure in the middle of a stream, as OpenAI's clients understand it; the problem is inside."""
-    return b"data: %b\n\n" % to_json({"error": {**msgspec.structs.asdict(problems.openai_error(problem)), "problem": problem}})
+    """A failure in the middle of a stream, as OpenAI's clients understand it; the problem is
+    inside.
+    """
+    return b"data: %b\n\n" % to_json(
+        {"error": {**msgspec.structs.asdict(problems.openai_error(problem)), "problem": problem}}
+    )
 
 
 def _number(event: Event, name: str) -> int:

@@ -43,7 +43,10 @@ def _sees(caller: Caller, owner: str | None) -> bool:
 
 
 async def captured(context: AppContext, caller: Caller, job_id: str) -> tuple[str, CaptureResults]:
-    """The job's model, and what its receipts say. Raises `not_found` when nothing was to be captured, `gone` when it was deleted."""
+    """The job's model, and what its receipts say.
+
+    Raises `not_found` when nothing was to be captured, `gone` when it was deleted.
+    """
     captures = Captures(context.ledger)
     if not _sees(caller, await context.patiently(lambda: captures.owner(job_id))):
         raise not_found(job_id)
@@ -60,7 +63,11 @@ def tag_of(entry: FileEntry) -> str:
 
 def _name(entry: FileEntry) -> str:
     """Name of the blob within its job, independent of its file: `mine.p0003.pp0.safetensors`."""
-    site = [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers] if entry.layout == "per_file" else []
+    site = (
+        [f".{hook}.{layer}" for hook, layers in entry.sites.items() for layer in layers]
+        if entry.layout == "per_file"
+        else []
+    )
     return f"{tag_of(entry)}.p{entry.request:04d}.pp{entry.pp}{''.join(site)}.safetensors"
 
 
@@ -71,7 +78,10 @@ async def reading(
     read: Callable[[AppContext, str, Sequence[FileEntry]], T],
     limiter: anyio.CapacityLimiter | None = None,
 ) -> T:
-    """What `read` finds on the disk, in a thread. Raises what it raises; `gone` when the captures were deleted meanwhile."""
+    """What `read` finds on the disk, in a thread.
+
+    Raises what it raises; `gone` when the captures were deleted meanwhile.
+    """
     try:
         return await anyio.to_thread.run_sync(read, context, job_id, entries, limiter=limiter)
     except MidstreamError as error:
@@ -82,7 +92,9 @@ async def reading(
 
 def opened(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[packed.OpenBlob]:
     checksums = [entry.crc32 for entry in entries]
-    return packed.open_blobs(context.store, job_id, list(zip(_places(context, job_id, entries), checksums, strict=True)))
+    return packed.open_blobs(
+        context.store, job_id, list(zip(_places(context, job_id, entries), checksums, strict=True))
+    )
 
 
 def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> list[Place]:
@@ -90,8 +102,12 @@ def _places(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> l
     return [place_in(context.store, job_id, entry.request, entry) for entry in entries]
 
 
-def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> tuple[list[ManifestFile], list[str], Manifest | None]:
-    """The entries, completed from the blobs' manifests; the distinct caveats of all; the first one: all have its adapter and model."""
+def _described(
+    context: AppContext, job_id: str, entries: Sequence[FileEntry]
+) -> tuple[list[ManifestFile], list[str], Manifest | None]:
+    """The entries, completed from the blobs' manifests; the distinct caveats of all; the first one:
+    all have its adapter and model.
+    """
     headers = read_headers(context.store, job_id, _places(context, job_id, entries))
     files = [
         ManifestFile(
@@ -119,14 +135,22 @@ def _described(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -
         )
         for entry, header in zip(entries, headers, strict=True)
     ]
-    caveats = list(dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats))
+    caveats = list(
+        dict.fromkeys(caveat for header in headers for caveat in header.manifest.caveats)
+    )
     return files, caveats, next((header.manifest for header in headers), None)
 
 
 def _link(context: AppContext, entry: FileEntry) -> str | None:
-    """Of an object that holds this blob alone: a link opens all of an object, and a segment has rows of others."""
+    """Of an object that holds this blob alone: a link opens all of an object, and a segment has
+    rows of others.
+    """
     settings, store = context.settings, context.store
-    if settings.artifact_links != "presigned" or not isinstance(store, Signing) or entry.path.endswith(SEGMENT_SUFFIX):
+    if (
+        settings.artifact_links != "presigned"
+        or not isinstance(store, Signing)
+        or entry.path.endswith(SEGMENT_SUFFIX)
+    ):
         return None
     return store.sign(entry.path, settings.artifact_link_s, settings.artifact_public_endpoint)
 
@@ -134,18 +158,26 @@ def _link(context: AppContext, entry: FileEntry) -> str | None:
 @get(
     "/v1/captures",
     summary="List captures, newest first",
-    description="Jobs with capture files that have not been deleted, including jobs whose results have expired.",
+    description=(
+        "Jobs with capture files that have not been deleted, including jobs whose "
+        "results have expired."
+    ),
     responses=ERRORS,
 )
 async def list_captures(
     request: JsonRequest,
-    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only jobs with captures under this tag")] = None,
+    tag: Annotated[
+        str | None,
+        QueryParameter(max_length=MAX_TAG, description="Only jobs with captures under this tag"),
+    ] = None,
     limit: PageSize = 50,
     cursor: Cursor = None,
     tenant: Whose = None,
 ) -> CapturePage:
     whose = tenant_asked(caller_of(request), tenant)
-    return await Captures(context_of(request).ledger).list(tag=tag, limit=limit, cursor=cursor, tenant=whose)
+    return await Captures(context_of(request).ledger).list(
+        tag=tag, limit=limit, cursor=cursor, tenant=whose
+    )
 
 
 @get("/v1/captures/{job_id:str}", summary="Get a job's capture manifest", responses=CAPTURE_ERRORS)
@@ -171,7 +203,8 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     "/v1/captures/{job_id:str}",
     status_code=204,
     summary="Delete a job's captures",
-    description="Afterwards, a request for the manifest or a file is answered with 410. Downloads in progress complete. "
+    description="Afterwards, a request for the manifest or a file is answered with 410. "
+    "Downloads in progress complete. "
     "The job's record stays.",
     responses=CAPTURE_ERRORS,
 )
@@ -187,7 +220,10 @@ async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
     summary="Download one blob: a whole safetensors file",
     description="The ETag is the blob's CRC32, as 8 hexadecimal digits.",
     media_type=MEDIA_TYPE,
-    responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **CAPTURE_ERRORS},
+    responses={
+        304: ResponseSpec(None, description="Unchanged since If-None-Match"),
+        **CAPTURE_ERRORS,
+    },
 )
 async def get_file(
     job_id: JobId,
@@ -200,7 +236,9 @@ async def get_file(
     entries = [entry for entry in results.files if _name(entry) == name]
     if not entries:
         raise MidstreamError("not_found", f"job {job_id} has no file {name!r}")
-    return _known(entries[0], known) or _whole(entries[0], *await reading(context, job_id, entries[:1], opened))
+    return _known(entries[0], known) or _whole(
+        entries[0], *await reading(context, job_id, entries[:1], opened)
+    )
 
 
 def _etag(entry: FileEntry) -> str:
@@ -209,7 +247,11 @@ def _etag(entry: FileEntry) -> str:
 
 def _known(entry: FileEntry, known: str | None) -> Response[Any] | None:
     """304, for a client that has the blob already."""
-    return Response(b"", status_code=304, headers={"ETag": _etag(entry)}) if matches(known, _etag(entry)) else None
+    return (
+        Response(b"", status_code=304, headers={"ETag": _etag(entry)})
+        if matches(known, _etag(entry))
+        else None
+    )
 
 
 def _whole(entry: FileEntry, blob: packed.OpenBlob) -> Response[Any]:
@@ -224,19 +266,37 @@ def _attachment(name: str, length: int) -> dict[str, str]:
 @get(
     "/v1/captures/{job_id:str}/safetensors",
     summary="Download the rows of one prompt as one safetensors file",
-    description="Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` `[positions, hidden_size]`, `positions`, `token_ids`.",
+    description=(
+        "Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` "
+        "`[positions, hidden_size]`, `positions`, `token_ids`."
+    ),
     media_type=MEDIA_TYPE,
     responses=CAPTURE_ERRORS,
 )
 async def get_safetensors(
     job_id: JobId,
     request: JsonRequest,
-    prompt: Annotated[int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")] = 0,
+    prompt: Annotated[
+        int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
+    ] = 0,
     layers: Annotated[
-        str | None, QueryParameter(max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all")
+        str | None,
+        QueryParameter(
+            max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
+        ),
     ] = None,
-    hook: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this hook point; default: all captured ones")] = None,
-    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Tag of the capture; default: the job's own")] = None,
+    hook: Annotated[
+        str | None,
+        QueryParameter(
+            max_length=MAX_TAG, description="Only this hook point; default: all captured ones"
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        QueryParameter(
+            max_length=MAX_TAG, description="Tag of the capture; default: the job's own"
+        ),
+    ] = None,
     known: Known = None,
 ) -> Response[Any]:
     context = context_of(request)
@@ -244,27 +304,45 @@ async def get_safetensors(
     wanted = None if layers is None else parse_layers(layers)
     entries = [entry for entry in results.files if entry.request == prompt]
     chosen_tag = tag or (tag_of(entries[0]) if entries else "")
-    entries = sorted((entry for entry in entries if tag_of(entry) == chosen_tag), key=lambda entry: entry.pp)
-    pending = MidstreamError("conflict", f"prompt {prompt} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
+    entries = sorted(
+        (entry for entry in entries if tag_of(entry) == chosen_tag), key=lambda entry: entry.pp
+    )
+    pending = MidstreamError(
+        "conflict", f"prompt {prompt} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30"
+    )
     if not entries:
         if results.status == "pending":
             raise pending
         if tag is not None and any(entry.request == prompt for entry in results.files):
-            raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag")
-        raise MidstreamError("not_found", f"job {job_id} has no capture files of prompt {prompt}", field="request")
+            raise MidstreamError(
+                "not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag"
+            )
+        raise MidstreamError(
+            "not_found", f"job {job_id} has no capture files of prompt {prompt}", field="request"
+        )
     blobs = await reading(context, job_id, entries, opened)
-    sites = _chosen(blobs[0].header.manifest.all_sites, wanted, None if hook is None else ALIASES.get(hook, hook))
+    sites = _chosen(
+        blobs[0].header.manifest.all_sites,
+        wanted,
+        None if hook is None else ALIASES.get(hook, hook),
+    )
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])
-    held = {(name, layer) for entry in entries for name, some in entry.sites.items() for layer in some}
-    if results.status == "pending" and not held >= {(name, layer) for name, some in sites.items() for layer in some}:
+    held = {
+        (name, layer) for entry in entries for name, some in entry.sites.items() for layer in some
+    }
+    if results.status == "pending" and not held >= {
+        (name, layer) for name, some in sites.items() for layer in some
+    }:
         raise pending
     joined = packed.join(blobs, sites)
     name = f"{job_id}.{chosen_tag}.p{prompt:04d}.safetensors"
     return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
 
 
-def _chosen(captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None) -> dict[str, list[int]]:
+def _chosen(
+    captured: dict[str, list[int]], layers: frozenset[int] | None, hook: str | None
+) -> dict[str, list[int]]:
     """The requested captured sites. Raises a 400 naming `hook` or `layers`."""
     if hook is not None and hook not in captured:
         raise invalid("hook", f"{hook!r} was not captured", allowed=", ".join(captured))
@@ -273,8 +351,14 @@ def _chosen(captured: dict[str, list[int]], layers: frozenset[int] | None, hook:
         return sites
     there = sorted({layer for some in sites.values() for layer in some})
     if missing := layers - set(there):
-        raise invalid("layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, there)))
-    return {name: kept for name, some in sites.items() if (kept := [layer for layer in some if layer in layers])}
+        raise invalid(
+            "layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, there))
+        )
+    return {
+        name: kept
+        for name, some in sites.items()
+        if (kept := [layer for layer in some if layer in layers])
+    }
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -283,7 +367,11 @@ def parse_layers(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = _LAYERS.fullmatch(part.strip())
         if match is None:
-            raise invalid("layers", f"{part[:40]!r} is not a layer or a layer range", allowed="such as 3, 3,7 or 3-7")
+            raise invalid(
+                "layers",
+                f"{part[:40]!r} is not a layer or a layer range",
+                allowed="such as 3, 3,7 or 3-7",
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if not 0 <= last - first < MAX_LAYER_SPAN:
             raise invalid("layers", f"the range {part[:40]!r} is empty or too long")

@@ -1,10 +1,13 @@
-"""The OpenAI-style routes. A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
+"""The OpenAI-style routes.
 
-When is a response answered? With `capture_wait: true`, with steering, with probes, or with rows or readings that are to come back in
-it, once the job is over: then every capture is durable, every rank has reported and all agree. (A steered answer, also of a request
-that only global steering edits, is never given before: a rank might still report that it applied nothing. Nor is one that probes score,
-also those that watch all traffic: a rank might report that it could not.) Without any of these, as soon as the outputs are stored;
-captures are `pending` then, with the place to look.
+A completion is a job like any other; these handlers wait for it and answer in OpenAI's shape.
+
+When is a response answered? With `capture_wait: true`, with steering, with probes, or with rows or
+readings that are to come back in it, once the job is over: then every capture is durable, every
+rank has reported and all agree. (A steered answer, also of a request that only global steering
+edits, is never given before: a rank might still report that it applied nothing. Nor is one that
+probes score, also those that watch all traffic: a rank might report that it could not.) Without any
+of these, as soon as the outputs are stored; captures are `pending` then, with the place to look.
 """
 
 from typing import Annotated, Any
@@ -28,7 +31,17 @@ from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completio
 from ..resolve.url_modules import modules_of, with_modules
 from ..responses import events, lens_rows, openai_shapes
 from ..responses.openai_shapes import Shape
-from ..responses.outcome import ACCEPTED, LIVE, UNDER_WAY, accepted, failed, failure_of, is_over, job_url, result_of
+from ..responses.outcome import (
+    ACCEPTED,
+    LIVE,
+    UNDER_WAY,
+    accepted,
+    failed,
+    failure_of,
+    is_over,
+    job_url,
+    result_of,
+)
 from ..responses.streaming import Streamed
 from ..web import problems
 from ..web.auth import caller_of
@@ -40,17 +53,27 @@ from .captures import opened, reading, tag_of
 from .jobs import SUBMIT_ERRORS, Key
 
 RESPONSES = {
-    202: ResponseSpec(JobView, description="The response was held for the maximum time; the job continues", generate_examples=False),
+    202: ResponseSpec(
+        JobView,
+        description="The response was held for the maximum time; the job continues",
+        generate_examples=False,
+    ),
     **SUBMIT_ERRORS,
 }
 DESCRIPTION = (
-    "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `features`, `readers` and `capture_wait`. With `stream: true` the answer "
-    "is server-sent chunks; the last one before `[DONE]` carries `capture_results` and `determinism`. `?module=NAME:SCALE` adds named "
+    "OpenAI's API with `steering`, `patch`, `capture`, `lens`, `features`, "
+    "`readers` and `capture_wait`. With `stream: true` the answer "
+    "is server-sent chunks; the last one before `[DONE]` carries `capture_results` "
+    "and `determinism`. `?module=NAME:SCALE` adds named "
     "modules to `steering`."
 )
 Modules = Annotated[
     list[Annotated[str, QueryParameter(max_length=MAX_MODULE_TEXT)]] | None,
-    QueryParameter(name="module", max_items=MAX_URL_MODULES, description="A named steering module: `NAME`, or `NAME:SCALE`; repeatable"),
+    QueryParameter(
+        name="module",
+        max_items=MAX_URL_MODULES,
+        description="A named steering module: `NAME`, or `NAME:SCALE`; repeatable",
+    ),
 ]
 
 
@@ -67,17 +90,26 @@ async def _answer(
     keep_steering(entries)
     parsed = with_modules(parsed, entries)
     if body.vllm_xargs is not None or body.extra_args is not None:
-        parsed = await anyio.to_thread.run_sync(with_lens_args, parsed, body, context.settings.vllm_lens_mib)
+        parsed = await anyio.to_thread.run_sync(
+            with_lens_args, parsed, body, context.settings.vllm_lens_mib
+        )
     created, wanted = now(), openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
     headers = {JOB_HEADER: job_id, "Location": job_url(context, job_id)}
     read = [*asked_readings(parsed), *(["probes"] if parsed.probes else [])]
-    hold = body.capture_wait or bool(read) or parsed.returns_rows or (parsed.capture is not None and "memory" in parsed.capture.consumers)
+    hold = (
+        body.capture_wait
+        or bool(read)
+        or parsed.returns_rows
+        or (parsed.capture is not None and "memory" in parsed.capture.consumers)
+    )
 
     def until(view: JobView) -> bool:
-        return is_over(view) or (not hold and not view.steered and not view.probed and view.generated is not None)
+        return is_over(view) or (
+            not hold and not view.steered and not view.probed and view.generated is not None
+        )
 
     def asked(view: JobView) -> bool:
         return parsed.capture is not None or view.steered
@@ -97,11 +129,18 @@ async def _answer(
             with_extras=asked,
             readings=read,
         )
-        return Stream(streamed.body(), media_type=events.MEDIA_TYPE, headers={**events.HEADERS, **headers}, status_code=200)
+        return Stream(
+            streamed.body(),
+            media_type=events.MEDIA_TYPE,
+            headers={**events.HEADERS, **headers},
+            status_code=200,
+        )
     try:
         known, quiet = ACCEPTED, LIVE if hold or parsed.steering else UNDER_WAY
         while True:
-            held = context.outcome(job_id, until, context.settings.max_wait_s, quiet=quiet, known=known)
+            held = context.outcome(
+                job_id, until, context.settings.max_wait_s, quiet=quiet, known=known
+            )
             outcome, known = await unless_client_leaves(request, held), 0
             view = outcome.view
             if not until(view):
@@ -116,9 +155,15 @@ async def _answer(
         if parsed.returns_rows:
             more["activations"] = await _activations(context, result)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
-        return problems.answer(request, error.problem(instance=job_url(context, job_id)), {**headers, "x-should-retry": "false"})
+        return problems.answer(
+            request,
+            error.problem(instance=job_url(context, job_id)),
+            {**headers, "x-should-retry": "false"},
+        )
     released(request, outcome)
-    return Response(openai_shapes.whole(shape, result, created, wanted, more), status_code=200, headers=headers)
+    return Response(
+        openai_shapes.whole(shape, result, created, wanted, more), status_code=200, headers=headers
+    )
 
 
 async def _activations(context: AppContext, result: JobResult) -> dict[str, LensRows]:
@@ -126,19 +171,43 @@ async def _activations(context: AppContext, result: JobResult) -> dict[str, Lens
     results = result.capture_results
     if results.status != "ok":
         raise MidstreamError("capture_failed", f"the capture is {results.status}: {results.detail}")
-    entries = sorted((entry for entry in results.files if tag_of(entry) == TAG), key=lambda entry: entry.pp)
-    return await reading(context, result.id, entries, lambda *where: lens_rows.activations(opened(*where)), context.measuring)
+    entries = sorted(
+        (entry for entry in results.files if tag_of(entry) == TAG), key=lambda entry: entry.pp
+    )
+    return await reading(
+        context,
+        result.id,
+        entries,
+        lambda *where: lens_rows.activations(opened(*where)),
+        context.measuring,
+    )
 
 
-@post("/v1/completions", status_code=200, summary="Create a completion", description=DESCRIPTION, responses=RESPONSES)
+@post(
+    "/v1/completions",
+    status_code=200,
+    summary="Create a completion",
+    description=DESCRIPTION,
+    responses=RESPONSES,
+)
 async def complete(
     data: JSONBody[CompletionRequest], request: JsonRequest, key: Key = None, module: Modules = None
 ) -> Response[Completion]:
-    return await _answer(request, data, parse_completion(data), openai_shapes.COMPLETION, key, module)
+    return await _answer(
+        request, data, parse_completion(data), openai_shapes.COMPLETION, key, module
+    )
 
 
-@post("/v1/chat/completions", status_code=200, summary="Create a chat completion", description=DESCRIPTION, responses=RESPONSES)
-async def chat(data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None, module: Modules = None) -> Response[ChatCompletion]:
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    summary="Create a chat completion",
+    description=DESCRIPTION,
+    responses=RESPONSES,
+)
+async def chat(
+    data: JSONBody[ChatRequest], request: JsonRequest, key: Key = None, module: Modules = None
+) -> Response[ChatCompletion]:
     return await _answer(request, data, parse_chat(data), openai_shapes.CHAT, key, module)
 
 

@@ -19,8 +19,10 @@ from .jobs import ERRORS, Whose
 @get(
     "/v1/feed",
     summary="Follow all jobs and the state of the service",
-    description="Server-sent events without end: `jobs` with the newest jobs (the first has `first`; `more`: the next has more of them), "
-    "then with those that are new or have changed, at most three times a second; `service` every two seconds; `error` with a problem "
+    description="Server-sent events without end: `jobs` with the newest jobs (the first has "
+    "`first`; `more`: the next has more of them), "
+    "then with those that are new or have changed, at most three times a second; "
+    "`service` every two seconds; `error` with a problem "
     "when the key is revoked or expires. A new connection begins with the newest jobs again.",
     media_type=events.MEDIA_TYPE,
     opt=EVENTS,
@@ -28,12 +30,19 @@ from .jobs import ERRORS, Whose
 )
 async def feed(
     request: JsonRequest,
-    limit: Annotated[int, QueryParameter(ge=1, le=MAX_FEED, description="How many of the newest jobs it begins with")] = 500,
+    limit: Annotated[
+        int,
+        QueryParameter(ge=1, le=MAX_FEED, description="How many of the newest jobs it begins with"),
+    ] = 500,
     tenant: Whose = None,
 ) -> Response[Any]:
     context, caller = context_of(request), caller_of(request)
     whose = tenant_asked(caller, tenant)
-    return Stream(job_feed(context, caller, whose, limit), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+    return Stream(
+        job_feed(context, caller, whose, limit),
+        media_type=events.MEDIA_TYPE,
+        headers=events.HEADERS,
+    )
 
 
 ROUTES = [feed]

@@ -32,11 +32,14 @@ HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The h
     "/v1/harvests",
     status_code=202,
     summary="Harvest a corpus",
-    description="Rows of every document of a source become shards in a store, each once. The harvest is durable once the response is "
+    description="Rows of every document of a source become shards in a store, each once. The "
+    "harvest is durable once the response is "
     "sent; repeating a submission with the same `Idempotency-Key` returns the same harvest.",
     responses=SUBMIT_ERRORS,
 )
-async def post_harvest(data: JSONBody[HarvestRequest], request: JsonRequest, key: Key = None) -> Response[HarvestView]:
+async def post_harvest(
+    data: JSONBody[HarvestRequest], request: JsonRequest, key: Key = None
+) -> Response[HarvestView]:
     context, caller = context_of(request), caller_of(request)
     idempotency = request.idempotency(key)
     info = await context.model(data.model)
@@ -45,11 +48,17 @@ async def post_harvest(data: JSONBody[HarvestRequest], request: JsonRequest, key
     harvest = await plan_harvest(data, info, context.settings, steering, caller, sources)
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
-    return Response(await context.harvests.view(harvest_id), status_code=202, headers={"Location": f"/v1/harvests/{harvest_id}"})
+    return Response(
+        await context.harvests.view(harvest_id),
+        status_code=202,
+        headers={"Location": f"/v1/harvests/{harvest_id}"},
+    )
 
 
 @get("/v1/harvests", summary="List harvests, newest first", responses=ERRORS)
-async def list_harvests(request: JsonRequest, limit: PageSize = 50, tenant: Whose = None) -> HarvestPage:
+async def list_harvests(
+    request: JsonRequest, limit: PageSize = 50, tenant: Whose = None
+) -> HarvestPage:
     return await context_of(request).harvests.list(tenant_asked(caller_of(request), tenant), limit)
 
 
@@ -61,7 +70,8 @@ async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestVie
 @get(
     "/v1/harvests/{harvest_id:str}/events",
     summary="Stream a harvest's progress",
-    description="Server-sent events: `progress` with the harvest as `GET /v1/harvests/{harvest_id}` answers, whenever it has changed; "
+    description="Server-sent events: `progress` with the harvest as `GET "
+    "/v1/harvests/{harvest_id}` answers, whenever it has changed; "
     "`done` is the last.",
     media_type=events.MEDIA_TYPE,
     opt=EVENTS,
@@ -69,7 +79,11 @@ async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestVie
 )
 async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Response[Any]:
     await _seen(request, harvest_id)
-    return Stream(_progress(context_of(request), harvest_id, caller_of(request)), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+    return Stream(
+        _progress(context_of(request), harvest_id, caller_of(request)),
+        media_type=events.MEDIA_TYPE,
+        headers=events.HEADERS,
+    )
 
 
 async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> AsyncIterator[bytes]:
@@ -84,7 +98,9 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
         while not context.closing:
             try:
                 held_key.check()
-                view, sent = await context.patiently(lambda: context.harvest_looks.of(harvest_id, look))
+                view, sent = await context.patiently(
+                    lambda: context.harvest_looks.of(harvest_id, look)
+                )
             except MidstreamError as error:
                 yield events.encode_problem(error.problem(f"/v1/harvests/{harvest_id}"))
                 return
@@ -105,14 +121,22 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
     "/v1/harvests/{harvest_id:str}/pause",
     status_code=202,
     summary="Pause a harvest",
-    description="Shards that are under way are dropped, and computed again after `resume`; those that are done stay.",
+    description=(
+        "Shards that are under way are dropped, and computed again after `resume`; "
+        "those that are done stay."
+    ),
     responses={409: PROBLEM, **ERRORS},
 )
 async def pause_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
     return await _ask(request, harvest_id, "pause")
 
 
-@post("/v1/harvests/{harvest_id:str}/resume", status_code=202, summary="Resume a harvest", responses={409: PROBLEM, **ERRORS})
+@post(
+    "/v1/harvests/{harvest_id:str}/resume",
+    status_code=202,
+    summary="Resume a harvest",
+    responses={409: PROBLEM, **ERRORS},
+)
 async def resume_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
     return await _ask(request, harvest_id, "run")
 
@@ -162,4 +186,13 @@ async def _seen(request: JsonRequest, harvest_id: str) -> HarvestView:
     return view
 
 
-ROUTES = [post_harvest, list_harvests, get_harvest, harvest_events, pause_harvest, resume_harvest, cancel_harvest, delete_harvest]
+ROUTES = [
+    post_harvest,
+    list_harvests,
+    get_harvest,
+    harvest_events,
+    pause_harvest,
+    resume_harvest,
+    cancel_harvest,
+    delete_harvest,
+]

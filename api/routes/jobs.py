@@ -12,11 +12,28 @@ from ...broker.ledger.jobs import Outcome
 from ...schemas.errors import MidstreamError, Problem, shortened
 from ...schemas.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
 from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
-from ...schemas.limits import MAX_HEADER, MAX_IDEMPOTENCY_KEY, MAX_NAME, MAX_PAGE, MAX_TAG, MAX_WAIT_S
+from ...schemas.limits import (
+    MAX_HEADER,
+    MAX_IDEMPOTENCY_KEY,
+    MAX_NAME,
+    MAX_PAGE,
+    MAX_TAG,
+    MAX_WAIT_S,
+)
 from ..context import AppContext, context_of, unless_client_leaves
 from ..resolve.request_parsing import parse_job
 from ..responses import events
-from ..responses.outcome import ACCEPTED, LIVE, accepted, etag, finished, is_over, job_url, matches, not_ready
+from ..responses.outcome import (
+    ACCEPTED,
+    LIVE,
+    accepted,
+    etag,
+    finished,
+    is_over,
+    job_url,
+    matches,
+    not_ready,
+)
 from ..web import problems
 from ..web.auth import caller_of, seen, tenant_asked
 from ..web.body import JsonRequest
@@ -25,7 +42,12 @@ from ..web.open_calls import EVENTS
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
 
-PROBLEM = ResponseSpec(Problem, media_type=problems.MEDIA_TYPE, description="The error, with the field's path", generate_examples=False)
+PROBLEM = ResponseSpec(
+    Problem,
+    media_type=problems.MEDIA_TYPE,
+    description="The error, with the field's path",
+    generate_examples=False,
+)
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
 #: 409, 500 and 504: also a job's own end, where the answer was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
@@ -34,15 +56,30 @@ JobId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The job's
 Wait = Annotated[
     float | None,
     QueryParameter(
-        ge=0, le=MAX_WAIT_S, description="Seconds to hold the response: until the job ends, or with If-None-Match until it changes"
+        ge=0,
+        le=MAX_WAIT_S,
+        description=(
+            "Seconds to hold the response: until the job ends, or with If-None-Match until "
+            "it changes"
+        ),
     ),
 ]
-Known = Annotated[str | None, HeaderParameter(name="If-None-Match", max_length=MAX_HEADER, description="The client's ETag")]
-Whose = Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Only this tenant's; other tenants require scope `admin`")]
+Known = Annotated[
+    str | None,
+    HeaderParameter(name="If-None-Match", max_length=MAX_HEADER, description="The client's ETag"),
+]
+Whose = Annotated[
+    str | None,
+    QueryParameter(
+        max_length=MAX_TAG, description="Only this tenant's; other tenants require scope `admin`"
+    ),
+]
 Key = Annotated[
     str | None,
     HeaderParameter(
-        name="Idempotency-Key", max_length=MAX_IDEMPOTENCY_KEY, description="Repeated submissions with one key return the same job"
+        name="Idempotency-Key",
+        max_length=MAX_IDEMPOTENCY_KEY,
+        description="Repeated submissions with one key return the same job",
     ),
 ]
 Prefer = Annotated[
@@ -50,18 +87,33 @@ Prefer = Annotated[
     HeaderParameter(
         name="Prefer",
         max_length=MAX_HEADER,
-        description="`wait=N`: hold the response for up to N seconds; `respond-async` alone: do not hold it (the default)",
+        description=(
+            "`wait=N`: hold the response for up to N seconds; `respond-async` alone: do "
+            "not hold it (the default)"
+        ),
     ),
 ]
-Last = Annotated[str | None, HeaderParameter(name="Last-Event-ID", max_length=MAX_NAME, description="Id of the last event received")]
+Last = Annotated[
+    str | None,
+    HeaderParameter(
+        name="Last-Event-ID", max_length=MAX_NAME, description="Id of the last event received"
+    ),
+]
 
 PageSize = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE)]
-Cursor = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the previous page")]
-Model = Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Optional while only one model is served")]
+Cursor = Annotated[
+    str | None, QueryParameter(max_length=MAX_NAME, description="`next` of the previous page")
+]
+Model = Annotated[
+    str | None,
+    QueryParameter(max_length=MAX_NAME, description="Optional while only one model is served"),
+]
 
 
 def preferred_wait(header: str | None) -> float | None:
-    """Seconds from `Prefer: wait=N` (RFC 7240); a preference that cannot be read is ignored, as the RFC wants."""
+    """Seconds from `Prefer: wait=N` (RFC 7240); a preference that cannot be read is ignored, as the
+    RFC wants.
+    """
     for preference in (header or "").split(","):
         if match := WAIT.fullmatch(preference):
             return float(match[1])
@@ -72,17 +124,28 @@ def preferred_wait(header: str | None) -> float | None:
     "/v1/jobs",
     status_code=202,
     summary="Submit a job",
-    description="The job is durable once the response is sent. `Prefer: wait=N` holds the response and returns the result with 200 "
-    "if the job ends in time; repeating a submission with the same `Idempotency-Key` returns the same job.",
-    responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
+    description="The job is durable once the response is sent. `Prefer: wait=N` holds the "
+    "response and returns the result with 200 "
+    "if the job ends in time; repeating a submission with the same "
+    "`Idempotency-Key` returns the same job.",
+    responses={
+        200: ResponseSpec(
+            JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False
+        ),
+        **SUBMIT_ERRORS,
+    },
 )
-async def submit_job(data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
+async def submit_job(
+    data: JSONBody[JobRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None
+) -> Response[JobView]:
     context = context_of(request)
     job_id = await context.submit(parse_job(data), request.idempotency(key), caller_of(request))
     return await answer_submission(request, context, job_id, prefer)
 
 
-async def answer_submission(request: JsonRequest, context: AppContext, job_id: str, prefer: str | None) -> Response[JobView]:
+async def answer_submission(
+    request: JsonRequest, context: AppContext, job_id: str, prefer: str | None
+) -> Response[JobView]:
     """202 and where to look; or, as `Prefer` asks, the result if the job is over in time."""
     seconds = preferred_wait(prefer)
     headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
@@ -95,7 +158,9 @@ async def answer_submission(request: JsonRequest, context: AppContext, job_id: s
         return await finished(request, context, outcome, headers)
     except MidstreamError as error:  # the job is accepted all the same: say where it is
         return problems.answer(
-            request, error.problem(instance=job_url(context, job_id)), {"Location": job_url(context, job_id), "x-should-retry": "false"}
+            request,
+            error.problem(instance=job_url(context, job_id)),
+            {"Location": job_url(context, job_id), "x-should-retry": "false"},
         )
 
 
@@ -106,8 +171,12 @@ async def answer_submission(request: JsonRequest, context: AppContext, job_id: s
 )
 async def list_jobs(
     request: JsonRequest,
-    job_state: Annotated[State | None, QueryParameter(name="state", description="Only jobs in this state")] = None,
-    model: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only jobs of this model")] = None,
+    job_state: Annotated[
+        State | None, QueryParameter(name="state", description="Only jobs in this state")
+    ] = None,
+    model: Annotated[
+        str | None, QueryParameter(max_length=MAX_NAME, description="Only jobs of this model")
+    ] = None,
     limit: PageSize = 50,
     cursor: Cursor = None,
     tenant: Whose = None,
@@ -124,12 +193,18 @@ async def list_jobs(
     summary="Get a job",
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
-async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None) -> Response[JobView]:
+async def get_job(
+    job_id: JobId, request: JsonRequest, wait: Wait = None, known: Known = None
+) -> Response[JobView]:
     context, caller = context_of(request), caller_of(request)
 
     def news(view: JobView) -> bool:
         seen(caller, view)
-        return is_over(view) if known is None else is_over(view) or not matches(known, etag(view.version))
+        return (
+            is_over(view)
+            if known is None
+            else is_over(view) or not matches(known, etag(view.version))
+        )
 
     view = await unless_client_leaves(request, context.wait(job_id, news, wait or 0.0))
     if is_over(view):
@@ -143,12 +218,17 @@ async def get_job(job_id: JobId, request: JsonRequest, wait: Wait = None, known:
 @get(
     "/v1/jobs/{job_id:str}/events",
     summary="Stream a job's events",
-    description="Server-sent events: `state`, `token`, `output`, `receipt`; for sweeps also `start`, `cell` and `summary`; `done` is the "
-    "last, or `error` with a problem if the key is revoked or expires. Resume with `Last-Event-ID`; "
+    description="Server-sent events: `state`, `token`, `output`, `receipt`; for sweeps also "
+    "`start`, `cell` and `summary`; `done` is the "
+    "last, or `error` with a problem if the key is revoked or expires. Resume with "
+    "`Last-Event-ID`; "
     "204 if the job has ended and no event follows.",
     media_type=events.MEDIA_TYPE,
     opt=EVENTS,
-    responses={204: ResponseSpec(None, description="The job has ended and no event follows"), **ERRORS},
+    responses={
+        204: ResponseSpec(None, description="The job has ended and no event follows"),
+        **ERRORS,
+    },
 )
 async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> Response[Any]:
     context, caller = context_of(request), caller_of(request)
@@ -157,7 +237,11 @@ async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> 
     if is_over(view) and not await context.ledger.events(job_id, after, 1):
         await context.ledger.written()
         return Response(None, status_code=204)  # an EventSource stops reconnecting at this
-    return Stream(events.server_sent(context, job_id, after, caller), media_type=events.MEDIA_TYPE, headers=events.HEADERS)
+    return Stream(
+        events.server_sent(context, job_id, after, caller),
+        media_type=events.MEDIA_TYPE,
+        headers=events.HEADERS,
+    )
 
 
 @get(
@@ -175,7 +259,12 @@ async def job_result(job_id: JobId, request: JsonRequest) -> Response[JobResult]
 
 
 #: Kind of a job → where it is submitted.
-PATHS = {"generate": "/v1/jobs", "completion": "/v1/completions", "chat": "/v1/chat/completions", "sweep": "/v1/sweeps"}
+PATHS = {
+    "generate": "/v1/jobs",
+    "completion": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "sweep": "/v1/sweeps",
+}
 
 
 @get(
@@ -193,7 +282,10 @@ async def job_request(job_id: JobId, request: JsonRequest) -> JobRequestView:
         path=PATHS.get(view.kind),
         body=body,
         prompts=[
-            ShownPrompt(text=None if prompt.text is None else shortened(prompt.text, SHOWN_PROMPT), tokens=len(prompt.token_ids))
+            ShownPrompt(
+                text=None if prompt.text is None else shortened(prompt.text, SHOWN_PROMPT),
+                tokens=len(prompt.token_ids),
+            )
             for prompt in job.prompts[:SHOWN_PROMPTS]
         ],
         prompts_total=len(job.prompts),
@@ -210,7 +302,11 @@ async def cancel_job(job_id: JobId, request: JsonRequest) -> Response[JobView]:
     context = context_of(request)
     seen(caller_of(request), await context.ledger.view(job_id))
     view = await context.cancel(job_id)
-    return Response(view, status_code=202, headers={"Location": job_url(context, job_id), "ETag": etag(view.version)})
+    return Response(
+        view,
+        status_code=202,
+        headers={"Location": job_url(context, job_id), "ETag": etag(view.version)},
+    )
 
 
 ROUTES = [submit_job, list_jobs, get_job, job_events, job_result, job_request, cancel_job]

@@ -10,7 +10,16 @@ from ...broker.ledger.jobs import reachable
 from ...broker.ledger.keys import view_of
 from ...schemas.base import now
 from ...schemas.errors import invalid
-from ...schemas.keys import TENANT_PATTERN, CreatedKey, KeyList, KeyRequest, Limits, Tenant, TenantList, TenantView
+from ...schemas.keys import (
+    TENANT_PATTERN,
+    CreatedKey,
+    KeyList,
+    KeyRequest,
+    Limits,
+    Tenant,
+    TenantList,
+    TenantView,
+)
 from ...schemas.limits import MAX_TAG
 from ..context import AppContext, context_of
 from ..web.auth import caller_of
@@ -19,19 +28,32 @@ from .jobs import ERRORS, PROBLEM
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 
-KeyIdParameter = Annotated[str, PathParameter(max_length=MAX_TAG, description="The key's id: the part between `ms_` and the secret")]
+KeyIdParameter = Annotated[
+    str,
+    PathParameter(
+        max_length=MAX_TAG, description="The key's id: the part between `ms_` and the secret"
+    ),
+]
 TenantParameter = Annotated[
-    str, PathParameter(description="The tenant's name: lower-case letters, digits and `-`", max_length=MAX_TAG, pattern=TENANT_PATTERN)
+    str,
+    PathParameter(
+        description="The tenant's name: lower-case letters, digits and `-`",
+        max_length=MAX_TAG,
+        pattern=TENANT_PATTERN,
+    ),
 ]
 
 
-# --- Keys --------------------------------------------------------------------------------------------------------------
+# --- Keys
+# --------------------------------------------------------------------------------------------------
 
 
 @post(
     "/v1/keys",
     summary="Create a key",
-    description="Only this response contains the key; the service stores the SHA-256 of its secret.",
+    description=(
+        "Only this response contains the key; the service stores the SHA-256 of its secret."
+    ),
     responses=BODY_ERRORS,
 )
 async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Response[CreatedKey]:
@@ -41,7 +63,12 @@ async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Respon
     return Response(made, status_code=201, headers={"Cache-Control": "no-store", "Location": where})
 
 
-@get("/v1/keys", summary="List keys", description="Keys of all tenants, oldest first, including expired ones.", responses=ERRORS)
+@get(
+    "/v1/keys",
+    summary="List keys",
+    description="Keys of all tenants, oldest first, including expired ones.",
+    responses=ERRORS,
+)
 async def list_keys(request: JsonRequest) -> KeyList:
     return KeyList(keys=[view_of(key) for key in await context_of(request).keys.list()])
 
@@ -50,7 +77,8 @@ async def list_keys(request: JsonRequest) -> KeyList:
     "/v1/keys/{key_id:str}",
     status_code=204,
     summary="Revoke a key",
-    description="Rejected everywhere within five seconds. The streams and held responses that were opened with the key end. "
+    description="Rejected everywhere within five seconds. The streams and held responses that "
+    "were opened with the key end. "
     "The key's jobs continue.",
     responses=ERRORS,
 )
@@ -58,7 +86,8 @@ async def revoke_key(key_id: KeyIdParameter, request: JsonRequest) -> None:
     await context_of(request).keys.revoke(key_id)
 
 
-# --- Tenants -----------------------------------------------------------------------------------------------------------
+# --- Tenants
+# --------------------------------------------------------------------------------------------------
 
 
 @reachable
@@ -66,18 +95,30 @@ async def _view(context: AppContext, name: str) -> TenantView:
     return await context.ledger.tenants.view(name)
 
 
-@get("/v1/tenants", summary="List tenants", description="Tenants that have keys or limits of their own.", responses={503: PROBLEM})
+@get(
+    "/v1/tenants",
+    summary="List tenants",
+    description="Tenants that have keys or limits of their own.",
+    responses={503: PROBLEM},
+)
 async def list_tenants(request: JsonRequest) -> TenantList:
     context = context_of(request)
     stored = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()}
-    names = stored | {key.tenant for key in await context.keys.list() if key.expires is None or now() < key.expires}
+    names = stored | {
+        key.tenant
+        for key in await context.keys.list()
+        if key.expires is None or now() < key.expires
+    }
     return TenantList(tenants=[await _view(context, name) for name in sorted(names)])
 
 
 @get(
     "/v1/tenants/{name:str}",
     summary="Get a tenant's limits and usage",
-    description="A tenant need not be created: a tenant without limits of its own has those of the settings.",
+    description=(
+        "A tenant need not be created: a tenant without limits of its own has those of "
+        "the settings."
+    ),
     responses=ERRORS,
 )
 async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
@@ -87,17 +128,22 @@ async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
 @put(
     "/v1/tenants/{name:str}",
     summary="Set a tenant's limits",
-    description="Replaces all limits: an omitted one takes its `limit_*` setting; 0 means no limit. They apply from the next "
+    description="Replaces all limits: an omitted one takes its `limit_*` setting; 0 means no "
+    "limit. They apply from the next "
     "submission on.",
     responses=BODY_ERRORS,
 )
-async def put_tenant(name: TenantParameter, data: JSONBody[Limits], request: JsonRequest) -> TenantView:
+async def put_tenant(
+    name: TenantParameter, data: JSONBody[Limits], request: JsonRequest
+) -> TenantView:
     context = context_of(request)
     for index, source in enumerate(data.harvest_sources or []):
         if not roots_of(context.settings, [source]):
             there = ", ".join(roots_of(context.settings)) or "nothing"
             allowed = f"one of the setting harvest_sources, or a folder below one: {there}"
-            raise invalid(f"harvest_sources[{index}]", f"{source!r} is not open to harvests", allowed=allowed)
+            raise invalid(
+                f"harvest_sources[{index}]", f"{source!r} is not open to harvests", allowed=allowed
+            )
     await reachable(context.ledger.tenants.put)(Tenant(name=name, limits=data))
     return await _view(context, name)
 
@@ -107,4 +153,12 @@ async def own_tenant(request: JsonRequest) -> TenantView:
     return await _view(context_of(request), caller_of(request).tenant)
 
 
-ROUTES: list[Any] = [create_key, list_keys, revoke_key, list_tenants, get_tenant, put_tenant, own_tenant]
+ROUTES: list[Any] = [
+    create_key,
+    list_keys,
+    revoke_key,
+    list_tenants,
+    get_tenant,
+    put_tenant,
+    own_tenant,
+]

@@ -1,4 +1,6 @@
-"""The route of a capture's norms: a number for each layer and position, for pictures that need no rows."""
+"""The route of a capture's norms: a number for each layer and position, for pictures that need no
+rows.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -42,53 +44,103 @@ MIB = 1 << 20
 @get(
     "/v1/captures/{job_id:str}/norms",
     summary="Norms of one prompt's captured rows, and cosines to a module",
-    description="Computed in float32 from the stored rows, for each layer and position. With `module`, the cosine of each row to the "
-    "vector that this steering module has at the layer, or at `module_layer`. Null where there is no finite number. "
+    description="Computed in float32 from the stored rows, for each layer and position. With "
+    "`module`, the cosine of each row to the "
+    "vector that this steering module has at the layer, or at `module_layer`. Null "
+    "where there is no finite number. "
     "Each call reads and checks the whole files: "
-    f"of one tenant, an API process answers {MEASURED_OF_TENANT} at the same time, and others with 429.",
+    f"of one tenant, an API process answers {MEASURED_OF_TENANT} at the same time, "
+    "and others with 429.",
     responses={**CAPTURE_ERRORS, 429: PROBLEM},
 )
 async def get_norms(
     job_id: JobId,
     request: JsonRequest,
-    prompt: Annotated[int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")] = 0,
-    hook: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description=f"Hook point; default: {USUAL}, or the first one")] = None,
-    layers: Annotated[
-        str | None, QueryParameter(max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all")
+    prompt: Annotated[
+        int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
+    ] = 0,
+    hook: Annotated[
+        str | None,
+        QueryParameter(
+            max_length=MAX_TAG, description=f"Hook point; default: {USUAL}, or the first one"
+        ),
     ] = None,
-    tag: Annotated[str | None, QueryParameter(max_length=MAX_TAG, description="Tag of the capture; default: the job's own")] = None,
+    layers: Annotated[
+        str | None,
+        QueryParameter(
+            max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        QueryParameter(
+            max_length=MAX_TAG, description="Tag of the capture; default: the job's own"
+        ),
+    ] = None,
     module: Annotated[
-        str | None, QueryParameter(max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN, description="A named steering module")
+        str | None,
+        QueryParameter(
+            max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN, description="A named steering module"
+        ),
     ] = None,
     module_layer: Annotated[
         int | None,
-        QueryParameter(gt=-1, le=MAX_LAYER, description="Compare all layers with the module's vector of this layer; default: each its own"),
+        QueryParameter(
+            gt=-1,
+            le=MAX_LAYER,
+            description=(
+                "Compare all layers with the module's vector of this layer; default: each its own"
+            ),
+        ),
     ] = None,
-    start: Annotated[int, QueryParameter(ge=0, le=MAX_COUNT, description="Place of the first row among those captured")] = 0,
-    count: Annotated[int, QueryParameter(ge=1, le=MAX_NORM_ROWS, description="How many rows at most")] = 512,
+    start: Annotated[
+        int,
+        QueryParameter(
+            ge=0, le=MAX_COUNT, description="Place of the first row among those captured"
+        ),
+    ] = 0,
+    count: Annotated[
+        int, QueryParameter(ge=1, le=MAX_NORM_ROWS, description="How many rows at most")
+    ] = 512,
 ) -> CaptureNorms:
     context, caller = context_of(request), caller_of(request)
     if module_layer is not None and module is None:
         raise invalid("module_layer", "needs a module", allowed="give module too")
     model, results = await captured(context, caller, job_id)
     if results.status == "pending":
-        raise MidstreamError("conflict", f"the capture of job {job_id} is not durable yet", allowed=f"GET /v1/jobs/{job_id}?wait=30")
+        raise MidstreamError(
+            "conflict",
+            f"the capture of job {job_id} is not durable yet",
+            allowed=f"GET /v1/jobs/{job_id}?wait=30",
+        )
     name, entries = _entries_of(job_id, results.files, prompt, tag)
-    hooks = list(dict.fromkeys(there for entry in entries for there, some in entry.sites.items() if some))
+    hooks = list(
+        dict.fromkeys(there for entry in entries for there, some in entry.sites.items() if some)
+    )
     if not hooks:
-        raise MidstreamError("not_found", f"prompt {prompt} of job {job_id} has no rows under the tag {name!r}", field="request")
+        raise MidstreamError(
+            "not_found",
+            f"prompt {prompt} of job {job_id} has no rows under the tag {name!r}",
+            field="request",
+        )
     site = _hook(hook, hooks)
     entries = [entry for entry in entries if entry.sites.get(site)]
     chosen = _layers(layers, sorted({layer for entry in entries for layer in entry.sites[site]}))
     entries = [entry for entry in entries if set(entry.sites[site]) & set(chosen)]
     _check_bounds(entries, len(chosen), min(count, max(entry.positions for entry in entries)))
-    vectors = {} if module is None else await _vectors(context, caller, model, module, site, chosen, module_layer)
+    vectors = (
+        {}
+        if module is None
+        else await _vectors(context, caller, model, module, site, chosen, module_layer)
+    )
 
     def rows(manifest: Manifest) -> range:
         return range(len(manifest.positions))[start : start + count]
 
     def read(context: AppContext, job_id: str, entries: Sequence[FileEntry]) -> Measured:
-        return measured(context.store, opened(context, job_id, entries), site, chosen, rows, vectors)
+        return measured(
+            context.store, opened(context, job_id, entries), site, chosen, rows, vectors
+        )
 
     with context.measured.of(caller.tenant):
         found = await reading(context, job_id, entries, read, context.measuring)
@@ -119,17 +171,34 @@ async def get_norms(
     )
 
 
-def _entries_of(job_id: str, files: Sequence[FileEntry], prompt: int, tag: str | None) -> tuple[str, list[FileEntry]]:
-    """The tag, and the files of the prompt under it, by stage. Raises a 404 naming `request` or `tag`."""
+def _entries_of(
+    job_id: str, files: Sequence[FileEntry], prompt: int, tag: str | None
+) -> tuple[str, list[FileEntry]]:
+    """The tag, and the files of the prompt under it, by stage.
+
+    Raises a 404 naming `request` or `tag`.
+    """
     there = [entry for entry in files if entry.request == prompt]
     if not there:
         known = as_ranges(sorted({entry.request for entry in files}), most=8) or None
-        raise MidstreamError("not_found", f"job {job_id} has no capture files of prompt {prompt}", field="request", allowed=known)
+        raise MidstreamError(
+            "not_found",
+            f"job {job_id} has no capture files of prompt {prompt}",
+            field="request",
+            allowed=known,
+        )
     name = tag or tag_of(there[0])
-    entries = sorted((entry for entry in there if tag_of(entry) == name), key=lambda entry: entry.pp)
+    entries = sorted(
+        (entry for entry in there if tag_of(entry) == name), key=lambda entry: entry.pp
+    )
     if not entries:
         tags = ", ".join(dict.fromkeys(map(tag_of, there)))
-        raise MidstreamError("not_found", f"job {job_id} has no capture under the tag {tag!r}", field="tag", allowed=tags)
+        raise MidstreamError(
+            "not_found",
+            f"job {job_id} has no capture under the tag {tag!r}",
+            field="tag",
+            allowed=tags,
+        )
     return name, entries
 
 
@@ -149,7 +218,9 @@ def _layers(asked: str | None, there: list[int]) -> list[int]:
         return there
     wanted = parse_layers(asked)
     if missing := wanted - set(there):
-        raise invalid("layers", f"layer {min(missing)} was not captured", allowed=as_ranges(there, most=8))
+        raise invalid(
+            "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(there, most=8)
+        )
     return sorted(wanted)
 
 
@@ -157,30 +228,59 @@ def _check_bounds(entries: Sequence[FileEntry], layers: int, rows: int) -> None:
     """Raises a 400 naming `count` or `request`."""
     if layers * rows > MAX_NORM_VALUES:
         detail = f"{rows} rows of {layers} layers are {layers * rows} values"
-        raise invalid("count", detail, allowed=f"up to {MAX_NORM_VALUES} values: ask for fewer rows or layers")
+        raise invalid(
+            "count", detail, allowed=f"up to {MAX_NORM_VALUES} values: ask for fewer rows or layers"
+        )
     if (size := sum(entry.bytes for entry in entries)) > MAX_NORM_BYTES:
         detail = f"the files of this prompt have {size / MIB:.0f} MiB"
-        raise invalid("request", detail, allowed=f"up to {MAX_NORM_BYTES / MIB:.0f} MiB: download the files instead")
+        raise invalid(
+            "request",
+            detail,
+            allowed=f"up to {MAX_NORM_BYTES / MIB:.0f} MiB: download the files instead",
+        )
 
 
 async def _vectors(
-    context: AppContext, caller: Caller, model: str, name: str, hook: str, layers: Sequence[int], at: int | None
+    context: AppContext,
+    caller: Caller,
+    model: str,
+    name: str,
+    hook: str,
+    layers: Sequence[int],
+    at: int | None,
 ) -> dict[int, np.ndarray]:
-    """Layer → the vector of the caller's module, as it was registered. Raises a 404, 409 or 400 naming `module` or `module_layer`."""
+    """Layer → the vector of the caller's module, as it was registered.
+
+    Raises a 404, 409 or 400 naming `module` or `module_layer`.
+    """
     module = await named_module(context, caller, model, name, field="module")
     tensors = _tensors(module, hook)
     if not tensors:
-        raise invalid("module", f"module {name!r} has no vector", allowed="a module with an entry of op add, replace, ablate or clamp")
+        raise invalid(
+            "module",
+            f"module {name!r} has no vector",
+            allowed="a module with an entry of op add, replace, ablate or clamp",
+        )
     if at is not None and at not in tensors:
-        raise invalid("module_layer", f"module {name!r} has no vector at layer {at}", allowed=as_ranges(sorted(tensors), most=8))
-    wanted = {layer: tensors[at] if at is not None else tensors[layer] for layer in layers if at is not None or layer in tensors}
+        raise invalid(
+            "module_layer",
+            f"module {name!r} has no vector at layer {at}",
+            allowed=as_ranges(sorted(tensors), most=8),
+        )
+    wanted = {
+        layer: tensors[at] if at is not None else tensors[layer]
+        for layer in layers
+        if at is not None or layer in tensors
+    }
     found = await tensors_of(context, name, wanted.values(), field="module")
     read = {key: to_numpy(tensor).astype(np.float32) for key, tensor in found.items()}
     return {layer: read[tensor] for layer, tensor in wanted.items()}
 
 
 def _tensors(module: Module, hook: str) -> dict[int, str]:
-    """Layer → the content hash of the module's vector there: of its first entry with one, those at `hook` before others."""
+    """Layer → the content hash of the module's vector there: of its first entry with one, those at
+    `hook` before others.
+    """
     entries = [entry for entry in module.entries if FAMILY[entry.family].tensors == ("vector",)]
     found: dict[int, str] = {}
     for entry in sorted(entries, key=lambda entry: entry.hook != hook):

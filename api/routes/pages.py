@@ -1,4 +1,7 @@
-"""Pages of the API: the live page at `/`, the list of operations, Swagger UI. All that they load is served here, under a strict CSP."""
+"""Pages of the API: the live page at `/`, the list of operations, Swagger UI.
+
+All that they load is served here, under a strict CSP.
+"""
 
 import gzip
 import hashlib
@@ -20,18 +23,22 @@ from ...schemas.version import __version__
 from ..context import context_of
 from ..web.body import JsonRequest
 
-#: Scripts, styles and calls of the pages go to this API alone. Swagger UI writes `style` attributes and draws icons from `data:` URLs.
+#: Scripts, styles and calls of the pages go to this API alone. Swagger UI writes `style` attributes
+#: and draws icons from `data:` URLs.
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
 }
-#: The live page's own: no inline style either. Scripts set styles through the DOM, which this allows.
+#: The live page's own: no inline style either. Scripts set styles through the DOM, which this
+#: allows.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: "
+        "blob:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -40,7 +47,13 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # asked for again each time, and mostly answered 304
     "Vary": "Accept, Accept-Encoding",
 }
-PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".txt": "text/plain"}
+PAGE_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 #: Asset → its type, and whether it is kept compressed (`name.gz`).
 ASSETS: dict[str, tuple[str, bool]] = {
     "pages.css": ("text/css", False),
@@ -56,8 +69,10 @@ def page(title: str, body: str, scripts: tuple[str, ...] = (), style: str = "pag
     """A whole HTML document; `body` is HTML, `scripts` and `style` are assets."""
     loaded = "".join(f'<script src="/schema/assets/{name}"></script>' for name in scripts)
     return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="/schema/assets/{style}"></head>'
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta '
+        'name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{html.escape(title)}</title><link rel="icon" href="data:,"><link '
+        f'rel="stylesheet" href="/schema/assets/{style}"></head>'
         f"<body>{body}{loaded}</body></html>"
     ).encode()
 
@@ -79,7 +94,8 @@ class Operations(OpenAPIRenderPlugin):
         ]
         return page(
             f"Midstream {__version__}",
-            f"<h1>Midstream {__version__}</h1><p>{html.escape(openapi_schema['info']['description'])}</p>"
+            "<h1>Midstream "
+            f"{__version__}</h1><p>{html.escape(openapi_schema['info']['description'])}</p>"
             '<p>The document: <a href="/schema/openapi.json">openapi.json</a>. '
             'To try out calls: <a href="/schema/swagger">Swagger UI</a>.</p>'
             f"<table>{''.join(rows)}</table>",
@@ -94,7 +110,9 @@ class Swagger(OpenAPIRenderPlugin):
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
         scripts = ("swagger-ui-bundle.js", "swagger-start.js")
-        return page(f"Midstream {__version__}", '<div id="swagger"></div>', scripts, style="swagger-ui.css")
+        return page(
+            f"Midstream {__version__}", '<div id="swagger"></div>', scripts, style="swagger-ui.css"
+        )
 
 
 @cache
@@ -137,19 +155,35 @@ def page_files() -> dict[str, PageFile]:
                 yield from walk(entry, f"{name}/")
             elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
                 raw = entry.read_bytes()
-                yield name, PageFile(media_type, f'"{hashlib.sha256(raw).hexdigest()[:32]}"', raw, gzip.compress(raw, mtime=0))
+                yield (
+                    name,
+                    PageFile(
+                        media_type,
+                        f'"{hashlib.sha256(raw).hexdigest()[:32]}"',
+                        raw,
+                        gzip.compress(raw, mtime=0),
+                    ),
+                )
 
     return dict(walk(root, ""))
 
 
 def _page_file(request: JsonRequest, name: str) -> Response[bytes]:
     if (found := page_files().get(name)) is None:
-        raise MidstreamError("not_found", f"the page has no file {shortened(name)!r}", allowed="the files that / loads")
+        raise MidstreamError(
+            "not_found",
+            f"the page has no file {shortened(name)!r}",
+            allowed="the files that / loads",
+        )
     headers = {**PAGE_HEADERS, "ETag": found.etag}
     if request.headers.get("if-none-match") == found.etag:
         return Response(b"", status_code=304, headers=headers, media_type=found.media_type)
     if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(found.packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=found.media_type)
+        return Response(
+            found.packed,
+            headers={**headers, "Content-Encoding": "gzip"},
+            media_type=found.media_type,
+        )
     return Response(found.raw, headers=headers, media_type=found.media_type)
 
 
@@ -168,7 +202,9 @@ def front(request: JsonRequest) -> Response[bytes]:
         "version": __version__,
         "links": {name: url for name, (url, _) in links(context_of(request).settings).items()},
     }
-    return Response(to_json(found), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"})
+    return Response(
+        to_json(found), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"}
+    )
 
 
 def links(settings: Settings) -> dict[str, tuple[str, str]]:
@@ -183,7 +219,9 @@ def links(settings: Settings) -> dict[str, tuple[str, str]]:
         "metrics": ("/metrics", "Prometheus metrics"),
     }
     if settings.flower_port:
-        host = "127.0.0.1" if settings.flower_host in ("0.0.0.0", "::", "") else settings.flower_host
+        host = (
+            "127.0.0.1" if settings.flower_host in ("0.0.0.0", "::", "") else settings.flower_host
+        )
         host = f"[{host}]" if ":" in host else host
         found["flower"] = (
             f"http://{host}:{settings.flower_port}",

@@ -18,7 +18,11 @@ from .jobs import ERRORS, PROBLEM, Model
 
 Name = Annotated[
     str,
-    PathParameter(description="The probe's name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN),
+    PathParameter(
+        description="The probe's name: letters, digits, `.`, `_` and `-`",
+        max_length=MAX_MODULE_NAME,
+        pattern=NAME_PATTERN,
+    ),
 ]
 
 
@@ -26,13 +30,20 @@ Name = Annotated[
     "/v1/probes/{name:str}",
     status_code=200,
     summary="Register or replace a probe",
-    description="A linear map of a row to a score for each label. Requests accepted earlier keep the former one; a probe that watches "
+    description="A linear map of a row to a score for each label. Requests accepted earlier "
+    "keep the former one; a probe that watches "
     "all traffic goes on with the new one.",
     responses={
-        201: ResponseSpec(Probe, description="The name is new", generate_examples=False), **ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM
+        201: ResponseSpec(Probe, description="The name is new", generate_examples=False),
+        **ERRORS,
+        409: PROBLEM,
+        413: PROBLEM,
+        415: PROBLEM,
     },
-)  # fmt: skip
-async def put_probe(name: Name, data: JSONBody[ProbeRequest], request: JsonRequest) -> Response[Probe]:
+)
+async def put_probe(
+    name: Name, data: JSONBody[ProbeRequest], request: JsonRequest
+) -> Response[Probe]:
     context = context_of(request)
     info = await context.the_model(data.model)
     made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
@@ -44,7 +55,12 @@ async def put_probe(name: Name, data: JSONBody[ProbeRequest], request: JsonReque
     if former is None:
         where = f"{context.settings.public_url.rstrip('/')}/v1/probes/{name}"
         return Response(made, status_code=201, headers={"Location": where})
-    return Response(msgspec.structs.replace(made, replaced=former.digest if former.digest != made.digest else ""), status_code=200)
+    return Response(
+        msgspec.structs.replace(
+            made, replaced=former.digest if former.digest != made.digest else ""
+        ),
+        status_code=200,
+    )
 
 
 @get("/v1/probes", summary="List probes", responses=ERRORS)
@@ -77,16 +93,23 @@ async def delete_probe(name: Name, request: JsonRequest, model: Model = None) ->
     "/v1/probes/{name:str}/watch",
     status_code=200,
     summary="Let a probe watch all traffic",
-    description="It scores every request to the model that is accepted from now on, also those of other tenants.",
+    description=(
+        "It scores every request to the model that is accepted from now on, also those "
+        "of other tenants."
+    ),
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
 )
-async def watch(name: Name, data: JSONBody[WatchRequest], request: JsonRequest, model: Model = None) -> Probe:
+async def watch(
+    name: Name, data: JSONBody[WatchRequest], request: JsonRequest, model: Model = None
+) -> Probe:
     context = context_of(request)
     info = await context.the_model(model)
     probe = await _known(context, info.name, name)
     if data.action == "steer":
         raise invalid(
-            "action", "'steer' is not valid for all traffic: a request asks for it, and names a module", allowed="none, flag, stop"
+            "action",
+            ("'steer' is not valid for all traffic: a request asks for it, and names a module"),
+            allowed="none, flag, stop",
         )
     check_action(probe, data.action, "action", info)
     probe = msgspec.structs.replace(probe, watch=data.action)
@@ -94,7 +117,12 @@ async def watch(name: Name, data: JSONBody[WatchRequest], request: JsonRequest, 
     return probe
 
 
-@delete("/v1/probes/{name:str}/watch", status_code=200, summary="End a probe's watch", responses={**ERRORS, 409: PROBLEM})
+@delete(
+    "/v1/probes/{name:str}/watch",
+    status_code=200,
+    summary="End a probe's watch",
+    responses={**ERRORS, 409: PROBLEM},
+)
 async def unwatch(name: Name, request: JsonRequest, model: Model = None) -> Probe:
     context = context_of(request)
     info = await context.the_model(model)

@@ -1,4 +1,6 @@
-"""Routes of what is registered from a folder on the server: LoRA adapters, sparse autoencoders, tuned lenses."""
+"""Routes of what is registered from a folder on the server: LoRA adapters, sparse autoencoders,
+tuned lenses.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +28,10 @@ from .jobs import ERRORS, PROBLEM, Model
 
 @dataclass(frozen=True)
 class Kind:
-    """What its routes differ in. `plural`: the last part of their path, the page's field, and the context's member."""
+    """What its routes differ in.
+
+    `plural`: the last part of their path, the page's field, and the context's member.
+    """
 
     singular: str  # in the names of the handlers
     plural: str
@@ -44,25 +49,57 @@ class Kind:
 
 KINDS = (
     Kind(
-        "lora", "loras", "a LoRA adapter", "LoRA adapters", "adapter", "adapter", LoraRequest, Lora, LoraPage, resolve_lora,
+        "lora",
+        "loras",
+        "a LoRA adapter",
+        "LoRA adapters",
+        "adapter",
+        "adapter",
+        LoraRequest,
+        Lora,
+        LoraPage,
+        resolve_lora,
         lambda settings: settings.lora_dir,
-        "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. The digest of its files is its identity: "
+        "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. "
+        "The digest of its files is its identity: "
         "requests accepted earlier keep the former one, and fail if its files have changed.",
     ),
     Kind(
-        "sae", "saes", "a sparse autoencoder", "sparse autoencoders", "sparse autoencoder", "autoencoder", SaeRequest, Sae, SaePage,
-        resolve_sae, lambda settings: settings.sae_dir,
-        "`path` is a folder below the setting `sae_dir` with `cfg.json` and `sae_weights.safetensors` (SAELens), or with "
-        "`params.npz` (Gemma Scope), which requires `hook` and `layer`. The digest of its files is its identity: requests accepted earlier "
+        "sae",
+        "saes",
+        "a sparse autoencoder",
+        "sparse autoencoders",
+        "sparse autoencoder",
+        "autoencoder",
+        SaeRequest,
+        Sae,
+        SaePage,
+        resolve_sae,
+        lambda settings: settings.sae_dir,
+        "`path` is a folder below the setting `sae_dir` with `cfg.json` and "
+        "`sae_weights.safetensors` (SAELens), or with "
+        "`params.npz` (Gemma Scope), which requires `hook` and `layer`. The digest of "
+        "its files is its identity: requests accepted earlier "
         "keep the former one, and fail if its files have changed.",
     ),
     Kind(
-        "lens", "lenses", "a tuned lens", "tuned lenses", "tuned lens", "tuned lens", TunedLensRequest, TunedLens, TunedLensPage,
-        resolve_tuned, lambda settings: settings.lens_dir,
-        "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: `{layer}.weight` and `{layer}.bias` of each "
-        "layer. The digest of the file is its identity: requests accepted earlier keep the former one, and fail if the file has changed.",
+        "lens",
+        "lenses",
+        "a tuned lens",
+        "tuned lenses",
+        "tuned lens",
+        "tuned lens",
+        TunedLensRequest,
+        TunedLens,
+        TunedLensPage,
+        resolve_tuned,
+        lambda settings: settings.lens_dir,
+        "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
+        "`{layer}.weight` and `{layer}.bias` of each "
+        "layer. The digest of the file is its identity: requests accepted earlier keep "
+        "the former one, and fail if the file has changed.",
     ),
-)  # fmt: skip
+)
 
 
 def routes_of(kind: Kind) -> list[Any]:
@@ -71,14 +108,18 @@ def routes_of(kind: Kind) -> list[Any]:
     Name = Annotated[
         str,
         PathParameter(
-            description=f"The {kind.short}'s name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN
+            description=f"The {kind.short}'s name: letters, digits, `.`, `_` and `-`",
+            max_length=MAX_MODULE_NAME,
+            pattern=NAME_PATTERN,
         ),
     ]
 
     async def put_in(data: JSONBody[kind.asked], request: JsonRequest) -> Response[kind.made]:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(data.model)
-        made = await anyio.to_thread.run_sync(kind.resolve, data, info, kind.folder(context.settings))
+        made = await anyio.to_thread.run_sync(
+            kind.resolve, data, info, kind.folder(context.settings)
+        )
         former = await registry(context).put(made)
         if former is None:
             where = f"{context.settings.public_url.rstrip('/')}{path}/{data.name}"
@@ -87,7 +128,9 @@ def routes_of(kind: Kind) -> list[Any]:
 
     async def every(request: JsonRequest, model: Model = None) -> kind.page:  # type: ignore[name-defined]
         context = context_of(request)
-        return kind.page(**{kind.plural: await registry(context).of_model((await context.the_model(model)).name)})
+        return kind.page(
+            **{kind.plural: await registry(context).of_model((await context.the_model(model)).name)}
+        )
 
     async def one(name: Name, request: JsonRequest, model: Model = None) -> kind.made:  # type: ignore[name-defined]
         context = context_of(request)
@@ -115,16 +158,22 @@ def routes_of(kind: Kind) -> list[Any]:
     every.__name__ = f"list_{kind.plural}"
     return [
         post(
-            path, status_code=200, summary=f"Register or replace {kind.thing}", description=kind.description,
+            path,
+            status_code=200,
+            summary=f"Register or replace {kind.thing}",
+            description=kind.description,
             responses={201: created, **ERRORS, 413: PROBLEM, 415: PROBLEM},
         )(put_in),
         get(path, summary=f"List {kind.things}", responses=ERRORS)(every),
         get(f"{path}/{{name:str}}", summary=f"Get {kind.thing}", responses=ERRORS)(one),
         delete(
-            f"{path}/{{name:str}}", status_code=204, summary=f"Delete {kind.thing}",
-            description="Its files stay. Requests accepted earlier keep it.", responses=ERRORS,
+            f"{path}/{{name:str}}",
+            status_code=204,
+            summary=f"Delete {kind.thing}",
+            description="Its files stay. Requests accepted earlier keep it.",
+            responses=ERRORS,
         )(forget),
-    ]  # fmt: skip
+    ]
 
 
 ROUTES: list[Any] = [route for kind in KINDS for route in routes_of(kind)]

@@ -34,7 +34,8 @@ from .steering import answers_of_ranks
 
 #: Litestar adds the charset itself.
 METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
-#: Seconds that a scrape waits for the workers' reports on their ranks; after that it uses the last ones.
+#: Seconds that a scrape waits for the workers' reports on their ranks; after that it uses the last
+#: ones.
 SCRAPE_S = 1.0
 
 
@@ -42,18 +43,31 @@ SCRAPE_S = 1.0
 async def list_models(request: JsonRequest) -> ModelList:
     ledger = context_of(request).ledger
     live = Tally(worker.model for worker in await ledger.workers())
-    return ModelList(object="list", data=[_card(info, live[info.name]) for info in await ledger.models()])
+    return ModelList(
+        object="list", data=[_card(info, live[info.name]) for info in await ledger.models()]
+    )
 
 
-ModelName = Annotated[str, PathParameter(description="The model's name, as `GET /v1/models` lists it", max_length=MAX_NAME)]
+ModelName = Annotated[
+    str,
+    PathParameter(
+        description="The model's name, as `GET /v1/models` lists it", max_length=MAX_NAME
+    ),
+]
 
 
-@get("/v1/models/{name:str}", summary="Get a model, with the certificate of its hook points", responses=ERRORS)
+@get(
+    "/v1/models/{name:str}",
+    summary="Get a model, with the certificate of its hook points",
+    responses=ERRORS,
+)
 async def get_model(name: ModelName, request: JsonRequest) -> ModelCard:
     context = context_of(request)
     info = await context.the_model(name)
     workers = sum(worker.model == info.name for worker in await context.ledger.workers())
-    return msgspec.structs.replace(_card(info, workers), certificate=info.certificate, attention=info.attention)
+    return msgspec.structs.replace(
+        _card(info, workers), certificate=info.certificate, attention=info.attention
+    )
 
 
 def _card(info: ModelInfo, workers: int) -> ModelCard:
@@ -96,7 +110,11 @@ async def healthz() -> Health:
 @get(
     "/readyz",
     summary="Readiness: a job would run now",
-    responses={503: ResponseSpec(Readiness, description="Not ready; `missing` gives the reasons", generate_examples=False)},
+    responses={
+        503: ResponseSpec(
+            Readiness, description="Not ready; `missing` gives the reasons", generate_examples=False
+        )
+    },
 )
 async def readyz(request: JsonRequest) -> Response[Readiness]:
     context = context_of(request)
@@ -104,13 +122,19 @@ async def readyz(request: JsonRequest) -> Response[Readiness]:
     if not await knows_us(request):
         missing = sorted({re.split(r"\W", what, maxsplit=1)[0] for what in readiness.missing})
         readiness = msgspec.structs.replace(readiness, missing=missing, models=[], workers=[])
-    return Response(readiness, status_code=200 if readiness.ready else 503, headers={} if readiness.ready else {"Retry-After": "1"})
+    return Response(
+        readiness,
+        status_code=200 if readiness.ready else 503,
+        headers={} if readiness.ready else {"Retry-After": "1"},
+    )
 
 
 async def look(context: AppContext) -> Readiness:
-    """Redis answers, and a healthy worker serves a model that is known, both of versions that we can work with.
+    """Redis answers, and a healthy worker serves a model that is known, both of versions that we
+    can work with.
 
-    Without a relay jobs run, but captures wait for it. A disk that takes no captures or receipts, or no log of Redis', makes it not ready.
+    Without a relay jobs run, but captures wait for it. A disk that takes no captures or receipts,
+    or no log of Redis', makes it not ready.
     """
     disks = [f"{name}: {trouble}" for name, trouble in (await context.disks.troubles()).items()]
     try:
@@ -120,15 +144,29 @@ async def look(context: AppContext) -> Readiness:
         workers = [judged(worker) for worker in await context.ledger.workers()]
         models = await context.ledger.models()
     except MidstreamError as error:
-        return Readiness(ready=False, missing=[f"redis: {error.detail}", *disks], models=[], workers=[], relay=False)
+        return Readiness(
+            ready=False,
+            missing=[f"redis: {error.detail}", *disks],
+            models=[],
+            workers=[],
+            relay=False,
+        )
     healthy = {worker.model for worker in workers if worker.healthy}
-    served = sorted(info.name for info in models if info.name in healthy and misfit_of(info) is None)
+    served = sorted(
+        info.name for info in models if info.name in healthy and misfit_of(info) is None
+    )
     missing = (
         disks
         + ([] if served else _why(workers, models))
         + ([] if relay else ["relay: has not reported recently; captures would wait for it"])
     )
-    return Readiness(ready=bool(served) and not disks, missing=missing, models=served, workers=workers, relay=relay)
+    return Readiness(
+        ready=bool(served) and not disks,
+        missing=missing,
+        models=served,
+        workers=workers,
+        relay=relay,
+    )
 
 
 @reachable
@@ -137,10 +175,21 @@ async def _relay_seen(ledger: Ledger) -> bool:
 
 
 def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
-    ill = [f"worker {worker.worker}: {worker.detail or 'is not healthy'}" for worker in workers if not worker.healthy]
+    ill = [
+        f"worker {worker.worker}: {worker.detail or 'is not healthy'}"
+        for worker in workers
+        if not worker.healthy
+    ]
     live = {worker.model for worker in workers}
-    foreign = [f"model {info.name}: {trouble.detail}" for info in models if info.name in live and (trouble := misfit_of(info)) is not None]
-    unknown = [f"model {name}: is not published yet" for name in sorted(live - {info.name for info in models})]
+    foreign = [
+        f"model {info.name}: {trouble.detail}"
+        for info in models
+        if info.name in live and (trouble := misfit_of(info)) is not None
+    ]
+    unknown = [
+        f"model {name}: is not published yet"
+        for name in sorted(live - {info.name for info in models})
+    ]
     return ill or foreign or unknown or ["worker: none is running"]
 
 
@@ -151,7 +200,9 @@ async def metrics(request: JsonRequest) -> Response[Any]:
     accounts: list[Account] = []
     durable = False
     try:
-        status = await context.looks.of_next("status", lambda: read_status(context.ledger, held=context.watcher.waiting))
+        status = await context.looks.of_next(
+            "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
+        )
         durable = await _is_durable(context.ledger)
         _, accounts = await answers_of_ranks(context, None, SCRAPE_S)
     except MidstreamError:  # the metrics of this process are useful while Redis is unreachable

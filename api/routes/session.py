@@ -1,4 +1,7 @@
-"""The page's session: login with an API key, who is logged in, logout. The key is in one request's body, and in no address or storage."""
+"""The page's session: login with an API key, who is logged in, logout.
+
+The key is in one request's body, and in no address or storage.
+"""
 
 from typing import Any
 
@@ -30,12 +33,20 @@ async def get_session(request: JsonRequest) -> Response[SessionView]:
 async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Response[SessionView]:
     context = context_of(request)
     if {"sec-fetch-site", "origin"} & request.headers.keys() and not own_page(request):
-        raise MidstreamError("cross_site", "the page of another site sent this request", field="Origin", allowed="this API's own page")
+        raise MidstreamError(
+            "cross_site",
+            "the page of another site sent this request",
+            field="Origin",
+            allowed="this API's own page",
+        )
     key = await context.gate.key(data.key.strip())
     if key is None:
         context.gate.wrong.count(address_of(request))
         raise MidstreamError(
-            "unauthorized", "the key is not valid, or has been revoked", field="key", allowed="an API key: ms_<id>_<secret>"
+            "unauthorized",
+            "the key is not valid, or has been revoked",
+            field="key",
+            allowed="an API key: ms_<id>_<secret>",
         )
     made = await context.sessions.create(key)
     visit = await context.gate.visit(made.id)
@@ -43,8 +54,14 @@ async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Respon
         raise MidstreamError("unauthorized", "the key has just been revoked", field="key")
     seconds = max(1, int(made.session.expires - made.session.created))
     cookie = Cookie(
-        COOKIE, value=made.id, path="/", httponly=True, samesite="strict", secure=_secure(request, context), max_age=seconds
-    )  # fmt: skip
+        COOKIE,
+        value=made.id,
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=_secure(request, context),
+        max_age=seconds,
+    )
     return Response(_view(context, visit), cookies=[cookie], headers=NO_STORE)
 
 
@@ -55,7 +72,15 @@ async def log_out(request: JsonRequest) -> Response[None]:
     if (visit := await visit_of(request)) is not None:
         await context.sessions.end(visit.caller.session, visit.session.key)
         context.key_watch.end(visit.caller.session)
-    gone = Cookie(COOKIE, value="", path="/", httponly=True, samesite="strict", secure=_secure(request, context), max_age=0)
+    gone = Cookie(
+        COOKIE,
+        value="",
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=_secure(request, context),
+        max_age=0,
+    )
     return Response(None, status_code=204, cookies=[gone], headers=NO_STORE)
 
 
@@ -81,7 +106,11 @@ def _view(context: AppContext, visit: Visit | None) -> SessionView:
             scopes=visit.key.scopes,
             expires=visit.session.expires,
         )
-    return view if asks else msgspec.structs.replace(view, tenant=EVERYBODY.tenant, scopes=sorted(EVERYBODY.scopes))
+    return (
+        view
+        if asks
+        else msgspec.structs.replace(view, tenant=EVERYBODY.tenant, scopes=sorted(EVERYBODY.scopes))
+    )
 
 
 ROUTES: list[Any] = [get_session, log_in, log_out]

@@ -16,10 +16,20 @@ from ..web.auth import caller_of
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
-Name = Annotated[str, PathParameter(max_length=MAX_NAME, description="A run's name, or the id of a job with capture files")]
+Name = Annotated[
+    str,
+    PathParameter(
+        max_length=MAX_NAME, description="A run's name, or the id of a job with capture files"
+    ),
+]
 
 
-@get("/v1/runs", summary="List the source runs, newest first", description="Named runs only.", responses=ERRORS)
+@get(
+    "/v1/runs",
+    summary="List the source runs, newest first",
+    description="Named runs only.",
+    responses=ERRORS,
+)
 async def list_runs(
     request: JsonRequest,
     model: Model = None,
@@ -27,7 +37,9 @@ async def list_runs(
     cursor: Cursor = None,
 ) -> RunPage:
     context = context_of(request)
-    return await SourceRuns(context.ledger, caller_of(request)).list((await context.the_model(model)).name, limit, cursor)
+    return await SourceRuns(context.ledger, caller_of(request)).list(
+        (await context.the_model(model)).name, limit, cursor
+    )
 
 
 @get("/v1/runs/{name:str}", summary="Describe a source run", responses=ERRORS)
@@ -43,7 +55,8 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
     "/v1/runs/{name:str}",
     status_code=204,
     summary="Delete a source run",
-    description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs that have loaded its rows keep them; "
+    description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "
+    "that have loaded its rows keep them; "
     "later jobs fail.",
     responses={**ERRORS, 409: PROBLEM},
 )
@@ -64,7 +77,9 @@ async def _named(runs: SourceRuns, model: str) -> AsyncIterator[None]:
         if error.kind != "not_found":
             raise
         names = ", ".join(await runs.names(model)) or "none exists"
-        raise MidstreamError("not_found", f"{error.detail} of model {model!r}", field="name", allowed=names) from error
+        raise MidstreamError(
+            "not_found", f"{error.detail} of model {model!r}", field="name", allowed=names
+        ) from error
 
 
 ROUTES: list[Any] = [list_runs, get_run, delete_run]

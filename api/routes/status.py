@@ -12,13 +12,16 @@ from .jobs import PROBLEM
 @get(
     "/v1/status",
     summary="Status of the whole service",
-    description="Queues by model, priority and tenant; live workers and their load; relay, webhooks and Redis. Needs the scope "
+    description="Queues by model, priority and tenant; live workers and their load; relay, "
+    "webhooks and Redis. Needs the scope "
     "`observe`. Worker figures are as of their last heartbeat.",
     responses={503: PROBLEM},
 )
 async def service_status(request: JsonRequest) -> Status:
     context = context_of(request)
-    status: Status = await context.looks.of_next("status", lambda: read_status(context.ledger, held=context.watcher.waiting))
+    status: Status = await context.looks.of_next(
+        "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
+    )
     return status
 
 

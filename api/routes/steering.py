@@ -45,12 +45,18 @@ from ..web.auth import caller_of
 from ..web.body import FILE_TYPES, JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 
-#: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it looks.
+#: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it
+#: looks.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
 Name = Annotated[
-    str, PathParameter(description="The module's name: letters, digits, `.`, `_` and `-`", max_length=MAX_MODULE_NAME, pattern=NAME_PATTERN)
+    str,
+    PathParameter(
+        description="The module's name: letters, digits, `.`, `_` and `-`",
+        max_length=MAX_MODULE_NAME,
+        pattern=NAME_PATTERN,
+    ),
 ]
 
 
@@ -73,16 +79,22 @@ class ModuleOperation(Operation):
             self.request_body.content[media_type] = OpenAPIMediaType(schema=schema)
 
 
-# --- Named modules -----------------------------------------------------------------------------------------------------
+# --- Named modules
+# --------------------------------------------------------------------------------------------------
 
 
 @put(
     "/v1/steering/modules/{name:str}",
     status_code=200,
     summary="Create or replace a named module",
-    description="Entries as in a request's `steering`, as JSON or as a safetensors file. Requests accepted earlier keep the module's "
+    description="Entries as in a request's `steering`, as JSON or as a safetensors file. "
+    "Requests accepted earlier keep the module's "
     "previous content.",
-    responses={201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False), **CHANGE_ERRORS, 429: PROBLEM},
+    responses={
+        201: ResponseSpec(ModuleView, description="The name is new", generate_examples=False),
+        **CHANGE_ERRORS,
+        429: PROBLEM,
+    },
     operation_class=ModuleOperation,
     opt={"file": _module_of},
 )
@@ -91,7 +103,9 @@ async def put_module(
     data: JSONBody[ModuleRequest],
     request: JsonRequest,
     model: Model = None,
-    description: Annotated[str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")] = None,
+    description: Annotated[
+        str | None, QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file")
+    ] = None,
 ) -> Response[ModuleView]:
     context = context_of(request)
     info = await context.the_model(data.model or model)
@@ -114,7 +128,9 @@ async def put_module(
         where = f"{context.settings.public_url.rstrip('/')}/v1/steering/modules/{name}"
         return Response(_view(module), status_code=201, headers={"Location": where})
     if former.digest == module.digest:
-        return Response(_view(msgspec.structs.replace(module, created=former.created)), status_code=200)
+        return Response(
+            _view(msgspec.structs.replace(module, created=former.created)), status_code=200
+        )
     return Response(msgspec.structs.replace(_view(module), replaced=former.digest), status_code=200)
 
 
@@ -123,7 +139,13 @@ async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     context = context_of(request)
     info = await context.the_model(model)
     modules = await context.steering.modules(info.name)
-    return ModulePage(modules=[_view(module) for module in modules if unscoped(module.name)[0] == caller_of(request).tenant])
+    return ModulePage(
+        modules=[
+            _view(module)
+            for module in modules
+            if unscoped(module.name)[0] == caller_of(request).tenant
+        ]
+    )
 
 
 @get("/v1/steering/modules/{name:str}", summary="Get a named module", responses=ERRORS)
@@ -136,17 +158,31 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
 @get(
     "/v1/steering/modules/{name:str}/file",
     summary="Get a named module as a file",
-    description="A safetensors file of its entries: sent back, it is the same module. `X-Midstream-Model` is the model.",
+    description=(
+        "A safetensors file of its entries: sent back, it is the same module. "
+        "`X-Midstream-Model` is the model."
+    ),
     media_type=FILE_TYPES[0],
-    responses={200: ResponseSpec(bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False), **ERRORS, 409: PROBLEM},
+    responses={
+        200: ResponseSpec(
+            bytes, media_type=FILE_TYPES[0], description="The file", generate_examples=False
+        ),
+        **ERRORS,
+        409: PROBLEM,
+    },
 )
 async def get_module_file(name: Name, request: JsonRequest, model: Model = None) -> Response[bytes]:
     context = context_of(request)
     info = await context.the_model(model)
     module = await named_module(context, caller_of(request), info.name, name)
     entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
-    headers = {MODEL_HEADER: info.name, "Content-Disposition": f'attachment; filename="{name}.safetensors"'}
-    return Response(await anyio.to_thread.run_sync(to_bytes, entries), media_type=FILE_TYPES[0], headers=headers)
+    headers = {
+        MODEL_HEADER: info.name,
+        "Content-Disposition": f'attachment; filename="{name}.safetensors"',
+    }
+    return Response(
+        await anyio.to_thread.run_sync(to_bytes, entries), media_type=FILE_TYPES[0], headers=headers
+    )
 
 
 @delete(
@@ -164,7 +200,9 @@ async def delete_module(name: Name, request: JsonRequest, model: Model = None) -
         raise await _no_module(context, info.name, name, caller)
 
 
-async def named_module(context: AppContext, caller: Caller, model: str, name: str, field: str = "name") -> Module:
+async def named_module(
+    context: AppContext, caller: Caller, model: str, name: str, field: str = "name"
+) -> Module:
     """The caller's module. Raises a 404 naming `field`, with the names there are."""
     module = await context.steering.module(model, scoped(caller.tenant, name))
     if module is None:
@@ -172,8 +210,13 @@ async def named_module(context: AppContext, caller: Caller, model: str, name: st
     return module
 
 
-async def tensors_of(context: AppContext, name: str, keys: Iterable[str], field: str = "name") -> dict[str, Tensor]:
-    """Tensors of a module that was just read, by content hash. Raises a 409 naming `field` when it is another one by now."""
+async def tensors_of(
+    context: AppContext, name: str, keys: Iterable[str], field: str = "name"
+) -> dict[str, Tensor]:
+    """Tensors of a module that was just read, by content hash.
+
+    Raises a 409 naming `field` when it is another one by now.
+    """
     try:
         return {key: await context.steering.get_tensor(key) for key in dict.fromkeys(keys)}
     except MidstreamError as error:
@@ -183,8 +226,16 @@ async def tensors_of(context: AppContext, name: str, keys: Iterable[str], field:
         raise MidstreamError("conflict", detail, field=field, allowed="ask again") from error
 
 
-async def _no_module(context: AppContext, model: str, name: str, caller: Caller, field: str = "name") -> MidstreamError:
-    return unknown("module", name, model, own(caller.tenant, await context.steering.module_names(model)), field=field)
+async def _no_module(
+    context: AppContext, model: str, name: str, caller: Caller, field: str = "name"
+) -> MidstreamError:
+    return unknown(
+        "module",
+        name,
+        model,
+        own(caller.tenant, await context.steering.module_names(model)),
+        field=field,
+    )
 
 
 def _view(module: Module) -> ModuleView:
@@ -205,7 +256,9 @@ def _entries(entries: Sequence[SteeringTemplate]) -> list[EntryView]:
 
 def _entry(entry: SteeringTemplate) -> EntryView:
     family = FAMILY[entry.family]
-    numbers = {number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True)}
+    numbers = {
+        number.name: given for number, given in zip(family.numbers, entry.numbers, strict=True)
+    }
     return EntryView(
         op=family.op,
         hook=entry.hook,
@@ -219,22 +272,30 @@ def _entry(entry: SteeringTemplate) -> EntryView:
     )
 
 
-# --- Global steering ---------------------------------------------------------------------------------------------------
+# --- Global steering
+# --------------------------------------------------------------------------------------------------
 
 
 @put(
     "/v1/steering/global",
     summary="Set a model's global steering",
-    description="Every live worker prepares the change on all its ranks; if one cannot, nothing changes (409, 503). Once the response is "
+    description="Every live worker prepares the change on all its ranks; if one cannot, "
+    "nothing changes (409, 503). Once the response is "
     "sent, new requests use the new steering; running requests keep the old.",
     responses=CHANGE_ERRORS,
 )
-async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None) -> GlobalView:
+async def put_global(
+    data: JSONBody[GlobalRequest], request: JsonRequest, model: Model = None
+) -> GlobalView:
     context = context_of(request)
     info = await context.the_model(data.model or model)
-    model_state = await context.model_state(info.name, steering.modules_named(data.steering), caller_of(request))
+    model_state = await context.model_state(
+        info.name, steering.modules_named(data.steering), caller_of(request)
+    )
     model_state = replace(model_state, features=await context.features(info, data.steering))
-    content = await anyio.to_thread.run_sync(steering.resolve_everyone, data.steering, info, model_state)
+    content = await anyio.to_thread.run_sync(
+        steering.resolve_everyone, data.steering, info, model_state
+    )
     desired = await change(context.steering, context.settings, info, content.entries, content.blobs)
     return await _global(context, info.name, desired, caller_of(request))
 
@@ -243,13 +304,20 @@ async def put_global(data: JSONBody[GlobalRequest], request: JsonRequest, model:
     "/v1/steering/global",
     status_code=200,
     summary="Remove global steering from a model",
-    description="Follows the same protocol as setting it. Has no effect if no global steering is set.",
+    description=(
+        "Follows the same protocol as setting it. Has no effect if no global steering is set."
+    ),
     responses=CHANGE_ERRORS,
 )
 async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView:
     context = context_of(request)
     info = await context.the_model(model)
-    return await _global(context, info.name, await change(context.steering, context.settings, info, [], {}), caller_of(request))
+    return await _global(
+        context,
+        info.name,
+        await change(context.steering, context.settings, info, [], {}),
+        caller_of(request),
+    )
 
 
 @get("/v1/steering/global", summary="Get a model's global steering", responses=ERRORS)
@@ -260,7 +328,9 @@ async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
     return await _global(context, info.name, desired, caller_of(request))
 
 
-async def _global(context: AppContext, model: str, desired: GlobalSteering, caller: Caller) -> GlobalView:
+async def _global(
+    context: AppContext, model: str, desired: GlobalSteering, caller: Caller
+) -> GlobalView:
     accounts = await context.steering.accounts(model)
     return GlobalView(
         model=model,
@@ -274,7 +344,9 @@ async def _global(context: AppContext, model: str, desired: GlobalSteering, call
 
 
 def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering]:
-    """The workers' reports as the caller may see them: details may name modules of other tenants and are for admins only."""
+    """The workers' reports as the caller may see them: details may name modules of other tenants
+    and are for admins only.
+    """
     reports = [account.report for account in accounts if account.report is not None]
     if "admin" in caller.scopes:
         return reports
@@ -284,7 +356,10 @@ def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering
             detail="",
             refusal="",
             applied=[msgspec.structs.replace(told, message="") for told in report.applied],
-            ranks=[msgspec.structs.replace(rank, modules=_own(rank.modules, caller.tenant)) for rank in report.ranks],
+            ranks=[
+                msgspec.structs.replace(rank, modules=_own(rank.modules, caller.tenant))
+                for rank in report.ranks
+            ],
         )
         for report in reports
     ]
@@ -294,13 +369,17 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
     return {shown(name): digest for name, digest in modules.items() if unscoped(name)[0] == tenant}
 
 
-# --- What the ranks say ------------------------------------------------------------------------------------------------
+# --- What the ranks say
+# ------------------------------------------------------------------------------------------------
 
 
 @get(
     "/v1/steering/dynamic",
     summary="Steering applied by the ranks, and whether they agree",
-    description="Queries every live worker. Answers with 200 even if ranks differ or a worker does not answer: see `determinism`.",
+    description=(
+        "Queries every live worker. Answers with 200 even if ranks differ or a worker "
+        "does not answer: see `determinism`."
+    ),
     responses=ERRORS,
 )
 async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
@@ -310,18 +389,27 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
     asks, accounts = await answers_of_ranks(context, model, ANSWER_S)
     caller, found = caller_of(request), agreement(accounts, asks)
     if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
-        found = msgspec.structs.replace(found, detail="some ranks or workers do not agree; callers with scope admin see the details")
+        found = msgspec.structs.replace(
+            found,
+            detail="some ranks or workers do not agree; callers with scope admin see the details",
+        )
     return Dynamic(workers=_reports(accounts, caller), determinism=found)
 
 
-async def answers_of_ranks(context: AppContext, model: str | None, seconds: float) -> tuple[dict[str, str], list[Account]]:
-    """As `ask_all` and `fresh`, which are called once for all who ask meanwhile: each waits for an answer to a later question."""
+async def answers_of_ranks(
+    context: AppContext, model: str | None, seconds: float
+) -> tuple[dict[str, str], list[Account]]:
+    """As `ask_all` and `fresh`, which are called once for all who ask meanwhile: each waits for an
+    answer to a later question.
+    """
 
     async def look() -> tuple[dict[str, str], list[Account]]:
         asks = await ask_all(context, model)
         return asks, await fresh(context, model, asks, seconds)
 
-    found: tuple[dict[str, str], list[Account]] = await context.looks.of_next(("ranks", model, seconds), look)
+    found: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
+        ("ranks", model, seconds), look
+    )
     return found
 
 
@@ -331,12 +419,21 @@ async def ask_all(context: AppContext, model: str | None = None) -> dict[str, st
     return {name: await context.steering.ask(name) for name in sorted(models)}
 
 
-async def fresh(context: AppContext, model: str | None, asks: dict[str, str], seconds: float) -> list[Account]:
+async def fresh(
+    context: AppContext, model: str | None, asks: dict[str, str], seconds: float
+) -> list[Account]:
     """The accounts of those who were asked, once all have answered, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        accounts = [account for account in await context.steering.accounts(model) if account.info.model in asks]
-        if all(account.answers(asks[account.info.model]) for account in accounts) or time.monotonic() > deadline:
+        accounts = [
+            account
+            for account in await context.steering.accounts(model)
+            if account.info.model in asks
+        ]
+        if (
+            all(account.answers(asks[account.info.model]) for account in accounts)
+            or time.monotonic() > deadline
+        ):
             return accounts
         await asyncio.sleep(LOOK_S)
 

@@ -1,4 +1,6 @@
-"""The routes of sweeps: a body is resolved on the model, held against the quota of cells, and accepted as a job like any other."""
+"""The routes of sweeps: a body is resolved on the model, held against the quota of cells, and
+accepted as a job like any other.
+"""
 
 from litestar import Response, get, post
 from litestar.openapi.datastructures import ResponseSpec
@@ -23,7 +25,9 @@ from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission
 
 
-async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller) -> str:
+async def submit_sweep(
+    context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller
+) -> str:
     """As `AppContext.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
@@ -50,19 +54,33 @@ async def submit_sweep(context: AppContext, body: SweepRequest, idempotency: tup
     return await context.accept(job, info, blobs, idempotency, pinned, to_json(body))
 
 
-async def _planned(context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller) -> Planned:
+async def _planned(
+    context: AppContext, body: SweepRequest, info: ModelInfo, caller: Caller
+) -> Planned:
     global_steering = (await context.model_state(info.name, [], caller)).global_steering
-    return await plan_sweep(body, info, await context.codec(info), context.settings, global_steering)
+    return await plan_sweep(
+        body, info, await context.codec(info), context.settings, global_steering
+    )
 
 
 @post(
     "/v1/sweeps",
     status_code=202,
     summary="Submit a sweep of patches",
-    description="One job: both prompts of every pair unpatched, then every cell. Follow, fetch and cancel it like any job.",
-    responses={200: ResponseSpec(JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False), **SUBMIT_ERRORS},
+    description=(
+        "One job: both prompts of every pair unpatched, then every cell. Follow, fetch "
+        "and cancel it like any job."
+    ),
+    responses={
+        200: ResponseSpec(
+            JobResult, description="The result, with `Prefer: wait=N`", generate_examples=False
+        ),
+        **SUBMIT_ERRORS,
+    },
 )
-async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None) -> Response[JobView]:
+async def post_sweep(
+    data: JSONBody[SweepRequest], request: JsonRequest, key: Key = None, prefer: Prefer = None
+) -> Response[JobView]:
     context = context_of(request)
     job_id = await submit_sweep(context, data, request.idempotency(key), caller_of(request))
     return await answer_submission(request, context, job_id, prefer)
@@ -72,7 +90,10 @@ async def post_sweep(data: JSONBody[SweepRequest], request: JsonRequest, key: Ke
     "/v1/sweeps/plan",
     status_code=200,
     summary="Check a sweep without running it",
-    description="Takes a body of `POST /v1/sweeps`; answers its errors, or both prompts' tokens as they would be aligned.",
+    description=(
+        "Takes a body of `POST /v1/sweeps`; answers its errors, or both prompts' "
+        "tokens as they would be aligned."
+    ),
     responses=SUBMIT_ERRORS,
 )
 async def post_sweep_plan(data: JSONBody[SweepRequest], request: JsonRequest) -> SweepPlan:
@@ -89,14 +110,19 @@ async def post_sweep_plan(data: JSONBody[SweepRequest], request: JsonRequest) ->
         axis=sweep.axis,
         patched=CLEAN if clean_is_patched else CORRUPT,
         cells=sweep.num_cells,
-        skipped=sum(not column.places for pair in sweep.pairs for column in pair.columns) * per_column,
+        skipped=sum(not column.places for pair in sweep.pairs for column in pair.columns)
+        * per_column,
         tokens=Units(sweep).tokens,
         pairs=[_planned_pair(sweep, pair, clean_is_patched) for pair in sweep.pairs],
     )
 
 
 def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) -> PlannedPair:
-    clean, corrupt = (pair.base_tokens, pair.source_tokens) if clean_is_patched else (pair.source_tokens, pair.base_tokens)
+    clean, corrupt = (
+        (pair.base_tokens, pair.source_tokens)
+        if clean_is_patched
+        else (pair.source_tokens, pair.base_tokens)
+    )
     return PlannedPair(
         clean_tokens=clean,
         corrupt_tokens=corrupt,

@@ -18,7 +18,10 @@ from .jobs import SUBMIT_ERRORS
     "/v1/tokenize",
     status_code=200,
     summary="Tokenise text or a conversation",
-    description="Uses the model's own tokenizer and chat template: a job with the same `prompt` or `messages` has these tokens.",
+    description=(
+        "Uses the model's own tokenizer and chat template: a job with the same "
+        "`prompt` or `messages` has these tokens."
+    ),
     responses=SUBMIT_ERRORS,
 )
 async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Response[Tokenized]:
@@ -31,7 +34,11 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     try:
         if data.messages is not None:
             if images := parse_conversation("messages", data.messages).images:
-                raise invalid("messages", f"has {len(images)} images, whose tokens only the worker knows", allowed="text parts")
+                raise invalid(
+                    "messages",
+                    f"has {len(images)} images, whose tokens only the worker knows",
+                    allowed="text parts",
+                )
             ids, text = await codec.encode_chat(plain_messages(data.messages))
             prompt = StoredPrompt(token_ids=ids, text=text)
         else:
@@ -41,7 +48,11 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     except TooLong as error:
         raise invalid("prompt" if data.messages is None else "messages", error.detail) from None
     words = await codec.read(prompt.token_ids, prompt.text, special_tokens=special_tokens)
-    return Response(Tokenized(count=len(ids), max_model_len=info.max_model_len, tokens=list(ids), token_strs=words))
+    return Response(
+        Tokenized(
+            count=len(ids), max_model_len=info.max_model_len, tokens=list(ids), token_strs=words
+        )
+    )
 
 
 @post(
@@ -50,7 +61,9 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
     summary="Convert token ids to text",
     responses=SUBMIT_ERRORS,
 )
-async def detokenize(data: JSONBody[DetokenizeRequest], request: JsonRequest) -> Response[Detokenized]:
+async def detokenize(
+    data: JSONBody[DetokenizeRequest], request: JsonRequest
+) -> Response[Detokenized]:
     context = context_of(request)
     info = await context.model(data.model)
     check_vocabulary(data.tokens, "tokens", info)

@@ -8,14 +8,25 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 from ...broker.webhooks.outbox import WebhookOutbox, not_found
 from ...broker.webhooks.secrets import WebhookSecrets
 from ...schemas.limits import MAX_NAME, MAX_URL
-from ...schemas.webhooks import Delivery, DeliveryPage, DeliveryState, DisabledList, RotateRequest, SecretList
+from ...schemas.webhooks import (
+    Delivery,
+    DeliveryPage,
+    DeliveryState,
+    DisabledList,
+    RotateRequest,
+    SecretList,
+)
 from ..context import context_of
 from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
 
 DeliveryId = Annotated[
-    str, PathParameter(max_length=MAX_NAME, description="The delivery's id: the `webhook-id` header of all its attempts")
+    str,
+    PathParameter(
+        max_length=MAX_NAME,
+        description="The delivery's id: the `webhook-id` header of all its attempts",
+    ),
 ]
 WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 #: No cache on the way keeps a secret.
@@ -25,17 +36,29 @@ UNKEPT = {"Cache-Control": "no-store"}
 @get("/v1/webhooks/deliveries", summary="List webhook deliveries, newest first", responses=ERRORS)
 async def list_deliveries(
     request: JsonRequest,
-    job: Annotated[str | None, QueryParameter(max_length=MAX_NAME, description="Only deliveries about this job")] = None,
-    delivery_state: Annotated[DeliveryState | None, QueryParameter(name="state", description="Only deliveries in this state")] = None,
+    job: Annotated[
+        str | None,
+        QueryParameter(max_length=MAX_NAME, description="Only deliveries about this job"),
+    ] = None,
+    delivery_state: Annotated[
+        DeliveryState | None,
+        QueryParameter(name="state", description="Only deliveries in this state"),
+    ] = None,
     limit: PageSize = 50,
     cursor: Cursor = None,
     tenant: Whose = None,
 ) -> DeliveryPage:
     whose = tenant_asked(caller_of(request), tenant)
-    return await WebhookOutbox(context_of(request).ledger).deliveries(whose, job, delivery_state, limit, cursor)
+    return await WebhookOutbox(context_of(request).ledger).deliveries(
+        whose, job, delivery_state, limit, cursor
+    )
 
 
-@get("/v1/webhooks/deliveries/{delivery_id:str}", summary="Get a webhook delivery and its attempts", responses=ERRORS)
+@get(
+    "/v1/webhooks/deliveries/{delivery_id:str}",
+    summary="Get a webhook delivery and its attempts",
+    responses=ERRORS,
+)
 async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
     return await _seen(request, delivery_id)
 
@@ -45,7 +68,8 @@ async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Deliver
     status_code=202,
     summary="Redeliver a webhook",
     description=(
-        "Keeps the `webhook-id`. Works in any state, unless the receiver is disabled; a delivery waiting for its next attempt is sent now."
+        "Keeps the `webhook-id`. Works in any state, unless the receiver is disabled; "
+        "a delivery waiting for its next attempt is sent now."
     ),
     responses={**ERRORS, 409: PROBLEM},
 )
@@ -65,28 +89,45 @@ async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
 @get(
     "/v1/webhooks/secrets",
     summary="Get the signing secrets",
-    description="The secrets that sign webhooks about jobs submitted with this key; created by this call if there are none.",
+    description=(
+        "The secrets that sign webhooks about jobs submitted with this key; created by "
+        "this call if there are none."
+    ),
     responses={503: PROBLEM},
 )
 async def get_secrets(request: JsonRequest) -> Response[SecretList]:
     caller = caller_of(request)
-    return Response(await WebhookSecrets(context_of(request).ledger).of(caller.tenant, caller.key), headers=UNKEPT)
+    return Response(
+        await WebhookSecrets(context_of(request).ledger).of(caller.tenant, caller.key),
+        headers=UNKEPT,
+    )
 
 
 @post(
     "/v1/webhooks/secrets",
     status_code=201,
     summary="Rotate the signing secret",
-    description="The previous secret also signs for `keep_former_s`, so that receivers can switch over; any older one stops signing.",
+    description=(
+        "The previous secret also signs for `keep_former_s`, so that receivers can "
+        "switch over; any older one stops signing."
+    ),
     responses=WITH_BODY,
 )
-async def rotate_secret(data: JSONBody[RotateRequest], request: JsonRequest) -> Response[SecretList]:
+async def rotate_secret(
+    data: JSONBody[RotateRequest], request: JsonRequest
+) -> Response[SecretList]:
     caller = caller_of(request)
-    made = await WebhookSecrets(context_of(request).ledger).rotate(caller.tenant, caller.key, data.keep_former_s, data.own)
+    made = await WebhookSecrets(context_of(request).ledger).rotate(
+        caller.tenant, caller.key, data.keep_former_s, data.own
+    )
     return Response(made, status_code=201, headers=UNKEPT)
 
 
-@get("/v1/webhooks/disabled", summary="List disabled receivers: those that responded with 410", responses=ERRORS)
+@get(
+    "/v1/webhooks/disabled",
+    summary="List disabled receivers: those that responded with 410",
+    responses=ERRORS,
+)
 async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledList:
     whose = tenant_asked(caller_of(request), tenant)
     return DisabledList(endpoints=await WebhookOutbox(context_of(request).ledger).disabled(whose))
@@ -101,11 +142,26 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
 )
 async def enable(
     request: JsonRequest,
-    url: Annotated[str, QueryParameter(max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` lists it")],
+    url: Annotated[
+        str,
+        QueryParameter(
+            max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` lists it"
+        ),
+    ],
     tenant: Whose = None,
 ) -> None:
     caller = caller_of(request)
-    await WebhookOutbox(context_of(request).ledger).enable(tenant_asked(caller, tenant) or caller.tenant, url)
+    await WebhookOutbox(context_of(request).ledger).enable(
+        tenant_asked(caller, tenant) or caller.tenant, url
+    )
 
 
-ROUTES: list[Any] = [list_deliveries, get_delivery, redeliver, get_secrets, rotate_secret, list_disabled, enable]
+ROUTES: list[Any] = [
+    list_deliveries,
+    get_delivery,
+    redeliver,
+    get_secrets,
+    rotate_secret,
+    list_disabled,
+    enable,
+]

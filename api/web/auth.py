@@ -1,7 +1,8 @@
 """Authentication and authorization. Every request passes `authorize` before its body is read.
 
-What a route needs is a row in `SCOPE_OF`; a route without one is for admins alone. What belongs to another tenant is answered as
-what is not there, so handlers ask `seen` (jobs), or look names up as their caller's tenant knows them.
+What a route needs is a row in `SCOPE_OF`; a route without one is for admins alone. What belongs to
+another tenant is answered as what is not there, so handlers ask `seen` (jobs), or look names up as
+their caller's tenant knows them.
 """
 
 import hmac
@@ -129,14 +130,19 @@ SCOPE_OF: dict[str, Scope | None] = {
 COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
 
 HOW = (
-    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys with `midstream keys create`; the client reads "
+    f"Authorization: Bearer {KEY_PREFIX}<id>_<secret>; an operator creates keys "
+    "with `midstream keys create`; the client reads "
     "MIDSTREAM_API_KEY"
 )
 
 
 def needed(method: str, path: str) -> Scope | None:
     """The scope that a route requires; None: no authentication."""
-    return None if method == "OPTIONS" else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
+    return (
+        None
+        if method == "OPTIONS"
+        else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
+    )
 
 
 class Visit(NamedTuple):
@@ -148,34 +154,45 @@ class Visit(NamedTuple):
 
 
 class Gate:
-    """Turns what a request shows into a `Caller`. One per process: it remembers keys for `KNOWN_S`."""
+    """Turns what a request shows into a `Caller`.
+
+    One per process: it remembers keys for `KNOWN_S`.
+    """
 
     def __init__(self, settings: Settings, stored: Keys, sessions: Sessions) -> None:
         self.asks = asks_for_keys(settings)
         self.always = keys.of_settings(settings)  # by id: these cannot be revoked
         self._stored = stored
-        self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()  # id → until when, and the key
+        # id → until when, and the key
+        self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()
         self._sessions = sessions
         self.wrong = WrongKeys()
 
     async def caller(self, headers: list[str], address: str) -> Caller:
-        """The caller that the `Authorization` headers identify. `address`: where the call comes from.
+        """The caller that the `Authorization` headers identify.
 
-        Raises `unauthorized`, `rate_limited` after many wrong keys, and `unavailable` if the key cannot be checked.
+        `address`: where the call comes from.
 
-        Where authentication is off, a valid key still counts, and anything else means the default caller: OpenAI's clients
-        always send something.
+        Raises `unauthorized`, `rate_limited` after many wrong keys, and `unavailable` if the key
+        cannot be checked.
+
+        Where authentication is off, a valid key still counts, and anything else means the default
+        caller: OpenAI's clients always send something.
         """
         if not headers:
             if self.asks:
-                raise MidstreamError("unauthorized", "no API key given", field="Authorization", allowed=HOW)
+                raise MidstreamError(
+                    "unauthorized", "no API key given", field="Authorization", allowed=HOW
+                )
             return EVERYBODY
         key = await self._key(headers[0]) if len(headers) == 1 else None
         if key is not None:
             return Caller(key.tenant, key.id, frozenset(key.scopes))
         if self.asks:
             self.wrong.count(address)
-            raise MidstreamError("unauthorized", "the API key is not valid", field="Authorization", allowed=HOW)
+            raise MidstreamError(
+                "unauthorized", "the API key is not valid", field="Authorization", allowed=HOW
+            )
         return EVERYBODY
 
     async def _key(self, header: str) -> Key | None:
@@ -191,7 +208,9 @@ class Gate:
         return key if keys.is_right(shown, key, now()) else None
 
     async def visit(self, session_id: str) -> Visit | None:
-        """What a session's id stands for; None if the session, or the key that it was begun with, is over."""
+        """What a session's id stands for; None if the session, or the key that it was begun with,
+        is over.
+        """
         name = name_of(session_id)
         session = None if name is None else await self._sessions.get(name)
         if name is None or session is None:
@@ -222,7 +241,9 @@ class Gate:
         return key
 
 
-async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+async def authorize(
+    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
+) -> None:
     """The guard of all routes. Raises `unauthorized`, `forbidden`, and as `OpenCalls.enter`."""
     scope = needed(connection.scope["method"], connection.scope["path_template"])  # type: ignore[typeddict-item]
     if scope is None:
@@ -230,10 +251,17 @@ async def authorize(connection: ASGIConnection[Any, Any, Any, Any], handler: Bas
     caller = await _caller(connection)
     if not caller.may(scope):
         has = ", ".join(sorted(caller.scopes))
-        raise MidstreamError("forbidden", f"scope {scope!r} is required; the key has {has}", allowed=f"a key with scope {scope}")
+        raise MidstreamError(
+            "forbidden",
+            f"scope {scope!r} is required; the key has {has}",
+            allowed=f"a key with scope {scope}",
+        )
     connection.scope["auth"] = caller
-    if connection.scope["path"] not in QUIET:  # what watches over the service is answered all the same
-        connection.app.state.context.open_calls.enter(caller.tenant, bool(handler.opt.get("events")))
+    if connection.scope["path"] not in QUIET:
+        # what watches over the service is answered all the same
+        connection.app.state.context.open_calls.enter(
+            caller.tenant, bool(handler.opt.get("events"))
+        )
 
 
 async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
@@ -244,7 +272,9 @@ async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
         if visit is not None:
             return visit.caller
         if gate.asks:
-            raise MidstreamError("unauthorized", "the session has ended", field=COOKIE, allowed="log in again")
+            raise MidstreamError(
+                "unauthorized", "the session has ended", field=COOKIE, allowed="log in again"
+            )
     return await gate.caller(headers, address_of(connection))
 
 
@@ -254,22 +284,39 @@ def address_of(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
 
 
 async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | None:
-    """The session of the call's cookie, if any. Raises `cross_site` for a call that its page did not send."""
+    """The session of the call's cookie, if any.
+
+    Raises `cross_site` for a call that its page did not send.
+    """
     gate: Gate = connection.app.state.context.gate
     visit = await gate.visit(connection.cookies.get(COOKIE, ""))
     if visit is not None:
         safe = connection.scope["method"] in SAFE  # type: ignore[typeddict-item]
         if not own_page(connection, safe):
-            raise MidstreamError("cross_site", "the page of another site sent this request", field="Origin", allowed="this API's own page")
-        if not safe and not hmac.compare_digest(connection.headers.get(CSRF_HEADER, "").encode(), visit.session.csrf.encode()):
-            raise MidstreamError("cross_site", "is not that of the session", field=CSRF_HEADER, allowed="`csrf` of GET /session")
+            raise MidstreamError(
+                "cross_site",
+                "the page of another site sent this request",
+                field="Origin",
+                allowed="this API's own page",
+            )
+        if not safe and not hmac.compare_digest(
+            connection.headers.get(CSRF_HEADER, "").encode(), visit.session.csrf.encode()
+        ):
+            raise MidstreamError(
+                "cross_site",
+                "is not that of the session",
+                field=CSRF_HEADER,
+                allowed="`csrf` of GET /session",
+            )
     return visit
 
 
 def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False) -> bool:
-    """Whether the browser says that a page of this API sent the call (or, if it is `safe`, does not say that another did).
+    """Whether the browser says that a page of this API sent the call (or, if it is `safe`, does not
+    say that another did).
 
-    A cookie belongs to a host with all its ports, so a page at another port of this machine would send it too.
+    A cookie belongs to a host with all its ports, so a page at another port of this machine would
+    send it too.
     """
     site, origin = connection.headers.get("sec-fetch-site"), connection.headers.get("origin")
     if site is not None:
@@ -277,7 +324,10 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
     if origin is None:
         return safe
     public = connection.app.state.context.settings.public_url
-    return urlsplit(origin).netloc in {connection.headers.get("host", ""), urlsplit(public).netloc} - {""}
+    return urlsplit(origin).netloc in {
+        connection.headers.get("host", ""),
+        urlsplit(public).netloc,
+    } - {""}
 
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
@@ -302,9 +352,17 @@ def seen(caller: Caller, view: JobView) -> JobView:
 
 
 def tenant_asked(caller: Caller, tenant: str | None) -> str | None:
-    """The tenant whose data is listed; None: all. Raises `forbidden` for a tenant other than the caller's own."""
+    """The tenant whose data is listed; None: all.
+
+    Raises `forbidden` for a tenant other than the caller's own.
+    """
     if "admin" in caller.scopes:
         return tenant
     if tenant not in (None, caller.tenant):
-        raise MidstreamError("forbidden", "another tenant's data requires scope admin", field="tenant", allowed="a key with scope admin")
+        raise MidstreamError(
+            "forbidden",
+            "another tenant's data requires scope admin",
+            field="tenant",
+            allowed="a key with scope admin",
+        )
     return caller.tenant

@@ -1,6 +1,8 @@
-"""Request bodies: bounded and counted while they arrive, before anything is decoded, then decoded strictly into the handler's type.
+"""Request bodies: bounded and counted while they arrive, before anything is decoded, then decoded
+strictly into the handler's type.
 
-JSON of at most `max_body_mib`; or, where a route takes one, a file of at most `max_file_mib`, which is written to disk as it arrives.
+JSON of at most `max_body_mib`; or, where a route takes one, a file of at most `max_file_mib`, which
+is written to disk as it arrives.
 """
 
 import errno
@@ -27,7 +29,8 @@ from . import problems
 from .auth import caller_of
 from .request_context import CURRENT
 
-#: A client that sends too much sees the error only after it stops sending; we read up to this many times the limit.
+#: A client that sends too much sees the error only after it stops sending; we read up to this many
+#: times the limit.
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 
@@ -51,23 +54,34 @@ def _content(file: IO[bytes]) -> bytes:
 
 
 class JsonRequest(Request[Any, Any, Any]):
-    """Litestar's request with our reading of the body. (Litestar itself would convert loosely, `"1"` to 1.)"""
+    """Litestar's request with our reading of the body.
+
+    (Litestar itself would convert loosely, `"1"` to 1.)
+    """
 
     _more = True  # whether more of the body is to come
     _asked = ""  # SHA-256 of path and body, where the client sent an Idempotency-Key
 
     @property
     def _reads_file(self) -> Any:
-        """The converter of a file to JSON, called off the event loop, where the body is a file and the route takes one."""
+        """The converter of a file to JSON, called off the event loop, where the body is a file and
+        the route takes one.
+        """
         return self.route_handler.opt.get("file") if self.content_type[0] in FILE_TYPES else None
 
     async def body(self) -> bytes:
         encoding = self.headers.get("content-encoding", "identity")
         if encoding != "identity":  # a small compressed body may be a huge one
             detail = f"the body is compressed ({encoding[:40]})"
-            raise MidstreamError("unsupported_media_type", detail, field="Content-Encoding", allowed="an uncompressed body")
+            raise MidstreamError(
+                "unsupported_media_type",
+                detail,
+                field="Content-Encoding",
+                allowed="an uncompressed body",
+            )
         if self._reads_file:
-            return b"file"  # the framework asks whether there is any before it calls `json`, which reads it
+            # the framework asks whether there is any before it calls `json`, which reads it
+            return b"file"
         receive, counter = self.receive, JsonCounter()
         limit = self.route_handler.resolve_request_max_body_size() or 0
 
@@ -92,7 +106,8 @@ class JsonRequest(Request[Any, Any, Any]):
             self.receive = noting
             await self._drain(limit)
             raise problems.malformed(error) from error
-        except InternalServerException as error:  # how Litestar says that the client left in the middle
+        except InternalServerException as error:
+            # how Litestar says that the client left in the middle
             raise problems.ClientGone from error
         finally:
             self.receive = receive
@@ -102,7 +117,9 @@ class JsonRequest(Request[Any, Any, Any]):
         if read_file := self._reads_file:
             return await self._read_file(read_file)
         if media != "application/json":
-            allowed = ", ".join(("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ())))
+            allowed = ", ".join(
+                ("application/json", *(FILE_TYPES if self.route_handler.opt.get("file") else ()))
+            )
             raise MidstreamError(
                 "unsupported_media_type",
                 f"the body has content type {media}" if media else "the body has no content type",
@@ -119,14 +136,18 @@ class JsonRequest(Request[Any, Any, Any]):
         call = CURRENT.get()
         if call is not None and len(body) <= MAX_KEPT_BODY:
             call.body = body
-        self._body = self._connection_state.body = b""  # it may be large, and what is made of it is larger
+        # it may be large, and what is made of it is larger
+        self._body = self._connection_state.body = b""
         try:
             return from_json(body, wanted.annotation if wanted else Any)
         except problems.UNREADABLE as error:
             raise problems.malformed(error) from error
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
-        """What `read` makes of the body. Raises `payload_too_large`, and `unavailable` when the disk is full."""
+        """What `read` makes of the body.
+
+        Raises `payload_too_large`, and `unavailable` when the disk is full.
+        """
         settings: Settings = self.app.state.context.settings
         try:
             with await anyio.to_thread.run_sync(_temporary, Path(settings.data_dir)) as file:
@@ -172,13 +193,17 @@ class JsonRequest(Request[Any, Any, Any]):
                 most -= len(message["body"])
 
     def idempotency(self, key: str | None) -> tuple[str, str] | None:
-        """The `Idempotency-Key`, as it is kept for the caller's tenant, and the SHA-256 of what was asked under it.
+        """The `Idempotency-Key`, as it is kept for the caller's tenant, and the SHA-256 of what was
+        asked under it.
 
         None without a key. Raises a 400 naming it.
         """
         if key is None:
             return None
         if not 0 < len(key) <= MAX_IDEMPOTENCY_KEY or not (key.isascii() and key.isprintable()):
-            raise invalid("Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters")
-        assert self._asked, "a route with an Idempotency-Key takes JSON"  # else two bodies would count as one
+            raise invalid(
+                "Idempotency-Key", f"is not 1 to {MAX_IDEMPOTENCY_KEY} printable ASCII characters"
+            )
+        # else two bodies would count as one
+        assert self._asked, "a route with an Idempotency-Key takes JSON"
         return scoped(caller_of(self).tenant, key), self._asked

@@ -1,7 +1,9 @@
-"""HTTP connections with deadlines and limits for what a client sends: uvicorn's protocol has none for heads, bodies or readers.
+"""HTTP connections with deadlines and limits for what a client sends: uvicorn's protocol has none
+for heads, bodies or readers.
 
-A connection that waits for a request, sends its head or body too slowly, or does not read its answer, is closed. Beyond
-`max_connections` the connection that has waited longest for a request makes room; when none waits, only health checks are answered.
+A connection that waits for a request, sends its head or body too slowly, or does not read its
+answer, is closed. Beyond `max_connections` the connection that has waited longest for a request
+makes room; when none waits, only health checks are answered.
 """
 
 import asyncio
@@ -20,7 +22,8 @@ from .middleware import QUIET
 HEAD_LIMIT = 64 * 1024
 #: A body may take `body_timeout_s`, and a second more for so many bytes that have arrived.
 BODY_BYTES_PER_S = 16 * 1024
-#: Seconds that an answer may wait for a client that does not read it. (The kernel holds some hundred KiB more.)
+#: Seconds that an answer may wait for a client that does not read it. (The kernel holds some
+#: hundred KiB more.)
 READ_S = 300.0
 #: Connections beyond the limit, for health checks.
 SPARE = 32
@@ -52,7 +55,11 @@ def _within_files(wanted: int) -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. At each moment it waits for a request (`_head` is 0), for the rest of a head, of a body, or for an answer."""
+    """One connection.
+
+    At each moment it waits for a request (`_head` is 0), for the rest of a head, of a body, or for
+    an answer.
+    """
 
     def __init__(self, common: Connections, **uvicorn: Any):
         super().__init__(**uvicorn)
@@ -107,7 +114,9 @@ class Connection(HttpToolsProtocol):
             self._head += len(data)
         super().data_received(data)
         if self._head > HEAD_LIMIT and self._body < 0:
-            self._refuse("head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes")
+            self._refuse(
+                "head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes"
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -116,13 +125,21 @@ class Connection(HttpToolsProtocol):
             self._await(self._common.head_s)
 
     def on_headers_complete(self) -> None:
-        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_LIMIT:
-            self._refuse("head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes")
+        if (
+            len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            > HEAD_LIMIT
+        ):
+            self._refuse(
+                "head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes"
+            )
             return
         self._common.waiting.pop(self, None)
         self._head, self._body = 0, 0
         self._await(self._common.body_s)
-        is_full = len(self.connections) > self._common.limit and self.url.partition(b"?")[0].decode("latin-1") not in QUIET
+        is_full = (
+            len(self.connections) > self._common.limit
+            and self.url.partition(b"?")[0].decode("latin-1") not in QUIET
+        )
         self.app = _full if is_full else self._served
         super().on_headers_complete()
 
@@ -149,19 +166,35 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _late(self) -> None:
-        """End the connection whose deadline has passed, unless we have paused reading or enough of a body has arrived for more time."""
+        """End the connection whose deadline has passed, unless we have paused reading or enough of
+        a body has arrived for more time.
+        """
         asked = self.cycle is None or not self.cycle.waiting_for_100_continue
         if self.flow.read_paused or not asked:
             self._body = min(self._body, 0)
             self._await(self._common.body_s)
             return
-        if self._body > 0 and (left := self._since + self._common.body_s + self._body / BODY_BYTES_PER_S - self.loop.time()) > 0:
+        if (
+            self._body > 0
+            and (
+                left := self._since
+                + self._common.body_s
+                + self._body / BODY_BYTES_PER_S
+                - self.loop.time()
+            )
+            > 0
+        ):
             self._timer = self.loop.call_later(left, self._late)
             return
         if self._head == 0 and self._body < 0:
             self.transport.close()
             return
-        self._refuse("request_timeout", "the request did not arrive in time" if self._body < 0 else "the body did not arrive in time")
+        self._refuse(
+            "request_timeout",
+            "the request did not arrive in time"
+            if self._body < 0
+            else "the body did not arrive in time",
+        )
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -183,7 +216,10 @@ class Connection(HttpToolsProtocol):
             return self.transport.abort()  # an answer to what came before is under way
         if self._body < 0 or not self.cycle.response_started:
             status, headers, body = _problem(kind, detail)
-            lines = [f"HTTP/1.1 {status} {kind}".encode(), *(name + b": " + value for name, value in headers)]
+            lines = [
+                f"HTTP/1.1 {status} {kind}".encode(),
+                *(name + b": " + value for name, value in headers),
+            ]
             self.transport.write(b"\r\n".join([*lines, b"", body]))
         self.transport.close()
 

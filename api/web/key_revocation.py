@@ -1,6 +1,8 @@
-"""Key revocation and logout during held responses and event streams, which can outlive the key or session they were opened with.
+"""Key revocation and logout during held responses and event streams, which can outlive the key or
+session they were opened with.
 
-One check of all keys and sessions with open calls every `KNOWN_S`, however many calls there are; none while no call with a key is open.
+One check of all keys and sessions with open calls every `KNOWN_S`, however many calls there are;
+none while no call with a key is open.
 """
 
 import asyncio
@@ -18,7 +20,9 @@ log = logging.getLogger("midstream.api")
 
 
 class HeldKey:
-    """One open call: `lost` is done once its key is revoked or expires; None: no key, or one that cannot be revoked."""
+    """One open call: `lost` is done once its key is revoked or expires; None: no key, or one that
+    cannot be revoked.
+    """
 
     def __init__(self, lost: asyncio.Future[None] | None = None) -> None:
         self.lost = lost
@@ -33,7 +37,10 @@ class HeldKey:
         if self.lost is not None and self.lost.done():
             raise MidstreamError(
                 "unauthorized",
-                "the key was revoked or expired, or its user has logged out, while the response was in progress",
+                (
+                    "the key was revoked or expired, or its user has logged out, while the "
+                    "response was in progress"
+                ),
                 field="Authorization",
                 allowed=HOW,
             )
@@ -43,18 +50,24 @@ ALWAYS = HeldKey()
 
 
 class KeyWatch:
-    """All open calls of a process. Belongs to one event loop. `always`: ids of the keys that cannot be revoked."""
+    """All open calls of a process.
+
+    Belongs to one event loop. `always`: ids of the keys that cannot be revoked.
+    """
 
     def __init__(self, stored: Keys, sessions: Sessions, always: Collection[str] = ()) -> None:
         self._stored = stored
         self._sessions = sessions
         self._always = always
-        self._held: dict[tuple[str, str], set[asyncio.Future[None]]] = {}  # by key and session; empty: none that could end
+        # by key and session; empty: none that could end
+        self._held: dict[tuple[str, str], set[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def of(self, caller: Caller) -> Iterator[HeldKey]:
-        """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the `HeldKey`, or wait for it."""
+        """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the
+        `HeldKey`, or wait for it.
+        """
         held_by = ("" if caller.key in self._always else caller.key, caller.session)
         if held_by == ("", ""):
             yield ALWAYS
@@ -95,9 +108,16 @@ class KeyWatch:
             try:
                 keys = await self._stored.valid({key for key, _ in asked if key})
                 sessions = await self._sessions.valid({session for _, session in asked if session})
-            except MidstreamError as error:  # while Redis is unreachable, no key can be revoked either
-                log.debug("cannot check the keys of held calls (count: %d); will retry: %s", len(asked), error)
+            except MidstreamError as error:
+                # while Redis is unreachable, no key can be revoked either
+                log.debug(
+                    "cannot check the keys of held calls (count: %d); will retry: %s",
+                    len(asked),
+                    error,
+                )
                 continue
             for held_by in asked:
-                if (held_by[0] and held_by[0] not in keys) or (held_by[1] and held_by[1] not in sessions):
+                if (held_by[0] and held_by[0] not in keys) or (
+                    held_by[1] and held_by[1] not in sessions
+                ):
                     self._lose(held_by)

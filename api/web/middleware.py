@@ -1,4 +1,5 @@
-"""Middleware of every call: id (`X-Request-ID`), log line, a span for calls that change something, and an answer when the server stops.
+"""Middleware of every call: id (`X-Request-ID`), log line, a span for calls that change something,
+and an answer when the server stops.
 
 Outside of Litestar, so that it covers calls without a route as well.
 """
@@ -27,24 +28,37 @@ from .request_context import TRACED, Call
 log = logging.getLogger("midstream.api.access")
 
 REQUEST_ID, TRACEPARENT, CACHE_CONTROL = b"x-request-id", b"traceparent", b"cache-control"
-#: An id that a caller gives is taken if it is short and plain, so that it cannot forge lines or headers.
+#: An id that a caller gives is taken if it is short and plain, so that it cannot forge lines or
+#: headers.
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 #: Asked every few seconds by machines: a line for each would hide the others.
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
-#: When the server stops, calls still open after so many seconds are answered with 503: Redis may hang. Less than `__main__.GRACE_S`.
+#: When the server stops, calls still open after so many seconds are answered with 503: Redis may
+#: hang. Less than `__main__.GRACE_S`.
 STOP_S = 3.0
 
 
 def released(request: Request[Any, Any, Any], outcome: Outcome) -> None:
-    """A response that was held is answered now, with this: the job has come as far as its caller wanted."""
+    """A response that was held is answered now, with this: the job has come as far as its caller
+    wanted.
+    """
     view, call = outcome.view, request_context.CURRENT.get()
     if call is not None:
-        metrics.RELEASE.labels(request.scope["path_template"]).observe(time.perf_counter() - call.began)
+        metrics.RELEASE.labels(request.scope["path_template"]).observe(
+            time.perf_counter() - call.began
+        )
         at = now()
         call.written = outcome.written and outcome.result is not None
-        traces.record("release", call.span.traceparent, view.finished or view.generated or at, at, job=view.id, state=view.state.value)
+        traces.record(
+            "release",
+            call.span.traceparent,
+            view.finished or view.generated or at,
+            at,
+            job=view.id,
+            state=view.state.value,
+        )
 
 
 class App(Litestar):
@@ -71,7 +85,11 @@ class App(Litestar):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        given = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (REQUEST_ID, TRACEPARENT)}
+        given = {
+            name: value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in (REQUEST_ID, TRACEPARENT)
+        }
         request_id = given.get(REQUEST_ID, "")
         if not _SANE.fullmatch(request_id):
             request_id = secrets.token_hex(16)
@@ -84,7 +102,10 @@ class App(Litestar):
             if message["type"] == "http.response.start":
                 self._open.discard(waiting)
                 status = message["status"]
-                message["headers"] = [*_unkept(message.get("headers", ()), scope), (REQUEST_ID, request_id.encode())]
+                message["headers"] = [
+                    *_unkept(message.get("headers", ()), scope),
+                    (REQUEST_ID, request_id.encode()),
+                ]
             await send(message)
 
         token = request_context.CURRENT.set(call)
@@ -106,15 +127,27 @@ class App(Litestar):
                     _end(call.span, scope, status)
                 level = logging.DEBUG if scope["path"] in QUIET else self.access_level
                 if log.isEnabledFor(level):
-                    log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra=_access(scope, status, call))
+                    log.log(
+                        level,
+                        "%s %s %d",
+                        scope["method"],
+                        scope["path"],
+                        status,
+                        extra=_access(scope, status, call),
+                    )
 
 
 def _unkept(headers: Iterable[tuple[bytes, bytes]], scope: Any) -> Iterable[tuple[bytes, bytes]]:
-    """Return an answer's headers, with `no-store` for the page's calls: a browser would write what they show to its disk."""
+    """Return an answer's headers, with `no-store` for the page's calls: a browser would write what
+    they show to its disk.
+    """
     caller = scope.get("auth")
     if not isinstance(caller, Caller) or not caller.session:
         return headers
-    return [*(header for header in headers if header[0].lower() != CACHE_CONTROL), (CACHE_CONTROL, b"no-store")]
+    return [
+        *(header for header in headers if header[0].lower() != CACHE_CONTROL),
+        (CACHE_CONTROL, b"no-store"),
+    ]
 
 
 async def _stopped(path: str, answer: Any) -> None:
@@ -140,7 +173,9 @@ def _begin(method: str, parent: str, request_id: str) -> tuple[Call, bool]:
     began = time.perf_counter()
     if not traces.enabled() or not (parent or method in TRACED):
         return Call(Span(parent), began, method), False
-    return Call(traces.begin(method, parent, root=True, kind="server", request_id=request_id), began, method), True
+    return Call(
+        traces.begin(method, parent, root=True, kind="server", request_id=request_id), began, method
+    ), True
 
 
 def _end(span: Span, scope: Any, status: int) -> None:
@@ -155,4 +190,10 @@ def _access(scope: Any, status: int, call: Call) -> dict[str, Any]:
     milliseconds = round((time.perf_counter() - call.began) * 1000, 2)
     caller = scope.get("auth")
     tenant = caller.tenant if isinstance(caller, Caller) else None
-    return {"method": scope["method"], "path": scope["path"], "status": status, "ms": milliseconds, "tenant": tenant}
+    return {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "ms": milliseconds,
+        "tenant": tenant,
+    }

@@ -1,13 +1,16 @@
-"""Limits on the calls of one tenant that are open in this process, and on its event streams: counted here and nowhere else.
+"""Limits on the calls of one tenant that are open in this process, and on its event streams:
+counted here and nowhere else.
 
-A call is counted from its authorization to the end of its answer, or until its client has left (`Call.held`).
+A call is counted from its authorization to the end of its answer, or until its client has left
+(`Call.held`).
 """
 
 from ...schemas.settings import Settings
 from .request_context import CURRENT
 from .shares import Rate, Shares
 
-#: Member of a route's `opt` that marks event streams to which clients connect again when they are lost.
+#: Member of a route's `opt` that marks event streams to which clients connect again when they are
+#: lost.
 EVENTS = {"events": True}
 #: Seconds after which a refused client may try again: many may do so at the same time.
 AGAIN_S = 5.0
@@ -18,14 +21,28 @@ class OpenCalls:
 
     def __init__(self, settings: Settings) -> None:
         most = settings.tenant_streams
-        self._calls = Shares(settings.tenant_connections, "requests", "too_many_connections", "tenant_connections", AGAIN_S)
+        self._calls = Shares(
+            settings.tenant_connections,
+            "requests",
+            "too_many_connections",
+            "tenant_connections",
+            AGAIN_S,
+        )
         self._streams = Shares(most, "event streams", "too_many_streams", "tenant_streams", AGAIN_S)
         self._openings = Rate(
-            settings.tenant_streams_per_minute, most, "new event streams", "too_many_streams", "tenant_streams_per_minute", AGAIN_S
+            settings.tenant_streams_per_minute,
+            most,
+            "new event streams",
+            "too_many_streams",
+            "tenant_streams_per_minute",
+            AGAIN_S,
         )
 
     def enter(self, tenant: str, is_stream: bool) -> None:
-        """Count the call that is being answered. Raises `too_many_connections` and `too_many_streams`."""
+        """Count the call that is being answered.
+
+        Raises `too_many_connections` and `too_many_streams`.
+        """
         call = CURRENT.get()
         assert call is not None, "only calls of the application are authorized"
         call.held.enter_context(self._calls.of(tenant))

@@ -29,10 +29,16 @@ OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models
 
 #: Kind → after how many seconds a client may try again.
 RETRY_AFTER_S = {
-    "unavailable": 1, "too_many_cells": 10, "too_many_jobs": 5, "too_many_harvests": 60, "too_many_sessions": 60, "too_many_webhooks": 60,
-    "capture_limit": 60, "rate_limited": 5,
+    "unavailable": 1,
+    "too_many_cells": 10,
+    "too_many_jobs": 5,
+    "too_many_harvests": 60,
+    "too_many_sessions": 60,
+    "too_many_webhooks": 60,
+    "capture_limit": 60,
+    "rate_limited": 5,
     "overloaded": 5,
-}  # fmt: skip
+}
 
 #: Kind → what else its answers say (RFC 6750).
 HEADERS_OF: dict[str, dict[str, str]] = {
@@ -41,12 +47,18 @@ HEADERS_OF: dict[str, dict[str, str]] = {
 }
 
 #: Refused for a limit of a tenant's, a quota, or because the service is full: counted.
-REFUSALS = frozenset({kind for kind, status in STATUS_OF_KIND.items() if status in (429, 507)} | {"overloaded"})
+REFUSALS = frozenset(
+    {kind for kind, status in STATUS_OF_KIND.items() if status in (429, 507)} | {"overloaded"}
+)
 
 #: nginx's status for a client that left before its answer; never received, counted in metrics.
 CLIENT_GONE = 499
 
-_KIND_OF_STATUS = {status: kind for kind, status in STATUS_OF_KIND.items() if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422}
+_KIND_OF_STATUS = {
+    status: kind
+    for kind, status in STATUS_OF_KIND.items()
+    if status < HTTP_500_INTERNAL_SERVER_ERROR and status != 422
+}
 
 
 class ClientGone(Exception):
@@ -58,20 +70,31 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyVa
 
 
 def malformed(error: Exception) -> MidstreamError:
-    """What is wrong in a body, one of `UNREADABLE`, with the field's path: `$.capture.layers` becomes `capture.layers`."""
+    """What is wrong in a body, one of `UNREADABLE`, with the field's path: `$.capture.layers`
+    becomes `capture.layers`.
+    """
     if isinstance(error, msgspec.ValidationError):
         return refusal(error)
     if isinstance(error, TooManyValues):
-        return MidstreamError("invalid_request", f"the body: {error}", allowed="fewer values; send large vectors as a safetensors file")
+        return MidstreamError(
+            "invalid_request",
+            f"the body: {error}",
+            allowed="fewer values; send large vectors as a safetensors file",
+        )
     if isinstance(error, UnicodeDecodeError):
-        return MidstreamError("invalid_request", f"the body is not UTF-8: {error.reason} 0x{error.object[error.start]:02x}")
+        return MidstreamError(
+            "invalid_request",
+            f"the body is not UTF-8: {error.reason} 0x{error.object[error.start]:02x}",
+        )
     if isinstance(error, RecursionError):
         return MidstreamError("invalid_request", "the body nests objects or arrays too deeply")
     return MidstreamError("invalid_request", f"the body is not JSON: {error}")
 
 
 def bounded(problem: Problem) -> Problem:
-    """The problem without long parts of what the client sent: names of unknown fields, paths, quoted values."""
+    """The problem without long parts of what the client sent: names of unknown fields, paths,
+    quoted values.
+    """
     return msgspec.structs.replace(
         problem,
         detail=shortened(problem.detail, MAX_DETAIL),
@@ -85,11 +108,17 @@ def openai_error(problem: Problem) -> OpenAIError:
     kind = problem.type.rpartition(":")[2]
     where = f"{problem.field}: " if problem.field else ""
     allowed = f" (allowed: {problem.allowed})" if problem.allowed else ""
-    return OpenAIError(message=f"{where}{problem.detail}{allowed}", type=kind, code=kind, param=problem.field)
+    return OpenAIError(
+        message=f"{where}{problem.detail}{allowed}", type=kind, code=kind, param=problem.field
+    )
 
 
-def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None) -> Response[Any]:
-    """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the member `error`."""
+def answer(
+    request: Request[Any, Any, Any], problem: Problem, headers: dict[str, str] | None = None
+) -> Response[Any]:
+    """The problem with its own status; at the OpenAI-style endpoints also in OpenAI's words, as the
+    member `error`.
+    """
     if problem.status < HTTP_500_INTERNAL_SERVER_ERROR:
         problem = bounded(problem)
     kind = problem.type.rpartition(":")[2]
@@ -98,13 +127,20 @@ def answer(request: Request[Any, Any, Any], problem: Problem, headers: dict[str,
         metrics.REFUSALS.labels(kind).inc()
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
-    return Response(body_of(problem, request.url.path), status_code=problem.status, media_type=MEDIA_TYPE, headers=headers)
+    return Response(
+        body_of(problem, request.url.path),
+        status_code=problem.status,
+        media_type=MEDIA_TYPE,
+        headers=headers,
+    )
 
 
 def body_of(problem: Problem, path: str) -> bytes:
     """The problem as it is answered at `path`."""
     if path in OPENAI_PATHS:
-        return to_json(OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem)))
+        return to_json(
+            OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem))
+        )
     return to_json(problem)
 
 
@@ -113,13 +149,26 @@ def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
     call = CURRENT.get()
     if call is None or not call.job:
         return problem, {}
-    known = f"job {call.job} was accepted" if call.accepted else f"job {call.job} may have been accepted"
-    detail = f"{problem.detail}; {known}: look it up, or repeat the call with the same Idempotency-Key"
-    return msgspec.structs.replace(problem, detail=detail, instance=call.url), {"Location": call.url, JOB_HEADER: call.job}
+    known = (
+        f"job {call.job} was accepted"
+        if call.accepted
+        else f"job {call.job} may have been accepted"
+    )
+    detail = (
+        f"{problem.detail}; {known}: look it up, or repeat the call with the same Idempotency-Key"
+    )
+    return msgspec.structs.replace(problem, detail=detail, instance=call.url), {
+        "Location": call.url,
+        JOB_HEADER: call.job,
+    }
 
 
 def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
-    headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    headers = (
+        {}
+        if error.retry_after is None
+        else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    )
     problem = error.problem(instance=request.url.path)
     if error.kind == "unavailable":
         problem, more = with_job(problem)
@@ -134,10 +183,16 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
     found = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        found = MidstreamError(kind, f"no such path: {shortened(request.url.path)}", allowed="the paths listed at /schema")
+        found = MidstreamError(
+            kind,
+            f"no such path: {shortened(request.url.path)}",
+            allowed="the paths listed at /schema",
+        )
     elif kind == "method_not_allowed":
         found = MidstreamError(
-            kind, f"{request.method} is not supported at {shortened(request.url.path)}", allowed=(error.headers or {}).get("allow")
+            kind,
+            f"{request.method} is not supported at {shortened(request.url.path)}",
+            allowed=(error.headers or {}).get("allow"),
         )
     elif isinstance(error, ValidationException):
         found = _parameter(request, error)
@@ -151,7 +206,11 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     if name == "data" or "`data`" in message:
         return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
     message = shortened(message)
-    return invalid(_public_name(request, name), message) if name else MidstreamError("invalid_request", message)
+    return (
+        invalid(_public_name(request, name), message)
+        if name
+        else MidstreamError("invalid_request", message)
+    )
 
 
 def _public_name(request: Request[Any, Any, Any], name: str) -> str:
@@ -166,17 +225,26 @@ def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Respon
 
 
 def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """An internal error: logged with its traceback under a number; the client gets only the number."""
+    """An internal error: logged with its traceback under a number; the client gets only the
+    number.
+    """
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
-    found = MidstreamError("internal", f"the server failed on this request; see its log under {number}")
+    found = MidstreamError(
+        "internal", f"the server failed on this request; see its log under {number}"
+    )
     return answer(request, found.problem(instance=request.url.path))
 
 
 def on_os_error(request: Request[Any, Any, Any], error: OSError) -> Response[bytes]:
     """A full or read-only disk passes: the client may try again."""
     if trouble := disk_trouble(error):
-        return on_midstream_error(request, MidstreamError("unavailable", f"{trouble}: {error.filename or 'a folder'} cannot be written"))
+        return on_midstream_error(
+            request,
+            MidstreamError(
+                "unavailable", f"{trouble}: {error.filename or 'a folder'} cannot be written"
+            ),
+        )
     return on_any_error(request, error)
 
 

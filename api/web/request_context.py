@@ -10,7 +10,8 @@ from ...broker.ops.traces import Span
 from ...schemas.base import from_json, to_json
 from ...schemas.job_requests import MAX_KEPT_BODY
 
-#: Methods that change something and are always traced. Other calls are traced only if their caller traces them.
+#: Methods that change something and are always traced. Other calls are traced only if their caller
+#: traces them.
 TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 
 
@@ -21,11 +22,13 @@ class Call:
     span: Span
     began: float  # as `time.perf_counter` has it
     method: str
-    body: bytes = b""  # what is kept beside its job: as it came, if it is small, with what its URL adds
+    # what is kept beside its job: as it came, if it is small, with what its URL adds
+    body: bytes = b""
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it
-    held: ExitStack = field(default_factory=ExitStack)  # what the call holds until its answer has ended, or its client has left
+    # what the call holds until its answer has ended, or its client has left
+    held: ExitStack = field(default_factory=ExitStack)
     written: bool = False  # whether all that the answer says is known to survive a kill of Redis
 
 
@@ -39,7 +42,9 @@ def traceparent() -> str:
 
 
 def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
-    """Note that the URL adds these entries to the body's `steering`: the body that is kept has them, and can be sent alone."""
+    """Note that the URL adds these entries to the body's `steering`: the body that is kept has
+    them, and can be sent alone.
+    """
     if (call := CURRENT.get()) is not None and call.body and entries:
         body = from_json(call.body, dict[str, Any])
         raw = to_json(body | {"steering": [*body.get("steering", []), *entries]})

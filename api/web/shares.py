@@ -14,9 +14,19 @@ REMEMBERED = 10_000
 
 
 class Shares:
-    """`most`: of one tenant. `what`: plural, for the refusal. `setting`: the one that has `most`. Belongs to one event loop."""
+    """`most`: of one tenant.
 
-    def __init__(self, most: int, what: str, kind: str = "rate_limited", setting: str = "", again_s: float = AGAIN_S) -> None:
+    `what`: plural, for the refusal. `setting`: the one that has `most`. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        what: str,
+        kind: str = "rate_limited",
+        setting: str = "",
+        again_s: float = AGAIN_S,
+    ) -> None:
         self._most, self._what, self._kind, self._again_s = most, what, kind, again_s
         self._named = f" (setting {setting})" if setting else ""
         self._under_way: Counter[str] = Counter()
@@ -25,8 +35,13 @@ class Shares:
     def of(self, tenant: str) -> Iterator[None]:
         """Counts one more until the block ends. Raises `kind`."""
         if self._under_way[tenant] >= self._most:
-            detail = f"{self._what} of tenant {tenant} under way: {self._under_way[tenant]}; the limit is {self._most}{self._named}"
-            raise MidstreamError(self._kind, detail, allowed=f"wait {self._again_s:g} s", retry_after=self._again_s)
+            detail = (
+                f"{self._what} of tenant {tenant} under way: {self._under_way[tenant]}; the "
+                f"limit is {self._most}{self._named}"
+            )
+            raise MidstreamError(
+                self._kind, detail, allowed=f"wait {self._again_s:g} s", retry_after=self._again_s
+            )
         self._under_way[tenant] += 1
         try:
             yield
@@ -37,12 +52,26 @@ class Shares:
 
 
 class Rate:
-    """How often each tenant may do something: `per_minute`, of which `burst` may come at once. Belongs to one event loop."""
+    """How often each tenant may do something: `per_minute`, of which `burst` may come at once.
 
-    def __init__(self, per_minute: int, burst: int, what: str, kind: str, setting: str, again_s: float = AGAIN_S) -> None:
+    Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        per_minute: int,
+        burst: int,
+        what: str,
+        kind: str,
+        setting: str,
+        again_s: float = AGAIN_S,
+    ) -> None:
         self._step_s, self._burst, self._kind, self._again_s = 60 / per_minute, burst, kind, again_s
-        self._refusal = f"{what} of tenant {{}}: more than {per_minute} per minute (setting {setting})"
-        self._paid: OrderedDict[str, float] = OrderedDict()  # tenant → when (monotonic) the rate has made up for all that it did
+        self._refusal = (
+            f"{what} of tenant {{}}: more than {per_minute} per minute (setting {setting})"
+        )
+        # tenant → when (monotonic) the rate has made up for all that it did
+        self._paid: OrderedDict[str, float] = OrderedDict()
 
     def count(self, tenant: str) -> None:
         """Raises `kind`, and counts nothing then."""
@@ -50,7 +79,12 @@ class Rate:
         paid = max(at, self._paid.get(tenant, at)) + self._step_s
         if (wait := paid - at - self._step_s * self._burst) > 0:
             wait = max(wait, self._again_s)
-            raise MidstreamError(self._kind, self._refusal.format(tenant), allowed=f"wait {wait:.0f} s", retry_after=wait)
+            raise MidstreamError(
+                self._kind,
+                self._refusal.format(tenant),
+                allowed=f"wait {wait:.0f} s",
+                retry_after=wait,
+            )
         self._paid[tenant] = paid
         self._paid.move_to_end(tenant)
         if len(self._paid) > REMEMBERED:

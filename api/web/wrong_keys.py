@@ -1,4 +1,6 @@
-"""Bounds how often one address may show wrong keys, at the login and in `Authorization`. A right key is never counted or refused.
+"""Bounds how often one address may show wrong keys, at the login and in `Authorization`.
+
+A right key is never counted or refused.
 
 A key cannot be guessed; this bounds what trying costs, and shows in the log who tries.
 """
@@ -36,7 +38,8 @@ class WrongKeys:
     """The wrong keys of the last minute, by address."""
 
     def __init__(self) -> None:
-        self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()  # network → when its minute ends, and wrong keys in it
+        # network → when its minute ends, and wrong keys in it
+        self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def count(self, address: str) -> None:
         """Count a wrong key. Raises `rate_limited` with the wait beyond those of a minute."""
@@ -54,6 +57,8 @@ class WrongKeys:
             log.warning("more than %d wrong keys from %s within a minute", WRONG_PER_MINUTE, name)
         wait = int(until - at) + 1
         raise MidstreamError(
-            "rate_limited", f"more than {WRONG_PER_MINUTE} wrong keys from this address within a minute",
-            allowed=f"a valid key, or wait {wait} s", retry_after=wait,
-        )  # fmt: skip
+            "rate_limited",
+            f"more than {WRONG_PER_MINUTE} wrong keys from this address within a minute",
+            allowed=f"a valid key, or wait {wait} s",
+            retry_after=wait,
+        )

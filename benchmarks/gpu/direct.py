@@ -1,4 +1,6 @@
-"""An engine whose scheduler, rank and model run in this process: the caller makes every step, so that two engines get the same ones."""
+"""An engine whose scheduler, rank and model run in this process: the caller makes every step, so
+that two engines get the same ones.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,10 @@ from midstream.workers.engine.protocol import EngineRequest
 
 
 class Stepped:
-    """What `VllmEngine` uses of vLLM's AsyncLLM, on an engine that steps when it is told to. One thread does all of its work."""
+    """What `VllmEngine` uses of vLLM's AsyncLLM, on an engine that steps when it is told to.
+
+    One thread does all of its work.
+    """
 
     thread = ThreadPoolExecutor(1)
 
@@ -32,7 +37,11 @@ class Stepped:
     def from_vllm_config(cls, config: Any, disable_log_stats: bool) -> "Stepped":
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        return cls(cls.thread.submit(LLMEngine.from_vllm_config, config, disable_log_stats=disable_log_stats).result())
+        return cls(
+            cls.thread.submit(
+                LLMEngine.from_vllm_config, config, disable_log_stats=disable_log_stats
+            ).result()
+        )
 
     def call(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return self.thread.submit(work, *arguments, **named).result()
@@ -48,7 +57,9 @@ class Stepped:
 
 
 class Direct:
-    """`VllmEngine` with that, without asynchronous scheduling: the batches of a step follow from what was added before it alone."""
+    """`VllmEngine` with that, without asynchronous scheduling: the batches of a step follow from
+    what was added before it alone.
+    """
 
     def __init__(self, settings: Settings, extra: dict[str, Any]) -> None:
         from midstream.workers.engine import vllm
@@ -87,7 +98,9 @@ class Direct:
 
         params = sampling_params(ask.sampling, rank_spec(ask, GlobalSteering()))
         name = f"{ask.job}.{ask.request}.{ask.attempt}"
-        self._llm.call(self._llm.llm.add_request, name, TokensPrompt(prompt_token_ids=ask.token_ids), params)
+        self._llm.call(
+            self._llm.llm.add_request, name, TokensPrompt(prompt_token_ids=ask.token_ids), params
+        )
         self._live.add(name)
         self.outputs[name] = []
 
@@ -100,7 +113,9 @@ class Direct:
             part = output.outputs[0]
             chosen = part.logprobs or [None] * len(part.token_ids)
             pairs = zip(part.token_ids, chosen, strict=True)
-            self.outputs[output.request_id] += [(token, found[token].logprob if found else None) for token, found in pairs]
+            self.outputs[output.request_id] += [
+                (token, found[token].logprob if found else None) for token, found in pairs
+            ]
             if output.finished:
                 self._live.discard(output.request_id)
         self.steps += 1
@@ -122,10 +137,22 @@ class Direct:
         self.wait(self.engine.shutdown())
 
 
-def request(number: int, token_ids: list[int], generated: int, *, job: str = "", logprobs: int | None = None, **wish: Any) -> EngineRequest:
+def request(
+    number: int,
+    token_ids: list[int],
+    generated: int,
+    *,
+    job: str = "",
+    logprobs: int | None = None,
+    **wish: Any,
+) -> EngineRequest:
     """`wish`: steering and captures, see `EngineRequest`."""
     from midstream.schemas.jobs import Sampling
 
-    sampling = msgspec.structs.replace(Sampling(), max_tokens=generated, ignore_eos=True, temperature=0.0, logprobs=logprobs)
+    sampling = msgspec.structs.replace(
+        Sampling(), max_tokens=generated, ignore_eos=True, temperature=0.0, logprobs=logprobs
+    )
     captured = {capture.tag: 1 for capture in wish.get("captures", ())}
-    return EngineRequest(job or f"job{number}", 0, 1, token_ids, sampling, captured=captured, **wish)
+    return EngineRequest(
+        job or f"job{number}", 0, 1, token_ids, sampling, captured=captured, **wish
+    )

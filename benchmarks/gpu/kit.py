@@ -1,6 +1,8 @@
-"""What the stages share: where the package is, models without weights, a sink for receipts, figures with intervals.
+"""What the stages share: where the package is, models without weights, a sink for receipts, figures
+with intervals.
 
-Imported first: `midstream` is then the checkout that this file is in, whatever its folder is called.
+Imported first: `midstream` is then the checkout that this file is in, whatever its folder is
+called.
 """
 
 # ruff: noqa: E402 -- where our modules are is settled first
@@ -32,14 +34,18 @@ SHARED = (ROOT / "benchmarks", ROOT / "tests", ROOT / "tests" / "engine")
 
 
 def _settle() -> Path:
-    """A folder in which `midstream` leads to the checkout; the processes that vLLM starts find it too."""
+    """A folder in which `midstream` leads to the checkout; the processes that vLLM starts find it
+    too.
+    """
     if link := os.environ.get("BENCH_GPU_LINK"):
         return Path(link)
     folder = Path(tempfile.mkdtemp(prefix="midstream-gpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "midstream").symlink_to(ROOT)
     os.environ["BENCH_GPU_LINK"] = str(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return folder
 
 
@@ -49,8 +55,13 @@ import msgspec
 
 import midstream
 
-if Path(midstream.__file__).resolve() != (ROOT / "__init__.py").resolve():  # an editable install of it comes before any path
-    sys.exit(f"{sys.executable} imports midstream from {Path(midstream.__file__).parent}, not from {ROOT}: use a Python without it")
+if (
+    Path(midstream.__file__).resolve() != (ROOT / "__init__.py").resolve()
+):  # an editable install of it comes before any path
+    sys.exit(
+        f"{sys.executable} imports midstream from {Path(midstream.__file__).parent}, "
+        f"not from {ROOT}: use a Python without it"
+    )
 
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Kind
@@ -58,7 +69,7 @@ from midstream.schemas.base import from_msgpack, to_msgpack
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.settings import Settings
 
-# -- arguments and results -----------------------------------------------------------------------------------------------
+# -- arguments and results -------------------------------------------------------------------------
 
 
 class Options(argparse.Namespace):
@@ -79,16 +90,27 @@ class Options(argparse.Namespace):
 def options(describe: str | None) -> Options:
     parser = argparse.ArgumentParser(description=describe)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="the smallest sizes that run every line")
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for results, logs and what is written meanwhile")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the smallest sizes that run every line"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu-results"),
+        help="folder for results, logs and what is written meanwhile",
+    )
     parser.add_argument("--json", type=Path, help="where the stage's result goes; default: printed")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no new round is begun after this")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="no new round is begun after this"
+    )
     parser.add_argument("--model", default="8b")
     return parser.parse_args(namespace=Options())
 
 
 def finish(asked: Options, result: dict[str, Any]) -> None:
-    """Hand over the stage's result: `figures` (key → `figure`), `tables`, `notes`; or `skipped`, and why."""
+    """Hand over the stage's result: `figures` (key → `figure`), `tables`, `notes`; or `skipped`,
+    and why.
+    """
     text = json.dumps(result, indent=1)
     if asked.json is None:
         print(text)
@@ -101,7 +123,12 @@ def finish(asked: Options, result: dict[str, Any]) -> None:
 def figure(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     """The median with its interval."""
     low, high = interval(values)
-    return {"value": statistics.median(values) * scale, "low": low * scale, "high": high * scale, "pairs": len(values)}
+    return {
+        "value": statistics.median(values) * scale,
+        "low": low * scale,
+        "high": high * scale,
+        "pairs": len(values),
+    }
 
 
 def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
@@ -127,7 +154,10 @@ def source_hash(*, device: str, tiny: bool) -> str:
 
 @functools.cache
 def machine(device: str) -> dict[str, Any]:
-    """What ran, for the report. The GPU is asked by a process of its own, which leaves nothing on it."""
+    """What ran, for the report.
+
+    The GPU is asked by a process of its own, which leaves nothing on it.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, Any] = {"python": sys.version.split()[0], "cpus": os.cpu_count()}
@@ -135,9 +165,14 @@ def machine(device: str) -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     if device != "cpu":
-        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK], capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            sys.exit(f"there is no GPU here; --device cpu --tiny tries the stages themselves: {done.stderr.strip()[-200:]}")
+            sys.exit(
+                "there is no GPU here; --device cpu --tiny tries the stages themselves: "
+                f"{done.stderr.strip()[-200:]}"
+            )
         found |= json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -149,19 +184,51 @@ print(json.dumps({"gpus": torch.cuda.device_count(), "gpu": here.name, "gpu_memo
 """
 
 
-# -- models --------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+}
 _SHAPES: dict[str, dict[str, Any]] = {
     "8b": _LLAMA
-    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     | {"intermediate_size": 14336, "vocab_size": 128256},
-    "30b-a3b": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
-    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936}
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+    }
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+    }
+    | {
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+    }
     | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     "tiny": _LLAMA
-    | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     | {"intermediate_size": 96, "vocab_size": 512},
 }
 #: Names of the shapes that are served.
@@ -169,21 +236,40 @@ MODELS = ("8b", "70b-shard", "30b-a3b")
 
 
 def shape(name: str, memory_gib: float = 80) -> dict[str, Any]:
-    """A model's config. The shard: what one rank of Llama-3.3-70B computes at TP=4, or at TP=8 where two of them would not fit."""
+    """A model's config.
+
+    The shard: what one rank of Llama-3.3-70B computes at TP=4, or at TP=8 where two of them would
+    not fit.
+    """
     if name == "70b-shard":
         tp = 4 if memory_gib >= 120 else 8
         return _LLAMA | {
-            "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64 // tp, "num_key_value_heads": 8 // tp,
-            "intermediate_size": 28672 // tp, "vocab_size": 128256 // tp, "head_dim": 128,
-        }  # fmt: skip
+            "hidden_size": 8192,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64 // tp,
+            "num_key_value_heads": 8 // tp,
+            "intermediate_size": 28672 // tp,
+            "vocab_size": 128256 // tp,
+            "head_dim": 128,
+        }
     config = dict(_SHAPES[name])
-    return {"head_dim": config["hidden_size"] // config["num_attention_heads"] if name != "30b-a3b" else 128} | config
+    return {
+        "head_dim": config["hidden_size"] // config["num_attention_heads"]
+        if name != "30b-a3b"
+        else 128
+    } | config
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: str) -> Path:
     """A checkpoint folder without weights and tokenizer, for `load_format="dummy"`."""
     folder.mkdir(parents=True, exist_ok=True)
-    more = {"max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0}
+    more = {
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+    }
     (folder / "config.json").write_text(json.dumps(config | more | {"dtype": dtype}))
     return folder
 
@@ -199,17 +285,37 @@ def without_weights(asked: Options) -> dict[str, Any]:
 
 
 def has_operators(prefix: str) -> bool:
-    """Whether this vLLM has the compiled library: some machines are given one without all of them."""
+    """Whether this vLLM has the compiled library: some machines are given one without all of
+    them.
+    """
     vllm = find_spec("vllm")
-    return vllm is not None and vllm.origin is not None and any(Path(vllm.origin).parent.glob(f"{prefix}*.so"))
+    return (
+        vllm is not None
+        and vllm.origin is not None
+        and any(Path(vllm.origin).parent.glob(f"{prefix}*.so"))
+    )
 
 
 def serving_settings(asked: Options, folder: Path, model: Path, **more: Any) -> Settings:
     """As a worker runs it, with the platform's defaults."""
-    sizes: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 2048}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+        "max_model_len": 2048,
+    }
     if not asked.gpu:
-        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 256, "kv_cache_gib": 0.1, "dtype": "float32"}
-    given = {"relay_url": "tcp://127.0.0.1:9", "worker_id": "bench", "enable_prefix_caching": False} | sizes | more
+        sizes = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 128,
+            "max_model_len": 256,
+            "kv_cache_gib": 0.1,
+            "dtype": "float32",
+        }
+    given = (
+        {"relay_url": "tcp://127.0.0.1:9", "worker_id": "bench", "enable_prefix_caching": False}
+        | sizes
+        | more
+    )
     return msgspec.structs.replace(Settings(), model=str(model), data_dir=str(folder), **given)
 
 
@@ -219,7 +325,7 @@ def token_ids(count: int, length: int, vocabulary: int, seed: int = 0) -> list[l
     return [[choose.randrange(4, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
-# -- receipts ------------------------------------------------------------------------------------------------------------
+# -- receipts --------------------------------------------------------------------------------------
 
 
 class Sink:
@@ -252,7 +358,9 @@ class Sink:
             worker, rank = frames.peer_of(identity)
             stream = (worker, rank, frame.epoch)
             if frame.kind is Kind.HELLO:
-                answer = frames.pack(Kind.MARK, frame.epoch, self._marks.get(stream, 0), to_msgpack(frame.seq))
+                answer = frames.pack(
+                    Kind.MARK, frame.epoch, self._marks.get(stream, 0), to_msgpack(frame.seq)
+                )
             else:
                 if frame.kind is Kind.RECEIPT and frame.seq > self._marks.get(stream, 0):
                     self._keep(from_msgpack(frame.payload, Receipt))
@@ -271,11 +379,13 @@ class Sink:
             self._changed.notify_all()
 
 
-# -- the disk ------------------------------------------------------------------------------------------------------------
+# -- the disk --------------------------------------------------------------------------------------
 
 
 def disk_rate(folder: Path, size: int, threads: int = 2) -> float:
-    """Bytes per second of writing so many to new files and waiting for the disk, with as many threads as a rank's writers."""
+    """Bytes per second of writing so many to new files and waiting for the disk, with as many
+    threads as a rank's writers.
+    """
     block = random.Random(0).randbytes(1 << 20) * 8
 
     def write(path: Path) -> None:
@@ -285,7 +395,9 @@ def disk_rate(folder: Path, size: int, threads: int = 2) -> float:
             os.fsync(file.fileno())
 
     with scratch(folder) as aside:
-        work = [threading.Thread(target=write, args=(aside / str(number),)) for number in range(threads)]
+        work = [
+            threading.Thread(target=write, args=(aside / str(number),)) for number in range(threads)
+        ]
         began = time.perf_counter()
         for thread in work:
             thread.start()

@@ -1,9 +1,11 @@
-"""What the Triton kernel is on paper: registers, spills, width of loads and the idle path, compiled for GPUs that are not here.
+"""What the Triton kernel is on paper: registers, spills, width of loads and the idle path, compiled
+for GPUs that are not here.
 
     python benchmarks/gpu/paper.py [--architecture 90] [--widths 8192 …] [--json]
 
-Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each variant that a model can need, then
-the estimated cost of a step from `workers/runner/site_costs.py`. `tests/unit/test_site_paper.py` keeps the facts as they are.
+Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
+variant that a model can need, then the estimated cost of a step from
+`workers/runner/site_costs.py`. `tests/unit/test_site_paper.py` keeps the facts as they are.
 """
 
 # ruff: noqa: E402 -- the environment and where our modules are are settled first
@@ -56,11 +58,13 @@ class Facts:
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
     warps: int  # of a program
-    rows_per_sm: int  # programs that a multiprocessor holds at once, as far as registers and threads limit them
+    # programs that a multiprocessor holds at once, as far as registers and threads limit them
+    rows_per_sm: int
     instructions: int
     idle_instructions: int  # up to the first exit: all that runs where there is nothing to do
     idle_loads: int
-    early_loads: int  # before it waits for the launch before it; −1: it does not, and is not begun early
+    # before it waits for the launch before it; −1: it does not, and is not begun early
+    early_loads: int
     wide: int  # 16-byte loads and stores
     narrow: int  # loads and stores of rows that are narrower; the numbers of the plan are not rows
     reductions: int  # counted rows: additions that nothing waits for
@@ -123,7 +127,9 @@ def facts(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Facts
         len(names),
         len(idle),
         sum(name.startswith("LDG") for name in idle),
-        sum(name.startswith("LDG") for name in names[: names.index(_WAIT)]) if _WAIT in names else -1,
+        sum(name.startswith("LDG") for name in names[: names.index(_WAIT)])
+        if _WAIT in names
+        else -1,
         sum(size == 16 for size in sizes),
         sum(size not in (4, 16) for size in sizes),
         sum(name.startswith("RED") and "GPU" in name for name in names),
@@ -131,22 +137,31 @@ def facts(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Facts
 
 
 def _disassembled(option: str, path: str) -> str:
-    return subprocess.run([str(_DISASSEMBLER), option, path], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [str(_DISASSEMBLER), option, path], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def all_facts(architecture: int, widths: Sequence[int] = WIDTHS) -> list[Facts]:
-    return [facts(architecture, kind, dtype, width) for kind in KINDS for dtype in DTYPES for width in widths]
+    return [
+        facts(architecture, kind, dtype, width)
+        for kind in KINDS
+        for dtype in DTYPES
+        for width in widths
+    ]
 
 
 def rendered(found: list[Facts]) -> str:
     """As Markdown."""
     lines = [
-        "| sites | dtype | width | registers | spilled | rows per SM | instructions | idle: instructions, loads "
+        "| sites | dtype | width | registers | spilled | rows per SM | instructions | "
+        "idle: instructions, loads "
         "| 16-byte accesses, others |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {each.kind} | {each.dtype} | {each.width} | {each.registers} | {each.spilled} B | {each.rows_per_sm} | {each.instructions:,} "
+        f"| {each.kind} | {each.dtype} | {each.width} | {each.registers} | "
+        f"{each.spilled} B | {each.rows_per_sm} | {each.instructions:,} "
         f"| {each.idle_instructions}, {each.idle_loads} | {each.wide}, {each.narrow} |"
         for each in found
     ]
@@ -154,7 +169,9 @@ def rendered(found: list[Facts]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--architecture", type=int, default=90)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--json", action="store_true")
@@ -163,7 +180,9 @@ def main() -> None:
     if options.json:
         json.dump([asdict(each) for each in found], sys.stdout)
         return
-    print(f"triton {triton.__version__}, sm_{options.architecture}\n\n{rendered(found)}\n\n{table()}")
+    print(
+        f"triton {triton.__version__}, sm_{options.architecture}\n\n{rendered(found)}\n\n{table()}"
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a stage gives. `goal`: in words; `reached`: whether the stage's figures meet it."""
+    """A number that a stage gives.
+
+    `goal`: in words; `reached`: whether the stage's figures meet it.
+    """
 
     means: str
     unit: str = ""
@@ -37,7 +40,11 @@ ROWS = (1, 64, 2048)
 
 def _rate(name: str, what: str, rows: int) -> Figure:
     means = f"{what} of {rows} rows, of a device copy's rate"
-    return Figure(means, "%", "≥ 85 %", at_least(85, f"{name}_{rows}"), 1) if rows >= 2048 else Figure(means, "%", digits=1)
+    return (
+        Figure(means, "%", "≥ 85 %", at_least(85, f"{name}_{rows}"), 1)
+        if rows >= 2048
+        else Figure(means, "%", digits=1)
+    )
 
 
 _SERVING = {
@@ -45,26 +52,48 @@ _SERVING = {
     "one_layer": _added("one layer captured at all positions", "one_layer", 1),
     "steer_64": _added("64 distinct steering configurations at every layer", "steer_64", 3),
     "both": _added("the same, with every layer captured at all positions", "both", 5),
-    "prompt_memory": _added("every layer captured at 512 prompt tokens, files in memory", "prompt_memory", 5),
+    "prompt_memory": _added(
+        "every layer captured at 512 prompt tokens, files in memory", "prompt_memory", 5
+    ),
     "prompt_disk": Figure(
-        "the same, files on the disk", "%", "≤ 5 %, or ≥ 90 % of the disk's rate",
+        "the same, files on the disk",
+        "%",
+        "≤ 5 %, or ≥ 90 % of the disk's rate",
         lambda values: values["prompt_disk"] <= 5 or values["disk_share"] >= 90,
     ),
     "disk_share": Figure("rate of those files, of the disk's own in the same round", "%"),
-}  # fmt: skip
+}
 #: Stage → its figures, in the order of the page.
 FIGURES: dict[str, dict[str, Figure]] = {
     "kernels": {
-        "cases": Figure("random sites compared with the reference: every family, dtype and width", digits=0),
-        "graph_replays": Figure("replays of a graph whose plan changes, compared with the reference", digits=0),
-        **{f"{name}_{rows}": _rate(name, what, rows) for name, what in (("gather", "capture"), ("steer", "addition")) for rows in ROWS},
+        "cases": Figure(
+            "random sites compared with the reference: every family, dtype and width", digits=0
+        ),
+        "graph_replays": Figure(
+            "replays of a graph whose plan changes, compared with the reference", digits=0
+        ),
+        **{
+            f"{name}_{rows}": _rate(name, what, rows)
+            for name, what in (("gather", "capture"), ("steer", "addition"))
+            for rows in ROWS
+        },
     },
     "graphs": {
         "steps": Figure("mixed steps", "", "≥ 10,000", at_least(10_000, "steps"), 0),
         "rows": Figure("rows compared with the same steps without graphs", digits=0),
-        "wrong_rows": Figure("rows with other bits, or missing", "", "0", at_most(0, "wrong_rows"), 0),
-        "eager_error": Figure("largest error of a row against eager steps, of the row's length", digits=5),
-        "family_differences": Figure("numbers that a neighbour's capture changes", "", "0", at_most(0, "family_differences"), 0),
+        "wrong_rows": Figure(
+            "rows with other bits, or missing", "", "0", at_most(0, "wrong_rows"), 0
+        ),
+        "eager_error": Figure(
+            "largest error of a row against eager steps, of the row's length", digits=5
+        ),
+        "family_differences": Figure(
+            "numbers that a neighbour's capture changes",
+            "",
+            "0",
+            at_most(0, "family_differences"),
+            0,
+        ),
     },
     "serving-8b": _SERVING,
     "sweeps": {
@@ -75,13 +104,19 @@ FIGURES: dict[str, dict[str, Figure]] = {
     "timeline": {
         "site_launches": Figure("site launches in a steered and captured decode step", digits=0),
         "launches": Figure("kernels on the GPU in that step", digits=0),
-        "idle_site_launches": Figure("site launches in an idle step", "", "0", at_most(0, "idle_site_launches"), 0),
-        "host_launches": Figure("launches by the host in that step, a graph counting one", digits=0),
+        "idle_site_launches": Figure(
+            "site launches in an idle step", "", "0", at_most(0, "idle_site_launches"), 0
+        ),
+        "host_launches": Figure(
+            "launches by the host in that step, a graph counting one", digits=0
+        ),
     },
     "serving-70b-shard": _SERVING,
     "serving-30b-a3b": _SERVING,
     "pipeline": {
-        "async": Figure("steps are scheduled ahead with two stages (1: yes)", "", "1", at_least(1, "async"), 0),
+        "async": Figure(
+            "steps are scheduled ahead with two stages (1: yes)", "", "1", at_least(1, "async"), 0
+        ),
         "idle": Figure("added by idle hooks", "%", "≤ 0.5 %", at_most(0.5, "idle")),
     },
 }
@@ -89,17 +124,43 @@ FIGURES: dict[str, dict[str, Figure]] = {
 
 def read(folder: Path, stages: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Stage → its record, of those that have one."""
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in stages if (folder / f"{name}.json").exists()}
+    return {
+        name: json.loads((folder / f"{name}.json").read_text())
+        for name in stages
+        if (folder / f"{name}.json").exists()
+    }
 
 
 def page(stages: Sequence[str], records: dict[str, dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["# On a GPU", "", "Written by `make bench-gpu` (`python benchmarks/gpu/all.py`); [what it runs](../../docs/gpu.md).", ""]
+    lines = [
+        "# On a GPU",
+        "",
+        (
+            "Written by `make bench-gpu` (`python benchmarks/gpu/all.py`); [what it "
+            "runs](../../docs/gpu.md)."
+        ),
+        "",
+    ]
     if not records:
-        lines += ["No stage has run on a GPU yet: the tables below show what will be measured, and the goals.", ""]
+        lines += [
+            (
+                "No stage has run on a GPU yet: the tables below show what will be measured, "
+                "and the goals."
+            ),
+            "",
+        ]
     if any(record.get("tiny") for record in records.values()):
-        lines += ["**Run with the smallest sizes (`--tiny`), which try the stages and measure nothing.**", ""]
-    for machine in dict.fromkeys(json.dumps(record.get("machine", {})) for record in records.values()):
+        lines += [
+            (
+                "**Run with the smallest sizes (`--tiny`), which try the stages and measure "
+                "nothing.**"
+            ),
+            "",
+        ]
+    for machine in dict.fromkeys(
+        json.dumps(record.get("machine", {})) for record in records.values()
+    ):
         if told := json.loads(machine):
             lines += [", ".join(f"{name} {value}" for name, value in told.items()), ""]
     for name in stages:
@@ -121,7 +182,13 @@ def _stage(name: str, record: dict[str, Any] | None) -> list[str]:
         measured = _number(figure, found[key]) if key in found else "–"
         lines.append(f"| {figure.means} | {measured} | {figure.goal} | {verdict} |")
     for table in (record or {}).get("tables", []):
-        lines += ["", f"{table['title']}:", "", f"| {' | '.join(table['columns'])} |", "|" + "---|" * len(table["columns"])]
+        lines += [
+            "",
+            f"{table['title']}:",
+            "",
+            f"| {' | '.join(table['columns'])} |",
+            "|" + "---|" * len(table["columns"]),
+        ]
         lines += [f"| {' | '.join(map(str, row))} |" for row in table["rows"]]
     if notes := (record or {}).get("notes", []):
         lines += ["", *(f"- {note}" for note in notes)]
@@ -141,7 +208,15 @@ def _head(record: dict[str, Any] | None) -> str:
 
 def _number(figure: Figure, found: dict[str, float]) -> str:
     def text(value: float) -> str:
-        return f"{value:.1e}" if 0 < abs(value) < 10**-figure.digits / 2 else f"{value:,.{figure.digits}f}"
+        return (
+            f"{value:.1e}"
+            if 0 < abs(value) < 10**-figure.digits / 2
+            else f"{value:,.{figure.digits}f}"
+        )
 
     shown = f"{text(found['value'])} {figure.unit}".strip()
-    return f"{shown} ({text(found['low'])} to {text(found['high'])}, {found['pairs']} pairs)" if "low" in found else shown
+    return (
+        (f"{shown} ({text(found['low'])} to {text(found['high'])}, {found['pairs']} pairs)")
+        if "low" in found
+        else shown
+    )

@@ -1,7 +1,9 @@
-"""Replayed graphs obey plans that change every step: the same mixed steps with graphs, compiled without graphs, and as Python.
+"""Replayed graphs obey plans that change every step: the same mixed steps with graphs, compiled
+without graphs, and as Python.
 
-A tiny model with random weights. `--model MODE` runs one of `MODES` and leaves its rows in `--out`; without it, all of them are run and
-compared. Each step is given to each engine with the same requests, so its batches are the same.
+A tiny model with random weights. `--model MODE` runs one of `MODES` and leaves its rows in `--out`;
+without it, all of them are run and compared. Each step is given to each engine with the same
+requests, so its batches are the same.
 """
 
 import json
@@ -15,7 +17,8 @@ from typing import Any
 import kit
 import numpy as np
 
-#: What runs on a GPU, and on a CPU, which has no graphs: there the same is run again, which shows that the steps are the same ones.
+#: What runs on a GPU, and on a CPU, which has no graphs: there the same is run again, which shows
+#: that the steps are the same ones.
 MODES = {True: ("eager", "compiled", "graphs"), False: ("eager", "again")}
 LIVE, LONGEST, VECTORS = 8, 12, 16
 STEPS = 10_000
@@ -26,14 +29,19 @@ TAG = "memory"
 
 
 def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, int]]:
-    """Requests that come and go: plain, steered, captured, both. (Job, prompt tokens) of those that capture, in order."""
+    """Requests that come and go: plain, steered, captured, both.
+
+    (Job, prompt tokens) of those that capture, in order.
+    """
     from direct import request
 
     from midstream.schemas.specs import StoredCapture, StoredSteering
     from midstream.schemas.tensors import from_numpy
 
     values = np.random.default_rng(0)
-    names = direct.hold([from_numpy(values.standard_normal(hidden).astype(np.float32)) for _ in range(VECTORS)])
+    names = direct.hold(
+        [from_numpy(values.standard_normal(hidden).astype(np.float32)) for _ in range(VECTORS)]
+    )
     choose, captured, number = random.Random(1), [], 0
     while direct.steps < steps:
         while direct.live < LIVE and choose.random() < 0.6:
@@ -42,17 +50,28 @@ def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, 
             generated = choose.randint(1, 2 * LONGEST)
             wish: dict[str, Any] = {}
             if choose.random() < 0.5:
-                family, numbers = choose.choice([("add", []), ("replace", [0.5]), ("ablate", [1.0])])
+                family, numbers = choose.choice(
+                    [("add", []), ("replace", [0.5]), ("ablate", [1.0])]
+                )
                 where = sorted(choose.sample(range(layers), choose.randint(1, layers)))
                 wish["steering"] = [
                     StoredSteering(
-                        layers=where, hook=choose.choice(HOOKS), positions=choose.choice(["all", "all_prompt", [0]]), family=family,
-                        tensors=[choose.choice(names)], scale=0.3, numbers=numbers,
+                        layers=where,
+                        hook=choose.choice(HOOKS),
+                        positions=choose.choice(["all", "all_prompt", [0]]),
+                        family=family,
+                        tensors=[choose.choice(names)],
+                        scale=0.3,
+                        numbers=numbers,
                     )
-                ]  # fmt: skip
+                ]
             if choose.random() < 0.5:
                 hooks = choose.sample(HOOKS, choose.randint(1, 3))
-                sites = {hook: sorted(choose.sample(range(layers), choose.randint(1, layers))) for hook in HOOKS if hook in hooks}
+                sites = {
+                    hook: sorted(choose.sample(range(layers), choose.randint(1, layers)))
+                    for hook in HOOKS
+                    if hook in hooks
+                }
                 positions = choose.choice(["all", "all_prompt", "last_prompt", "all_generated"])
                 wish["captures"] = [StoredCapture(sites=sites, positions=positions, tag=TAG)]
                 captured.append((f"job{number}", len(prompt)))
@@ -63,7 +82,9 @@ def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, 
 
 
 def families(direct: Any, layers: int) -> int:
-    """How many tokens and log-probabilities of five requests change when a sixth is captured: its batch is of the other family."""
+    """How many tokens and log-probabilities of five requests change when a sixth is captured: its
+    batch is of the other family.
+    """
     from direct import request
 
     from midstream.schemas.specs import StoredCapture
@@ -76,7 +97,11 @@ def families(direct: Any, layers: int) -> int:
             direct.add(request(place, prompt, 8, job=f"family{turn}x{place}", logprobs=1, **wish))
         direct.drain()
         found.append([direct.outputs[f"family{turn}x{place}.0.1"] for place in range(5)])
-    return sum(one != other for mine, theirs in zip(*found, strict=True) for one, other in zip(mine, theirs, strict=True))
+    return sum(
+        one != other
+        for mine, theirs in zip(*found, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    )
 
 
 def one_mode(asked: kit.Options) -> None:
@@ -88,24 +113,49 @@ def one_mode(asked: kit.Options) -> None:
     mode, sink = asked.model, kit.Sink()
     folder = asked.out / mode
     most = LIVE * (LONGEST + 1)
-    extra: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "NONE"}} if mode == "compiled" else {}
+    extra: dict[str, Any] = (
+        {"compilation_config": {"cudagraph_mode": "NONE"}} if mode == "compiled" else {}
+    )
     if asked.gpu:
-        extra |= {name: value for name, value in kit.without_weights(asked).items() if name == "attention_backend"}
+        extra |= {
+            name: value
+            for name, value in kit.without_weights(asked).items()
+            if name == "attention_backend"
+        }
         extra |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28}
-        if mode == "graphs":  # one for every number of tokens that a step may have: padding could choose other matrix kernels
+        if mode == "graphs":
+            # one for every number of tokens that a step may have: padding could choose other matrix
+            # kernels
             extra["cudagraph_capture_sizes"] = list(range(1, most + 1))
-    sizes = {"max_num_seqs": LIVE, "max_num_batched_tokens": most, "max_model_len": 64, "relay_url": sink.url}
+    sizes = {
+        "max_num_seqs": LIVE,
+        "max_num_batched_tokens": most,
+        "max_model_len": 64,
+        "relay_url": sink.url,
+    }
     dtype = "bfloat16" if asked.gpu else "float32"
     settings = kit.serving_settings(
-        asked, folder, checkpoint("llama", asked.out / "llama"), enforce_eager=mode in ("eager", "again"), dtype=dtype, **sizes
+        asked,
+        folder,
+        checkpoint("llama", asked.out / "llama"),
+        enforce_eager=mode in ("eager", "again"),
+        dtype=dtype,
+        **sizes,
     )
     direct = Direct(settings, extra)
     layers, hidden = direct.engine.info.num_layers, direct.engine.info.hidden_size
     began = time.monotonic()
-    captured = mixed(direct, 60 if asked.tiny else EAGER_STEPS if mode == "eager" else STEPS, layers, hidden)
+    captured = mixed(
+        direct, 60 if asked.tiny else EAGER_STEPS if mode == "eager" else STEPS, layers, hidden
+    )
     took, steps = time.monotonic() - began, direct.steps
     different = families(direct, layers)
-    told = direct.status() | {"step_ms": took / steps * 1e3, "steps": steps, "families": different, "facts": direct.facts}
+    told = direct.status() | {
+        "step_ms": took / steps * 1e3,
+        "steps": steps,
+        "families": different,
+        "facts": direct.facts,
+    }
     direct.close()
     sink.wait(len(captured), 60)
     rows, of_prompt = [], []
@@ -119,12 +169,24 @@ def one_mode(asked: kit.Options) -> None:
     np.save(asked.out / f"{mode}.npy", np.concatenate(rows))
     np.save(asked.out / f"{mode}.prompt.npy", np.concatenate(of_prompt))
     names = ("steps", "step_ms", "families", "idle_steps", "facts")
-    facts = {name: told[name] for name in names if name in told} | {"failed": sink.failed, "captured": len(captured)}
+    facts = {name: told[name] for name in names if name in told} | {
+        "failed": sink.failed,
+        "captured": len(captured),
+    }
     (asked.out / f"{mode}.facts").write_text(json.dumps(facts))
 
 
 def run(asked: kit.Options, mode: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--device", asked.device, "--out", str(asked.out), "--model", mode]
+    command = [
+        sys.executable,
+        __file__,
+        "--device",
+        asked.device,
+        "--out",
+        str(asked.out),
+        "--model",
+        mode,
+    ]
     subprocess.run([*command, *(["--tiny"] if asked.tiny else [])], check=True)
     facts: dict[str, Any] = json.loads((asked.out / f"{mode}.facts").read_text())
     assert not facts["failed"], facts["failed"][:3]
@@ -136,7 +198,8 @@ def bits(rows: np.ndarray) -> np.ndarray:
 
 
 def compared(folder: Path, mode: str, other: str) -> tuple[int, int, float]:
-    """Rows, those with other bits (or that one of them lacks), and the largest error of a prompt's row, of its length.
+    """Rows, those with other bits (or that one of them lacks), and the largest error of a prompt's
+    row, of its length.
 
     Of eager steps, which are fewer, the same first requests.
     """
@@ -146,9 +209,14 @@ def compared(folder: Path, mode: str, other: str) -> tuple[int, int, float]:
     if mine.shape != theirs.shape:
         return max(len(mine), len(theirs)), max(len(mine), len(theirs)), float("inf")
     wrong = int((bits(mine) != bits(theirs)).any(1).sum())
-    prompt = np.load(folder / f"{mode}.prompt.npy")[: len(mine)]  # what is generated depends on the last bit of a logit
+    # what is generated depends on the last bit of a logit
+    prompt = np.load(folder / f"{mode}.prompt.npy")[: len(mine)]
     lengths = np.maximum(np.linalg.norm(theirs[prompt], axis=1), 1e-6)
-    return len(mine), wrong, float((np.linalg.norm(mine[prompt] - theirs[prompt], axis=1) / lengths).max())
+    return (
+        len(mine),
+        wrong,
+        float((np.linalg.norm(mine[prompt] - theirs[prompt], axis=1) / lengths).max()),
+    )
 
 
 def main() -> None:
@@ -169,10 +237,17 @@ def main() -> None:
         "family_differences": facts[last]["families"],
     }
     notes = [
-        f"{mode}: {told['step_ms']:.2f} ms a step, {told.get('idle_steps', '?')} idle, {told['facts']}" for mode, told in facts.items()
+        (
+            f"{mode}: {told['step_ms']:.2f} ms a step, {told.get('idle_steps', '?')} idle, "
+            f"{told['facts']}"
+        )
+        for mode, told in facts.items()
     ]
     notes.append(f"{of_eager} of {rows_eager} rows differ in their bits from those of eager steps")
-    kit.finish(asked, {"figures": {name: {"value": value} for name, value in figures.items()}, "notes": notes})
+    kit.finish(
+        asked,
+        {"figures": {name: {"value": value} for name, value in figures.items()}, "notes": notes},
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The Triton kernels on this GPU: right, also inside a CUDA graph, and as fast as a copy?
 
-Checks every family, dtype and width against the reference, then times launches inside a replayed graph, so that the host has no part
-in them. With `--device cpu` Triton interprets the kernels, and the times say nothing.
+Checks every family, dtype and width against the reference, then times launches inside a replayed
+graph, so that the host has no part in them. With `--device cpu` Triton interprets the kernels, and
+the times say nothing.
 """
 
 # ruff: noqa: E402 -- where our modules are is settled first, and whether Triton interprets
@@ -38,7 +39,15 @@ HIDDEN = 4096
 TOKENS = (1, 64, 2048)
 DTYPE = torch.bfloat16
 #: (width, tokens) of the random sites, more tokens than programs among them.
-SHAPES = [(1, 1), (37, 7), (576, 130), (4096, 33), (5120, 9), (8192, 5), (64, 2 * triton_site.MAX_PROGRAMS + 3)]
+SHAPES = [
+    (1, 1),
+    (37, 7),
+    (576, 130),
+    (4096, 33),
+    (5120, 9),
+    (8192, 5),
+    (64, 2 * triton_site.MAX_PROGRAMS + 3),
+]
 if ASKED.tiny:
     SHAPES = [(37, 3)]
     HIDDEN, TOKENS = 64, (1, 2)
@@ -50,14 +59,17 @@ SITES = 2 if ASKED.tiny else 192
 FAR = 2**31
 
 
-# -- checks --------------------------------------------------------------------------------------------------------------
+# -- checks
+# --------------------------------------------------------------------------------------------------
 
 
 def there_and_back(op: Op) -> Op:
     """`op` on the GPU, for tensors on the CPU."""
 
     def call(*given: torch.Tensor | int) -> None:
-        on_gpu = [each.to(DEVICE, copy=True) if isinstance(each, torch.Tensor) else each for each in given]
+        on_gpu = [
+            each.to(DEVICE, copy=True) if isinstance(each, torch.Tensor) else each for each in given
+        ]
         op(*on_gpu)
         for host, device in zip(given, on_gpu, strict=True):
             if isinstance(host, torch.Tensor):
@@ -79,7 +91,9 @@ def check_properties() -> int:
 def compare(case: Case, pair: Op, single: Op) -> None:
     """Of families that sum over the row, with the truth; else with the reference, bit for bit."""
     found = run(case, pair, single)
-    if not {name for configuration in case.plan.configurations for name in configuration} <= set(EXACT):
+    if not {name for configuration in case.plan.configurations for name in configuration} <= set(
+        EXACT
+    ):
         check(case, found)
         return
     expected = run(case, reference.pair_site, reference.single_site)
@@ -94,34 +108,53 @@ def check_against_reference(shapes: Sequence[tuple[int, int]]) -> int:
     for dtype in DTYPES:
         for width, tokens in shapes:
             for pair in (True, False):
-                for families in (EXACT, tuple(RANDOM), *((name,) for name in RANDOM if tokens < triton_site.MAX_PROGRAMS)):
-                    case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
+                for families in (
+                    EXACT,
+                    tuple(RANDOM),
+                    *((name,) for name in RANDOM if tokens < triton_site.MAX_PROGRAMS),
+                ):
+                    case = random_case(
+                        secrets.randbits(32),
+                        dtype=dtype,
+                        width=width,
+                        tokens=tokens,
+                        pair=pair,
+                        families=families,
+                    )
                     compare(case, there_and_back(pair_site), there_and_back(single_site))
                     cases += 1
     return cases
 
 
 def check_shared_launches() -> int:
-    """Sites that share a launch give the bits of one launch each, and of the reference where nothing is summed."""
+    """Sites that share a launch give the bits of one launch each, and of the reference where
+    nothing is summed.
+    """
     on_gpu = there_and_back(pair_site), there_and_back(single_site)
     widths, rounds = ((37,), 1) if ASKED.tiny else ((1, 37, 576, 8192), 20)
     check_groups(*on_gpu, rounds=rounds, widths=widths)
-    check_groups_against(*on_gpu, (reference.pair_site, reference.single_site), rounds=rounds, width=37)
+    check_groups_against(
+        *on_gpu, (reference.pair_site, reference.single_site), rounds=rounds, width=37
+    )
     return rounds * len(KINDS) * len(DTYPES) * (len(widths) + 1)
 
 
 class GraphOfOneSite:
-    """One op captured in a CUDA graph over persistent buffers, replayed for a case on the CPU that fits: it stands for the op.
+    """One op captured in a CUDA graph over persistent buffers, replayed for a case on the CPU that
+    fits: it stands for the op.
 
     A CPU has no graphs: there the op is called again.
     """
 
     def __init__(self, dtype: torch.dtype, width: int, tokens: int, *, pair: bool) -> None:
         everything = {name: draw(random.Random(0), width) for name, draw in RANDOM.items()}
-        everything["lowrank"] = lowrank(1.0, *torch.randn(2, 5, width), torch.zeros(5))  # the largest of those that are drawn
+        # the largest of those that are drawn
+        everything["lowrank"] = lowrank(1.0, *torch.randn(2, 5, width), torch.zeros(5))
         largest = SitePlan(width, [everything] * 6).build(tokens + 8, dtype, DEVICE)
         self._planned = Planned(*map(torch.zeros_like, largest))
-        self._written = [torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(1 + pair)]
+        self._written = [
+            torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(1 + pair)
+        ]
         self._written.append(torch.zeros(4 * tokens + 16, width, dtype=dtype, device=DEVICE))
         op = pair_site if pair else single_site
         self._replay = captured(lambda: op(*self._written, *self._planned), 1)
@@ -165,22 +198,47 @@ def check_graphs() -> int:
                 graph = GraphOfOneSite(dtype, width, tokens, pair=pair)
                 for turn in range(4 if ASKED.tiny else 12):
                     families = tuple(RANDOM) if turn % 2 else EXACT
-                    case = random_case(secrets.randbits(32), dtype=dtype, width=width, tokens=tokens, pair=pair, families=families)
+                    case = random_case(
+                        secrets.randbits(32),
+                        dtype=dtype,
+                        width=width,
+                        tokens=tokens,
+                        pair=pair,
+                        families=families,
+                    )
                     if turn % 4 == 3:
-                        case = Case(SitePlan(width), case.hidden, case.stream, case.ring_rows, case.capacity, f"{case.name}, idle")
+                        case = Case(
+                            SitePlan(width),
+                            case.hidden,
+                            case.stream,
+                            case.ring_rows,
+                            case.capacity,
+                            f"{case.name}, idle",
+                        )
                     compare(case, graph, graph)
                     replays += 1
     return replays
 
 
 def check_far_offsets() -> bool:
-    """The last rows of tensors with more than 2^31 elements. False where the GPU's memory does not hold them."""
+    """The last rows of tensors with more than 2^31 elements.
+
+    False where the GPU's memory does not hold them.
+    """
     tokens = FAR // HIDDEN + 3
     if not ASKED.gpu or torch.cuda.mem_get_info()[0] < 3 * tokens * HIDDEN * DTYPE.itemsize:
         return False
     last = tokens - 1
     vector = torch.ones(1, HIDDEN)
-    plan = SitePlan(HIDDEN, [{"add": Does(vector)}], {last: [1]}, [last], [last - 1, last], before_row=last, after_row=last - 2)
+    plan = SitePlan(
+        HIDDEN,
+        [{"add": Does(vector)}],
+        {last: [1]},
+        [last],
+        [last - 1, last],
+        before_row=last,
+        after_row=last - 2,
+    )
     stream = torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
     ring = torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
     stream[last], stream[last - 1] = 2.0, 5.0
@@ -193,7 +251,8 @@ def check_far_offsets() -> bool:
     return True
 
 
-# -- times ---------------------------------------------------------------------------------------------------------------
+# -- times
+# --------------------------------------------------------------------------------------------------
 
 
 def seconds(work: Callable[[], Any], launches: int = LAUNCHES) -> float:
@@ -234,8 +293,8 @@ def low_rank(rank: int) -> Does:
 
 
 ONES = torch.ones(1, HIDDEN)
-#: What a site does in a timed step → a plan for so many tokens, and the rows that must cross the memory for one token:
-#: of a pair, of a single tensor. The vectors are few and stay in the cache.
+#: What a site does in a timed step → a plan for so many tokens, and the rows that must cross the
+#: memory for one token: of a pair, of a single tensor. The vectors are few and stay in the cache.
 STEPS: dict[str, tuple[Callable[[int], SitePlan], int, int]] = {
     "idle": (lambda tokens: SitePlan(HIDDEN), 0, 0),
     "capture all": (lambda tokens: SitePlan(HIDDEN, before=range(tokens)), 3, 2),
@@ -247,7 +306,16 @@ STEPS: dict[str, tuple[Callable[[int], SitePlan], int, int]] = {
     "add_matched": (to_all(add_matched=Does(ONES, (1e-6,))), 4, 2),
     "ablate": (to_all(ablate=Does(ONES, (1.0,))), 4, 2),
     "clamp": (to_all(clamp=Does(ONES, (1e-6, 2.0, 3.0))), 4, 2),  # never arrives
-    "feature": (to_all(feature=Does(torch.cat([ONES, torch.zeros(2, HIDDEN), ONES]), (1e-6, 1e3, 0.0, 0.0, 0.0))), 4, 2),  # likewise
+    # likewise
+    "feature": (
+        to_all(
+            feature=Does(
+                torch.cat([ONES, torch.zeros(2, HIDDEN), ONES]), (1e-6, 1e3, 0.0, 0.0, 0.0)
+            )
+        ),
+        4,
+        2,
+    ),
 }
 
 
@@ -255,7 +323,9 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
     results = []
     for pair in (True, False):
         for tokens in TOKENS:
-            written = [torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(2 + pair)]
+            written = [
+                torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(2 + pair)
+            ]
             for step, (plan, *rows) in STEPS.items():
                 planned = plan(tokens).build(tokens, DTYPE, DEVICE)
                 op, arguments = pair_site if pair else single_site, (*written, *planned)
@@ -275,12 +345,21 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
 
 
 def time_idle_sites() -> dict[int, float]:
-    """Microseconds that all the sites of a large model add to one step in which nobody asks for anything: tokens → µs."""
+    """Microseconds that all the sites of a large model add to one step in which nobody asks for
+    anything: tokens → µs.
+    """
     found = {}
     for tokens in TOKENS:
         written = [torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(3)]
         planned = SitePlan(HIDDEN).build(tokens, DTYPE, DEVICE)
-        found[tokens] = round(SITES * 1e6 * seconds(lambda written=written, planned=planned: pair_site(*written, *planned), SITES), 1)  # type: ignore[misc]
+        found[tokens] = round(
+            SITES
+            * 1e6
+            * seconds(
+                lambda written=written, planned=planned: pair_site(*written, *planned), SITES
+            ),
+            1,
+        )  # type: ignore[misc]
     return found
 
 
@@ -289,13 +368,34 @@ def sanitized() -> str:
     tool = shutil.which("compute-sanitizer")
     if tool is None or not ASKED.gpu:
         return "not there"
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--tiny", "--model", "sanitized"]
+    command = [
+        tool,
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        __file__,
+        "--tiny",
+        "--model",
+        "sanitized",
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, ASKED.seconds / 2), check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=max(10.0, ASKED.seconds / 2),
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return "did not end in time"
     assert done.returncode != 9, f"compute-sanitizer found errors:\n{done.stdout[-3000:]}"
-    return "no errors" if done.returncode == 0 else f"ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    return (
+        "no errors"
+        if done.returncode == 0
+        else f"ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    )
 
 
 def main() -> None:
@@ -306,8 +406,15 @@ def main() -> None:
         from site_interpreter import _round_as_gpus_do
 
         _round_as_gpus_do()
-    checks: dict[str, Any] = {"properties": check_properties(), "cases": check_against_reference(SHAPES) + check_shared_launches()}
-    checks |= {"graph_replays": check_graphs(), "far_offsets": check_far_offsets(), "sanitizer": sanitized()}
+    checks: dict[str, Any] = {
+        "properties": check_properties(),
+        "cases": check_against_reference(SHAPES) + check_shared_launches(),
+    }
+    checks |= {
+        "graph_replays": check_graphs(),
+        "far_offsets": check_far_offsets(),
+        "sanitizer": sanitized(),
+    }
     figures = {name: {"value": checks[name]} for name in ("cases", "graph_replays")}
     notes = [f"{name}: {found}" for name, found in checks.items()]
     bandwidth = copy_bandwidth()
@@ -318,9 +425,16 @@ def main() -> None:
             if row["site"] == "pair" and row["step"] == step:
                 figures[f"{name}_{row['tokens']}"] = {"value": row["of_copy"] * 100}
     idle = time_idle_sites()
-    notes.append(f"{SITES} idle launches: " + ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in idle.items()))
+    notes.append(
+        f"{SITES} idle launches: "
+        + ", ".join(f"{us} µs at {tokens} tokens" for tokens, us in idle.items())
+    )
     columns = ["site", "tokens", "step", "us", "gb_per_s", "of_copy"]
-    table = {"title": f"Sites of {HIDDEN} × bf16", "columns": columns, "rows": [[row[name] for name in columns] for row in rows]}
+    table = {
+        "title": f"Sites of {HIDDEN} × bf16",
+        "columns": columns,
+        "rows": [[row[name] for name in columns] for row in rows],
+    }
     kit.finish(ASKED, {"figures": figures, "tables": [table], "notes": notes})
 
 

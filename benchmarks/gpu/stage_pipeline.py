@@ -1,4 +1,6 @@
-"""Two pipeline stages on two GPUs: steps are scheduled ahead, as vLLM does with its v2 runner, and idle hooks cost nothing."""
+"""Two pipeline stages on two GPUs: steps are scheduled ahead, as vLLM does with its v2 runner, and
+idle hooks cost nothing.
+"""
 
 import time
 
@@ -41,7 +43,9 @@ def main() -> None:
         "async": {"value": int(facts["ours"]["async_scheduling"])},
         "idle": kit.figure(kit.added(seconds["ours"], seconds["stock"]), 100),
     }
-    kit.finish(asked, {"figures": figures, "notes": [f"{kind}: {told}" for kind, told in facts.items()]})
+    kit.finish(
+        asked, {"figures": figures, "notes": [f"{kind}: {told}" for kind, told in facts.items()]}
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What Midstream adds to a served model: the same prompts through stock vLLM and through ours, in turns, both with graphs.
+"""What Midstream adds to a served model: the same prompts through stock vLLM and through ours, in
+turns, both with graphs.
 
-`--model 8b`, `70b-shard` or `30b-a3b`: random weights, one GPU. Both engines live at the same time. A pair is one run of stock and one of
-ours of the same round; the order changes from round to round. Captured rows count until the last receipt says that they are durable.
+`--model 8b`, `70b-shard` or `30b-a3b`: random weights, one GPU. Both engines live at the same time.
+A pair is one run of stock and one of ours of the same round; the order changes from round to round.
+Captured rows count until the last receipt says that they are durable.
 """
 
 import os
@@ -34,7 +36,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Condition:
-    """What every request of ours asks for. `capture`: sites `one` or `all` layers, positions, and where the files go."""
+    """What every request of ours asks for.
+
+    `capture`: sites `one` or `all` layers, positions, and where the files go.
+    """
 
     workload: str
     steered: int = 0  # distinct configurations, each an addition at every layer
@@ -61,21 +66,34 @@ def fitted(config: dict[str, Any], memory_gib: float) -> tuple[dict[str, Any], s
     head = 2 * config["vocab_size"] * config["hidden_size"] * 2
     room = WEIGHTS_SHARE * memory_gib * 2**30 / 2 - head
     fits = max(1, min(layers, int(room / (2 * layer_parameters(config)))))
-    return config | {"num_hidden_layers": fits}, "" if fits == layers else f"{fits} of its {layers} layers, so that two engines fit"
+    return config | {
+        "num_hidden_layers": fits
+    }, "" if fits == layers else f"{fits} of its {layers} layers, so that two engines fit"
 
 
 def layer_parameters(config: dict[str, Any]) -> int:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"] + config["num_key_value_heads"]
-    experts, width = config.get("num_experts", 1), config.get("moe_intermediate_size", config["intermediate_size"])
+    hidden, heads = (
+        config["hidden_size"],
+        config["num_attention_heads"] + config["num_key_value_heads"],
+    )
+    experts, width = (
+        config.get("num_experts", 1),
+        config.get("moe_intermediate_size", config["intermediate_size"]),
+    )
     return int(2 * heads * config["head_dim"] * hidden + 3 * experts * width * hidden)
 
 
 def workloads_of(config: dict[str, Any], *, tiny: bool) -> dict[str, Workload]:
-    """As many requests as the files have room for, when every layer is captured at every position."""
+    """As many requests as the files have room for, when every layer is captured at every
+    position.
+    """
     position = 2 * config["num_hidden_layers"] * config["hidden_size"]
     found = {}
     for name, work in (TINY if tiny else WORKLOADS).items():
-        fits = max(1, MOST_BYTES // (position * (work.prompt + (work.generated if name == "decode" else 0))))
+        fits = max(
+            1,
+            MOST_BYTES // (position * (work.prompt + (work.generated if name == "decode" else 0))),
+        )
         found[name] = Workload(min(work.requests, fits), work.prompt, work.generated)
     return found
 
@@ -83,7 +101,9 @@ def workloads_of(config: dict[str, Any], *, tiny: bool) -> dict[str, Workload]:
 def memory_folder(out: Path, *, tiny: bool) -> tuple[Path, str]:
     """A folder whose files are in memory, and what is wrong with it."""
     shared = Path("/dev/shm")
-    if shared.is_dir() and shutil.disk_usage(shared).free > (MOST_BYTES * 5 // 4 if not tiny else 1 << 20):
+    if shared.is_dir() and shutil.disk_usage(shared).free > (
+        MOST_BYTES * 5 // 4 if not tiny else 1 << 20
+    ):
         return Path(tempfile.mkdtemp(dir=shared, prefix="midstream-gpu-")), ""
     return out / "memory", "files 'in memory' were on the disk: /dev/shm is too small"
 
@@ -91,7 +111,9 @@ def memory_folder(out: Path, *, tiny: bool) -> tuple[Path, str]:
 class Pair:
     """Both engines, and where captured rows go."""
 
-    def __init__(self, asked: kit.Options, model: Path, config: dict[str, Any], memory: Path, **more: Any) -> None:
+    def __init__(
+        self, asked: kit.Options, model: Path, config: dict[str, Any], memory: Path, **more: Any
+    ) -> None:
         self.config = config
         self.sink = kit.Sink()
         self.root = asked.out / "ours" / "captures"
@@ -103,18 +125,33 @@ class Pair:
             (self.root / tag).symlink_to(target.resolve())
         extra = kit.without_weights(asked) | more
         if asked.gpu:
-            tokens = max(work.requests * (work.prompt + work.generated + 16) for work in WORKLOADS.values())
-            per_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+            tokens = max(
+                work.requests * (work.prompt + work.generated + 16) for work in WORKLOADS.values()
+            )
+            per_token = (
+                4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+            )
             extra["kv_cache_memory_bytes"] = int(1.5 * tokens * per_token) + (256 << 20)
         common = {"relay_url": self.sink.url}
         with ThreadPoolExecutor(2) as starting:
             started = {
-                kind: starting.submit(EngineProcess, kind, kit.serving_settings(asked, asked.out / kind, model, **common), extra)
+                kind: starting.submit(
+                    EngineProcess,
+                    kind,
+                    kit.serving_settings(asked, asked.out / kind, model, **common),
+                    extra,
+                )
                 for kind in ("stock", "ours")
             }
         self.engines = {kind: engine.result() for kind, engine in started.items()}
 
-    def run(self, kind: str, prompts: list[list[int]], generated: int, condition: Condition | None = None) -> dict[str, float]:
+    def run(
+        self,
+        kind: str,
+        prompts: list[list[int]],
+        generated: int,
+        condition: Condition | None = None,
+    ) -> dict[str, float]:
         """`seconds` until the last token, `durable` until the last receipt, `bytes` of files."""
         layers = list(range(int(self.config["num_hidden_layers"])))
         steering = capture = None
@@ -134,7 +171,11 @@ class Pair:
         durable = max(answer["seconds"], self.sink.at - began) if capture else answer["seconds"]
         if capture:
             self.clear()
-        return {"seconds": answer["seconds"], "durable": durable, "bytes": self.sink.bytes - written}
+        return {
+            "seconds": answer["seconds"],
+            "durable": durable,
+            "bytes": self.sink.bytes - written,
+        }
 
     def clear(self) -> None:
         for folder, _, names in os.walk(self.root, followlinks=True):
@@ -151,21 +192,30 @@ class Pair:
 
 
 def measure(pair: Pair, asked: kit.Options, until: float) -> dict[str, Any]:
-    """Rounds until the time is over: in each every condition once, beside stock with the same prompts."""
+    """Rounds until the time is over: in each every condition once, beside stock with the same
+    prompts.
+    """
     workloads = workloads_of(pair.config, tiny=asked.tiny)
     vocabulary = int(pair.config["vocab_size"])
-    prompts = {name: kit.token_ids(work.requests, work.prompt, vocabulary) for name, work in workloads.items()}
+    prompts = {
+        name: kit.token_ids(work.requests, work.prompt, vocabulary)
+        for name, work in workloads.items()
+    }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*CONDITIONS, *workloads)}
     rates: list[float] = []
 
     def once(name: str) -> dict[str, float]:
         condition = CONDITIONS.get(name)
         work = condition.workload if condition else name
-        return pair.run("ours" if condition else "stock", prompts[work], workloads[work].generated, condition)
+        return pair.run(
+            "ours" if condition else "stock", prompts[work], workloads[work].generated, condition
+        )
 
     for name in runs:
         once(name)  # graphs, vectors, pages: all is there when the time counts
-    while len(rates) < (2 if asked.tiny else ROUNDS) and (len(rates) < 2 or time.monotonic() < until):
+    while len(rates) < (2 if asked.tiny else ROUNDS) and (
+        len(rates) < 2 or time.monotonic() < until
+    ):
         rates.append(kit.disk_rate(asked.out / "disk", 1 << 20 if asked.tiny else 2 << 30))
         order = list(runs) if len(rates) % 2 else list(runs)[::-1]
         for name in order:
@@ -173,23 +223,45 @@ def measure(pair: Pair, asked: kit.Options, until: float) -> dict[str, Any]:
     return figures_of(runs, rates, workloads)
 
 
-def figures_of(runs: dict[str, list[dict[str, float]]], rates: list[float], workloads: dict[str, Workload]) -> dict[str, Any]:
+def figures_of(
+    runs: dict[str, list[dict[str, float]]], rates: list[float], workloads: dict[str, Workload]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = []
     for name, condition in CONDITIONS.items():
         stock = [run["seconds"] for run in runs[condition.workload]]
         taken = [run["durable"] for run in runs[name]]
         found[name] = kit.figure(kit.added(taken, stock), 100)
-        rows.append([name, *(round(kit.figure(values)["value"], 4) for values in (stock, [run["seconds"] for run in runs[name]], taken))])
+        rows.append(
+            [
+                name,
+                *(
+                    round(kit.figure(values)["value"], 4)
+                    for values in (stock, [run["seconds"] for run in runs[name]], taken)
+                ),
+            ]
+        )
     rate = [run["bytes"] / run["durable"] for run in runs["prompt_disk"]]
-    found["disk_share"] = kit.figure([mine / disk for mine, disk in zip(rate, rates, strict=True)], 100)
+    found["disk_share"] = kit.figure(
+        [mine / disk for mine, disk in zip(rate, rates, strict=True)], 100
+    )
     notes = [
-        f"the disk's own rate: {kit.figure(rates)['value'] / 1e9:.2f} GB/s with two threads and fsync",
-        f"captured to the disk: {kit.figure(rate)['value'] / 1e9:.2f} GB/s, {runs['prompt_disk'][0]['bytes'] / 1e9:.2f} GB a run",
+        (
+            f"the disk's own rate: {kit.figure(rates)['value'] / 1e9:.2f} GB/s with two "
+            "threads and fsync"
+        ),
+        (
+            f"captured to the disk: {kit.figure(rate)['value'] / 1e9:.2f} GB/s, "
+            f"{runs['prompt_disk'][0]['bytes'] / 1e9:.2f} GB a run"
+        ),
         f"{len(rates)} rounds",
         *(f"{name}: {work}" for name, work in workloads.items()),
     ]
-    table = {"title": "Median seconds", "columns": ["condition", "stock", "ours", "ours, until durable"], "rows": rows}
+    table = {
+        "title": "Median seconds",
+        "columns": ["condition", "stock", "ours", "ours, until durable"],
+        "rows": rows,
+    }
     return {"figures": found, "tables": [table], "notes": notes}
 
 
@@ -211,7 +283,10 @@ def main() -> None:
     finally:
         facts = {kind: engine.facts for kind, engine in pair.engines.items()}
         pair.close()
-    result["notes"] += [*filter(None, [note, missing]), *(f"{kind}: {told}" for kind, told in facts.items())]
+    result["notes"] += [
+        *filter(None, [note, missing]),
+        *(f"{kind}: {told}" for kind, told in facts.items()),
+    ]
     kit.finish(asked, result)
 
 

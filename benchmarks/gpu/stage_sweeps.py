@@ -1,8 +1,10 @@
-"""Patched cells per second: Midstream's sweeps against TransformerLens-style batched hooks on transformers, in turns, of one shape.
+"""Patched cells per second: Midstream's sweeps against TransformerLens-style batched hooks on
+transformers, in turns, of one shape.
 
-Ours: a pair of prompts through `SweepRequests`, as a worker asks them of its engine, without the service around it. Theirs: one forward
-pass for each layer, with the patched prompt as many times in the batch as it has positions, one position patched in each; a hook that
-writes the clean prompt's row, logits of the last position only. Both have random weights, so only the time is compared.
+Ours: a pair of prompts through `SweepRequests`, as a worker asks them of its engine, without the
+service around it. Theirs: one forward pass for each layer, with the patched prompt as many times in
+the batch as it has positions, one position patched in each; a hook that writes the clean prompt's
+row, logits of the last position only. Both have random weights, so only the time is compared.
 """
 
 import asyncio
@@ -60,11 +62,23 @@ class Ours:
         self._number += 1
         columns = [Column(str(place), [(place, place)]) for place in range(len(base))]
         pair = StoredPair(base, source, columns, answer=[5], foil=[6])
-        sweep = StoredSweep([pair], ["pre_attn"], list(range(layers)), "logit_diff", "denoise", noise=1)
-        job = Job(id=f"sweep{self._number}", kind="sweep", model="", prompts=[], sampling=Sampling(max_tokens=1), created=0.0, sweep=sweep)
+        sweep = StoredSweep(
+            [pair], ["pre_attn"], list(range(layers)), "logit_diff", "denoise", noise=1
+        )
+        job = Job(
+            id=f"sweep{self._number}",
+            kind="sweep",
+            model="",
+            prompts=[],
+            sampling=Sampling(max_tokens=1),
+            created=0.0,
+            sweep=sweep,
+        )
         asks = SweepRequests(job, 1, self._engine.info, self._engine.enters)
         began = time.perf_counter()
-        controls = [ask for unit in (asks.units.base(0), asks.units.source(0)) for ask in asks.control(unit)]
+        controls = [
+            ask for unit in (asks.units.base(0), asks.units.source(0)) for ask in asks.control(unit)
+        ]
         receipts = list(await asyncio.gather(*map(self._ask, controls)))
 
         async def locate(key: str) -> RunFiles:
@@ -91,13 +105,17 @@ class Theirs:
         self._torch, self._device = torch, device
         config = AutoConfig.from_pretrained(folder)
         with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+            self.model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            ).eval()
 
     def sweep(self, base: list[int], source: list[int], layers: int) -> float:
         torch, count = self._torch, len(base)
         tensor = lambda ids: torch.tensor([ids], device=self._device)  # noqa: E731
         began = time.perf_counter()
-        clean = self.model(tensor(source), output_hidden_states=True, logits_to_keep=1).hidden_states
+        clean = self.model(
+            tensor(source), output_hidden_states=True, logits_to_keep=1
+        ).hidden_states
         prompts, every = tensor(base).repeat(count, 1), torch.arange(count, device=self._device)
         values = []
         for layer in range(layers):
@@ -106,7 +124,9 @@ class Theirs:
                 hidden = given[0] if given else named["hidden_states"]
                 hidden[every, every] = clean[layer][0]
 
-            handle = self.model.model.layers[layer].register_forward_pre_hook(patch, with_kwargs=True)
+            handle = self.model.model.layers[layer].register_forward_pre_hook(
+                patch, with_kwargs=True
+            )
             logits = self.model(prompts, logits_to_keep=1, use_cache=False).logits[:, -1]
             handle.remove()
             values.append((logits[:, 5] - logits[:, 6]).float().cpu())
@@ -124,7 +144,11 @@ async def measure(asked: kit.Options) -> dict[str, Any]:
     os.environ[EXTRA] = json.dumps(extra)
     told: list[Any] = []
     sink = kit.Sink(lambda receipt: told[0].receive(receipt))
-    engine = direct_engine(kit.serving_settings(asked, asked.out / "engine", model, enable_prefix_caching=True, relay_url=sink.url))
+    engine = direct_engine(
+        kit.serving_settings(
+            asked, asked.out / "engine", model, enable_prefix_caching=True, relay_url=sink.url
+        )
+    )
     await engine.start()
     ours = Ours(engine, IN_FLIGHT)
     told.append(ours)
@@ -134,7 +158,10 @@ async def measure(asked: kit.Options) -> dict[str, Any]:
         if turn > 0 and time.monotonic() > until:
             break
         base, source = kit.token_ids(2, tokens, config["vocab_size"], seed=turn)
-        taken = {"ours": await ours.sweep(base, source, layers), "theirs": theirs.sweep(base, source, layers)}
+        taken = {
+            "ours": await ours.sweep(base, source, layers),
+            "theirs": theirs.sweep(base, source, layers),
+        }
         if turn >= 0:
             for name, seconds in taken.items():
                 rates[name].append(layers * tokens / seconds)
@@ -143,9 +170,17 @@ async def measure(asked: kit.Options) -> dict[str, Any]:
     figures = {
         "cells": kit.figure(rates["ours"]),
         "batched": kit.figure(rates["theirs"]),
-        "ratio": kit.figure([mine / other for mine, other in zip(rates["ours"], rates["theirs"], strict=True)]),
+        "ratio": kit.figure(
+            [mine / other for mine, other in zip(rates["ours"], rates["theirs"], strict=True)]
+        ),
     }
-    return {"figures": figures, "notes": [f"{layers} layers × {tokens} tokens, {IN_FLIGHT} cells at a time", f"ours: {facts}"]}
+    return {
+        "figures": figures,
+        "notes": [
+            f"{layers} layers × {tokens} tokens, {IN_FLIGHT} cells at a time",
+            f"ours: {facts}",
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""One decode step in which every request is steered and captured, and an idle one, as the profiler sees them, with the launches counted.
+"""One decode step in which every request is steered and captured, and an idle one, as the profiler
+sees them, with the launches counted.
 
-A trace for each is left in `--out`, to be opened in a browser (Perfetto, chrome://tracing). Where Nsight Systems is there, it records
-the same steps.
+A trace for each is left in `--out`, to be opened in a browser (Perfetto, chrome://tracing). Where
+Nsight Systems is there, it records the same steps.
 """
 
 import shutil
@@ -13,7 +14,13 @@ from typing import Any
 import kit
 
 #: Calls of CUDA's runtime and driver that launch something.
-HOST = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+HOST = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaGraphLaunch",
+)
 #: What our kernels' and ops' names begin with.
 SITE = ("_site", "midstream::")
 STEPS = {False: 20, True: 2}
@@ -24,11 +31,15 @@ def start(asked: kit.Options) -> Any:
 
     memory_gib = kit.machine(asked.device).get("gpu_memory_gib", 1)
     model = kit.write_model(
-        asked.out / "model", kit.shape("tiny" if asked.tiny else "8b", memory_gib), "bfloat16" if asked.gpu else "float32"
+        asked.out / "model",
+        kit.shape("tiny" if asked.tiny else "8b", memory_gib),
+        "bfloat16" if asked.gpu else "float32",
     )
     sink = kit.Sink()
     extra = kit.without_weights(asked) | ({"kv_cache_memory_bytes": 4 << 30} if asked.gpu else {})
-    return Direct(kit.serving_settings(asked, asked.out / "engine", model, relay_url=sink.url), extra)
+    return Direct(
+        kit.serving_settings(asked, asked.out / "engine", model, relay_url=sink.url), extra
+    )
 
 
 def fill(direct: Any, requests: int, prompt: int, generated: int, *, busy: bool) -> None:
@@ -41,13 +52,32 @@ def fill(direct: Any, requests: int, prompt: int, generated: int, *, busy: bool)
 
     info, values = direct.engine.info, np.random.default_rng(0)
     every = list(range(info.num_layers))
-    names = direct.hold([from_numpy(values.standard_normal(info.hidden_size).astype(np.float32)) for _ in range(requests)])
+    names = direct.hold(
+        [
+            from_numpy(values.standard_normal(info.hidden_size).astype(np.float32))
+            for _ in range(requests)
+        ]
+    )
     for place, ids in enumerate(kit.token_ids(requests, prompt, info.vocab_size)):
         wish: dict[str, Any] = {}
         if busy:
-            steering = StoredSteering(layers=every, hook="post_block", positions="all", family="add", tensors=[names[place]], scale=0.1)
-            wish = {"steering": [steering], "captures": [StoredCapture(sites={"post_block": every}, positions="all", tag="memory")]}
-        direct.add(request(place, ids, generated, job=f"{'busy' if busy else 'idle'}{place}", **wish))
+            steering = StoredSteering(
+                layers=every,
+                hook="post_block",
+                positions="all",
+                family="add",
+                tensors=[names[place]],
+                scale=0.1,
+            )
+            wish = {
+                "steering": [steering],
+                "captures": [
+                    StoredCapture(sites={"post_block": every}, positions="all", tag="memory")
+                ],
+            }
+        direct.add(
+            request(place, ids, generated, job=f"{'busy' if busy else 'idle'}{place}", **wish)
+        )
     for _ in range(4 + requests * prompt // 2048):
         direct.step()
 
@@ -80,7 +110,11 @@ def profiled(direct: Any, asked: kit.Options, name: str) -> Counter[str]:
 
 def counts(found: Counter[str], gpu: bool) -> dict[str, int]:
     """`sites`, `kernels` on the GPU, `host` launches."""
-    kernels = {name.removeprefix("gpu:"): count for name, count in found.items() if name.startswith("gpu:") == gpu}
+    kernels = {
+        name.removeprefix("gpu:"): count
+        for name, count in found.items()
+        if name.startswith("gpu:") == gpu
+    }
     return {
         "sites": sum(count for name, count in kernels.items() if name.startswith(SITE)),
         "kernels": sum(kernels.values()) if gpu else 0,
@@ -92,15 +126,40 @@ def nsys(asked: kit.Options) -> str:
     tool = shutil.which("nsys")
     if tool is None:
         return "Nsight Systems is not there"
-    command = [tool, "profile", "--trace=cuda", "--cuda-graph-trace=node", "--force-overwrite=true", "-o", str(asked.out / "steps")]
-    command += [sys.executable, __file__, "--device", asked.device, "--out", str(asked.out / "nsys"), "--model", "under-nsys"]
+    command = [
+        tool,
+        "profile",
+        "--trace=cuda",
+        "--cuda-graph-trace=node",
+        "--force-overwrite=true",
+        "-o",
+        str(asked.out / "steps"),
+    ]
+    command += [
+        sys.executable,
+        __file__,
+        "--device",
+        asked.device,
+        "--out",
+        str(asked.out / "nsys"),
+        "--model",
+        "under-nsys",
+    ]
     try:
         done = subprocess.run(
-            command + ["--tiny"] * asked.tiny, capture_output=True, text=True, timeout=max(30, asked.seconds / 2), check=False
+            command + ["--tiny"] * asked.tiny,
+            capture_output=True,
+            text=True,
+            timeout=max(30, asked.seconds / 2),
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return "Nsight Systems did not end in time"
-    return f"Nsight Systems: {asked.out / 'steps.nsys-rep'}" if done.returncode == 0 else f"Nsight Systems failed: {done.stderr[-300:]}"
+    return (
+        f"Nsight Systems: {asked.out / 'steps.nsys-rep'}"
+        if done.returncode == 0
+        else f"Nsight Systems failed: {done.stderr[-300:]}"
+    )
 
 
 def main() -> None:
@@ -126,11 +185,21 @@ def main() -> None:
         "idle_site_launches": told["idle"]["sites"],
         "host_launches": told["busy"]["host"],
     }
-    kinds = [name for name, _ in found["busy"].most_common() if name.startswith("gpu:") == asked.gpu]  # of a CPU: the ops
+    # of a CPU: the ops
+    kinds = [
+        name for name, _ in found["busy"].most_common() if name.startswith("gpu:") == asked.gpu
+    ]
     rows = [[name.removeprefix("gpu:")[:90], found["busy"][name]] for name in kinds[:12]]
     table = {"title": "Most frequent in the busy step", "columns": ["name", "times"], "rows": rows}
     notes = [f"{direct.facts}", nsys(asked), f"traces: {asked.out}"]
-    kit.finish(asked, {"figures": {name: {"value": value} for name, value in figures.items()}, "tables": [table], "notes": notes})
+    kit.finish(
+        asked,
+        {
+            "figures": {name: {"value": value} for name, value in figures.items()},
+            "tables": [table],
+            "notes": notes,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ def in_parts(content: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its content is rendered as it is."""
+    """`{% generation %}` marks the assistant's text for training; here its content is rendered as
+    it is.
+    """
 
     tags = {"generation"}
 
@@ -37,9 +39,17 @@ def template_environment() -> jinja2.Environment:
     return environment
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """jinja2's own filter escapes HTML; templates expect plain JSON with these options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

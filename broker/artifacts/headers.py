@@ -38,7 +38,8 @@ class Place:
 def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | CapturedFile) -> Place:
     """The place of a blob that a receipt of `job` names.
 
-    Receipts are not trusted: raises MidstreamError("capture_failed") for a path that is not the job's or leaves the capture root.
+    Receipts are not trusted: raises MidstreamError("capture_failed") for a path that is not the
+    job's or leaves the capture root.
     """
     if (fault := path_fault(file.path, job)) is not None:
         raise MidstreamError("capture_failed", fault)
@@ -50,10 +51,11 @@ def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | Cap
 
 
 def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> list[Header]:
-    """What all of a job's blobs say of themselves; on a disk one file is open at a time, for there may be thousands.
+    """What all of a job's blobs say of themselves; on a disk one file is open at a time, for there
+    may be thousands.
 
-    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is not what was written,
-    `capture_failed` for another job's and when the disk refuses.
+    Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is
+    not what was written, `capture_failed` for another job's and when the disk refuses.
     """
 
     def read(group: Sequence[Place]) -> list[Header]:
@@ -66,31 +68,47 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
 
     groups = [list(group) for _, group in itertools.groupby(places, key=lambda place: place.key)]
     try:
-        return list(itertools.chain.from_iterable(store.together(read, groups) if isinstance(store, Distant) else map(read, groups)))
+        return list(
+            itertools.chain.from_iterable(
+                store.together(read, groups) if isinstance(store, Distant) else map(read, groups)
+            )
+        )
     finally:
         must_be_there(store, job)  # says more than that a file is not there
 
 
 def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
-    """The blobs that a job has in the store under a tag, as the indices beside them say: (key, entry).
+    """The blobs that a job has in the store under a tag, as the indices beside them say: (key,
+    entry).
 
-    Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for a manifest that cannot be read.
+    Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for
+    a manifest that cannot be read.
     """
     found: list[tuple[str, BlobEntry]] = []
     try:
-        listed = [key for key in store.children(f"{tag}/{job}/") if key.endswith(".json")] + indices(store, tag, job)
+        listed = [
+            key for key in store.children(f"{tag}/{job}/") if key.endswith(".json")
+        ] + indices(store, tag, job)
     except OSError as error:
-        raise MidstreamError("capture_failed", f"the captures of job {job} cannot be listed: {error}") from error
+        raise MidstreamError(
+            "capture_failed", f"the captures of job {job} cannot be listed: {error}"
+        ) from error
     for index in listed:
         folder, _, name = index.rpartition("/")
         try:
-            found += [(f"{folder}/{entry.file}", entry) for entry in read_entries(store, index, {job})]
+            found += [
+                (f"{folder}/{entry.file}", entry) for entry in read_entries(store, index, {job})
+            ]
         except FileNotFoundError:
             continue  # removed since it was listed
         except DamagedBlob as error:
-            raise MidstreamError("capture_damaged", f"the manifest {name} cannot be read: {error}") from error
+            raise MidstreamError(
+                "capture_damaged", f"the manifest {name} cannot be read: {error}"
+            ) from error
         except OSError as error:
-            raise MidstreamError("capture_failed", f"the manifest {name} cannot be read: {error}") from error
+            raise MidstreamError(
+                "capture_failed", f"the manifest {name} cannot be read: {error}"
+            ) from error
     must_be_there(store, job)
     return found
 
@@ -110,12 +128,19 @@ def explained(job: str, place: Place) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        detail = f"{place.name} is not in this process's capture root: it was deleted, or the worker writes to another folder"
+        detail = (
+            f"{place.name} is not in this process's capture root: it was deleted, or the "
+            "worker writes to another folder"
+        )
         raise MidstreamError("gone", detail) from error
     except DamagedBlob as error:
-        raise MidstreamError("capture_damaged", f"the capture file {place.name} of job {job} is damaged: {error}") from error
+        raise MidstreamError(
+            "capture_damaged", f"the capture file {place.name} of job {job} is damaged: {error}"
+        ) from error
     except OSError as error:
-        raise MidstreamError("capture_failed", f"the capture file {place.name} cannot be read: {error}") from error
+        raise MidstreamError(
+            "capture_failed", f"the capture file {place.name} cannot be read: {error}"
+        ) from error
 
 
 def header_of(handle: Handle, place: Place) -> Header:
@@ -130,6 +155,10 @@ def header_of(handle: Handle, place: Place) -> Header:
     found = header.manifest
     if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
         # The owner is not named: it may be another tenant's job.
-        detail = f"no rows of request {place.request} of job {place.job} start at byte {place.offset}"
-        raise MidstreamError("capture_failed", f"the capture file {place.name} cannot be read: {detail}")
+        detail = (
+            f"no rows of request {place.request} of job {place.job} start at byte {place.offset}"
+        )
+        raise MidstreamError(
+            "capture_failed", f"the capture file {place.name} cannot be read: {detail}"
+        )
     return header

@@ -1,9 +1,11 @@
-"""Space that captures take, and their removal: a reader gets all that a job has or learns that it is gone.
+"""Space that captures take, and their removal: a reader gets all that a job has or learns that it
+is gone.
 
-Deleting a job's captures: the ledger is told first (`forget_captures`); then the store marks the job, which is the moment that readers
-of files go by; then the job's folders are removed, and its blobs in segments are erased. A reader holds the segments that it reads;
-those are erased in a later sweep. The mark stays, and all of this is repeated, for as long as somebody may still be writing for the
-job: see `captures`. Several may delete concurrently.
+Deleting a job's captures: the ledger is told first (`forget_captures`); then the store marks the
+job, which is the moment that readers of files go by; then the job's folders are removed, and its
+blobs in segments are erased. A reader holds the segments that it reads; those are erased in a later
+sweep. The mark stays, and all of this is repeated, for as long as somebody may still be writing for
+the job: see `captures`. Several may delete concurrently.
 """
 
 import logging
@@ -20,7 +22,8 @@ from ...storage.store import ArtifactStore, Referring, Rewriting
 
 log = logging.getLogger(__name__)
 
-#: The space taken is measured again after this many seconds, or sooner when it seems used up; and not all the time in a large tree.
+#: The space taken is measured again after this many seconds, or sooner when it seems used up; and
+#: not all the time in a large tree.
 MEASURE_S, MEASURE_FULL_S = 30.0, 1.0
 MEASURE_SHARE = 20
 
@@ -28,7 +31,10 @@ _told: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logge
 
 
 class Usage:
-    """The space that captures take, against their quota. May be shared by threads; each process measures for itself."""
+    """The space that captures take, against their quota.
+
+    May be shared by threads; each process measures for itself.
+    """
 
     def __init__(self, store: ArtifactStore, quota: int) -> None:
         """`quota`: bytes; 0: none, and then nothing is ever measured."""
@@ -82,7 +88,10 @@ def gone(job: str) -> MidstreamError:
 
 
 class RemovalError(OSError):
-    """Something could not be removed, everything else was. `done`: the jobs of which nothing is left."""
+    """Something could not be removed, everything else was.
+
+    `done`: the jobs of which nothing is left.
+    """
 
     def __init__(self, message: str, done: list[str]) -> None:
         super().__init__(message)
@@ -90,10 +99,13 @@ class RemovalError(OSError):
 
 
 def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = ()) -> list[str]:
-    """Remove everything that `jobs` captured in the store; may be repeated. Returns the jobs of which nothing is left.
+    """Remove everything that `jobs` captured in the store; may be repeated.
 
-    Of the others something is being read: call again later. The jobs in `keep` stay marked: what may yet be written for them
-    is shown to nobody. Raises RemovalError after it has done what could be done.
+    Returns the jobs of which nothing is left.
+
+    Of the others something is being read: call again later. The jobs in `keep` stay marked: what
+    may yet be written for them is shown to nobody. Raises RemovalError after it has done what could
+    be done.
     """
     failed: dict[str, OSError] = {}
     for job in jobs:
@@ -116,11 +128,15 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
     done = [job for job in jobs if job not in failed and job not in busy]
     if failed:
         job, first = next(iter(failed.items()))
-        raise RemovalError(f"{len(failed)} of {len(jobs)} jobs, the first of them {job}: {first}", done)
+        raise RemovalError(
+            f"{len(failed)} of {len(jobs)} jobs, the first of them {job}: {first}", done
+        )
     return done
 
 
-def _segments(store: ArtifactStore, tags: Sequence[str], jobs: Sequence[str], failed: dict[str, OSError]) -> Iterator[str]:
+def _segments(
+    store: ArtifactStore, tags: Sequence[str], jobs: Sequence[str], failed: dict[str, OSError]
+) -> Iterator[str]:
     """Those that may hold blobs of the jobs: all, where the store does not know."""
     if isinstance(store, Referring):
         found: set[str] = set()
@@ -130,7 +146,9 @@ def _segments(store: ArtifactStore, tags: Sequence[str], jobs: Sequence[str], fa
         yield from sorted(found)
         return
     for tag in tags:
-        yield from (key for key in store.children(f"{tag}{SEGMENTS}/") if key.endswith(SEGMENT_SUFFIX))
+        yield from (
+            key for key in store.children(f"{tag}{SEGMENTS}/") if key.endswith(SEGMENT_SUFFIX)
+        )
 
 
 @contextmanager
@@ -144,13 +162,18 @@ def _noted(failed: dict[str, OSError], jobs: Iterable[str]) -> Iterator[None]:
 
 
 def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]:
-    """Erase the jobs' blobs in a segment, and delete it when nothing is left in it. Returns the jobs still there."""
+    """Erase the jobs' blobs in a segment, and delete it when nothing is left in it.
+
+    Returns the jobs still there.
+    """
     try:
         entries = _entries(store, segment, jobs)
         if entries and isinstance(store, Rewriting) and len(entries) == _count(store, segment):
             store.delete(segment)  # nothing of other jobs is in it
             store.delete(index_of(segment))
-        elif entries and not store.erase(segment, [(entry.offset, entry.bytes) for entry in entries]):
+        elif entries and not store.erase(
+            segment, [(entry.offset, entry.bytes) for entry in entries]
+        ):
             return {entry.manifest.job for entry in entries}
         elif store.sealed(segment) and _is_dead(store, segment):
             store.delete(segment)
@@ -161,7 +184,10 @@ def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]
 
 
 def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[BlobEntry]:
-    """Of the jobs. A line that is damaged hides what follows it from those that it names, and from nobody else."""
+    """Of the jobs.
+
+    A line that is damaged hides what follows it from those that it names, and from nobody else.
+    """
     found = []
     try:
         for entry in read_entries(store, index_of(segment), jobs):
@@ -182,7 +208,10 @@ def _count(store: ArtifactStore, segment: str) -> int:
 
 
 def _is_dead(store: ArtifactStore, segment: str) -> bool:
-    """Whether a segment had blobs and all of them were deleted. One with a damaged line is left alone."""
+    """Whether a segment had blobs and all of them were deleted.
+
+    One with a damaged line is left alone.
+    """
     empty = True
     try:
         with store.open(segment, hold=False) as blobs:
@@ -200,4 +229,6 @@ def _tell_damage(store: ArtifactStore, segment: str, error: DamagedBlob) -> None
     """Once per process: the same segment is looked at in every deletion."""
     if (store, segment) not in _told:
         _told.add((store, segment))
-        log.error("%s is damaged; blobs it does not list stay in the store: %s", index_of(segment), error)
+        log.error(
+            "%s is damaged; blobs it does not list stay in the store: %s", index_of(segment), error
+        )

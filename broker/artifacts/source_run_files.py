@@ -22,23 +22,41 @@ class Blob(NamedTuple):
     manifest: Manifest
 
 
-def reported(store: ArtifactStore, job: str, files: Sequence[tuple[int, CapturedFile]]) -> list[Blob]:
-    """The blobs that receipts name, (prompt, file) each. Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be
-    read or is another job's."""
-    headers = read_headers(store, job, [place_in(store, job, request, file) for request, file in files])
+def reported(
+    store: ArtifactStore, job: str, files: Sequence[tuple[int, CapturedFile]]
+) -> list[Blob]:
+    """The blobs that receipts name, (prompt, file) each.
+
+    Raises MidstreamError: `gone`, or `capture_failed` for one that cannot be read or is another
+    job's.
+    """
+    headers = read_headers(
+        store, job, [place_in(store, job, request, file) for request, file in files]
+    )
     return [
-        Blob(RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32), header.manifest)
+        Blob(
+            RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32),
+            header.manifest,
+        )
         for (_, file), header in zip(files, headers, strict=True)
     ]
 
 
 def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[Blob]]:
-    """Prompt → the blobs of its last attempt that is whole, or of its last. Raises MidstreamError as `find_entries`."""
+    """Prompt → the blobs of its last attempt that is whole, or of its last.
+
+    Raises MidstreamError as `find_entries`.
+    """
     attempts: dict[int, dict[int, list[Blob]]] = {}
     for path, entry in find_entries(store, job, tag):
         if (entry.manifest.job, entry.manifest.tag) == (job, tag):
-            blob = Blob(RunFile(path=path, offset=entry.offset, bytes=entry.bytes, crc32=entry.crc32), entry.manifest)
-            attempts.setdefault(entry.manifest.request, {}).setdefault(entry.manifest.attempt, []).append(blob)
+            blob = Blob(
+                RunFile(path=path, offset=entry.offset, bytes=entry.bytes, crc32=entry.crc32),
+                entry.manifest,
+            )
+            attempts.setdefault(entry.manifest.request, {}).setdefault(
+                entry.manifest.attempt, []
+            ).append(blob)
     return {request: _last_whole(attempts[request]) for request in sorted(attempts)}
 
 
@@ -59,8 +77,15 @@ def shortfall(blobs: Sequence[Blob]) -> str:
             return "it holds single heads, and a source run has whole rows"
         if (manifest.positions, manifest.token_ids) != (first.positions, first.token_ids):
             return "its files disagree on positions or tokens"
-    held = {(hook, layer) for _, manifest in blobs for hook, layers in manifest.sites.items() for layer in layers}
-    lacking = sorted({(hook, layer) for hook, layers in first.all_sites.items() for layer in layers} - held)
+    held = {
+        (hook, layer)
+        for _, manifest in blobs
+        for hook, layers in manifest.sites.items()
+        for layer in layers
+    }
+    lacking = sorted(
+        {(hook, layer) for hook, layers in first.all_sites.items() for layer in layers} - held
+    )
     return f"{lacking[0][0]} of layer {lacking[0][1]} is in no file" if lacking else ""
 
 
@@ -80,7 +105,10 @@ def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
 def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
     """What users are told. `blobs` must be without a `shortfall`."""
     first, sites = blobs[0].manifest, _sites(blobs)
-    elements = sum(len(first.positions) * sum(map(len, manifest.sites.values())) * _columns(manifest) for _, manifest in blobs)
+    elements = sum(
+        len(first.positions) * sum(map(len, manifest.sites.values())) * _columns(manifest)
+        for _, manifest in blobs
+    )
     return RunPrompt(
         request=first.request,
         tokens=first.prompt_tokens,
@@ -88,7 +116,9 @@ def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
         positions=first.positions,
         token_ids=first.token_ids,
         dtype=first.dtype,
-        hidden_size=next((manifest.hidden_size for _, manifest in blobs if manifest.row is None), 0),
+        hidden_size=next(
+            (manifest.hidden_size for _, manifest in blobs if manifest.row is None), 0
+        ),
         bytes=elements * ITEM_BYTES[first.dtype],
     )
 
@@ -106,7 +136,10 @@ def _sites(blobs: Sequence[Blob]) -> Sites:
     for _, manifest in blobs:
         for hook, layers in manifest.sites.items():
             found.setdefault(hook, set()).update(layers)
-    return {cast(Hook, hook): sorted(found[hook]) for hook in sorted(found, key=lambda hook: FORWARD.index(cast(Hook, hook)))}
+    return {
+        cast(Hook, hook): sorted(found[hook])
+        for hook in sorted(found, key=lambda hook: FORWARD.index(cast(Hook, hook)))
+    }
 
 
 def unusable(key: str, why: str) -> MidstreamError:

@@ -1,7 +1,8 @@
 """Automatic pipelining: concurrent commands of a process reach Redis in few round trips.
 
-A round trip costs a process several times what Redis spends on the command. So while `IN_FLIGHT` groups are on their way, further
-commands collect and leave as one group when an answer arrives: an idle system never waits, a busy one groups automatically.
+A round trip costs a process several times what Redis spends on the command. So while `IN_FLIGHT`
+groups are on their way, further commands collect and leave as one group when an answer arrives: an
+idle system never waits, a busy one groups automatically.
 """
 
 import asyncio
@@ -16,12 +17,15 @@ from redis.connection import PythonRespSerializer
 
 #: Groups in flight: enough that one large answer does not hold up the others.
 IN_FLIGHT = 3
-#: Maximum number of commands in one group: Redis executes a group's commands in sequence, interleaved with those of other clients.
+#: Maximum number of commands in one group: Redis executes a group's commands in sequence,
+#: interleaved with those of other clients.
 GROUP_LIMIT = 64
-#: Commands that are grouped: their answers are short, and they may be repeated if a connection breaks, as the ledger's scripts may.
+#: Commands that are grouped: their answers are short, and they may be repeated if a connection
+#: breaks, as the ledger's scripts may.
 GROUPED = frozenset({"EVALSHA", "HGET", "HMGET"})
 _Serializer: Any = PythonRespSerializer  # without types
-#: Bytes above which an argument, such as a job of many long prompts, is sent without copying; below, one copy is cheaper than many pieces.
+#: Bytes above which an argument, such as a job of many long prompts, is sent without copying;
+#: below, one copy is cheaper than many pieces.
 LARGE = 1 << 16
 
 
@@ -30,7 +34,9 @@ SLICE = 1 << 17
 
 
 class Parts:
-    """A large argument that is made part by part while it is sent, and is never in memory as a whole. `size`: bytes of all parts."""
+    """A large argument that is made part by part while it is sent, and is never in memory as a
+    whole. `size`: bytes of all parts.
+    """
 
     def __init__(self, size: int, make: Callable[[], Iterable[bytes]]) -> None:
         self._size, self._make = size, make
@@ -87,7 +93,8 @@ class PipelinedRedis(redis.asyncio.Redis):
             connection = await pool.get_connection()
             try:
                 answers = await connection.retry.call_with_retry(
-                    lambda: _exchange(connection, pieces, len(group)), lambda _: connection.disconnect(nowait=True)
+                    lambda: _exchange(connection, pieces, len(group)),
+                    lambda _: connection.disconnect(nowait=True),
                 )
             finally:
                 await pool.release(connection)
@@ -107,7 +114,9 @@ class PipelinedRedis(redis.asyncio.Redis):
 
 
 def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[Piece]:
-    """The commands in Redis' protocol, in pieces; a large argument is a separate piece, which is not copied."""
+    """The commands in Redis' protocol, in pieces; a large argument is a separate piece, which is
+    not copied.
+    """
     pieces: list[Piece] = []
     small: list[bytes] = []
     for args in commands:
@@ -139,8 +148,9 @@ def _with_parts(args: tuple[Any, ...], encoder: Any) -> Iterator[Piece]:
 async def _send(connection: Any, pieces: list[Piece]) -> None:
     """Send large pieces in slices, so that neither the process nor its memory is full of them.
 
-    The slices of a command go over one connection: redis-py would open another one in between, where the rest of an argument, perhaps the
-    text of a prompt, would be read as commands. What ends the sending closes the connection. Raises redis.ConnectionError.
+    The slices of a command go over one connection: redis-py would open another one in between,
+    where the rest of an argument, perhaps the text of a prompt, would be read as commands. What
+    ends the sending closes the connection. Raises redis.ConnectionError.
     """
     if not any(isinstance(piece, Parts) or len(piece) > LARGE for piece in pieces):
         await connection.send_packed_command(pieces)
@@ -151,8 +161,12 @@ async def _send(connection: Any, pieces: list[Piece]) -> None:
             for part in piece if isinstance(piece, Parts) else [piece]:
                 for start in range(0, len(part), SLICE):
                     if begun and not connection.is_connected:
-                        raise redis.exceptions.ConnectionError("the connection was closed while a command was sent")
-                    await connection.send_packed_command([memoryview(part)[start : start + SLICE]], check_health=not begun)
+                        raise redis.exceptions.ConnectionError(
+                            "the connection was closed while a command was sent"
+                        )
+                    await connection.send_packed_command(
+                        [memoryview(part)[start : start + SLICE]], check_health=not begun
+                    )
                     begun = True
                     await asyncio.sleep(0)
     except BaseException:
@@ -161,9 +175,12 @@ async def _send(connection: Any, pieces: list[Piece]) -> None:
 
 
 async def _exchange(connection: Any, pieces: list[Piece], count: int) -> list[Any]:
-    """Send `count` commands and read their answers, each within the connection's timeout. A failed command's answer is its error.
+    """Send `count` commands and read their answers, each within the connection's timeout.
 
-    This is redis-py's pipeline without the handling of commands that we do not group, which took half of the time.
+    A failed command's answer is its error.
+
+    This is redis-py's pipeline without the handling of commands that we do not group, which took
+    half of the time.
     """
     answers: list[Any] = []
     await _send(connection, pieces)
@@ -174,6 +191,10 @@ async def _exchange(connection: Any, pieces: list[Piece], count: int) -> list[An
                     answers.append(await connection.read_response(timeout=math.inf))
                 except redis.exceptions.ResponseError as error:
                     answers.append(error)
-    except TimeoutError:  # the connection is closed by then: unread answers must not be taken for those of later commands
-        raise redis.exceptions.TimeoutError(f"no answer from Redis within {connection.socket_timeout} s") from None
+    except TimeoutError:
+        # the connection is closed by then: unread answers must not be taken for those of later
+        # commands
+        raise redis.exceptions.TimeoutError(
+            f"no answer from Redis within {connection.socket_timeout} s"
+        ) from None
     return answers

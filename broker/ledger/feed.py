@@ -1,4 +1,7 @@
-"""What the page's table shows of jobs, read in batches. A record that cannot be read is left out, and logged."""
+"""What the page's table shows of jobs, read in batches.
+
+A record that cannot be read is left out, and logged.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +19,10 @@ log = logging.getLogger(__name__)
 @reachable
 async def newest(ledger: Ledger, tenant: str | None, count: int) -> list[str]:
     """Ids of the newest `count` jobs (of `tenant`), newest first."""
-    return [name.decode() for name in await ledger.redis.zrevrange(views.listing("jobs", tenant), 0, count - 1)]
+    return [
+        name.decode()
+        for name in await ledger.redis.zrevrange(views.listing("jobs", tenant), 0, count - 1)
+    ]
 
 
 @reachable
@@ -32,11 +38,16 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
     for name, values, tags in zip(names, raw[::2], raw[1::2], strict=True):
         try:
             if isinstance(values, Exception) or isinstance(tags, Exception):
-                raise ValueError(f"its record has another type: {values if isinstance(values, Exception) else tags}")
+                raise ValueError(
+                    "its record has another type: "
+                    f"{values if isinstance(values, Exception) else tags}"
+                )
             view = views.view(name, values, ledger.settings)
             if view is not None:
                 listed = from_json(tags, list[str]) if tags else []
                 found.append(FeedJob(**msgspec.structs.asdict(view), tags=listed))
         except (KeyError, ValueError, msgspec.DecodeError) as error:
-            log.warning("job %s is left out of the page's table: its record cannot be read: %r", name, error)
+            log.warning(
+                "job %s is left out of the page's table: its record cannot be read: %r", name, error
+            )
     return found

@@ -1,6 +1,8 @@
-"""API keys in `ms:keys`, id → packed `Key` with a hash of the secret; the secret itself is never stored.
+"""API keys in `ms:keys`, id → packed `Key` with a hash of the secret; the secret itself is never
+stored.
 
-A secret has 256 random bits, so its plain SHA-256 cannot be brute-forced, and is fast enough to check on each request.
+A secret has 256 random bits, so its plain SHA-256 cannot be brute-forced, and is fast enough to
+check on each request.
 """
 
 import hashlib
@@ -21,9 +23,12 @@ from .jobs import ALPHABET, Ledger, reachable
 
 KEYS = "ms:keys"
 ID_LENGTH, SECRET_BYTES = 12, 32
-#: Minimum length of a self-chosen secret (`admin_key`), and maximum length of any secret, in characters.
+#: Minimum length of a self-chosen secret (`admin_key`), and maximum length of any secret, in
+#: characters.
 SECRET_LENGTH = (32, 256)
-_KEY = re.compile(rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})")
+_KEY = re.compile(
+    rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})"
+)
 
 # The method `Keys.list` hides the builtin inside the class.
 list_of_keys = list[Key]
@@ -67,19 +72,31 @@ def of_settings(settings: Settings) -> dict[str, Key]:
         if shown is None:
             low, high = SECRET_LENGTH
             raise SettingsError(
-                f"{name}: is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or digits>_<{low} to {high} letters or digits>; "
+                f"{name}: is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or "
+                f"digits>_<{low} to {high} letters or digits>; "
                 "`midstream keys generate` prints one"
             )
         if shown.id in found:
-            raise SettingsError(f"{name}: has the id of another setting's key: `midstream keys generate` prints another one")
+            raise SettingsError(
+                f"{name}: has the id of another setting's key: `midstream keys generate` prints "
+                "another one"
+            )
         found[shown.id] = Key(
-            id=shown.id, name=f"the setting {setting}", tenant=DEFAULT_TENANT, scopes=[scope], sha256=shown.sha256, created=0.0
+            id=shown.id,
+            name=f"the setting {setting}",
+            tenant=DEFAULT_TENANT,
+            scopes=[scope],
+            sha256=shown.sha256,
+            created=0.0,
         )
     return found
 
 
 def is_right(shown: Shown, key: Key | None, at: float) -> bool:
-    """Whether `key` matches the presented one and has not expired. Constant time, even for a missing key."""
+    """Whether `key` matches the presented one and has not expired.
+
+    Constant time, even for a missing key.
+    """
     same = hmac.compare_digest(shown.sha256, NOBODY.sha256 if key is None else key.sha256)
     return same and key is not None and not has_expired(key, at)
 
@@ -89,11 +106,21 @@ def has_expired(key: Key, at: float) -> bool:
 
 
 def view_of(key: Key) -> KeyView:
-    return KeyView(id=key.id, name=key.name, tenant=key.tenant, scopes=key.scopes, created=key.created, expires=key.expires)
+    return KeyView(
+        id=key.id,
+        name=key.name,
+        tenant=key.tenant,
+        scopes=key.scopes,
+        created=key.created,
+        expires=key.expires,
+    )
 
 
 class Keys:
-    """API keys in the ledger's Redis. All calls raise MidstreamError("unavailable") while it is unreachable."""
+    """API keys in the ledger's Redis.
+
+    All calls raise MidstreamError("unavailable") while it is unreachable.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
@@ -128,16 +155,25 @@ class Keys:
         """Those of these ids whose keys exist and have not expired; one round trip."""
         asked, at = list_of_ids(key_ids), now()
         found = await self._redis.hmget(KEYS, asked) if asked else []
-        return {key_id for key_id, raw in zip(asked, found, strict=True) if raw is not None and _holds(raw, at)}
+        return {
+            key_id
+            for key_id, raw in zip(asked, found, strict=True)
+            if raw is not None and _holds(raw, at)
+        }
 
     @reachable
     async def list(self) -> list_of_keys:
         """All keys, including expired ones; oldest first."""
-        return sorted(map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id))
+        return sorted(
+            map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id)
+        )
 
     @reachable
     async def revoke(self, key_id: str) -> None:
-        """Raises MidstreamError("not_found"). APIs that know the key forget it within `api.web.auth.KNOWN_S` seconds."""
+        """Raises MidstreamError("not_found").
+
+        APIs that know the key forget it within `api.web.auth.KNOWN_S` seconds.
+        """
         if not await self._redis.hdel(KEYS, key_id):
             raise MidstreamError("not_found", f"unknown key {key_id!r}", field="id")
 
@@ -157,7 +193,9 @@ async def any_key(settings: Settings) -> bool:
 
 
 def _holds(raw: bytes, at: float) -> bool:
-    """Whether the key is valid; False if it cannot be read, since such a key admits no request, either."""
+    """Whether the key is valid; False if it cannot be read, since such a key admits no request,
+    either.
+    """
     try:
         return not has_expired(_decoded(raw), at)
     except MidstreamError:
@@ -169,5 +207,9 @@ def _decoded(raw: bytes) -> Key:
         return from_msgpack(raw, Key)
     except msgspec.ValidationError as error:
         raise MidstreamError(
-            "version_mismatch", f"a key was stored by a version of Midstream incompatible with {__version__}: {error}"
+            "version_mismatch",
+            (
+                f"a key was stored by a version of Midstream incompatible with {__version__}: "
+                f"{error}"
+            ),
         ) from error

@@ -1,4 +1,6 @@
-"""Memory pressure of Redis, sampled once a second per process: submissions stop before workers' writes fail."""
+"""Memory pressure of Redis, sampled once a second per process: submissions stop before workers'
+writes fail.
+"""
 
 import time
 from typing import Any
@@ -20,7 +22,8 @@ class MemoryPressure:
         self._used = self._most = 0  # bytes; 0: no limit
 
     async def percent(self, more: int) -> float:
-        """Percentage of `maxmemory` that Redis uses once `more` bytes are accepted; 0 if it has no limit.
+        """Percentage of `maxmemory` that Redis uses once `more` bytes are accepted; 0 if it has no
+        limit.
 
         Raises LossyRedis for a Redis that evicts keys.
         """

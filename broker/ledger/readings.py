@@ -1,4 +1,6 @@
-"""Joins what ranks computed of captured rows (`schemas.readings`) into results, prompt by prompt."""
+"""Joins what ranks computed of captured rows (`schemas.readings`) into results, prompt by
+prompt.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -43,7 +45,9 @@ def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
         return None
     first = parts[0]
     shape = len(first.layers), len(first.positions)
-    total = np.logaddexp.reduce([_array(part.total, "<f4", shape).astype(np.float64) for part in parts])
+    total = np.logaddexp.reduce(
+        [_array(part.total, "<f4", shape).astype(np.float64) for part in parts]
+    )
     ids = np.concatenate([_array(part.top, "<i4", (*shape, -1)) for part in parts], axis=-1)
     logits = np.concatenate([_array(part.logits, "<f4", (*shape, -1)) for part in parts], axis=-1)
     most = max((len(part.top) for part in parts), default=0) // (4 * max(1, shape[0] * shape[1]))
@@ -54,9 +58,13 @@ def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
         **_same(first, "hook", "layers", "positions", "token_ids"),
         request=request,
         top_tokens=np.take_along_axis(ids, order, axis=-1).tolist(),
-        top_logprobs=(np.take_along_axis(logits, order, axis=-1) - total[..., None]).astype(np.float32).tolist(),
+        top_logprobs=(np.take_along_axis(logits, order, axis=-1) - total[..., None])
+        .astype(np.float32)
+        .tolist(),
         named_tokens=first.named,
-        named_ranks=np.sum([_array(part.above, "<i4", named) for part in parts], axis=0).tolist() if first.named else [],
+        named_ranks=np.sum([_array(part.above, "<i4", named) for part in parts], axis=0).tolist()
+        if first.named
+        else [],
         named_logprobs=(own - total[..., None]).astype(np.float32).tolist() if first.named else [],
     )
 
@@ -70,7 +78,10 @@ def join_reader(request: int, parts: Sequence[ReaderPart]) -> ReaderReading | No
     return ReaderReading(
         **_same(first, "name", "package", "version", "digest", "options"),
         request=request,
-        parts=[ReaderResult(**_same(part, "sites", "positions", "token_ids", "arrays")) for part in ordered],
+        parts=[
+            ReaderResult(**_same(part, "sites", "positions", "token_ids", "arrays"))
+            for part in ordered
+        ],
     )
 
 
@@ -78,7 +89,9 @@ def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReadin
     """One rank has them all."""
     part = parts[0]
     count = len(part.positions)
-    indices = np.frombuffer(part.indices, "<i4").reshape(count, -1) if count else np.zeros((0, 0), "<i4")
+    indices = (
+        np.frombuffer(part.indices, "<i4").reshape(count, -1) if count else np.zeros((0, 0), "<i4")
+    )
     activations = np.frombuffer(part.activations, "<f4").reshape(indices.shape)
     rows = [(mine >= 0, mine, values) for mine, values in zip(indices, activations, strict=True)]
     return FeaturesReading(

@@ -1,4 +1,6 @@
-"""Things that operators register by name, per model and for all tenants: LoRA adapters, sparse autoencoders."""
+"""Things that operators register by name, per model and for all tenants: LoRA adapters, sparse
+autoencoders.
+"""
 
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,14 +30,19 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, ledger: Ledger, kind: type[T], key: str, thing: str, most: int) -> None:
-        """`key`: the prefix of its keys, before the model's name. `thing`: what it is called. `most`: of one model."""
+        """`key`: the prefix of its keys, before the model's name.
+
+        `thing`: what it is called. `most`: of one model.
+        """
         self._ledger = ledger
         self._redis: Any = ledger.redis
         self._kind, self._key, self._thing, self._most = kind, key, thing, most
 
     @reachable
     async def put(self, one: T) -> T | None:
-        """Point the name at this content; returns what it pointed at before. Accepted jobs keep what they have.
+        """Point the name at this content; returns what it pointed at before.
+
+        Accepted jobs keep what they have.
 
         Raises a 400 for a new name when there are `most`.
         """
@@ -57,7 +64,10 @@ class Registry(Generic[T]):
     @reachable
     async def of_model(self, model: str) -> list[T]:
         """By name."""
-        return [self._read(packed, name.decode()) for name, packed in sorted((await self._redis.hgetall(self._key + model)).items())]
+        return [
+            self._read(packed, name.decode())
+            for name, packed in sorted((await self._redis.hgetall(self._key + model)).items())
+        ]
 
     @reachable
     async def names(self, model: str) -> list[str]:
@@ -72,5 +82,10 @@ class Registry(Generic[T]):
         try:
             return from_msgpack(packed, self._kind)
         except msgspec.DecodeError as error:
-            detail = f"the {self._thing} {name!r} was stored by another version of midstream; midstream {__version__} cannot read it"
-            raise MidstreamError("version_mismatch", f"{detail}: {error}; register it again") from error
+            detail = (
+                f"the {self._thing} {name!r} was stored by another version of midstream; "
+                f"midstream {__version__} cannot read it"
+            )
+            raise MidstreamError(
+                "version_mismatch", f"{detail}: {error}; register it again"
+            ) from error

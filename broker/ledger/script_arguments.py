@@ -14,12 +14,18 @@ def pack(at: float, **own: Any) -> list[bytes]:
 
     None is omitted, which reads as nil in Lua. Bytes inside lists need `binary`.
     """
-    values = {name: binary(value) if isinstance(value, bytes) else value for name, value in own.items() if value is not None}
+    values = {
+        name: binary(value) if isinstance(value, bytes) else value
+        for name, value in own.items()
+        if value is not None
+    }
     return [msgspec.msgpack.encode({"at": repr(at), **values})]
 
 
 def binary(data: bytes) -> msgspec.Raw:
-    """Bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings are bytes."""
+    """Bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings are
+    bytes.
+    """
     return msgspec.Raw(binary_head(len(data)) + data)
 
 

@@ -1,8 +1,8 @@
 """The Lua scripts that change the ledger, and their arguments.
 
-Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and problems that the scripts read
-are generated from `schemas`, the single source. The packers below are typed signatures of the scripts
-with many arguments; the others are called with `pack`.
+Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and
+problems that the scripts read are generated from `schemas`, the single source. The packers below
+are typed signatures of the scripts with many arguments; the others are called with `pack`.
 """
 
 import asyncio
@@ -44,23 +44,56 @@ from .tenants import limits_of
 QUEUED_LOOK_S = 10.0
 #: A job that waits for the artifact store is sent again after this many seconds.
 SHELVED_S = 10.0
-#: Kinds of job whose workers read their receipts from the ticket: those neither count towards the job nor fail it.
+#: Kinds of job whose workers read their receipts from the ticket: those neither count towards the
+#: job nor fail it.
 READS_RECEIPTS = ("sweep", "harvest")
 #: Limit on a sweep's events other than cells: every attempt has a few.
 SWEEP_EVENTS = 1000
 #: Retention of the mark of a receipt stream; by then its worker is long gone. (One that returns
 #: anyway reports that its earlier data is lost, which no longer matters, and continues.)
 MARK_TTL_S = 30 * 24 * 3600
-#: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes them.
+#: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes
+#: them.
 BLOB_TTL_FACTOR = 3
 
 NAMES = (
-    "submit", "claim", "store", "fail", "cancel", "cancelled", "release", "release_boots", "renew", "emit",
-    "settle", "lost", "sweep", "look_again", "forget_captures", "removed_captures", "desync",
-    "propose", "commit", "abort", "put_module", "delete_module", "delete_run", "keep_units", "top_up", "recount", "recounted",
-    "accept_harvest", "keep_harvest", "change_harvest", "forget_harvest", "list_modules", "forget_workers", "put_probe", "delete_probe",
+    "submit",
+    "claim",
+    "store",
+    "fail",
+    "cancel",
+    "cancelled",
+    "release",
+    "release_boots",
+    "renew",
+    "emit",
+    "settle",
+    "lost",
+    "sweep",
+    "look_again",
+    "forget_captures",
+    "removed_captures",
+    "desync",
+    "propose",
+    "commit",
+    "abort",
+    "put_module",
+    "delete_module",
+    "delete_run",
+    "keep_units",
+    "top_up",
+    "recount",
+    "recounted",
+    "accept_harvest",
+    "keep_harvest",
+    "change_harvest",
+    "forget_harvest",
+    "list_modules",
+    "forget_workers",
+    "put_probe",
+    "delete_probe",
     "publish",
-)  # fmt: skip
+)
 
 #: Included at the start of every script, in this order.
 PARTS = ("arguments", "job", "announce", "usage", "message", "dispatch", "transitions", "pins")
@@ -84,7 +117,10 @@ class Registry(Protocol):
 
 
 class Scripts:
-    """The scripts bound to a client: `scripts.claim(args=…)`; awaitable when the client is. Reloaded after a Redis restart."""
+    """The scripts bound to a client: `scripts.claim(args=…)`; awaitable when the client is.
+
+    Reloaded after a Redis restart.
+    """
 
     def __init__(self, client: Registry) -> None:
         self._bound = {name: client.register_script(source(name)) for name in NAMES}
@@ -100,12 +136,17 @@ class Scripts:
 def source(name: str) -> str:
     """The whole text of a script: generated tables, shared functions, the script itself."""
     folder = Path(__file__).parent / "lua"
-    return "\n".join([_tables(), *[(folder / f"{part}.lua").read_text() for part in (*PARTS, name)]])
+    return "\n".join(
+        [_tables(), *[(folder / f"{part}.lua").read_text() for part in (*PARTS, name)]]
+    )
 
 
 def _tables() -> str:
     allowed = {state: dict.fromkeys(following, True) for state, following in TRANSITIONS.items()}
-    problems = {kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status] for kind in STATUS_OF_KIND}
+    problems = {
+        kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status]
+        for kind in STATUS_OF_KIND
+    }
     return "\n".join(
         [
             f"local VERSION = {_lua(__version__)}",
@@ -116,7 +157,10 @@ def _tables() -> str:
             f"local function PROBLEMS() return {_lua(problems)} end",  # built only when a job fails
             f"local STEPS = {_lua(STEPS)}",
             f"local URGENCY = {_lua(URGENCY)}",
-            *[f"local function {name}(of) return {expression} end" for name, expression in templates().items()],
+            *[
+                f"local function {name}(of) return {expression} end"
+                for name, expression in templates().items()
+            ],
             f"local SEPARATOR = {_lua(SEPARATOR)}",
             f"local SENT_CHANNEL = {_lua(SENT_CHANNEL)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
@@ -133,7 +177,11 @@ def _tables() -> str:
 def _lua(value: Any) -> str:
     """A Lua literal of a constant; strings here are our own identifiers."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"[{_lua(key)}]={_lua(item)}" for key, item in sorted(value.items())) + "}"
+        return (
+            "{"
+            + ",".join(f"[{_lua(key)}]={_lua(item)}" for key, item in sorted(value.items()))
+            + "}"
+        )
     if isinstance(value, list):
         return "{" + ",".join(map(_lua, value)) + "}"
     if isinstance(value, bool):
@@ -144,12 +192,20 @@ def _lua(value: Any) -> str:
 
 
 def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]:
-    """ARGV of a ledger script: the common arguments and its own; `at` is the time, in seconds since the epoch."""
+    """ARGV of a ledger script: the common arguments and its own; `at` is the time, in seconds since
+    the epoch.
+    """
     return script_arguments.pack(
-        now() if at is None else at, result_ttl=settings.result_ttl_s, event_limit=settings.event_limit,
-        max_attempts=settings.max_attempts, on_desync=settings.on_desync, window=settings.dispatch_window,
-        store_wait=settings.artifact_wait_s, channels=channels_of(settings.redis_url), **own,
-    )  # fmt: skip
+        now() if at is None else at,
+        result_ttl=settings.result_ttl_s,
+        event_limit=settings.event_limit,
+        max_attempts=settings.max_attempts,
+        on_desync=settings.on_desync,
+        window=settings.dispatch_window,
+        store_wait=settings.artifact_wait_s,
+        channels=channels_of(settings.redis_url),
+        **own,
+    )
 
 
 def _requests(job: Job) -> int:
@@ -160,11 +216,14 @@ def _requests(job: Job) -> int:
 
 
 def asked_requests(job: Job) -> int:
-    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and so get a receipt from every rank.
-    (0 for a sweep or a harvest, which read their own receipts.)"""
+    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and
+    so get a receipt from every rank. (0 for a sweep or a harvest, which read their own receipts.)
+    """
     if job.lora is not None or job.probes:
         return len(job.prompts)
-    return sum(1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering)
+    return sum(
+        1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering
+    )
 
 
 def _callback(job: Job) -> bytes | None:
@@ -175,12 +234,18 @@ def _callback(job: Job) -> bytes | None:
 def stored_tags(job: Job) -> list[str]:
     """The tags under which the job's captures become files; the user's own first."""
     found = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
-    found += [capture.tag for captures in job.captures for capture in captures if "filesystem" in capture.consumers]
+    found += [
+        capture.tag
+        for captures in job.captures
+        for capture in captures
+        if "filesystem" in capture.consumers
+    ]
     found += [spec.tag for spec in job.global_captures if "filesystem" in spec.consumers]
     return list(dict.fromkeys(found))
 
 
-#: A job with more characters and token ids than this is packed part by part, each part with about as many.
+#: A job with more characters and token ids than this is packed part by part, each part with about
+#: as many.
 PART = 1 << 16
 #: A job's record without prompts has this, and no text in it can: it is not UTF-8.
 _NO_PROMPTS = b"\xa7prompts\x90"
@@ -194,7 +259,8 @@ def _record(job: Job) -> Iterator[bytes]:
     """`to_msgpack(job)` in parts."""
     before, _, after = to_msgpack(msgspec.structs.replace(job, prompts=[])).partition(_NO_PROMPTS)
     count = len(job.prompts)
-    part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]  # the beginning of a list of so many
+    # the beginning of a list of so many
+    part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]
     weight = 0
     for prompt in job.prompts:
         part.append(to_msgpack(prompt))
@@ -206,7 +272,10 @@ def _record(job: Job) -> Iterator[bytes]:
 
 
 async def record(job: Job) -> bytes | Parts:
-    """The job as it is stored. A large one is packed twice, to find its size and to send it, and is never in memory as a whole."""
+    """The job as it is stored.
+
+    A large one is packed twice, to find its size and to send it, and is never in memory as a whole.
+    """
     if sum(map(_weight, job.prompts)) < PART:
         return to_msgpack(job)
     size = 0
@@ -226,15 +295,24 @@ def submit(
     operators: Collection[str] = (),
     request: bytes = b"",
 ) -> list[bytes | Parts]:
-    """Without the last argument: memory usage of Redis, in percent. `spec`: the job as `record` gives it. `pinned`: blobs copied from
-    pinned tensors. `operators`: tags that its user did not request. `request`: its body as JSON; empty: it is not kept."""
+    """Without the last argument: memory usage of Redis, in percent.
+
+    `spec`: the job as `record` gives it. `pinned`: blobs copied from pinned tensors. `operators`:
+    tags that its user did not request. `request`: its body as JSON; empty: it is not kept.
+    """
     tags = stored_tags(job)
     key, body = idempotency or (None, None)
     run = None
     if job.run:
         run = Run(
-            name=job.run, model=job.model, job=job.id, tag=tags[0], created=job.created, lora=use_of(job.lora), identity=job.identity
-        )  # fmt: skip
+            name=job.run,
+            model=job.model,
+            job=job.id,
+            tag=tags[0],
+            created=job.created,
+            lora=use_of(job.lora),
+            identity=job.identity,
+        )
     arguments = pack(
         settings,
         id=job.id,
@@ -266,7 +344,8 @@ def submit(
         callback=_callback(job),
         request=request or None,
         cost=cost_of(job),
-        files=bool(set(tags) - set(operators)) or (job.harvest is not None and job.harvest.role == "run"),
+        files=bool(set(tags) - set(operators))
+        or (job.harvest is not None and job.harvest.role == "run"),
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
         spec=spec if isinstance(spec, bytes) else msgspec.Raw(b""),  # the last: large ones follow
@@ -281,26 +360,52 @@ def _followed(packed: bytes, spec: Parts) -> Parts:
 
 
 def claim(
-    settings: Settings, job_id: str, worker: str, boot: str, ranks: int, identity: str, global_version: int, everyone: bool, away: str = ""
+    settings: Settings,
+    job_id: str,
+    worker: str,
+    boot: str,
+    ranks: int,
+    identity: str,
+    global_version: int,
+    everyone: bool,
+    away: str = "",
 ) -> list[bytes]:
     """Includes a unique id that identifies the call if redis-py repeats it."""
     return pack(
-        settings, id=job_id, worker=worker, boot=boot, ranks=ranks, lease_s=settings.lease_s, global_version=global_version,
-        everyone=everyone, call=secrets.token_hex(8), away=away, identity=identity, on_model_change=settings.on_model_change,
-    )  # fmt: skip
+        settings,
+        id=job_id,
+        worker=worker,
+        boot=boot,
+        ranks=ranks,
+        lease_s=settings.lease_s,
+        global_version=global_version,
+        everyone=everyone,
+        call=secrets.token_hex(8),
+        away=away,
+        identity=identity,
+        on_model_change=settings.on_model_change,
+    )
 
 
 def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[bytes]:
     """`receipts` ascending by sequence number."""
     rows = [
         (
-            seq, told.job, told.request, told.rank, told.pp, told.attempt, told.verdict,
-            binary(to_msgpack(told)), *_size_of(told.files),
-            f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}", f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
+            seq,
+            told.job,
+            told.request,
+            told.rank,
+            told.pp,
+            told.attempt,
+            told.verdict,
+            binary(to_msgpack(told)),
+            *_size_of(told.files),
+            f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}",
+            f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
             any(score.flagged for score in told.scores),
         )
         for seq, told in receipts
-    ]  # fmt: skip
+    ]
     return pack(settings, receipts=rows)
 
 
@@ -311,47 +416,94 @@ def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
 
 
 def keep_units(
-    settings: Settings, job_id: str, attempt: int, width: int, ranks: int, stages: int, units: Iterable[KeptUnit]
+    settings: Settings,
+    job_id: str,
+    attempt: int,
+    width: int,
+    ranks: int,
+    stages: int,
+    units: Iterable[KeptUnit],
 ) -> list[bytes]:
-    rows = [(number, binary(record), binary(event) if event else False) for number, record, event in units]
-    return pack(settings, id=job_id, attempt=attempt, width=width, ranks=ranks, stages=stages, units=rows)
+    rows = [
+        (number, binary(record), binary(event) if event else False)
+        for number, record, event in units
+    ]
+    return pack(
+        settings, id=job_id, attempt=attempt, width=width, ranks=ranks, stages=stages, units=rows
+    )
 
 
 def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[bytes]:
     return pack(
-        settings, first=lost_range.first, last=lost_range.last, worker=worker, rank=rank, message=lost_range.message, jobs=lost_range.jobs
+        settings,
+        first=lost_range.first,
+        last=lost_range.last,
+        worker=worker,
+        rank=rank,
+        message=lost_range.message,
+        jobs=lost_range.jobs,
     )
 
 
-def propose(settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]) -> list[bytes]:
+def propose(
+    settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]
+) -> list[bytes]:
     """`steering`: the proposal's steering, packed separately."""
     return pack(
-        settings, model=model, id=proposal.id, version=proposal.steering.version, deadline=repr(proposal.deadline),
-        proposal=to_msgpack(proposal), steering=steering,
+        settings,
+        model=model,
+        id=proposal.id,
+        version=proposal.steering.version,
+        deadline=repr(proposal.deadline),
+        proposal=to_msgpack(proposal),
+        steering=steering,
         tensors=_tensors({name: blobs.get(name, b"") for name in proposal.steering.tensors}),
-    )  # fmt: skip
+    )
 
 
-def put_module(settings: Settings, module: Module, former: bytes | None, other: bool, blobs: Mapping[str, bytes]) -> list[bytes]:
+def put_module(
+    settings: Settings,
+    module: Module,
+    former: bytes | None,
+    other: bool,
+    blobs: Mapping[str, bytes],
+) -> list[bytes]:
     """`former`: as stored; `other`: whether its content differs from the module's."""
     return pack(
-        settings, model=module.model, name=module.name, module=to_msgpack(module), former=former, other=other,
-        tenant=unscoped(module.name)[0], size=size_of(module), limits=limits_of(settings),
+        settings,
+        model=module.model,
+        name=module.name,
+        module=to_msgpack(module),
+        former=former,
+        other=other,
+        tenant=unscoped(module.name)[0],
+        size=size_of(module),
+        limits=limits_of(settings),
         tensors=_tensors({name: blobs.get(name, b"") for name in module.tensors}),
-    )  # fmt: skip
+    )
 
 
-def put_probe(settings: Settings, probe: Probe, former: bytes | None, blobs: Mapping[str, bytes]) -> list[bytes]:
+def put_probe(
+    settings: Settings, probe: Probe, former: bytes | None, blobs: Mapping[str, bytes]
+) -> list[bytes]:
     """`former`: as stored."""
     return pack(
-        settings, model=probe.model, name=probe.name, probe=to_msgpack(probe), former=former, limit=MAX_PROBES,
-        watching=probe.watch is not None, watch_limit=MAX_WATCHING,
+        settings,
+        model=probe.model,
+        name=probe.name,
+        probe=to_msgpack(probe),
+        former=former,
+        limit=MAX_PROBES,
+        watching=probe.watch is not None,
+        watch_limit=MAX_WATCHING,
         tensors=_tensors({name: blobs.get(name, b"") for name in probe.content.tensors}),
-    )  # fmt: skip
+    )
 
 
 def size_of(module: Module) -> int:
-    """Size of a module for its tenant's limit, in bytes: its vectors and the record that names them."""
+    """Size of a module for its tenant's limit, in bytes: its vectors and the record that names
+    them.
+    """
     return module.bytes + len(to_msgpack(module))
 
 

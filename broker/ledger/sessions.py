@@ -1,4 +1,5 @@
-"""Logins of the page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256 of the id that the browser has.
+"""Logins of the page: `ms:key-session:{name}` → packed `Session`, where `name` is the SHA-256 of
+the id that the browser has.
 
 `ms:key-sessions:{key}` has the names of a key's sessions, by the time at which they end.
 """
@@ -33,7 +34,10 @@ def name_of(session_id: str) -> str | None:
 
 
 class Sessions:
-    """Sessions in the ledger's Redis. All calls raise MidstreamError("unavailable") while it is unreachable."""
+    """Sessions in the ledger's Redis.
+
+    All calls raise MidstreamError("unavailable") while it is unreachable.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
@@ -43,19 +47,30 @@ class Sessions:
         """A session of `key`, which ends with it. Raises `too_many_sessions`."""
         at = now()
         expires = min(at + SESSION_S, key.expires or at + SESSION_S)
-        session = Session(key=key.id, sha256=key.sha256, csrf=secrets.token_hex(ID_BYTES), created=at, expires=expires)
+        session = Session(
+            key=key.id,
+            sha256=key.sha256,
+            csrf=secrets.token_hex(ID_BYTES),
+            created=at,
+            expires=expires,
+        )
         session_id = secrets.token_hex(ID_BYTES)
         name, names = name_of(session_id), f"{SESSIONS}{key.id}"
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.zremrangebyscore(names, "-inf", at).zadd(names, {name: expires}).zcard(names).expire(names, SESSION_S)
+            pipe.zremrangebyscore(names, "-inf", at).zadd(names, {name: expires}).zcard(
+                names
+            ).expire(names, SESSION_S)
             _, _, count, _ = await pipe.execute()
         if count > MAX_SESSIONS:
             await self._redis.zrem(names, name)
             raise MidstreamError(
-                "too_many_sessions", f"sessions of this key: {MAX_SESSIONS}, the most that it may have at a time",
+                "too_many_sessions",
+                f"sessions of this key: {MAX_SESSIONS}, the most that it may have at a time",
                 allowed="log out elsewhere, wait for a session to end, or use another key",
-            )  # fmt: skip
-        await self._redis.set(f"{SESSION}{name}", to_msgpack(session), px=max(1, int((expires - at) * 1000)))
+            )
+        await self._redis.set(
+            f"{SESSION}{name}", to_msgpack(session), px=max(1, int((expires - at) * 1000))
+        )
         return NewSession(session_id, session)
 
     @reachable

@@ -1,7 +1,8 @@
 """Settlement of receipts in the ledger: exactly once each, in batches.
 
-The relay calls this with the receipts of one stream (worker, rank, epoch). A batch, the stream's mark, the tickets and the jobs
-are committed in one script, so a crash cannot separate the mark from the receipts.
+The relay calls this with the receipts of one stream (worker, rank, epoch). A batch, the stream's
+mark, the tickets and the jobs are committed in one script, so a crash cannot separate the mark from
+the receipts.
 """
 
 import logging
@@ -20,8 +21,9 @@ from . import scripts
 
 log = logging.getLogger(__name__)
 
-#: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a few milliseconds only.
-#: The same holds for bytes: a receipt is large only if it contains rows for the response.
+#: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a
+#: few milliseconds only. The same holds for bytes: a receipt is large only if it contains rows for
+#: the response.
 BATCH, BATCH_BYTES = 256, 8 << 20
 
 
@@ -45,8 +47,8 @@ def mark_key(worker: str, rank: int, epoch: str) -> str:
 class Settler:
     """Commits receipts through one synchronous Redis client; used by one thread.
 
-    Errors of Redis (`redis.RedisError`) propagate: nothing of the failing batch counts as committed then, and
-    settling it again is harmless.
+    Errors of Redis (`redis.RedisError`) propagate: nothing of the failing batch counts as committed
+    then, and settling it again is harmless.
     """
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
@@ -57,14 +59,19 @@ class Settler:
         self._told: dict[str, float] = {}  # worker → when its disagreement was last logged
 
     def mark(self, worker: str, rank: int, epoch: str) -> int:
-        """The last sequence number of the stream up to which all receipts are committed; 0 for a new stream."""
+        """The last sequence number of the stream up to which all receipts are committed; 0 for a
+        new stream.
+        """
         raw = cast(bytes | None, self._redis.get(mark_key(worker, rank, epoch)))
         return 0 if raw is None else int(raw)
 
-    def settle(self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]) -> int:
+    def settle(
+        self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]
+    ) -> int:
         """Commit (sequence number, receipt) pairs, in any order; returns the stream's new mark.
 
-        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is accepted and the mark stays before it.
+        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is accepted
+        and the mark stays before it.
         """
         ordered = sorted(receipts, key=lambda item: item[0])
         if not ordered:
@@ -74,28 +81,47 @@ class Settler:
         for batch in _batches(ordered):
             taken += len(batch)
             began = now()
-            reply = cast(list[Any], self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)))
+            reply = cast(
+                list[Any],
+                self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)),
+            )
             mark, beyond = reply[0], reply[5]
             self._count(reply)
             self._follow(batch, began, scripts.text(reply[9]))
             if beyond:
-                log.warning("receipts of worker %s rank %d epoch %s: gap after %d", worker, rank, epoch, mark)
+                log.warning(
+                    "receipts of worker %s rank %d epoch %s: gap after %d",
+                    worker,
+                    rank,
+                    epoch,
+                    mark,
+                )
                 self.counts.beyond_gap += len(ordered) - taken
                 break
         return mark
 
     def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int:
-        """The sender has lost `lost.first..lost.last`: its jobs fail with the reason, the mark passes the range.
+        """The sender has lost `lost.first..lost.last`: its jobs fail with the reason, the mark
+        passes the range.
 
         A range beyond a gap or below the mark changes nothing. Returns the stream's mark.
         """
-        reply: Any = self._scripts.lost(keys=[mark_key(worker, rank, epoch)], args=scripts.lost(self._settings, worker, rank, lost))
+        reply: Any = self._scripts.lost(
+            keys=[mark_key(worker, rank, epoch)],
+            args=scripts.lost(self._settings, worker, rank, lost),
+        )
         mark, failed = int(reply[0]), int(reply[1])
         self.counts.lost += failed
         metrics.LOST.labels(worker).inc(failed)
         if mark == lost.last:
             log.error(
-                "worker %s rank %d epoch %s lost receipts %d to %d; jobs failed: %d", worker, rank, epoch, lost.first, lost.last, failed
+                "worker %s rank %d epoch %s lost receipts %d to %d; jobs failed: %d",
+                worker,
+                rank,
+                epoch,
+                lost.first,
+                lost.last,
+                failed,
             )
         return mark
 
@@ -118,14 +144,27 @@ class Settler:
         self.counts.beyond_gap += beyond
 
     def _follow(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
-        """Record durations. `succeeded`: id, model, created and generated of each job whose last receipt this was."""
+        """Record durations.
+
+        `succeeded`: id, model, created and generated of each job whose last receipt this was.
+        """
         at = now()
         traced = {told.job: told.trace for _, told in batch if told.trace}
         for told in (told for _, told in batch if told.trace):
             traces.record(
-                "receipt", told.trace, began, at, job=told.job, request=told.request, rank=told.rank, stage=told.pp,
-                attempt=told.attempt, status=told.verdict, files=len(told.files), bytes=sum(file.bytes for file in told.files),
-            )  # fmt: skip
+                "receipt",
+                told.trace,
+                began,
+                at,
+                job=told.job,
+                request=told.request,
+                rank=told.rank,
+                stage=told.pp,
+                attempt=told.attempt,
+                status=told.verdict,
+                files=len(told.files),
+                bytes=sum(file.bytes for file in told.files),
+            )
         for score in (score for _, told in batch for score in told.scores):
             metrics.PROBED.labels(score.model, score.name).inc()
             for label, value, crossed in zip(score.labels, score.score, score.crossed, strict=True):
@@ -138,15 +177,21 @@ class Settler:
             traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
 
     def _tell(self, worker: str, detail: str) -> None:
-        """Log a disagreement, rate-limited: after the first, every request of the worker disagrees until its ranks are resynced."""
+        """Log a disagreement, rate-limited: after the first, every request of the worker disagrees
+        until its ranks are resynced.
+        """
         at = time.monotonic()
         if at >= self._told.get(worker, at):
             self._told[worker] = at + self._settings.desync_log_s
-            log.warning("the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker})
+            log.warning(
+                "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
+            )
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
-    """Batches in order, each of at most `BATCH` receipts and `BATCH_BYTES`, or a single larger one."""
+    """Batches in order, each of at most `BATCH` receipts and `BATCH_BYTES`, or a single larger
+    one.
+    """
     batch: list[tuple[int, Receipt]] = []
     size = 0
     for numbered in receipts:

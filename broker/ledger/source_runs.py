@@ -1,8 +1,10 @@
-"""Source runs in the ledger: names, state and locations of their rows. The ledger's side of `schemas.source_runs`.
+"""Source runs in the ledger: names, state and locations of their rows.
 
-A name points at the captures of a job and is written in the commit that accepts the job (`submit.lua`). The captures never
-change; a reused name points at another job. The rows are capture files, deleted like others, but not on expiry while a
-job holds a lease on them.
+The ledger's side of `schemas.source_runs`.
+
+A name points at the captures of a job and is written in the commit that accepts the job
+(`submit.lua`). The captures never change; a reused name points at another job. The rows are capture
+files, deleted like others, but not on expiry while a job holds a lease on them.
 """
 
 import asyncio
@@ -39,7 +41,11 @@ Receipts = list[Receipt]
 #: Seconds between two searches for names of runs that the ledger no longer knows.
 PRUNE_S = 3600.0
 #: Why a run that is not ready cannot be read.
-KIND_OF_STATE: dict[RunState, str] = {"pending": "conflict", "failed": "capture_failed", "deleted": "gone"}
+KIND_OF_STATE: dict[RunState, str] = {
+    "pending": "conflict",
+    "failed": "capture_failed",
+    "deleted": "gone",
+}
 
 
 class RunReadiness(NamedTuple):
@@ -56,10 +62,12 @@ DELETED = RunReadiness("deleted", "its captures were deleted")
 
 
 class SourceRuns:
-    """Source runs of a ledger, in the capture root of its settings. Belongs to the ledger's event loop.
+    """Source runs of a ledger, in the capture root of its settings.
 
-    `caller`: names are those of its tenant, and jobs that it may not see do not exist. Without one, names are as stored.
-    All calls raise MidstreamError("unavailable") while Redis is unreachable.
+    Belongs to the ledger's event loop.
+
+    `caller`: names are those of its tenant, and jobs that it may not see do not exist. Without one,
+    names are as stored. All calls raise MidstreamError("unavailable") while Redis is unreachable.
     """
 
     def __init__(self, ledger: Ledger, caller: Caller | None = None) -> None:
@@ -70,13 +78,19 @@ class SourceRuns:
         self._scripts = scripts.Scripts(ledger.redis)
         self._store = open_store(ledger.settings.artifacts)
         self._pruned = 0.0  # time of the last search through the names
-        self._scanned: tuple[str, str, dict[int, Blobs]] = "", "", {}  # the last job and tag read from disk, and their blobs
+        self._scanned: tuple[str, str, dict[int, Blobs]] = (
+            "",
+            "",
+            {},
+        )  # the last job and tag read from disk, and their blobs
 
-    # ---- what a name means -----------------------------------------------------------------------------------------
+    # ---- what a name means -----------------------------------------------------------------------
 
     @reachable
     async def lookup(self, model: str, name_or_job: str) -> Run | None:
-        """The run with this name, or a job's captures under its first tag, the user's. None if there is no such run.
+        """The run with this name, or a job's captures under its first tag, the user's.
+
+        None if there is no such run.
 
         Also finds runs that are pending, failed or deleted: see `standing`.
         """
@@ -85,18 +99,26 @@ class SourceRuns:
             packed = await self._redis.hget(_names(model), kept)
             return None if packed is None else _decoded(packed)
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(f"ms:capture:{name_or_job}", "tags", "created", "model", "tenant", "identity")
+            pipe.hmget(
+                f"ms:capture:{name_or_job}", "tags", "created", "model", "tenant", "identity"
+            )
             pipe.hget(f"ms:job:{name_or_job}", "model")
             (tags, created, of_capture, tenant, identity), of_job = await pipe.execute()
         of_model = of_job if of_capture is None else of_capture
         if tags is None or of_model is None or of_model.decode() != model:
             return None
-        if self._caller is not None and not self._caller.sees(DEFAULT_TENANT if tenant is None else tenant.decode()):
+        if self._caller is not None and not self._caller.sees(
+            DEFAULT_TENANT if tenant is None else tenant.decode()
+        ):
             return None
         return Run(
-            name=name_or_job, model=model, job=name_or_job, tag=from_json(tags, list[str])[0], created=float(created),
+            name=name_or_job,
+            model=model,
+            job=name_or_job,
+            tag=from_json(tags, list[str])[0],
+            created=float(created),
             identity=(identity or b"").decode(),
-        )  # fmt: skip
+        )
 
     @reachable
     async def names(self, model: str) -> list[str]:
@@ -113,22 +135,29 @@ class SourceRuns:
     async def prompts(self, run: Run, only: Collection[int] | None = None) -> list[RunPrompt]:
         """Its captured prompts, ascending; with `only`, those of them that were captured.
 
-        Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows are missing, `gone` if
-        they were deleted.
+        Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows
+        are missing, `gone` if they were deleted.
         """
         standing = await self.standing(run)
         if standing.state != "ready":
-            raise MidstreamError(KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}")
+            raise MidstreamError(
+                KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}"
+            )
         found = await self._blobs(run.job, run.tag, only)
         for request, blobs in found.items():
             if why := source_run_files.shortfall(blobs):
-                raise MidstreamError("capture_failed", f"source run {shown(run.name)}, prompt {request}: {why}")
+                raise MidstreamError(
+                    "capture_failed", f"source run {shown(run.name)}, prompt {request}: {why}"
+                )
         return [source_run_files.run_prompt(blobs) for blobs in found.values()]
 
     async def files(self, key: str) -> RunFiles:
-        """The files that ranks load for a `run_key`. If the ledger does not know its job, the disk is authoritative.
+        """The files that ranks load for a `run_key`.
 
-        Raises MidstreamError("intervention_failed") with the reason if the captures are incomplete, failed, deleted or gone.
+        If the ledger does not know its job, the disk is authoritative.
+
+        Raises MidstreamError("intervention_failed") with the reason if the captures are incomplete,
+        failed, deleted or gone.
         """
         job, request, tag = parse_key(key)
         (standing,) = await self._known([job])
@@ -144,7 +173,7 @@ class SourceRuns:
             raise unusable(key, why)
         return source_run_files.run_files(key, blobs)
 
-    # ---- for users -------------------------------------------------------------------------------------------------
+    # ---- for users -------------------------------------------------------------------------------
 
     async def view(self, model: str, name: str) -> RunView:
         """Raises MidstreamError("not_found")."""
@@ -159,20 +188,30 @@ class SourceRuns:
         except MidstreamError as error:
             if error.kind not in UNREADABLE:
                 raise
-            return msgspec.structs.replace(view, state="deleted" if error.kind == "gone" else "failed", detail=error.detail)
+            return msgspec.structs.replace(
+                view, state="deleted" if error.kind == "gone" else "failed", detail=error.detail
+            )
 
     async def list(self, model: str, limit: int = 50, cursor: str | None = None) -> RunPage:
-        """The runs that have a name, newest first. Raises MidstreamError("invalid_request") for a cursor that is not ours."""
+        """The runs that have a name, newest first.
+
+        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
         before = views.parse_cursor(cursor)
         ordered = sorted(await self._named(model), key=_place, reverse=True)
         older = [run for run in ordered if cursor is None or _place(run) < before]
         shown, more = older[:limit], len(older) > limit
-        return RunPage(runs=await self._views(shown, model), next=views.format_cursor(*_place(shown[-1])) if more else None)
+        return RunPage(
+            runs=await self._views(shown, model),
+            next=views.format_cursor(*_place(shown[-1])) if more else None,
+        )
 
     async def delete(self, model: str, name: str) -> None:
-        """Delete the captures, as `Captures.delete` does, and then the name; jobs that hold the run keep its rows until they end.
+        """Delete the captures, as `Captures.delete` does, and then the name; jobs that hold the run
+        keep its rows until they end.
 
-        May be repeated. Raises MidstreamError: `not_found`, `conflict` while its job runs, `internal` when the disk refuses.
+        May be repeated. Raises MidstreamError: `not_found`, `conflict` while its job runs,
+        `internal` when the disk refuses.
         """
         run = await self.lookup(model, name)
         if run is None:
@@ -180,16 +219,24 @@ class SourceRuns:
         try:
             await Captures(self._ledger).delete(run.job)
         except MidstreamError as error:
-            if error.kind not in ("gone", "not_found"):  # else they were deleted before, perhaps long ago
+            if error.kind not in (
+                "gone",
+                "not_found",
+            ):  # else they were deleted before, perhaps long ago
                 raise
         await self._forget(run)
 
     @reachable
     async def _forget(self, run: Run) -> None:
-        await self._scripts.delete_run(args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job))
+        await self._scripts.delete_run(
+            args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job)
+        )
 
     async def prune(self, at: float) -> int:
-        """Remove the names of runs deleted long ago; searches once an hour. Returns the number removed."""
+        """Remove the names of runs deleted long ago; searches once an hour.
+
+        Returns the number removed.
+        """
         if at < self._pruned + PRUNE_S:
             return 0
         self._pruned = at
@@ -202,11 +249,13 @@ class SourceRuns:
             await self._forget(run)
         return len(gone)
 
-    # ---- who holds them --------------------------------------------------------------------------------------------
+    # ---- who holds them --------------------------------------------------------------------------
 
     @reachable
     async def lease(self, held: Mapping[str, Iterable[str]], seconds: float) -> None:
-        """Protect captures from expiry for `seconds`; `held`: job → keys of the runs that it holds."""
+        """Protect captures from expiry for `seconds`; `held`: job → keys of the runs that it
+        holds.
+        """
         if not held:
             return
         at = now()
@@ -216,7 +265,9 @@ class SourceRuns:
                 holders.setdefault(lease, {})[holder] = at + seconds
         async with self._redis.pipeline(transaction=False) as pipe:
             for lease, until in holders.items():
-                pipe.zremrangebyscore(lease, "-inf", at).zadd(lease, until).expire(lease, int(seconds) + 1)
+                pipe.zremrangebyscore(lease, "-inf", at).zadd(lease, until).expire(
+                    lease, int(seconds) + 1
+                )
             await pipe.execute()
 
     @reachable
@@ -233,19 +284,25 @@ class SourceRuns:
         held = sorted({_captures_of(key) for key in keys})
         await self._redis.set(_cache(worker), to_json(held), px=int(seconds * 1000))
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     @reachable
     async def _named(self, model: str) -> Runs:
         runs = [_decoded(packed) for packed in await self._redis.hvals(_names(model))]
-        return runs if self._caller is None else [run for run in runs if unscoped(run.name)[0] == self._caller.tenant]
+        return (
+            runs
+            if self._caller is None
+            else [run for run in runs if unscoped(run.name)[0] == self._caller.tenant]
+        )
 
     @reachable
     async def _known(self, jobs: Sequence[str]) -> Standings:
         """The ledger's knowledge of each job's captures; None for unknown jobs."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for job in jobs:
-                pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(f"ms:job:{job}", "state", "error")
+                pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(
+                    f"ms:job:{job}", "state", "error"
+                )
             answers = await pipe.execute()
         return [_readiness(*answers[at], *answers[at + 1]) for at in range(0, len(answers), 2)]
 
@@ -261,7 +318,9 @@ class SourceRuns:
             for worker in workers:
                 pipe.get(_cache(worker))
             answers = await pipe.execute()
-        caches = [set(from_json(raw, list_of_text)) if raw else set() for raw in answers[len(runs) :]]
+        caches = [
+            set(from_json(raw, list_of_text)) if raw else set() for raw in answers[len(runs) :]
+        ]
         return [
             RunView(
                 name=shown(run.name),
@@ -275,18 +334,33 @@ class SourceRuns:
                 lora=run.lora,
                 identity=run.identity,
                 in_use=int(count),
-                held_by=[worker for worker, held in zip(workers, caches, strict=True) if _captures_of_run(run) in held],
+                held_by=[
+                    worker
+                    for worker, held in zip(workers, caches, strict=True)
+                    if _captures_of_run(run) in held
+                ],
             )
-            for run, standing, count in zip(runs, [each or DELETED for each in known], answers[: len(runs)], strict=True)
+            for run, standing, count in zip(
+                runs, [each or DELETED for each in known], answers[: len(runs)], strict=True
+            )
         ]
 
     async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:
-        """Prompt → its blobs, ascending. From the receipts while they exist, later from the disk."""
+        """Prompt → its blobs, ascending.
+
+        From the receipts while they exist, later from the disk.
+        """
         receipts = await self._receipts(job, only)
-        files = [(told.request, file) for told in receipts for file in told.files if file.tag == tag]
+        files = [
+            (told.request, file) for told in receipts for file in told.files if file.tag == tag
+        ]
         if not files:
             found = await self._on_disk(job, tag)
-            return {request: blobs for request, blobs in found.items() if only is None or request in only}
+            return {
+                request: blobs
+                for request, blobs in found.items()
+                if only is None or request in only
+            }
         blobs = await asyncio.to_thread(source_run_files.reported, self._store, job, files)
         by_request: dict[int, Blobs] = {}
         for (request, _), blob in zip(files, blobs, strict=True):
@@ -294,7 +368,9 @@ class SourceRuns:
         return dict(sorted(by_request.items()))
 
     async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
-        """Blobs read from disk, cached for the job's next key: finding one reads many manifests, and complete runs do not change."""
+        """Blobs read from disk, cached for the job's next key: finding one reads many manifests,
+        and complete runs do not change.
+        """
         if self._scanned[:2] == (job, tag):
             found = self._scanned[2]
             await asyncio.to_thread(must_be_there, self._store, job)
@@ -329,7 +405,11 @@ def unknown(name: str) -> MidstreamError:
 
 
 def _readiness(
-    deleted: bytes | None, status: bytes | None, size: bytes | None, state: bytes | None, error: bytes | None
+    deleted: bytes | None,
+    status: bytes | None,
+    size: bytes | None,
+    state: bytes | None,
+    error: bytes | None,
 ) -> RunReadiness | None:
     """Readiness from the fields of the capture's record and its job's; either may be gone."""
     if deleted is not None:
@@ -339,7 +419,11 @@ def _readiness(
     if state is not None and (job_state := State(state.decode())) not in TERMINAL:
         return RunReadiness("pending", f"its job is {job_state}", int(size or 0))
     if status != b"ok":
-        why = from_json(error, Problem).detail if error is not None else f"the status of its captures is {status.decode()}"
+        why = (
+            from_json(error, Problem).detail
+            if error is not None
+            else f"the status of its captures is {status.decode()}"
+        )
         return RunReadiness("failed", why, int(size or 0))
     return RunReadiness("ready", bytes=int(size or 0))
 
@@ -349,7 +433,11 @@ def _decoded(packed: bytes) -> Run:
         return from_msgpack(packed, Run)
     except msgspec.ValidationError as error:
         raise MidstreamError(
-            "version_mismatch", f"a run's name was stored by a version of Midstream incompatible with {__version__}: {error}"
+            "version_mismatch",
+            (
+                "a run's name was stored by a version of Midstream incompatible with "
+                f"{__version__}: {error}"
+            ),
         ) from error
 
 

@@ -6,24 +6,37 @@ from typing import Any
 from ...schemas.base import from_json, now
 from ...schemas.compatibility import judged
 from ...schemas.models import WorkerInfo
-from ...schemas.status import CallbacksStatus, DesyncStatus, QueueStatus, RedisStatus, RelayStatus, Status
+from ...schemas.status import (
+    CallbacksStatus,
+    DesyncStatus,
+    QueueStatus,
+    RedisStatus,
+    RelayStatus,
+    Status,
+)
 from ...schemas.version import __version__
 from ..ops.liveness import REAPER_KEY, RELAY_KEY
 from .jobs import Ledger, reachable
 
-#: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of job.
+#: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of
+#: job.
 NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
 
 
 @reachable
 async def read_status(ledger: Ledger, held: int = 0) -> Status:
-    """`held`: responses that the caller holds open. Raises MidstreamError("unavailable") while Redis is unreachable."""
+    """`held`: responses that the caller holds open.
+
+    Raises MidstreamError("unavailable") while Redis is unreachable.
+    """
     redis = ledger.redis
     began = time.perf_counter()
     info: dict[str, Any] = await redis.info()
     milliseconds = (time.perf_counter() - began) * 1000
     async with redis.pipeline(transaction=False) as pipe:
-        pipe.hgetall("ms:counts").zcard("ms:live").hget("ms:usage", "/queued").smembers("ms:queues").get(RELAY_KEY).get(REAPER_KEY)
+        pipe.hgetall("ms:counts").zcard("ms:live").hget("ms:usage", "/queued").smembers(
+            "ms:queues"
+        ).get(RELAY_KEY).get(REAPER_KEY)
         pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
         counts, live, queued, queues, relay, sweep, pending, first = await pipe.execute()
     workers = [judged(worker) for worker in await ledger.workers()]
@@ -35,7 +48,11 @@ async def read_status(ledger: Ledger, held: int = 0) -> Status:
         live=live,
         queued=int(queued or 0),
         counts=_counts(counts),
-        queues=[queue for name in sorted(queues) if (queue := await _queue(ledger, name.decode())) is not None],
+        queues=[
+            queue
+            for name in sorted(queues)
+            if (queue := await _queue(ledger, name.decode())) is not None
+        ],
         workers=workers,
         relay=_relay(relay),
         callbacks=CallbacksStatus(
@@ -66,13 +83,20 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
         for tenant in tenants:
             pipe.zcard(f"ms:wait:{name}:{tenant.decode()}")
         sent, *waiting = await pipe.execute()
-    found = {tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count}
-    return QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=found) if sent or found else None
+    found = {
+        tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count
+    }
+    return (
+        QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=found)
+        if sent or found
+        else None
+    )
 
 
 @reachable
 async def relay_since(ledger: Ledger, at: float) -> float:
-    """Since when a relay has been alive without a break, in seconds since the epoch; `at`, the present time, if none is alive.
+    """Since when a relay has been alive without a break, in seconds since the epoch; `at`, the
+    present time, if none is alive.
 
     Receipts are late only by the time since then: while no relay is alive, none can arrive.
     """
@@ -90,7 +114,9 @@ def _relay(raw: bytes | None) -> RelayStatus:
     if raw is None:
         return RelayStatus(alive=False)
     sign = from_json(raw, dict[str, Any])
-    return RelayStatus(alive=True, url=sign["url"], version=sign["version"], received=sign["received"])
+    return RelayStatus(
+        alive=True, url=sign["url"], version=sign["version"], received=sign["received"]
+    )
 
 
 def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
@@ -109,7 +135,9 @@ def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
 
 def _last_desync(workers: list[WorkerInfo]) -> DesyncStatus | None:
     found = [
-        DesyncStatus(worker=worker.worker, at=worker.stats.last_desync_at, detail=worker.stats.last_desync)
+        DesyncStatus(
+            worker=worker.worker, at=worker.stats.last_desync_at, detail=worker.stats.last_desync
+        )
         for worker in workers
         if worker.stats is not None and worker.stats.last_desync_at is not None
     ]

@@ -1,4 +1,6 @@
-"""Assembly of a sweep's unit records into grids: the same for results and for the start and end of a stream."""
+"""Assembly of a sweep's unit records into grids: the same for results and for the start and end of
+a stream.
+"""
 
 import math
 from collections import defaultdict
@@ -27,12 +29,18 @@ Records = Mapping[int, UnitRecord]
 
 
 def sweep_result(sweep: StoredSweep, records: Records, seconds: float | None) -> SweepResult:
-    """`records`: number of the unit → its record, for all finished units. `seconds`: duration of the sweep; None: not ended."""
+    """`records`: number of the unit → its record, for all finished units.
+
+    `seconds`: duration of the sweep; None: not ended.
+    """
     grids = [_grids(sweep, records, pair) for pair in range(len(sweep.pairs))]
     mean: dict[Hook, Grid] = {}
     spread: dict[Hook, Grid] = {}
     for hook in sweep.hooks:
-        cells = [[_over_pairs(values) for values in zip(*rows, strict=True)] for rows in zip(*(of[hook] for of in grids), strict=True)]
+        cells = [
+            [_over_pairs(values) for values in zip(*rows, strict=True)]
+            for rows in zip(*(of[hook] for of in grids), strict=True)
+        ]
         mean[hook] = [[average for average, _ in row] for row in cells]
         spread[hook] = [[deviation for _, deviation in row] for row in cells]
     return SweepResult(
@@ -73,7 +81,13 @@ def sweep_summary(sweep: StoredSweep, records: Records, seconds: float | None) -
 def sweep_start(sweep: StoredSweep) -> SweepStart:
     """The facts known before a sweep begins."""
     skipped = [
-        Skipped(pair=pair, hook=hook, layers=sweep.layers, column=column, reason=of_pair.columns[column].reason)
+        Skipped(
+            pair=pair,
+            hook=hook,
+            layers=sweep.layers,
+            column=column,
+            reason=of_pair.columns[column].reason,
+        )
         for pair, of_pair in enumerate(sweep.pairs)
         for hook in sweep.hooks
         for column in range(sweep.num_columns)
@@ -111,7 +125,10 @@ def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
 
 
 def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
-    return {hook: [[_value(records.get(number)) for number in row] for row in rows] for hook, rows in _numbers(sweep, pair).items()}
+    return {
+        hook: [[_value(records.get(number)) for number in row] for row in rows]
+        for hook, rows in _numbers(sweep, pair).items()
+    }
 
 
 def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list[list[list[int]]]]:
@@ -119,7 +136,10 @@ def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list
     if all(column.ranks is None for column in sweep.pairs[pair].columns):
         return {}
     return {
-        hook: [[record.neurons if (record := records.get(number)) else [] for number in row] for row in rows]
+        hook: [
+            [record.neurons if (record := records.get(number)) else [] for number in row]
+            for row in rows
+        ]
         for hook, rows in _numbers(sweep, pair).items()
     }
 
@@ -129,7 +149,12 @@ def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
     width, layers = sweep.num_columns, len(sweep.layers)
     first = Units(sweep).first_cell + pair * len(sweep.hooks) * layers * width
     return {
-        hook: [range(start, start + width) for start in range(first + place * layers * width, first + (place + 1) * layers * width, width)]
+        hook: [
+            range(start, start + width)
+            for start in range(
+                first + place * layers * width, first + (place + 1) * layers * width, width
+            )
+        ]
         for place, hook in enumerate(sweep.hooks)
     }
 
@@ -149,12 +174,17 @@ def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float |
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in there) / (len(there) - 1))
 
 
-def _pair_result(sweep: StoredSweep, records: Records, pair: int, grids: dict[Hook, Grid]) -> PairResult:
+def _pair_result(
+    sweep: StoredSweep, records: Records, pair: int, grids: dict[Hook, Grid]
+) -> PairResult:
     units, stored = Units(sweep), sweep.pairs[pair]
     return PairResult(
         labels=[column.label for column in stored.columns],
         positions=[[position for position, _ in column.places] for column in stored.columns],
-        sources=[[source for _, source in column.places if sweep.ablation is None] for column in stored.columns],
+        sources=[
+            [source for _, source in column.places if sweep.ablation is None]
+            for column in stored.columns
+        ],
         base_tokens=stored.base_tokens,
         source_tokens=stored.source_tokens,
         answer=stored.answer_text,
@@ -162,7 +192,9 @@ def _pair_result(sweep: StoredSweep, records: Records, pair: int, grids: dict[Ho
         base=_baseline(stored, records.get(units.base(pair).number)),
         source=_baseline(stored, records.get(units.source(pair).number)),
         noise_floor=_noise_floor(sweep, records, pair),
-        noise_probes=sum(_value(records.get(unit.number)) is not None for unit in units.noise(pair)),
+        noise_probes=sum(
+            _value(records.get(unit.number)) is not None for unit in units.noise(pair)
+        ),
         grids=grids,
         notes=stored.notes,
         heads=[column.head for column in stored.columns] if sweep.axis in HEAD_AXES else [],
@@ -179,17 +211,27 @@ def _baseline(pair: StoredPair, record: UnitRecord | None) -> Baseline | None:
 def _noise_floor(sweep: StoredSweep, records: Records, pair: int) -> float | None:
     units = Units(sweep)
     values = [_value(records.get(unit.number)) for unit in units.noise(pair)]
-    return noise_floor(sweep.metric, [value for value in values if value is not None], _value(records.get(units.base(pair).number)))
+    return noise_floor(
+        sweep.metric,
+        [value for value in values if value is not None],
+        _value(records.get(units.base(pair).number)),
+    )
 
 
 def _skipped(sweep: StoredSweep, records: Records) -> list[Skipped]:
     """Cells known to have no value, by pair, hook, column and reason."""
     units = Units(sweep)
     found: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
-    for number in sorted(number for number, record in records.items() if number >= units.first_cell and record.value is None):
+    for number in sorted(
+        number
+        for number, record in records.items()
+        if number >= units.first_cell and record.value is None
+    ):
         cell = units.cell(number)
         assert cell is not None
-        found[cell.pair, cell.hook, cell.column, records[number].reason].append(sweep.layers[cell.layer])
+        found[cell.pair, cell.hook, cell.column, records[number].reason].append(
+            sweep.layers[cell.layer]
+        )
     return [
         Skipped(pair=pair, hook=sweep.hooks[hook], layers=layers, column=column, reason=reason)
         for (pair, hook, column, reason), layers in sorted(found.items())

@@ -1,4 +1,6 @@
-"""Ledger records of sweep units: receipts arrive by ticket; confirmed units are stored and survive an attempt."""
+"""Ledger records of sweep units: receipts arrive by ticket; confirmed units are stored and survive
+an attempt.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -44,46 +46,89 @@ class Sweeps:
 
     @reachable
     async def standing(self, job_id: str) -> Standing:
-        """A sweep as it stands. Raises not_found, also for a job that is none; gone after the retention time."""
-        async with self._redis.pipeline(transaction=True) as pipe:  # before the cells are read: what comes later is told again
+        """A sweep as it stands.
+
+        Raises not_found, also for a job that is none; gone after the retention time.
+        """
+        async with self._redis.pipeline(
+            transaction=True
+        ) as pipe:  # before the cells are read: what comes later is told again
             pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
             raw, newest = await pipe.execute()
         result = (await self._ledger.result(job_id)).sweep
         if result is None:
             raise MidstreamError("not_found", f"job {job_id} is not a sweep")
-        return Standing(from_json(raw, SweepRequest) if raw else None, result, newest[0][0].decode() if newest else "")
+        return Standing(
+            from_json(raw, SweepRequest) if raw else None,
+            result,
+            newest[0][0].decode() if newest else "",
+        )
 
     @reachable
-    async def receipts(self, job_id: str, requests: Sequence[int], ranks: int) -> dict[int, list[Receipt]]:
-        """The receipts of those of these requests that all `ranks` have reported on, in rank order."""
+    async def receipts(
+        self, job_id: str, requests: Sequence[int], ranks: int
+    ) -> dict[int, list[Receipt]]:
+        """The receipts of those of these requests that all `ranks` have reported on, in rank
+        order.
+        """
         if not requests:
             return {}
-        raw = await self._redis.hmget(f"ms:ticket:{job_id}", [f"{request}/{rank}" for request in requests for rank in range(ranks)])
-        told = {request: raw[place * ranks : (place + 1) * ranks] for place, request in enumerate(requests)}
-        return {request: [receipt_decoder.decode(one) for one in of_it] for request, of_it in told.items() if None not in of_it}
+        raw = await self._redis.hmget(
+            f"ms:ticket:{job_id}",
+            [f"{request}/{rank}" for request in requests for rank in range(ranks)],
+        )
+        told = {
+            request: raw[place * ranks : (place + 1) * ranks]
+            for place, request in enumerate(requests)
+        }
+        return {
+            request: [receipt_decoder.decode(one) for one in of_it]
+            for request, of_it in told.items()
+            if None not in of_it
+        }
 
     @reachable
     async def told(self, job_id: str, requests: Sequence[int], ranks: int) -> list[Receipt]:
         """All receipts of these requests so far, even if some rank has not reported."""
-        raw = await self._redis.hmget(f"ms:ticket:{job_id}", [f"{request}/{rank}" for request in requests for rank in range(ranks)])
+        raw = await self._redis.hmget(
+            f"ms:ticket:{job_id}",
+            [f"{request}/{rank}" for request in requests for rank in range(ranks)],
+        )
         return [receipt_decoder.decode(one) for one in raw if one is not None]
 
     @reachable
-    async def keep(self, job: Job, attempt: int, units: Iterable[tuple[UnitRecord, SweepCell | None]], ranks: int, stages: int) -> Kept:
-        """Store unit records, in this order, each with its event (none if it is not a cell), and drop their receipts.
+    async def keep(
+        self,
+        job: Job,
+        attempt: int,
+        units: Iterable[tuple[UnitRecord, SweepCell | None]],
+        ranks: int,
+        stages: int,
+    ) -> Kept:
+        """Store unit records, in this order, each with its event (none if it is not a cell), and
+        drop their receipts.
 
-        An existing record of a unit is not replaced. `stale`: the attempt is no longer current. `cancelling`: the sweep is being
-        cancelled. In both cases nothing of the batch is kept. Raises not_found.
+        An existing record of a unit is not replaced. `stale`: the attempt is no longer current.
+        `cancelling`: the sweep is being cancelled. In both cases nothing of the batch is kept.
+        Raises not_found.
         """
         assert job.sweep is not None
         width = Units(job.sweep).width
         packed = [
-            (record.unit, to_msgpack(record), b"" if cell is None else to_json(Event(event="cell", data=_data(cell), attempt=attempt)))
+            (
+                record.unit,
+                to_msgpack(record),
+                b""
+                if cell is None
+                else to_json(Event(event="cell", data=_data(cell), attempt=attempt)),
+            )
             for record, cell in units
         ]
         outcome = "kept"
         for start in range(0, len(packed), BATCH):
-            arguments = scripts.keep_units(self._settings, job.id, attempt, width, ranks, stages, packed[start : start + BATCH])
+            arguments = scripts.keep_units(
+                self._settings, job.id, attempt, width, ranks, stages, packed[start : start + BATCH]
+            )
             outcome = (await self._scripts.keep_units(args=arguments)).decode()
             if outcome == "unknown":
                 raise not_found(job.id)

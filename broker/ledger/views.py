@@ -37,11 +37,43 @@ from .sweep_result import Records, sweep_result
 
 #: The fields of `ms:job:{id}` that a view needs; not `spec`, which may be large.
 FIELDS = [
-    "state", "kind", "model", "attempt", "version", "created", "queued", "started", "generated", "cancelling", "finished", "worker",
-    "capture_status", "receipts", "expected", "prompts", "error", "metadata", "captures", "steers", "everyone", "global_version",
-    "retried", "modules", "runs", "run", "cells", "cells_expected",
-    "tenant", "priority", "expires", "callback", "lora", "probed", "identity", "contents",
-]  # fmt: skip
+    "state",
+    "kind",
+    "model",
+    "attempt",
+    "version",
+    "created",
+    "queued",
+    "started",
+    "generated",
+    "cancelling",
+    "finished",
+    "worker",
+    "capture_status",
+    "receipts",
+    "expected",
+    "prompts",
+    "error",
+    "metadata",
+    "captures",
+    "steers",
+    "everyone",
+    "global_version",
+    "retried",
+    "modules",
+    "runs",
+    "run",
+    "cells",
+    "cells_expected",
+    "tenant",
+    "priority",
+    "expires",
+    "callback",
+    "lora",
+    "probed",
+    "identity",
+    "contents",
+]
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
@@ -69,7 +101,10 @@ def facts(values: Sequence[bytes | None]) -> Facts:
 
 
 def view(job_id: str, values: Sequence[bytes | None], settings: Settings) -> JobView | None:
-    """`values` as HMGET returns them for `FIELDS`; None if there is no such job. A result past its retention reads `expired`."""
+    """`values` as HMGET returns them for `FIELDS`; None if there is no such job.
+
+    A result past its retention reads `expired`.
+    """
     record = {name: value for name, value in zip(FIELDS, values, strict=True) if value is not None}
     if "state" not in record:
         return None
@@ -126,13 +161,19 @@ def result(
     settings: Settings,
     swept: tuple[StoredSweep, Records] | None = None,
 ) -> JobResult:
-    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any order. `swept`: the result of a sweep."""
+    """`values` as for `view`; `outputs` and `receipts` as stored; receipts of one attempt, in any
+    order. `swept`: the result of a sweep.
+    """
     known = facts(values)
     told = [receipt_decoder.decode(raw) for raw in receipts]
     sweep = None
     if swept is not None:
         told += [receipt for record in swept[1].values() for receipt in record.receipts]
-        seconds = view.generated - view.started if view.generated is not None and view.started is not None else None
+        seconds = (
+            view.generated - view.started
+            if view.generated is not None and view.started is not None
+            else None
+        )
         sweep = sweep_result(*swept, seconds)
     ticket = sorted(told, key=lambda told: (told.request, told.pp, told.rank))
     return JobResult(
@@ -141,19 +182,34 @@ def result(
         state=view.state,
         outputs=from_msgpack(outputs, list[Output]) if outputs else [],
         capture_results=capture_results(view, known, ticket, settings),
-        determinism=determinism(view, known, ticket) if known.captures or view.steered or any(each.scores for each in ticket) else None,
+        determinism=determinism(view, known, ticket)
+        if known.captures or view.steered or any(each.scores for each in ticket)
+        else None,
         attempt=view.attempt,
         sweep=sweep,
         lora=view.lora,
         **readings(ticket),
-        probes=[probe_result(each.request, score) for each in ticket for score in each.scores if not score.watching],
+        probes=[
+            probe_result(each.request, score)
+            for each in ticket
+            for score in each.scores
+            if not score.watching
+        ],
         identity=view.identity,
     )
 
 
 def probe_result(request: int, score: ProbeScore) -> ProbeResult:
-    crossed = {label: position for label, position in zip(score.labels, score.crossed, strict=True) if position is not None}
-    tokens = np.frombuffer(score.tokens, dtype="<f4").reshape(-1, len(score.labels)).tolist() if score.tokens else None
+    crossed = {
+        label: position
+        for label, position in zip(score.labels, score.crossed, strict=True)
+        if position is not None
+    }
+    tokens = (
+        np.frombuffer(score.tokens, dtype="<f4").reshape(-1, len(score.labels)).tolist()
+        if score.tokens
+        else None
+    )
     return ProbeResult(
         request=request,
         probe=score.name,
@@ -170,23 +226,43 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
     )
 
 
-def capture_results(view: JobView, known: Facts, ticket: Sequence[Receipt], settings: Settings) -> CaptureResults:
+def capture_results(
+    view: JobView, known: Facts, ticket: Sequence[Receipt], settings: Settings
+) -> CaptureResults:
     """The files of the receipts that arrived, under the status that the ledger settled on."""
     if not known.captures:
         return CaptureResults(status="not_requested", job=view.id)
     files = [
         FileEntry(
-            path=file.path, request=told.request, rank=told.rank, pp=told.pp, bytes=file.bytes, crc32=file.crc32, rows=file.rows,
-            sites=_sites(file), positions=file.positions, offset=file.offset, layout=file.layout, tag=file.tag, reused=file.reused,
+            path=file.path,
+            request=told.request,
+            rank=told.rank,
+            pp=told.pp,
+            bytes=file.bytes,
+            crc32=file.crc32,
+            rows=file.rows,
+            sites=_sites(file),
+            positions=file.positions,
+            offset=file.offset,
+            layout=file.layout,
+            tag=file.tag,
+            reused=file.reused,
             dropped=file.dropped,
             non_finite=file.non_finite,
         )
         for told in ticket
         for file in told.files
         if file.tag != HARVEST
-    ]  # fmt: skip
+    ]
     consumers = [
-        ConsumerReport(name=made.name, request=told.request, pp=told.pp, ok=made.ok, message=made.message, rows=made.rows)
+        ConsumerReport(
+            name=made.name,
+            request=told.request,
+            pp=told.pp,
+            ok=made.ok,
+            message=made.message,
+            rows=made.rows,
+        )
         for told in ticket
         for made in told.consumed
         if made.name != READER
@@ -233,7 +309,10 @@ def _shortcomings(told: Receipt) -> Iterator[str]:
         return
     for file in told.files:
         if file.dropped:
-            yield f"{where}: positions dropped under overload: {as_ranges(file.dropped, SHOWN_RANGES)} ({len(file.dropped)} in total)"
+            yield (
+                f"{where}: positions dropped under overload: "
+                f"{as_ranges(file.dropped, SHOWN_RANGES)} ({len(file.dropped)} in total)"
+            )
     for made in told.consumed:
         if not made.ok:
             yield f"{where}: consumer {made.name} failed: {made.message or 'no reason given'}"
@@ -242,28 +321,47 @@ def _shortcomings(told: Receipt) -> Iterator[str]:
 def _reuse(ticket: Sequence[Receipt]) -> list[str]:
     files = [file for told in ticket for file in told.files]
     reused = sum(file.reused for file in files)
-    return [f"rows computed by an earlier request: {reused} of {sum(file.rows for file in files)}"] if reused else []
+    return (
+        [(f"rows computed by an earlier request: {reused} of {sum(file.rows for file in files)}")]
+        if reused
+        else []
+    )
 
 
 def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:
-    """Whether, for every request, the ranks of each pipeline stage report the same checksum, actions and edited rows, in one epoch.
+    """Whether, for every request, the ranks of each pipeline stage report the same checksum,
+    actions and edited rows, in one epoch.
 
-    Covers the receipts that have arrived; a rank that has not reported counts neither as agreeing nor as disagreeing.
+    Covers the receipts that have arrived; a rank that has not reported counts neither as agreeing
+    nor as disagreeing.
     """
     stages = []
     for pp in sorted({told.pp for told in ticket}):
         of_stage = [told for told in ticket if told.pp == pp]
         accounts: dict[int, set[tuple[str, int, int, int]]] = {}
         for told in of_stage:
-            accounts.setdefault(told.request, set()).add((told.checksum, told.actions, told.epoch, told.applied))
+            accounts.setdefault(told.request, set()).add(
+                (told.checksum, told.actions, told.epoch, told.applied)
+            )
         ranks = [
             RankReport(
-                rank=told.rank, tp=told.tp, request=told.request, step=told.step, checksum=told.checksum, actions=told.actions,
-                applied=told.applied, status=told.verdict, message=told.message,
+                rank=told.rank,
+                tp=told.tp,
+                request=told.request,
+                step=told.step,
+                checksum=told.checksum,
+                actions=told.actions,
+                applied=told.applied,
+                status=told.verdict,
+                message=told.message,
             )
             for told in of_stage
-        ]  # fmt: skip
-        stages.append(StageReport(pp=pp, consistent=all(len(told) == 1 for told in accounts.values()), ranks=ranks))
+        ]
+        stages.append(
+            StageReport(
+                pp=pp, consistent=all(len(told) == 1 for told in accounts.values()), ranks=ranks
+            )
+        )
     return Determinism(
         consistent=all(stage.consistent for stage in stages),
         stages=stages,
@@ -274,16 +372,26 @@ def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Deter
 
 
 def after_id(last: str) -> str:
-    """XRANGE's lower bound for the entries after `last`. Raises MidstreamError("invalid_request") for an invalid stream id."""
+    """XRANGE's lower bound for the entries after `last`.
+
+    Raises MidstreamError("invalid_request") for an invalid stream id.
+    """
     if last in ("", "0"):
         return "-"
     if not _STREAM_ID.match(last):
-        raise invalid("Last-Event-ID", f"{last!r} is not an event id", "an id from this stream, such as 1700000000000-0")
+        raise invalid(
+            "Last-Event-ID",
+            f"{last!r} is not an event id",
+            "an id from this stream, such as 1700000000000-0",
+        )
     return f"({last}"
 
 
 def jobs_in(state: State | None, tenant: str | None) -> str:
-    """The zset that lists the jobs of a state. It also has those that read `expired` by now, and for `expired` there is none."""
+    """The zset that lists the jobs of a state.
+
+    It also has those that read `expired` by now, and for `expired` there is none.
+    """
     return listing("jobs" if state in (None, State.EXPIRED) else f"jobs-in:{state}", tenant)
 
 
@@ -297,7 +405,10 @@ def format_cursor(score: float, last: str) -> str:
 
 
 def parse_cursor(cursor: str | None) -> tuple[float, str]:
-    """(creation time, job id) to continue after. Raises MidstreamError("invalid_request") for an invalid cursor."""
+    """(creation time, job id) to continue after.
+
+    Raises MidstreamError("invalid_request") for an invalid cursor.
+    """
     if not cursor:
         return float("inf"), ""
     match = _CURSOR.match(cursor)

@@ -1,8 +1,9 @@
 """Redis users: one per role, as lines for Redis' `aclfile`.
 
-The commands are those that work on data, by Redis' own categories, without any that Redis calls dangerous (KEYS, FLUSHALL, CONFIG,
-SHUTDOWN, …) but INFO, which says how full it is. The keys keep the roles apart: API keys are the API's alone, secrets of webhooks
-those of the API, which makes them, and of `callbacks`, which signs with them.
+The commands are those that work on data, by Redis' own categories, without any that Redis calls
+dangerous (KEYS, FLUSHALL, CONFIG, SHUTDOWN, …) but INFO, which says how full it is. The keys keep
+the roles apart: API keys are the API's alone, secrets of webhooks those of the API, which makes
+them, and of `callbacks`, which signs with them.
 """
 
 import hashlib
@@ -17,22 +18,36 @@ from ...schemas.errors import MidstreamError
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"
 
-#: `ms:keys` has the API keys, `ms:key-session:…` the page's logins, `ms:hook-secret:…` the secrets of webhooks: what follows has none
-#: of them.
-OPEN_KEYS = ("~ms:[^kh]*", "~ms:held:*", "~ms:hooks", "~ms:hook:*", "~ms:hook-[^s]*", "~ms:harvest*")
+#: `ms:keys` has the API keys, `ms:key-session:…` the page's logins, `ms:hook-secret:…` the secrets
+#: of webhooks: what follows has none of them.
+OPEN_KEYS = (
+    "~ms:[^kh]*",
+    "~ms:held:*",
+    "~ms:hooks",
+    "~ms:hook:*",
+    "~ms:hook-[^s]*",
+    "~ms:harvest*",
+)
 HOOK_SECRETS = ("~ms:hook-secret:*",)
 #: What every change of a job may write to: a message.
 QUEUES = ("~midstream.*",)
-#: Celery's: our queues, messages that are being worked on, its table of queues, queues of events, answers to remote control.
+#: Celery's: our queues, messages that are being worked on, its table of queues, queues of events,
+#: answers to remote control.
 QUEUE_KEYS = (*QUEUES, "~midstream:*", "~_kombu.binding*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
-#: Of one database: the event that a message was sent, all events, and remote control. A pattern subscription requires permission for
-#: exactly that pattern.
+#: Of one database: the event that a message was sent, all events, and remote control. A pattern
+#: subscription requires permission for exactly that pattern.
 SENT_CHANNEL = "&/midstream:{db}.celeryev/task.sent"
 QUEUE_CHANNELS = ("&/midstream:{db}.celeryev/*", "&/midstream:{db}.celery.pidbox")
 
-DATA = "+@string +@hash +@set +@sortedset +@stream +@list +@keyspace +@transaction +@scripting +@pubsub +@connection"
-EVERY_ROLE = f"resetkeys resetchannels -@all {DATA} -@dangerous -script +script|load +script|exists +info +time"
+DATA = (
+    "+@string +@hash +@set +@sortedset +@stream +@list +@keyspace +@transaction "
+    "+@scripting +@pubsub +@connection"
+)
+EVERY_ROLE = (
+    f"resetkeys resetchannels -@all {DATA} -@dangerous -script +script|load "
+    "+script|exists +info +time"
+)
 
 
 class Role(NamedTuple):
@@ -45,18 +60,22 @@ class Role(NamedTuple):
 ROLES: dict[str, Role] = {
     "api": Role(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "worker": Role((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
-    "relay": Role((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),  # where ranks disagree it puts their job back into its queue
+    # where ranks disagree it puts their job back into its queue
+    "relay": Role((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),
     "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
 }
-#: How Flower asks for jobs: as a user of its own, with Flower's password. Flower writes its queues, and whoever may write some keys
-#: and read others may write those as well (Redis 6.2 knows no keys for reading only).
+#: How Flower asks for jobs: as a user of its own, with Flower's password. Flower writes its queues,
+#: and whoever may write some keys and read others may write those as well (Redis 6.2 knows no keys
+#: for reading only).
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
-#: Of the servers themselves, where there are replicas: as whom a replica follows its master, and a sentinel looks after both.
+#: Of the servers themselves, where there are replicas: as whom a replica follows its master, and a
+#: sentinel looks after both.
 SERVERS: dict[str, str] = {
     "replica": "resetkeys resetchannels -@all +psync +replconf +ping",
-    "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info +role +slaveof +replicaof +subscribe +publish"
+    "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info "
+    "+role +slaveof +replicaof +subscribe +publish"
     " +config|rewrite +client|setname +client|kill +script|kill",
 }
 #: For people: everything, with a password as well.
@@ -71,16 +90,26 @@ def rules(role: str, database: int = 0) -> str:
         return FLOWER_JOBS_RULES
     if role in SERVERS:
         return SERVERS[role]
-    return " ".join([EVERY_ROLE, *ROLES[role].keys, *(channel.format(db=database) for channel in ROLES[role].channels)])
+    return " ".join(
+        [
+            EVERY_ROLE,
+            *ROLES[role].keys,
+            *(channel.format(db=database) for channel in ROLES[role].channels),
+        ]
+    )
 
 
 def user_line(role: str, password: str, database: int = 0) -> str:
     """A line of an aclfile; it holds the password's SHA-256 only."""
-    return f"user {role} reset on #{hashlib.sha256(password.encode()).hexdigest()} {rules(role, database)}"
+    return (
+        f"user {role} reset on #{hashlib.sha256(password.encode()).hexdigest()} "
+        f"{rules(role, database)}"
+    )
 
 
 def write_users(folder: Path, database: int = 0) -> list[Path]:
-    """`users.acl` and one `<role>.password` per user, which only their owner can read; the default user is switched off.
+    """`users.acl` and one `<role>.password` per user, which only their owner can read; the default
+    user is switched off.
 
     `database`: the number of the one that Midstream uses.
 
@@ -98,7 +127,9 @@ def write_users(folder: Path, database: int = 0) -> list[Path]:
 
 
 def jobs_url(redis_url: str) -> str:
-    """How to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is `flower`, else as the same user."""
+    """How to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is `flower`, else
+    as the same user.
+    """
     parts = urlsplit(redis_url)
     if parts.username != FLOWER:
         return redis_url

@@ -1,9 +1,11 @@
-"""Repairs an append-only file whose end is zeros or half a command, as a file system leaves it after a power failure.
+"""Repairs an append-only file whose end is zeros or half a command, as a file system leaves it
+after a power failure.
 
-ext4 leaves zeros in blocks that were allocated and never written, which Redis refuses to load. Redis drops an incomplete command
-itself, but 6.2 keeps the commands before it in its transaction, and applies that half at the next start. Both kinds of end are cut off
-here, with the whole transaction, and a copy of them is kept. `redis-check-aof` finds the end of the valid commands; it is the
-`redis-server` binary under another name.
+ext4 leaves zeros in blocks that were allocated and never written, which Redis refuses to load.
+Redis drops an incomplete command itself, but 6.2 keeps the commands before it in its transaction,
+and applies that half at the next start. Both kinds of end are cut off here, with the whole
+transaction, and a copy of them is kept. `redis-check-aof` finds the end of the valid commands; it
+is the `redis-server` binary under another name.
 """
 
 import mmap
@@ -24,14 +26,17 @@ _INCREMENT = re.compile(r"^file (\S+) seq \d+ type i", re.MULTILINE)
 _COUNT, _LENGTH = re.compile(rb"\*(\d{1,10})\r\n"), re.compile(rb"\$(\d{1,10})\r\n")
 #: Longer than the longest header, `*1000000000\r\n`.
 _HEADER_BYTES = 16
-#: Whole commands inside of what should be one value: its length is wrong, and what follows is valid data.
+#: Whole commands inside of what should be one value: its length is wrong, and what follows is valid
+#: data.
 _COMMAND = re.compile(rb"\r\n\*\d{1,10}\r\n\$\d{1,10}\r\n[A-Za-z]+\r\n")
 
 
 def repair(directory: Path, server: str) -> str:
-    """Cut off the damaged end of the append-only file in `directory`; returns what was cut, for people. `server`: the redis-server binary.
+    """Cut off the damaged end of the append-only file in `directory`; returns what was cut, for
+    people. `server`: the redis-server binary.
 
-    Raises MidstreamError("unavailable"), with a command to run, for any other damage; nothing is changed then.
+    Raises MidstreamError("unavailable"), with a command to run, for any other damage; nothing is
+    changed then.
     """
     path = _written_file(directory)
     check = _checker(directory, server)
@@ -40,17 +45,29 @@ def repair(directory: Path, server: str) -> str:
         raise _refusal(path, check, "it is damaged, and not only at its end")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if not _is_cut_off(data, good):
-            raise _refusal(path, check, f"it is damaged at byte {good} of {size}; what follows is neither zeros nor a truncated command")
+            raise _refusal(
+                path,
+                check,
+                (
+                    f"it is damaged at byte {good} of {size}; what follows is neither zeros nor a "
+                    "truncated command"
+                ),
+            )
         kept = path.with_name(f"{path.name}.cut-at-{good}.{time.strftime('%Y%m%dT%H%M%S')}")
         _copy(data, good, kept)
     with path.open("rb+") as whole:
         whole.truncate(good)
         os.fsync(whole.fileno())
-    return f"{path} had a damaged end, as after a power failure: {size - good} bytes from byte {good} were cut off and saved in {kept}"
+    return (
+        f"{path} had a damaged end, as after a power failure: {size - good} bytes from "
+        f"byte {good} were cut off and saved in {kept}"
+    )
 
 
 def _written_file(directory: Path) -> Path:
-    """The file that Redis appends to: of 6.2 the only one, since 7 the last that the manifest names."""
+    """The file that Redis appends to: of 6.2 the only one, since 7 the last that the manifest
+    names.
+    """
     for manifest in directory.glob("*/*.manifest"):
         if found := _INCREMENT.findall(manifest.read_text()):
             return manifest.parent / str(found[-1])
@@ -68,14 +85,20 @@ def _checker(directory: Path, server: str) -> str:
 
 
 def _analyze(path: Path, check: str) -> tuple[int, int | None]:
-    """(size, length of the valid part, without an unfinished transaction); None where the check does not report them."""
-    done = subprocess.run([check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    """(size, length of the valid part, without an unfinished transaction); None where the check
+    does not report them.
+    """
+    done = subprocess.run(
+        [check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
     found = _ANALYZED.search(done.stdout.decode(errors="replace"))
     return (int(found[1]), int(found[2])) if found else (path.stat().st_size, None)
 
 
 def _is_cut_off(data: mmap.mmap, start: int) -> bool:
-    """Whether from `start` on there is the beginning of valid commands, and then nothing but zeros."""
+    """Whether from `start` on there is the beginning of valid commands, and then nothing but
+    zeros.
+    """
     end = len(data)
     while end > start and data[end - 1] == 0:
         block = max(start, end - (1 << 20))
@@ -126,6 +149,7 @@ def _refusal(path: Path, check: str, why: str) -> MidstreamError:
     checked = next(path.parent.glob("*.manifest"), path)
     return MidstreamError(
         "unavailable",
-        f"Redis cannot load {path}: {why}. Nothing was changed. Restore it from a backup; or discard everything after the damage: "
+        f"Redis cannot load {path}: {why}. Nothing was changed. Restore it from a "
+        "backup; or discard everything after the damage: "
         f"`cp {path} {path}.backup && {check} --fix {checked}`, then start again",
     )

@@ -1,9 +1,11 @@
-"""Checks the `Host` and `Origin` headers of API and Flower, against DNS rebinding and cross-site requests.
+"""Checks the `Host` and `Origin` headers of API and Flower, against DNS rebinding and cross-site
+requests.
 
-A page can point its own name at 127.0.0.1 (DNS rebinding). The browser then treats the API as the page's origin, and the page's scripts can
-read and write everything; but the browser sends that name in `Host`, and it is not one of ours. Without rebinding a page cannot read our
-answers and cannot send JSON (CORS allows no other origin); it can send forms and requests without a body. For these the browser sends the
-page's origin in `Origin`.
+A page can point its own name at 127.0.0.1 (DNS rebinding). The browser then treats the API as the
+page's origin, and the page's scripts can read and write everything; but the browser sends that name
+in `Host`, and it is not one of ours. Without rebinding a page cannot read our answers and cannot
+send JSON (CORS allows no other origin); it can send forms and requests without a body. For these
+the browser sends the page's origin in `Origin`.
 """
 
 import ipaddress
@@ -21,28 +23,39 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def host_of(header: str) -> str:
-    """`name:port` without the port, in lower case, and an address without brackets; empty if it is not a host."""
+    """`name:port` without the port, in lower case, and an address without brackets; empty if it is
+    not a host.
+    """
     match = _HOST.fullmatch(header)
     return match[1].strip("[]").lower() if match else ""
 
 
 def named(settings: Settings) -> frozenset[str]:
-    """The entries of `allowed_hosts`. Raises SettingsError for an entry that is neither a name nor an address."""
+    """The entries of `allowed_hosts`.
+
+    Raises SettingsError for an entry that is neither a name nor an address.
+    """
     names = [name for name in map(str.strip, settings.allowed_hosts.split(",")) if name]
     for name in names:
         if not _is_address(name) and host_of(name) != name.lower():
             raise SettingsError(
                 f"MIDSTREAM_ALLOWED_HOSTS: {name!r} is neither a host name nor an address; "
-                "give names and addresses without a scheme or port, such as midstream.example,10.0.0.7"
+                "give names and addresses without a scheme or port, such as "
+                "midstream.example,10.0.0.7"
             )
     return frozenset(name.lower() for name in names)
 
 
 class Hosts:
-    """The `Host` and `Origin` headers that are accepted. Loopback's always are, for health checks and local users."""
+    """The `Host` and `Origin` headers that are accepted.
+
+    Loopback's always are, for health checks and local users.
+    """
 
     def __init__(self, settings: Settings, host: str, asks: bool) -> None:
-        """`host`: where it listens. `asks`: callers need a key or a password, which another site's page does not have.
+        """`host`: where it listens.
+
+        `asks`: callers need a key or a password, which another site's page does not have.
 
         Raises SettingsError for an `allowed_hosts` that is none.
         """
@@ -50,28 +63,42 @@ class Hosts:
         self._any = not self._open and not settings.allowed_hosts
         ours = (host, urlsplit(settings.public_url).hostname or "")
         self._names = named(settings) | {name.lower() for name in ours if name}
-        # A service off loopback may be called by its address (Prometheus finds containers that way), and no page can rebind an address.
+        # A service off loopback may be called by its address (Prometheus finds containers that
+        # way), and no page can rebind an address.
         self._addresses = not is_loopback(host)
-        others = {name for name in self._names if not (is_loopback(name) or (self._addresses and _is_address(name)))}
+        others = {
+            name
+            for name in self._names
+            if not (is_loopback(name) or (self._addresses and _is_address(name)))
+        }
         shown = ["localhost", "127.0.0.1", "[::1]", *(["any address"] if self._addresses else [])]
-        self._allowed = ", ".join([*shown, *sorted(f"[{name}]" if ":" in name else name for name in others)])
+        self._allowed = ", ".join(
+            [*shown, *sorted(f"[{name}]" if ":" in name else name for name in others)]
+        )
 
     def allows(self, hosts: list[str]) -> bool:
         """Whether a call with these `Host` headers means us."""
         return self._any or (len(hosts) == 1 and self._ours(hosts[0]))
 
     def check(self, method: str, hosts: list[str], origins: list[str]) -> None:
-        """Raises `misdirected` for a name that is not ours and, without authentication, `cross_site` for a request of another
-        site's page that is not in `SAFE`."""
+        """Raises `misdirected` for a name that is not ours and, without authentication,
+        `cross_site` for a request of another site's page that is not in `SAFE`.
+        """
         if not self.allows(hosts):
             shown = ", ".join(hosts)[:200] or "(none)"
             raise MidstreamError(
-                "misdirected", f"{shown!r} is not a host name of this API; add it to MIDSTREAM_ALLOWED_HOSTS", field="Host",
+                "misdirected",
+                f"{shown!r} is not a host name of this API; add it to MIDSTREAM_ALLOWED_HOSTS",
+                field="Host",
                 allowed=self._allowed,
-            )  # fmt: skip
+            )
         if self._any:
             return
-        if self._open and method not in SAFE and not all(self._our_page(origin, host_of(hosts[0])) for origin in origins):
+        if (
+            self._open
+            and method not in SAFE
+            and not all(self._our_page(origin, host_of(hosts[0])) for origin in origins)
+        ):
             raise MidstreamError(
                 "cross_site",
                 f"a page from {', '.join(origins)[:200]!r} is not allowed to send this request",
@@ -80,7 +107,10 @@ class Hosts:
             )
 
     def _our_page(self, origin: str, called: str) -> bool:
-        """Whether the page has the host of this call, or a name of ours. Other addresses do not count: other sites have addresses too."""
+        """Whether the page has the host of this call, or a name of ours.
+
+        Other addresses do not count: other sites have addresses too.
+        """
         match = _ORIGIN.fullmatch(origin)
         page = host_of(match[1]) if match is not None else ""
         return page != "" and (page == called or page in self._names or is_loopback(page))

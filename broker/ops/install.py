@@ -1,7 +1,7 @@
 """Secrets and file modes of one installation on one machine, kept in its data directory.
 
-`midstream up` starts Redis, relay and Flower on loopback, where every account of the machine reaches them. So each asks for a secret
-that only the installation's own account can read.
+`midstream up` starts Redis, relay and Flower on loopback, where every account of the machine
+reaches them. So each asks for a secret that only the installation's own account can read.
 """
 
 import os
@@ -26,17 +26,23 @@ PASSWORD_BYTES = 24
 def close_folder(data: Path, say: Callable[[str], None]) -> int:
     """Create `data`, or remove other accounts' access to it; returns the umask for files in it.
 
-    A folder open to all accounts got its mode from a umask, so the group loses its rights as well; rights of the group alone are
-    set by an operator and stay. Raises SettingsError for a folder that is meant to be writable by all, such as /tmp.
+    A folder open to all accounts got its mode from a umask, so the group loses its rights as well;
+    rights of the group alone are set by an operator and stay. Raises SettingsError for a folder
+    that is meant to be writable by all, such as /tmp.
     """
     data.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     mode = data.stat().st_mode
     if mode & stat.S_ISVTX:
-        raise SettingsError(f"data_dir={str(data)!r} is shared by all accounts: use a folder inside it")
+        raise SettingsError(
+            f"data_dir={str(data)!r} is shared by all accounts: use a folder inside it"
+        )
     if mode & stat.S_IRWXO:
         try:
             data.chmod(OWNER_ALONE)
-            say(f"{data} was readable by other accounts: changed to mode 700 (`chmod g+rx` admits a group)")
+            say(
+                f"{data} was readable by other accounts: changed to mode 700 (`chmod g+rx` "
+                "admits a group)"
+            )
         except PermissionError:
             private_folder(data)  # logs what to do
     return 0o777 & ~(stat.S_IMODE(data.stat().st_mode) & (stat.S_IRWXU | stat.S_IRWXG))
@@ -51,11 +57,20 @@ def with_secrets(settings: Settings, data: Path, say: Callable[[str], None]) -> 
     """Settings with the folder of CURVE keys and with Flower's password, where they name none."""
     changes = {}
     folder = private_folder(data / SECRETS)
-    curve = (settings.curve_dir, settings.curve_secret_file, settings.curve_server_key, settings.curve_clients_dir)
+    curve = (
+        settings.curve_dir,
+        settings.curve_secret_file,
+        settings.curve_server_key,
+        settings.curve_clients_dir,
+    )
     if not any(curve) and not settings.relay_allow_remote:
         changes["curve_dir"] = str(folder / CURVE)
-    if not settings.flower_auth and (asks_for_keys(settings) or not is_loopback(settings.flower_host)):
-        changes["flower_auth"] = kept_secret(folder / FLOWER_AUTH, lambda: f"{FLOWER_USER}:{secrets.token_hex(PASSWORD_BYTES)}")
+    if not settings.flower_auth and (
+        asks_for_keys(settings) or not is_loopback(settings.flower_host)
+    ):
+        changes["flower_auth"] = kept_secret(
+            folder / FLOWER_AUTH, lambda: f"{FLOWER_USER}:{secrets.token_hex(PASSWORD_BYTES)}"
+        )
         say(f"flower login: see {folder / FLOWER_AUTH}")
     return msgspec.structs.replace(settings, **changes)
 
@@ -66,9 +81,13 @@ def redis_password(data: Path) -> str:
 
 
 def with_redis_password(url: str, data: Path) -> str:
-    """`url` of the Redis that runs on `data`, with its password; unchanged where this account cannot read the password."""
+    """`url` of the Redis that runs on `data`, with its password; unchanged where this account
+    cannot read the password.
+    """
     file = data / SECRETS / REDIS_PASSWORD
     if not url or not os.access(file, os.R_OK):
         return url
     parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=f":{file.read_text().strip()}@{parts.netloc.rpartition('@')[2]}"))
+    return urlunsplit(
+        parts._replace(netloc=f":{file.read_text().strip()}@{parts.netloc.rpartition('@')[2]}")
+    )

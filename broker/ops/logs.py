@@ -1,7 +1,9 @@
-"""Logging of every process: one line per entry, plain text with ids, or a JSON object with `log_format=json`.
+"""Logging of every process: one line per entry, plain text with ids, or a JSON object with
+`log_format=json`.
 
-What a line is about (job, request, attempt, worker, rank, …) is bound where it becomes known, and is on every line logged below
-that, also on those of libraries. Nothing secret gets into a line: passwords in URLs, API keys and signing secrets are cut out of it.
+What a line is about (job, request, attempt, worker, rank, …) is bound where it becomes known, and
+is on every line logged below that, also on those of libraries. Nothing secret gets into a line:
+passwords in URLs, API keys and signing secrets are cut out of it.
 """
 
 import logging
@@ -21,7 +23,8 @@ from ...schemas.settings import Settings
 FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")
 #: Of the line about a call that was answered, in JSON.
 ACCESS_FIELDS = ("method", "path", "status", "ms")
-#: What would move a terminal's cursor, or begin a line that looks like one of ours: paths and names come from strangers.
+#: What would move a terminal's cursor, or begin a line that looks like one of ours: paths and names
+#: come from strangers.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -43,7 +46,9 @@ _SECRETS = re.compile(
 
 def redacted(text: str) -> str:
     """`text` without what looks like a secret of ours."""
-    return _SECRETS.sub(lambda found: next(part for part in found.groups() if part is not None) + "***", text)
+    return _SECRETS.sub(
+        lambda found: next(part for part in found.groups() if part is not None) + "***", text
+    )
 
 
 def bind_process(**fields: Any) -> None:
@@ -52,7 +57,9 @@ def bind_process(**fields: Any) -> None:
 
 
 def bind(**fields: Any) -> None:
-    """Add these to every log line of the current task and of tasks it starts from now on; None removes a field."""
+    """Add these to every log line of the current task and of tasks it starts from now on; None
+    removes a field.
+    """
     _of_task.set({**_of_task.get(), **fields})
 
 
@@ -69,7 +76,9 @@ def bound(**fields: Any) -> Iterator[None]:
 def about(record: logging.LogRecord) -> dict[str, Any]:
     """What a line is about: what was bound, and what was given with the line itself (`extra=`)."""
     fields = {**_of_process, **_of_task.get()}
-    data = getattr(record, "data", None)  # Celery's own lines about a task have its id in here: job, or job.attempts
+    data = getattr(
+        record, "data", None
+    )  # Celery's own lines about a task have its id in here: job, or job.attempts
     if isinstance(data, dict) and "job" not in fields and isinstance(task := data.get("id"), str):
         fields["job"] = task.partition(".")[0]
     for name in FIELDS:
@@ -79,7 +88,10 @@ def about(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. `process` and `fields` hold where `configure` was not called (vLLM's own processes)."""
+    """One JSON object per line.
+
+    `process` and `fields` hold where `configure` was not called (vLLM's own processes).
+    """
 
     def __init__(self, process: str, **fields: Any):
         super().__init__()
@@ -87,7 +99,9 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "message": redacted(record.getMessage()),
@@ -105,19 +119,25 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """As one reads it in a terminal, the ids behind the message, whose further lines are indented."""
+    """As one reads it in a terminal, the ids behind the message, whose further lines are
+    indented.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         ids = " ".join(f"{name}={value}" for name, value in about(record).items())
-        line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record)).replace("\n", "\n    ")
+        line = _CONTROL.sub(
+            lambda found: repr(found[0])[1:-1], super().formatMessage(record)
+        ).replace("\n", "\n    ")
         return f"{line} [{ids}]" if ids else line
 
 
 def setup(settings: Settings, process: str, **fields: Any) -> None:
-    """All logging of this process goes to stderr from now on, as the settings say. `fields`: on every line.
+    """All logging of this process goes to stderr from now on, as the settings say.
+
+    `fields`: on every line.
 
     Called again it starts over: the last call counts.
     """
@@ -136,7 +156,13 @@ def configure(log_format: str, log_level: str, process: str, **fields: Any) -> N
     root.addHandler(handler)
     root.setLevel(log_level)
     logging.captureWarnings(log_format == "json")
-    for noisy in ("httpx", "httpcore", "opentelemetry"):  # a line per call of theirs says nothing about a job
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[log_level]))
+    for noisy in (
+        "httpx",
+        "httpcore",
+        "opentelemetry",
+    ):  # a line per call of theirs says nothing about a job
+        logging.getLogger(noisy).setLevel(
+            max(logging.WARNING, logging.getLevelNamesMapping()[log_level])
+        )
     _of_process.clear()
     bind_process(**fields)

@@ -1,7 +1,9 @@
-"""Every metric of Midstream, in one place: adding one means a line here and a row in docs/observability.md.
+"""Every metric of Midstream, in one place: adding one means a line here and a row in
+docs/observability.md.
 
-The counters, gauges and histograms of the first part are updated where things happen. The tables of the second part are read at
-each scrape, from what the ledger, the workers and their ranks report. A process exposes only what it has counted itself.
+The counters, gauges and histograms of the first part are updated where things happen. The tables of
+the second part are read at each scrape, from what the ledger, the workers and their ranks report. A
+process exposes only what it has counted itself.
 """
 
 from collections import Counter as Tally
@@ -10,7 +12,12 @@ from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from ...schemas.models import WorkerStats
@@ -30,48 +37,109 @@ SCORES = (-20, -10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20)
 BUILD = Gauge("midstream_build_info", "1; labels: process, version", ["process", "version"])
 
 # A job's stages, each observed where it ends
-QUEUE_WAIT = Histogram("midstream_queue_wait_seconds", "From acceptance (or return to the queue) to the claim", ["model"], buckets=SECONDS)
-FIRST_TOKEN = Histogram("midstream_first_token_seconds", "From the claim to a prompt's first token", ["model"], buckets=SECONDS)
-GENERATION = Histogram("midstream_generation_seconds", "From the claim until all outputs are stored", ["model"], buckets=SECONDS)
+QUEUE_WAIT = Histogram(
+    "midstream_queue_wait_seconds",
+    "From acceptance (or return to the queue) to the claim",
+    ["model"],
+    buckets=SECONDS,
+)
+FIRST_TOKEN = Histogram(
+    "midstream_first_token_seconds",
+    "From the claim to a prompt's first token",
+    ["model"],
+    buckets=SECONDS,
+)
+GENERATION = Histogram(
+    "midstream_generation_seconds",
+    "From the claim until all outputs are stored",
+    ["model"],
+    buckets=SECONDS,
+)
 DURABLE = Histogram(
-    "midstream_durable_seconds", "From stored outputs to the last receipt, for jobs with receipts", ["model"], buckets=SECONDS
+    "midstream_durable_seconds",
+    "From stored outputs to the last receipt, for jobs with receipts",
+    ["model"],
+    buckets=SECONDS,
 )
 JOB = Histogram("midstream_job_seconds", "From acceptance to success", ["model"], buckets=SECONDS)
-RELEASE = Histogram("midstream_release_seconds", "From POST to the response, for held responses", ["route"], buckets=SECONDS)
+RELEASE = Histogram(
+    "midstream_release_seconds",
+    "From POST to the response, for held responses",
+    ["route"],
+    buckets=SECONDS,
+)
 
 # What workers do
-ATTEMPTS = Counter("midstream_attempts_total", "Attempts that this worker has ended", ["model", "outcome"])
-HARVESTED_TOKENS = Counter("midstream_harvest_tokens_total", "Tokens of harvests whose units count", ["model"])
-HARVESTED_ROWS = Counter("midstream_harvest_rows_total", "Positions of harvests whose rows are durable and count", ["model"])
+ATTEMPTS = Counter(
+    "midstream_attempts_total", "Attempts that this worker has ended", ["model", "outcome"]
+)
+HARVESTED_TOKENS = Counter(
+    "midstream_harvest_tokens_total", "Tokens of harvests whose units count", ["model"]
+)
+HARVESTED_ROWS = Counter(
+    "midstream_harvest_rows_total",
+    "Positions of harvests whose rows are durable and count",
+    ["model"],
+)
 HARVESTED_BYTES = Counter("midstream_harvest_bytes_total", "Bytes of their shards", ["model"])
-HARVEST_WAITS = Counter("midstream_harvest_store_failures_total", "Times that a harvest's store refused a write", ["model"])
+HARVEST_WAITS = Counter(
+    "midstream_harvest_store_failures_total",
+    "Times that a harvest's store refused a write",
+    ["model"],
+)
 
 # What the relay does
 RECEIPTS = Counter("midstream_receipts_total", "Receipts, by outcome", ["status"])
-LOST = Counter("midstream_receipts_lost_jobs_total", "Jobs that failed because an outbox lost their receipts", ["worker"])
-DISAGREEMENTS = Counter("midstream_disagreements_total", "Requests whose ranks reported different actions", ["worker"])
-REFUSED_FRAMES = Counter("midstream_relay_refused_frames_total", "Frames rejected by the relay", ["reason"])
+LOST = Counter(
+    "midstream_receipts_lost_jobs_total",
+    "Jobs that failed because an outbox lost their receipts",
+    ["worker"],
+)
+DISAGREEMENTS = Counter(
+    "midstream_disagreements_total", "Requests whose ranks reported different actions", ["worker"]
+)
+REFUSED_FRAMES = Counter(
+    "midstream_relay_refused_frames_total", "Frames rejected by the relay", ["reason"]
+)
 
-PROBED = Counter("midstream_probed_prompts_total", "Prompts that a probe has scored", ["model", "probe"])
-CROSSED = Counter("midstream_probe_crossings_total", "Prompts whose aggregate reached a label's threshold", ["model", "probe", "label"])
+PROBED = Counter(
+    "midstream_probed_prompts_total", "Prompts that a probe has scored", ["model", "probe"]
+)
+CROSSED = Counter(
+    "midstream_probe_crossings_total",
+    "Prompts whose aggregate reached a label's threshold",
+    ["model", "probe", "label"],
+)
 PROBE_SCORE = Histogram(
-    "midstream_probe_score", "A label's aggregate over a prompt and its generated tokens", ["model", "probe", "label"], buckets=SCORES
+    "midstream_probe_score",
+    "A label's aggregate over a prompt and its generated tokens",
+    ["model", "probe", "label"],
+    buckets=SCORES,
 )
 
 # What the callbacks worker does
 SWEPT = Counter("midstream_swept_total", "Actions of the reaper, by kind", ["action"])
-WEBHOOK_ATTEMPTS = Counter("midstream_webhook_attempts_total", "Webhook attempts, by outcome", ["outcome"])
+WEBHOOK_ATTEMPTS = Counter(
+    "midstream_webhook_attempts_total", "Webhook attempts, by outcome", ["outcome"]
+)
 WEBHOOK_DEPTH = Gauge("midstream_webhook_outbox_depth", "Pending deliveries, over all senders")
 WEBHOOK_OLDEST = Gauge("midstream_webhook_oldest_due_seconds", "Age of the most overdue delivery")
 
 # What the API does
 GLOBAL_CAPTURE_SKIPPED = Counter(
-    "midstream_global_captures_left_out_total", "Prompts for which global capture was skipped, by reason", ["reason"]
+    "midstream_global_captures_left_out_total",
+    "Prompts for which global capture was skipped, by reason",
+    ["reason"],
 )
-LEDGER_DURABLE = Gauge("midstream_ledger_durable", "1 if Redis has an append-only file and evicts no keys, or redis_allow_lossy is set")
+LEDGER_DURABLE = Gauge(
+    "midstream_ledger_durable",
+    ("1 if Redis has an append-only file and evicts no keys, or redis_allow_lossy is set"),
+)
 LEDGER = Gauge("midstream_ledger_reachable", "1 if the job ledger (Redis) answers this process")
 HELD = Gauge("midstream_held_responses", "Calls to this process waiting for a job to change")
-REFUSALS = Counter("midstream_refusals_total", "Calls rejected because of a limit, a quota or overload", ["kind"])
+REFUSALS = Counter(
+    "midstream_refusals_total", "Calls rejected because of a limit, a quota or overload", ["kind"]
+)
 
 #: In one statement each, so that a scrape right after the start shows zeros instead of nothing.
 for _status in ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap"):
@@ -101,7 +169,11 @@ def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[Sample]]:
 
 
 def _jobs(status: Status) -> Iterator[Sample]:
-    return (((model, state), count) for model, states in status.counts.items() for state, count in states.items())
+    return (
+        ((model, state), count)
+        for model, states in status.counts.items()
+        for state, count in states.items()
+    )
 
 
 def _queues(status: Status) -> Iterator[Sample]:
@@ -117,43 +189,99 @@ def _workers(status: Status) -> Iterator[Sample]:
 
 #: Of the whole service, as the API reads it from the ledger.
 OF_SERVICE: tuple[Reading[Status], ...] = (
-    Reading("jobs", CounterMetricFamily, "How often jobs entered a state", ("model", "state"), _jobs),
-    Reading("workers", GaugeMetricFamily, "Live workers, by model and health", ("model", "healthy"), _workers),
-    Reading("queue_depth", GaugeMetricFamily, "Jobs waiting for a worker", ("model", "priority", "place"), _queues),
-    Reading("jobs_live", GaugeMetricFamily, "Jobs that have not ended", (), _one(lambda status: status.live)),
-    Reading("relay_up", GaugeMetricFamily, "1 if the relay reported recently", (), _one(lambda status: status.relay.alive)),
     Reading(
-        "callbacks_up", GaugeMetricFamily, "1 if the callbacks worker reported recently", (), _one(lambda status: status.callbacks.alive)
-    ),
-    Reading("redis_memory_bytes", GaugeMetricFamily, "Memory used by Redis", (), _one(lambda status: status.redis.used_bytes)),
-    Reading(
-        "redis_memory_limit_bytes", GaugeMetricFamily, "Redis maxmemory; 0: no limit", (), _one(lambda status: status.redis.limit_bytes)
+        "jobs", CounterMetricFamily, "How often jobs entered a state", ("model", "state"), _jobs
     ),
     Reading(
-        "redis_memory_share", GaugeMetricFamily, "Redis memory used / limit; 0 without a limit", (), _one(lambda status: status.redis.share)
+        "workers",
+        GaugeMetricFamily,
+        "Live workers, by model and health",
+        ("model", "healthy"),
+        _workers,
+    ),
+    Reading(
+        "queue_depth",
+        GaugeMetricFamily,
+        "Jobs waiting for a worker",
+        ("model", "priority", "place"),
+        _queues,
+    ),
+    Reading(
+        "jobs_live",
+        GaugeMetricFamily,
+        "Jobs that have not ended",
+        (),
+        _one(lambda status: status.live),
+    ),
+    Reading(
+        "relay_up",
+        GaugeMetricFamily,
+        "1 if the relay reported recently",
+        (),
+        _one(lambda status: status.relay.alive),
+    ),
+    Reading(
+        "callbacks_up",
+        GaugeMetricFamily,
+        "1 if the callbacks worker reported recently",
+        (),
+        _one(lambda status: status.callbacks.alive),
+    ),
+    Reading(
+        "redis_memory_bytes",
+        GaugeMetricFamily,
+        "Memory used by Redis",
+        (),
+        _one(lambda status: status.redis.used_bytes),
+    ),
+    Reading(
+        "redis_memory_limit_bytes",
+        GaugeMetricFamily,
+        "Redis maxmemory; 0: no limit",
+        (),
+        _one(lambda status: status.redis.limit_bytes),
+    ),
+    Reading(
+        "redis_memory_share",
+        GaugeMetricFamily,
+        "Redis memory used / limit; 0 without a limit",
+        (),
+        _one(lambda status: status.redis.share),
     ),
 )
 
 
 class SteeringReport(NamedTuple):
-    """A worker's last report on its ranks. `consistent`: pipeline stage → whether its ranks agree."""
+    """A worker's last report on its ranks.
+
+    `consistent`: pipeline stage → whether its ranks agree.
+    """
 
     worker: WorkerSteering
     consistent: Mapping[int, bool]
 
 
-def _steering(name: str, words: str, value: Callable[[WorkerSteering], float]) -> Reading[SteeringReport]:
+def _steering(
+    name: str, words: str, value: Callable[[WorkerSteering], float]
+) -> Reading[SteeringReport]:
     def samples(report: SteeringReport) -> Iterator[Sample]:
         yield (report.worker.model, report.worker.worker), value(report.worker)
 
     return Reading(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker"), samples)
 
 
-def _steering_rank(name: str, words: str, value: Callable[[RankSteering], float]) -> Reading[SteeringReport]:
+def _steering_rank(
+    name: str, words: str, value: Callable[[RankSteering], float]
+) -> Reading[SteeringReport]:
     def samples(report: SteeringReport) -> Iterator[Sample]:
-        return (((report.worker.model, report.worker.worker, str(rank.rank)), value(rank)) for rank in report.worker.ranks)
+        return (
+            ((report.worker.model, report.worker.worker, str(rank.rank)), value(rank))
+            for rank in report.worker.ranks
+        )
 
-    return Reading(f"steering_{name}", GaugeMetricFamily, words, ("model", "worker", "rank"), samples)
+    return Reading(
+        f"steering_{name}", GaugeMetricFamily, words, ("model", "worker", "rank"), samples
+    )
 
 
 def _steering_state(report: SteeringReport) -> Iterator[Sample]:
@@ -161,28 +289,67 @@ def _steering_state(report: SteeringReport) -> Iterator[Sample]:
 
 
 def _steering_consistent(report: SteeringReport) -> Iterator[Sample]:
-    return (((report.worker.model, report.worker.worker, str(stage)), agree) for stage, agree in report.consistent.items())
+    return (
+        ((report.worker.model, report.worker.worker, str(stage)), agree)
+        for stage, agree in report.consistent.items()
+    )
 
 
 #: Of every worker's steering, as the API has it from the workers' reports.
 OF_STEERING: tuple[Reading[SteeringReport], ...] = (
-    Reading("steering_state", GaugeMetricFamily, "1 for the worker's current state", ("model", "worker", "state"), _steering_state),
     Reading(
-        "steering_consistent", GaugeMetricFamily, "Whether the ranks of a stage agree", ("model", "worker", "stage"), _steering_consistent
+        "steering_state",
+        GaugeMetricFamily,
+        "1 for the worker's current state",
+        ("model", "worker", "state"),
+        _steering_state,
     ),
-    _steering("waiting", "Requests waiting for rows of the steering table", lambda worker: worker.waiting),
-    _steering("desyncs", "Rank disagreements found since the worker started", lambda worker: worker.desyncs),
-    _steering("resyncs", "Disagreements after which all ranks were made equal", lambda worker: worker.resyncs),
-    _steering("global_version", "Version of global steering that all ranks have applied", lambda worker: worker.global_version),
+    Reading(
+        "steering_consistent",
+        GaugeMetricFamily,
+        "Whether the ranks of a stage agree",
+        ("model", "worker", "stage"),
+        _steering_consistent,
+    ),
+    _steering(
+        "waiting", "Requests waiting for rows of the steering table", lambda worker: worker.waiting
+    ),
+    _steering(
+        "desyncs",
+        "Rank disagreements found since the worker started",
+        lambda worker: worker.desyncs,
+    ),
+    _steering(
+        "resyncs",
+        "Disagreements after which all ranks were made equal",
+        lambda worker: worker.resyncs,
+    ),
+    _steering(
+        "global_version",
+        "Version of global steering that all ranks have applied",
+        lambda worker: worker.global_version,
+    ),
     _steering_rank("rows_used", "Rows of the steering table in use", lambda rank: rank.rows_used),
     _steering_rank("rows", "Rows of the steering table", lambda rank: rank.rows),
-    _steering_rank("entries_used", "Entries of the steering table in use", lambda rank: rank.entries_used),
+    _steering_rank(
+        "entries_used", "Entries of the steering table in use", lambda rank: rank.entries_used
+    ),
     _steering_rank("entries", "Entries of the steering table", lambda rank: rank.entries),
     _steering_rank("vectors", "Tensors held by the rank", lambda rank: rank.vectors),
-    _steering_rank("requests", "Requests on the rank with an intervention or a capture", lambda rank: rank.requests),
-    _steering_rank("actions", "Actions recorded by the rank since its last reset", lambda rank: rank.actions),
-    _steering_rank("outbox", "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
-    _steering_rank("backlog_bytes", "Captured rows waiting for the writers", lambda rank: rank.backlog),
+    _steering_rank(
+        "requests",
+        "Requests on the rank with an intervention or a capture",
+        lambda rank: rank.requests,
+    ),
+    _steering_rank(
+        "actions", "Actions recorded by the rank since its last reset", lambda rank: rank.actions
+    ),
+    _steering_rank(
+        "outbox", "Receipts that the relay has not acknowledged", lambda rank: rank.outbox
+    ),
+    _steering_rank(
+        "backlog_bytes", "Captured rows waiting for the writers", lambda rank: rank.backlog
+    ),
 )
 
 
@@ -194,25 +361,42 @@ class WorkerReport(NamedTuple):
     ranks: list[RankSteering]
 
 
-def _worker(name: str, grows: bool, words: str, value: Callable[[WorkerStats], float]) -> Reading[WorkerReport]:
+def _worker(
+    name: str, grows: bool, words: str, value: Callable[[WorkerStats], float]
+) -> Reading[WorkerReport]:
     family = CounterMetricFamily if grows else GaugeMetricFamily
-    return Reading(name, family, words, ("model",), lambda report: [((report.model,), value(report.stats))])
+    return Reading(
+        name, family, words, ("model",), lambda report: [((report.model,), value(report.stats))]
+    )
 
 
-def _rank(name: str, grows: bool, words: str, value: Callable[[RankSteering], float]) -> Reading[WorkerReport]:
+def _rank(
+    name: str, grows: bool, words: str, value: Callable[[RankSteering], float]
+) -> Reading[WorkerReport]:
     def samples(report: WorkerReport) -> Iterator[Sample]:
         return (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks)
 
-    return Reading(f"rank_{name}", CounterMetricFamily if grows else GaugeMetricFamily, words, ("model", "rank"), samples)
+    return Reading(
+        f"rank_{name}",
+        CounterMetricFamily if grows else GaugeMetricFamily,
+        words,
+        ("model", "rank"),
+        samples,
+    )
 
 
 class StoreReadings(Collector):
-    """Requests to object storage, of this process and of the ranks that report to it. `sources`: each gives operation → counts."""
+    """Requests to object storage, of this process and of the ranks that report to it.
+
+    `sources`: each gives operation → counts.
+    """
 
     _BOUNDS = (*map(str, BOUNDS), "+Inf")
 
     def __init__(self) -> None:
-        self.sources: list[Callable[[], Iterable[Mapping[str, StoreCalls]]]] = [lambda: [CALLS.read()]]
+        self.sources: list[Callable[[], Iterable[Mapping[str, StoreCalls]]]] = [
+            lambda: [CALLS.read()]
+        ]
 
     def describe(self) -> Iterator[Metric]:
         return iter(self._families())
@@ -220,7 +404,9 @@ class StoreReadings(Collector):
     def collect(self) -> Iterator[Metric]:
         requests, retries, size, seconds = families = self._families()
         of: dict[str, list[StoreCalls]] = {}
-        for operation, calls in (item for source in self.sources for counts in source() for item in counts.items()):
+        for operation, calls in (
+            item for source in self.sources for counts in source() for item in counts.items()
+        ):
             of.setdefault(operation, []).append(calls)
         for operation, each in sorted(of.items()):
             outcomes = sum((Tally(calls.outcomes) for calls in each), Tally())
@@ -229,17 +415,37 @@ class StoreReadings(Collector):
             retries.add_metric((operation,), sum(calls.retries for calls in each))
             size.add_metric((operation,), sum(calls.bytes for calls in each))
             counts = accumulate(map(sum, zip(*(calls.buckets for calls in each), strict=True)))
-            buckets = [(bound, float(count)) for bound, count in zip(self._BOUNDS, counts, strict=True)]
+            buckets = [
+                (bound, float(count)) for bound, count in zip(self._BOUNDS, counts, strict=True)
+            ]
             seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in each))
         return iter(families)
 
-    def _families(self) -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily]:
+    def _families(
+        self,
+    ) -> tuple[
+        CounterMetricFamily, CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily
+    ]:
         name = "midstream_store"
         return (
-            CounterMetricFamily(f"{name}_requests", "Requests to object storage, by outcome", labels=["operation", "outcome"]),
-            CounterMetricFamily(f"{name}_retries", "Requests that were repeated for a passing reason", labels=["operation"]),
-            CounterMetricFamily(f"{name}_bytes", "Bytes of bodies sent or received", labels=["operation"]),
-            HistogramMetricFamily(f"{name}_seconds", "Duration of a request, or of an upload in parts", labels=["operation"]),
+            CounterMetricFamily(
+                f"{name}_requests",
+                "Requests to object storage, by outcome",
+                labels=["operation", "outcome"],
+            ),
+            CounterMetricFamily(
+                f"{name}_retries",
+                "Requests that were repeated for a passing reason",
+                labels=["operation"],
+            ),
+            CounterMetricFamily(
+                f"{name}_bytes", "Bytes of bodies sent or received", labels=["operation"]
+            ),
+            HistogramMetricFamily(
+                f"{name}_seconds",
+                "Duration of a request, or of an upload in parts",
+                labels=["operation"],
+            ),
         )
 
 
@@ -250,28 +456,85 @@ GROWS, VARIES = True, False
 #: Of one worker, in its own process.
 OF_WORKER: tuple[Reading[WorkerReport], ...] = (
     _worker("running_jobs", VARIES, "Jobs held by the worker", lambda stats: stats.jobs),
-    _worker("engine_running", VARIES, "Requests running in the engine", lambda stats: stats.running),
-    _worker("engine_waiting", VARIES, "Requests that wait for the engine or for rows of the steering table", lambda stats: stats.waiting),
-    _worker("kv_cache_share", VARIES, "Share of the KV cache in use, 0 to 1", lambda stats: stats.kv_cache),
-    _worker("prompt_tokens", GROWS, "Prompt tokens of requests that have begun to generate", lambda stats: stats.prompt_tokens),
+    _worker(
+        "engine_running", VARIES, "Requests running in the engine", lambda stats: stats.running
+    ),
+    _worker(
+        "engine_waiting",
+        VARIES,
+        "Requests that wait for the engine or for rows of the steering table",
+        lambda stats: stats.waiting,
+    ),
+    _worker(
+        "kv_cache_share",
+        VARIES,
+        "Share of the KV cache in use, 0 to 1",
+        lambda stats: stats.kv_cache,
+    ),
+    _worker(
+        "prompt_tokens",
+        GROWS,
+        "Prompt tokens of requests that have begun to generate",
+        lambda stats: stats.prompt_tokens,
+    ),
     _worker("generated_tokens", GROWS, "Tokens generated", lambda stats: stats.generated_tokens),
     _worker("cells", GROWS, "Sweep cells completed", lambda stats: stats.cells),
-    _worker("desyncs", GROWS, "Rank disagreements found by or reported to the worker", lambda stats: stats.desyncs),
-    _worker("resyncs", GROWS, "Disagreements after which all ranks were made equal", lambda stats: stats.resyncs),
+    _worker(
+        "desyncs",
+        GROWS,
+        "Rank disagreements found by or reported to the worker",
+        lambda stats: stats.desyncs,
+    ),
+    _worker(
+        "resyncs",
+        GROWS,
+        "Disagreements after which all ranks were made equal",
+        lambda stats: stats.resyncs,
+    ),
     _rank("rows_used", VARIES, "Rows of the steering table in use", lambda rank: rank.rows_used),
     _rank("rows", VARIES, "Rows of the steering table", lambda rank: rank.rows),
-    _rank("entries_used", VARIES, "Entries of the steering table in use", lambda rank: rank.entries_used),
+    _rank(
+        "entries_used",
+        VARIES,
+        "Entries of the steering table in use",
+        lambda rank: rank.entries_used,
+    ),
     _rank("entries", VARIES, "Entries of the steering table", lambda rank: rank.entries),
-    _rank("outbox_depth", VARIES, "Receipts that the relay has not acknowledged", lambda rank: rank.outbox),
-    _rank("backlog_bytes", VARIES, "Captured rows waiting for the writers", lambda rank: rank.backlog),
-    _rank("captured_rows", GROWS, "Rows captured: one hook of one layer at one position", lambda rank: rank.captured_rows),
-    _rank("captured_bytes", GROWS, "Bytes of captured rows, as stored", lambda rank: rank.captured_bytes),
-    _rank("dropped_positions", GROWS, "Requested positions dropped under overload", lambda rank: rank.dropped_positions),
+    _rank(
+        "outbox_depth",
+        VARIES,
+        "Receipts that the relay has not acknowledged",
+        lambda rank: rank.outbox,
+    ),
+    _rank(
+        "backlog_bytes", VARIES, "Captured rows waiting for the writers", lambda rank: rank.backlog
+    ),
+    _rank(
+        "captured_rows",
+        GROWS,
+        "Rows captured: one hook of one layer at one position",
+        lambda rank: rank.captured_rows,
+    ),
+    _rank(
+        "captured_bytes",
+        GROWS,
+        "Bytes of captured rows, as stored",
+        lambda rank: rank.captured_bytes,
+    ),
+    _rank(
+        "dropped_positions",
+        GROWS,
+        "Requested positions dropped under overload",
+        lambda rank: rank.dropped_positions,
+    ),
 )
 
 
 class Readings(Collector, Generic[T]):
-    """The metrics of a table. `sources`: what there is to read at a scrape; nothing while nothing is known."""
+    """The metrics of a table.
+
+    `sources`: what there is to read at a scrape; nothing while nothing is known.
+    """
 
     def __init__(self, table: tuple[Reading[T], ...], sources: Callable[[], Iterable[T]]) -> None:
         self._table, self._sources = table, sources

@@ -40,9 +40,14 @@ def start(settings: Settings, process: str) -> MetricsServer | None:
     try:
         server, thread = start_http_server(settings.metrics_port, settings.metrics_host)
     except OSError as error:
-        where = f"MIDSTREAM_METRICS_HOST={settings.metrics_host}, MIDSTREAM_METRICS_PORT={settings.metrics_port}"
+        where = (
+            f"MIDSTREAM_METRICS_HOST={settings.metrics_host}, "
+            f"MIDSTREAM_METRICS_PORT={settings.metrics_port}"
+        )
         raise SettingsError(f"{where}: {error.strerror or error}") from error
-    log.info("metrics of %s at http://%s:%d/metrics", process, settings.metrics_host, server.server_port)
+    log.info(
+        "metrics of %s at http://%s:%d/metrics", process, settings.metrics_host, server.server_port
+    )
     return MetricsServer(server, thread)
 
 

@@ -1,8 +1,9 @@
 """Private folders: creation with mode 700.
 
-What Redis, SQLite and loggers write has the mode that they give it, so it is the folder that keeps other accounts of the machine out: of
-the ledger's log (prompts, outputs, secrets of webhooks), of the outboxes (receipts) and of what our processes print. Capture files are
-not among them: others may be meant to read them, so theirs is the umask's mode.
+What Redis, SQLite and loggers write has the mode that they give it, so it is the folder that keeps
+other accounts of the machine out: of the ledger's log (prompts, outputs, secrets of webhooks), of
+the outboxes (receipts) and of what our processes print. Capture files are not among them: others
+may be meant to read them, so theirs is the umask's mode.
 """
 
 import logging
@@ -19,7 +20,8 @@ OWNER_ALONE = 0o700
 def private_folder(path: Path) -> Path:
     """`path`, made for its owner alone where it is missing.
 
-    An existing folder is closed to all but its owner and group: group permissions are the operator's choice and stay.
+    An existing folder is closed to all but its owner and group: group permissions are the
+    operator's choice and stay.
     """
     path.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -27,7 +29,10 @@ def private_folder(path: Path) -> Path:
         try:
             path.chmod(mode & ~stat.S_IRWXO)
         except PermissionError:
-            log.warning("%s is accessible to every account and owned by another: run chmod o-rwx on it", path)
+            log.warning(
+                "%s is accessible to every account and owned by another: run chmod o-rwx on it",
+                path,
+            )
     return path
 
 

@@ -1,4 +1,6 @@
-"""Distinguishes an unavailable or read-only Redis from an invalid request, and waits until it takes writes."""
+"""Distinguishes an unavailable or read-only Redis from an invalid request, and waits until it takes
+writes.
+"""
 
 import logging
 import time
@@ -12,8 +14,20 @@ from . import redis_open
 
 log = logging.getLogger(__name__)
 
-#: Replies of a Redis that may do later what it refuses now. Inside a script 6.2 answers plain errors, with the code in the text.
-CODES = ("LOADING", "BUSY ", "MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED")
+#: Replies of a Redis that may do later what it refuses now. Inside a script 6.2 answers plain
+#: errors, with the code in the text.
+CODES = (
+    "LOADING",
+    "BUSY ",
+    "MISCONF",
+    "OOM",
+    "READONLY",
+    "NOREPLICAS",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+    "UNBLOCKED",
+)
 #: redis-py drops the code of an error that it has a class for.
 _CLASSES = (
     redis.exceptions.ConnectionError,
@@ -29,14 +43,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class LossyRedis(redis.exceptions.ConnectionError):
-    """Redis may lose what it confirms, by a change of its configuration: nothing is accepted meanwhile."""
+    """Redis may lose what it confirms, by a change of its configuration: nothing is accepted
+    meanwhile.
+    """
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether Redis is unreachable, loading, read-only, full, unable to write or in a long script: the request is not at fault."""
+    """Whether Redis is unreachable, loading, read-only, full, unable to write or in a long script:
+    the request is not at fault.
+    """
     if isinstance(error, _CLASSES):
         return True
-    return isinstance(error, redis.exceptions.ResponseError) and any(code in str(error) for code in CODES)
+    return isinstance(error, redis.exceptions.ResponseError) and any(
+        code in str(error) for code in CODES
+    )
 
 
 def words(error: BaseException) -> str:
@@ -49,7 +69,8 @@ def words(error: BaseException) -> str:
 
 
 def await_writes(url: str, check: Callable[[], object] = lambda: None) -> None:
-    """Return once the Redis at `url` takes a write; `check` is called before each try and may raise to give up.
+    """Return once the Redis at `url` takes a write; `check` is called before each try and may raise
+    to give up.
 
     Raises redis.RedisError for errors that are not temporary (`is_absence`).
     """

@@ -1,4 +1,5 @@
-"""Refuses a Redis that may forget accepted jobs: one without an append-only file, or one that evicts keys when it is full.
+"""Refuses a Redis that may forget accepted jobs: one without an append-only file, or one that
+evicts keys when it is full.
 
 `INFO` reports both; managed services that forbid `CONFIG` allow it.
 """
@@ -24,44 +25,62 @@ EXIT_BAD_SETTINGS = 2
 TIMEOUT_S = 5.0
 #: Seconds between two checks of a Redis that was unreachable, or loaded its log, at the start.
 ASK_AGAIN_S = 1.0
-#: Seconds between two lines about the progress of loading; and after which a load without progress is an error.
+#: Seconds between two lines about the progress of loading; and after which a load without progress
+#: is an error.
 PROGRESS_S, STALLED_S = 10.0, 60.0
 
 
 def dangers(info: dict[str, Any]) -> list[str]:
-    """Why a Redis that answers INFO like this may forget jobs; empty when it does not. `info`: also a section of it alone."""
+    """Why a Redis that answers INFO like this may forget jobs; empty when it does not.
+
+    `info`: also a section of it alone.
+    """
     found = []
-    if not info.get("aof_enabled", True) and not info.get("loading"):  # it counts as off while it is loaded
+    if not info.get("aof_enabled", True) and not info.get("loading"):
+        # it counts as off while it is loaded
         found.append("it has no append-only file (`CONFIG SET appendonly yes`)")
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
-        found.append(f"it evicts keys when full: maxmemory-policy is {policy} (`CONFIG SET maxmemory-policy noeviction`)")
+        found.append(
+            f"it evicts keys when full: maxmemory-policy is {policy} (`CONFIG SET "
+            "maxmemory-policy noeviction`)"
+        )
     return found
 
 
 def refuse_lossy(info: dict[str, Any], allowed: bool) -> None:
-    """Raise LossyRedis for a Redis that was durable when this process began, and is not any more, unless that is `allowed`."""
+    """Raise LossyRedis for a Redis that was durable when this process began, and is not any more,
+    unless that is `allowed`.
+    """
     if not allowed and (found := dangers(info)):
         raise LossyRedis(f"{_refusal(found)}; nothing is accepted until then")
 
 
 def _refusal(found: list[str]) -> str:
-    return f"this Redis may lose accepted jobs: {'; '.join(found)}; set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
+    return (
+        f"this Redis may lose accepted jobs: {'; '.join(found)}; set "
+        "MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
+    )
 
 
 def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None:
     """Raise SettingsError for a Redis that may forget jobs, unless `redis_allow_lossy` is set.
 
-    A thread checks a Redis that is unreachable, or that loads its log, until it is ready, and ends the process if that Redis may forget
-    jobs, or makes no progress in loading.
+    A thread checks a Redis that is unreachable, or that loads its log, until it is ready, and ends
+    the process if that Redis may forget jobs, or makes no progress in loading.
     """
-    if urlsplit(settings.redis_url).scheme in SENTINEL_SCHEMES and not (settings.redis_replicas or settings.redis_allow_lossy):
+    if urlsplit(settings.redis_url).scheme in SENTINEL_SCHEMES and not (
+        settings.redis_replicas or settings.redis_allow_lossy
+    ):
         raise SettingsError(
-            "redis_replicas is 0, and redis_url names sentinels: a failover would lose jobs that no replica had yet; set it to 1 or more, "
+            "redis_replicas is 0, and redis_url names sentinels: a failover would lose "
+            "jobs that no replica had yet; set it to 1 or more, "
             "or set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
         )
     load = Load()
     if not _decide(settings, load):
-        threading.Thread(target=_ask_later, args=(settings, load, end), name="redis durability", daemon=True).start()
+        threading.Thread(
+            target=_ask_later, args=(settings, load, end), name="redis durability", daemon=True
+        ).start()
 
 
 class Load:
@@ -72,25 +91,38 @@ class Load:
         self._deadline = self._log_at = 0.0
 
     def watch(self, info: dict[str, Any]) -> bool:
-        """Whether INFO says that Redis loads; logs its progress. Raises SettingsError if there was none for `STALLED_S`."""
+        """Whether INFO says that Redis loads; logs its progress.
+
+        Raises SettingsError if there was none for `STALLED_S`.
+        """
         if not info.get("loading"):
             return False
         loaded, at = info.get("loading_loaded_bytes", 0), time.monotonic()
         if loaded != self._loaded:
             self._loaded, self._deadline = loaded, at + STALLED_S
         elif at > self._deadline:
-            raise SettingsError(f"redis_url: Redis loads its log, and has made no progress for {STALLED_S:.0f} s, at byte {loaded}")
+            raise SettingsError(
+                f"redis_url: Redis loads its log, and has made no progress for {STALLED_S:.0f} "
+                f"s, at byte {loaded}"
+            )
         if at >= self._log_at:
             self._log_at = at + PROGRESS_S
             percent, left = info.get("loading_loaded_perc", 0), info.get("loading_eta_seconds", 0)
-            log.warning("waiting for Redis, which loads its log: %s %%, about %s s left", percent, left)
+            log.warning(
+                "waiting for Redis, which loads its log: %s %%, about %s s left", percent, left
+            )
         return True
 
 
 def _decide(settings: Settings, load: Load) -> bool:
     """Whether Redis has answered and has loaded its log. Raises SettingsError."""
     try:
-        with redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, retry=None) as client:
+        with redis_open.client(
+            settings.redis_url,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=None,
+        ) as client:
             info = client.info()
     except redis.RedisError as error:
         if is_absence(error):
@@ -102,7 +134,9 @@ def _decide(settings: Settings, load: Load) -> bool:
     if found and not settings.redis_allow_lossy:
         raise SettingsError(f"redis_url: {_refusal(found)}")
     if found:
-        log.warning("redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(found))
+        log.warning(
+            "redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(found)
+        )
     return True
 
 

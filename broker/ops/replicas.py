@@ -1,8 +1,11 @@
-"""Tells whether all replicas that Sentinel could promote have what was written: only then does no failover lose it.
+"""Tells whether all replicas that Sentinel could promote have what was written: only then does no
+failover lose it.
 
-That some replica has it is not enough. Sentinel takes a master for dead that lives (a pause, a partition, an order to fail over), and
-for about a second, until it has redirected the other replicas, one of them still confirms what the old master is told. That replica then
-follows the promoted one and drops it. So a replica counts as dispensable only if a majority of the sentinels would not promote it.
+That some replica has it is not enough. Sentinel takes a master for dead that lives (a pause, a
+partition, an order to fail over), and for about a second, until it has redirected the other
+replicas, one of them still confirms what the old master is told. That replica then follows the
+promoted one and drops it. So a replica counts as dispensable only if a majority of the sentinels
+would not promote it.
 """
 
 import asyncio
@@ -13,16 +16,20 @@ from typing import Any, NamedTuple
 
 import redis.exceptions
 
-#: For so long it is trusted which replicas there are. (Whether one is dispensable is always asked anew.)
+#: For so long it is trusted which replicas there are. (Whether one is dispensable is always asked
+#: anew.)
 TRUSTED_S = 2.0
-#: A replica that has said nothing for longer is not waited for by WAIT; it may still be indispensable.
+#: A replica that has said nothing for longer is not waited for by WAIT; it may still be
+#: indispensable.
 LAG_S = 2
 
 Address = tuple[str, int]
 
 
 class Holders(NamedTuple):
-    """What a master says: its run id, how many replicas have everything by WAIT, and which by INFO."""
+    """What a master says: its run id, how many replicas have everything by WAIT, and which by
+    INFO.
+    """
 
     run: str
     confirmed: int
@@ -31,7 +38,9 @@ class Holders(NamedTuple):
 
 
 class View(NamedTuple):
-    """What one sentinel says of a master that it does not take for dead: its epoch and run id, all replicas, and the dispensable ones."""
+    """What one sentinel says of a master that it does not take for dead: its epoch and run id, all
+    replicas, and the dispensable ones.
+    """
 
     epoch: int
     run: str
@@ -48,19 +57,31 @@ class Agreed(NamedTuple):
 
 
 def holders(run: str, confirmed: int, replication: dict[str, Any], offset: int) -> Holders:
-    """From the answers to WAIT and `INFO replication`: who has acknowledged everything up to `offset`."""
-    replicas = [value for name, value in replication.items() if name.startswith("slave") and isinstance(value, dict)]
+    """From the answers to WAIT and `INFO replication`: who has acknowledged everything up to
+    `offset`.
+    """
+    replicas = [
+        value
+        for name, value in replication.items()
+        if name.startswith("slave") and isinstance(value, dict)
+    ]
     online = [replica for replica in replicas if replica["state"] == "online"]
     recent = sum(int(replica["lag"]) <= LAG_S for replica in online)
-    having = frozenset((str(replica["ip"]), int(replica["port"])) for replica in online if int(replica["offset"]) >= offset)
+    having = frozenset(
+        (str(replica["ip"]), int(replica["port"]))
+        for replica in online
+        if int(replica["offset"]) >= offset
+    )
     return Holders(run, confirmed, recent, having)
 
 
 def is_dispensable(replica: dict[str, Any]) -> bool:
-    """Whether a sentinel that says this of a replica would not promote it while another one is in order.
+    """Whether a sentinel that says this of a replica would not promote it while another one is in
+    order.
 
-    It does not answer, it may not be promoted, or it does not follow the master. One that was promoted does not follow any more either:
-    it was seen as a replica before (has an offset) and says that it is a master.
+    It does not answer, it may not be promoted, or it does not follow the master. One that was
+    promoted does not follow any more either: it was seen as a replica before (has an offset) and
+    says that it is a master.
     """
     if replica["is_sdown"] or int(replica["slave-priority"]) == 0:
         return True
@@ -69,28 +90,42 @@ def is_dispensable(replica: dict[str, Any]) -> bool:
 
 
 def view(replicas: Iterable[dict[str, Any]], master: dict[str, Any]) -> View | None:
-    """Of the answers to `SENTINEL REPLICAS`, and to `SENTINEL MASTER`, which was asked later. None: it takes the master for dead."""
+    """Of the answers to `SENTINEL REPLICAS`, and to `SENTINEL MASTER`, which was asked later.
+
+    None: it takes the master for dead.
+    """
     if master["is_sdown"] or master["is_odown"] or "failover_in_progress" in master["flags"]:
         return None
     by_address = {(str(replica["ip"]), int(replica["port"])): replica for replica in replicas}
-    dispensable = frozenset(address for address, replica in by_address.items() if is_dispensable(replica))
-    return View(int(master["config-epoch"]), str(master["runid"]), frozenset(by_address), dispensable)
+    dispensable = frozenset(
+        address for address, replica in by_address.items() if is_dispensable(replica)
+    )
+    return View(
+        int(master["config-epoch"]), str(master["runid"]), frozenset(by_address), dispensable
+    )
 
 
 def agreed(views: Sequence[View | None], sentinels: int) -> Agreed | None:
-    """What more than half of all `sentinels` say of the newest configuration; None as long as they do not."""
+    """What more than half of all `sentinels` say of the newest configuration; None as long as they
+    do not.
+    """
     said = [each for each in views if each is not None]
     newest = [each for each in said if each.epoch == max(other.epoch for other in said)]
     majority = sentinels // 2 + 1
     if len(newest) < majority or len({each.run for each in newest}) != 1:
         return None
     known = frozenset().union(*(each.known for each in newest))
-    needed = {address for address in known if sum(address in each.dispensable for each in newest) < majority}
+    needed = {
+        address
+        for address in known
+        if sum(address in each.dispensable for each in newest) < majority
+    }
     return Agreed(newest[0].run, known, frozenset(needed))
 
 
 class Replicas:
-    """The replicas of a master that a client found through Sentinel, or was given directly: then `minimum` is all that is asked for.
+    """The replicas of a master that a client found through Sentinel, or was given directly: then
+    `minimum` is all that is asked for.
 
     `minimum`: how many replicas must have a write in any case.
     """
@@ -98,7 +133,9 @@ class Replicas:
     def __init__(self, client: Any, minimum: int) -> None:
         pool = client.connection_pool
         self.minimum = self.wait_for = minimum
-        self._sentinels: list[Any] = list(getattr(getattr(pool, "sentinel_manager", None), "sentinels", []))
+        self._sentinels: list[Any] = list(
+            getattr(getattr(pool, "sentinel_manager", None), "sentinels", [])
+        )
         self._service: str = getattr(pool, "service_name", "")
         self._known: frozenset[Address] = frozenset()
         self._trusted = float("-inf")  # until when (monotonic)
@@ -119,14 +156,22 @@ class Replicas:
         return said.run == found.run and said.needed <= found.having
 
     def suffice(self, found: Holders) -> bool:
-        """Whether no failover can lose what `found.having` have. Asks sentinels one after the other, those that did not answer last."""
+        """Whether no failover can lose what `found.having` have.
+
+        Asks sentinels one after the other, those that did not answer last.
+        """
         enough = self._enough_by_itself(found)
         if enough is not None:
             return enough
         views: list[View | None] = []
         for sentinel in list(self._sentinels):
             try:
-                views.append(view(sentinel.sentinel_slaves(self._service), sentinel.sentinel_master(self._service)))
+                views.append(
+                    view(
+                        sentinel.sentinel_slaves(self._service),
+                        sentinel.sentinel_master(self._service),
+                    )
+                )
             except (redis.exceptions.RedisError, OSError):
                 self._sentinels.remove(sentinel)
                 self._sentinels.append(sentinel)
@@ -141,7 +186,9 @@ class AsyncReplicas(Replicas):
 
     def __init__(self, client: Any, minimum: int) -> None:
         super().__init__(client, minimum)
-        self._asked: dict[Any, asyncio.Task[View | None]] = {}  # sentinels that have not answered yet
+        self._asked: dict[
+            Any, asyncio.Task[View | None]
+        ] = {}  # sentinels that have not answered yet
 
     async def sufficient(self, found: Holders) -> bool:
         """`suffice`, asking all sentinels at once until a majority has answered."""
@@ -151,8 +198,12 @@ class AsyncReplicas(Replicas):
     async def _ask(self) -> Agreed | None:
         waiting = set()
         for sentinel in self._sentinels:
-            if sentinel not in self._asked:  # one that is cut off is not asked again until that is known
-                self._asked[sentinel] = task = asyncio.create_task(self._view(sentinel), name="midstream-sentinel")
+            if (
+                sentinel not in self._asked
+            ):  # one that is cut off is not asked again until that is known
+                self._asked[sentinel] = task = asyncio.create_task(
+                    self._view(sentinel), name="midstream-sentinel"
+                )
                 waiting.add(task)
         views: list[View | None] = []
         while waiting:

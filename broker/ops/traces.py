@@ -1,8 +1,9 @@
-"""Tracing across processes: OpenTelemetry spans over OTLP/HTTP, joined into one trace by W3C traceparents.
+"""Tracing across processes: OpenTelemetry spans over OTLP/HTTP, joined into one trace by W3C
+traceparents.
 
-The submission's span goes into `Job.trace`; whoever does something for the job makes a span below it and hands its own traceparent on
-(`RankSpec.trace`, `Receipt.trace`). Without `otel_endpoint` nothing is imported and nothing is measured; a caller's traceparent is
-still handed on.
+The submission's span goes into `Job.trace`; whoever does something for the job makes a span below
+it and hands its own traceparent on (`RankSpec.trace`, `Receipt.trace`). Without `otel_endpoint`
+nothing is imported and nothing is measured; a caller's traceparent is still handed on.
 """
 
 import re
@@ -14,7 +15,8 @@ from ...schemas.version import __version__
 
 #: `00-<trace id>-<span id>-<flags>`; ids of zeros are none (W3C Trace Context, level 1).
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
-#: Spans are sent this often, and a collector that does not answer is waited for this long, in seconds.
+#: Spans are sent this often, and a collector that does not answer is waited for this long, in
+#: seconds.
 SEND_EVERY_S, PATIENCE_S = 1.0, 3.0
 _NS = 1_000_000_000
 
@@ -34,7 +36,10 @@ def trace_id(traceparent: str) -> str | None:
 
 
 class Span:
-    """Something that takes time. `traceparent` is for what happens below it; unrecorded, it is the one from above."""
+    """Something that takes time.
+
+    `traceparent` is for what happens below it; unrecorded, it is the one from above.
+    """
 
     def __init__(self, traceparent: str, recorded: Any = None) -> None:
         self.traceparent = traceparent
@@ -69,7 +74,10 @@ _provider: Any = None  # while spans are recorded
 
 
 def setup(settings: Settings, process: str) -> None:
-    """Record spans of this process from now on, if `otel_endpoint` is set. Raises SettingsError when that is impossible."""
+    """Record spans of this process from now on, if `otel_endpoint` is set.
+
+    Raises SettingsError when that is impossible.
+    """
     global _provider
     if not settings.otel_endpoint:
         return
@@ -79,13 +87,24 @@ def setup(settings: Settings, process: str) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise SettingsError(f"otel_endpoint is set, but OpenTelemetry is not installed ({error}): install the `otel` extra") from error
-    names = {"service.name": f"midstream-{process}", "service.namespace": "midstream", "service.version": __version__}
+        raise SettingsError(
+            f"otel_endpoint is set, but OpenTelemetry is not installed ({error}): install "
+            "the `otel` extra"
+        ) from error
+    names = {
+        "service.name": f"midstream-{process}",
+        "service.namespace": "midstream",
+        "service.version": __version__,
+    }
     if settings.worker_id:
         names["service.instance.id"] = settings.worker_id
-    exporter = OTLPSpanExporter(endpoint=f"{settings.otel_endpoint.rstrip('/')}/v1/traces", timeout=PATIENCE_S)
+    exporter = OTLPSpanExporter(
+        endpoint=f"{settings.otel_endpoint.rstrip('/')}/v1/traces", timeout=PATIENCE_S
+    )
     provider = TracerProvider(resource=Resource.create(names))
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SEND_EVERY_S * 1000))
+    provider.add_span_processor(
+        BatchSpanProcessor(exporter, schedule_delay_millis=SEND_EVERY_S * 1000)
+    )
     _provider = provider
 
 
@@ -101,10 +120,21 @@ def enabled() -> bool:
     return _provider is not None
 
 
-def begin(name: str, parent: str, *, root: bool = False, kind: Kind = "internal", at: float | None = None, **attributes: Value) -> Span:
-    """A span below `parent` (a traceparent) that began `at` (seconds since the epoch; now). `root`: without a parent it begins a trace.
+def begin(
+    name: str,
+    parent: str,
+    *,
+    root: bool = False,
+    kind: Kind = "internal",
+    at: float | None = None,
+    **attributes: Value,
+) -> Span:
+    """A span below `parent` (a traceparent) that began `at` (seconds since the epoch; now).
 
-    Without `root` and parent nothing is recorded: what was not traced from its beginning is not traced at all.
+    `root`: without a parent it begins a trace.
+
+    Without `root` and parent nothing is recorded: what was not traced from its beginning is not
+    traced at all.
     """
     if _provider is None or not (parent or root):
         return Span(parent)
@@ -122,7 +152,10 @@ def begin(name: str, parent: str, *, root: bool = False, kind: Kind = "internal"
 
 
 def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:
-    """A span that is over already; both in seconds since the epoch. Clocks of machines differ: it never ends before it began."""
+    """A span that is over already; both in seconds since the epoch.
+
+    Clocks of machines differ: it never ends before it began.
+    """
     span = begin(name, parent, at=start)
     span.note(**attributes)
     span.end(max(start, end))
@@ -135,7 +168,12 @@ def _context(parent: str) -> Any:
     match = _TRACEPARENT.fullmatch(parent)
     if match is None:
         return Context()
-    found = SpanContext(int(match[1], 16), int(match[2], 16), is_remote=True, trace_flags=TraceFlags(int(match[3], 16)))
+    found = SpanContext(
+        int(match[1], 16),
+        int(match[2], 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(match[3], 16)),
+    )
     return set_span_in_context(NonRecordingSpan(found), Context())
 
 

@@ -1,7 +1,8 @@
 """Celery configuration: queues, priorities and switches.
 
-A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides which worker runs it, and the reaper
-sends it again if it was lost. The scripts of the ledger put the messages into these queues (`messages`).
+A message carries a job id and nothing else. It is a hint that a job waits: the ledger decides which
+worker runs it, and the reaper sends it again if it was lost. The scripts of the ledger put the
+messages into these queues (`messages`).
 """
 
 import functools
@@ -22,15 +23,27 @@ PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6, "harv
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Seconds between searches for abandoned messages (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
-#: Only one process checks at a time. The lock of a killed process expires after so many seconds (kombu's default: 300 s).
+#: Only one process checks at a time. The lock of a killed process expires after so many seconds
+#: (kombu's default: 300 s).
 RESTORE_LOCK_S = 5
-#: A connection whose peer has vanished silently (a cut link, a machine that lost power) is dropped after 20 s: kombu waits
-#: for messages without a timeout, and the kernel alone would take two hours.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
-#: What kombu keeps beside the queues has names of ours: another Celery app may use the same database, and kombu delivers every message
-#: that it finds unacknowledged for longer than *its own* visibility timeout. `:` is in no queue's name.
+#: A connection whose peer has vanished silently (a cut link, a machine that lost power) is dropped
+#: after 20 s: kombu waits for messages without a timeout, and the kernel alone would take two
+#: hours.
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 20_000,
+}
+#: What kombu keeps beside the queues has names of ours: another Celery app may use the same
+#: database, and kombu delivers every message that it finds unacknowledged for longer than *its own*
+#: visibility timeout. `:` is in no queue's name.
 PREFIX = "midstream:"
-UNACKED, UNACKED_INDEX, UNACKED_MUTEX = f"{PREFIX}unacked", f"{PREFIX}unacked_index", f"{PREFIX}unacked_mutex"
+UNACKED, UNACKED_INDEX, UNACKED_MUTEX = (
+    f"{PREFIX}unacked",
+    f"{PREFIX}unacked_index",
+    f"{PREFIX}unacked_mutex",
+)
 #: Between the queue's name and the priority in the name of kombu's Redis lists.
 SEPARATOR = "\x06\x16"
 
@@ -46,12 +59,16 @@ def lists_of(queue: str) -> list[str]:
 
 
 def task_of(kind: str) -> str:
-    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`, `.sweep`, `.harvest`."""
+    """The name of the task that runs jobs of a kind: `midstream.generate`, `.completion`, `.chat`,
+    `.sweep`, `.harvest`.
+    """
     return f"midstream.{kind}"
 
 
 def make_app(settings: Settings) -> Celery:
-    """The Celery app that API, workers and callbacks share; there is no result backend, the ledger holds results."""
+    """The Celery app that API, workers and callbacks share; there is no result backend, the ledger
+    holds results.
+    """
     opened = redis_open.broker(settings.redis_url)
     app = Celery("midstream", broker=opened.url, set_as_current=False)
     app.midstream_redis_url = settings.redis_url
@@ -64,7 +81,8 @@ def make_app(settings: Settings) -> Celery:
         task_ignore_result=True,
         task_store_errors_even_if_ignored=False,
         task_acks_late=True,
-        task_acks_on_failure_or_timeout=True,  # a failed task has written its problem to the ledger: its message is done
+        # a failed task has written its problem to the ledger: its message is done
+        task_acks_on_failure_or_timeout=True,
         task_track_started=True,
         task_send_sent_event=True,
         worker_send_task_events=True,
@@ -72,12 +90,19 @@ def make_app(settings: Settings) -> Celery:
         worker_cancel_long_running_tasks_on_connection_loss=False,  # not possible on threads
         worker_enable_remote_control=True,
         worker_consumer="midstream.broker.queue.consumer:Consumer",
-        worker_enable_prefetch_count_reduction=False,  # full concurrency after a reconnect: the ledger refuses duplicate runs
+        # full concurrency after a reconnect: the ledger refuses duplicate runs
+        worker_enable_prefetch_count_reduction=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # Redis may restart: keep trying
         broker_channel_error_retry=True,  # Redis may refuse writes for a while: see `consumer`
-        # A publisher that cannot reach Redis fails quickly; the job is committed, and the reaper sends its message later.
-        task_publish_retry_policy={"max_retries": 2, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5},
+        # A publisher that cannot reach Redis fails quickly; the job is committed, and the reaper
+        # sends its message later.
+        task_publish_retry_policy={
+            "max_retries": 2,
+            "interval_start": 0,
+            "interval_step": 0.2,
+            "interval_max": 0.5,
+        },
         broker_transport_options={
             "visibility_timeout": settings.visibility_timeout_s,
             "unacked_restore_interval": RESTORE_INTERVAL_S,
@@ -86,7 +111,8 @@ def make_app(settings: Settings) -> Celery:
             "unacked_key": UNACKED,
             "unacked_index_key": UNACKED_INDEX,
             "unacked_mutex_key": UNACKED_MUTEX,
-            "fanout_prefix": f"/{PREFIX}{{db}}.",  # kombu cuts off what lies between `/` and the first `.`
+            # kombu cuts off what lies between `/` and the first `.`
+            "fanout_prefix": f"/{PREFIX}{{db}}.",
             "priority_steps": list(PRIORITY_STEPS),
             "sep": SEPARATOR,
             "queue_order_strategy": "priority",
@@ -110,5 +136,7 @@ def channels_of(redis_url: str) -> str:
 
 
 def queue(name: str) -> Queue:
-    """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its name."""
+    """A queue of ours for `app.amqp` or a publisher: direct, same exchange and routing key as its
+    name.
+    """
     return Queue(name, exchange=name, routing_key=name)

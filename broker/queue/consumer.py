@@ -1,12 +1,14 @@
 """Celery consumer that survives restarts of Redis under load, with rate-limited logging.
 
-kombu clears a lost connection's `client`. Any later use of the connection, an acknowledgement or the second attempt
-to close it, raises an AttributeError, which Celery treats as unrecoverable: the worker would end, and with it an engine
-that takes a minute to load. The message itself is safe: it is delivered again, and the ledger then refuses it. A Redis that answers
-but refuses writes would also end the worker; it is awaited like an unreachable one.
+kombu clears a lost connection's `client`. Any later use of the connection, an acknowledgement or
+the second attempt to close it, raises an AttributeError, which Celery treats as unrecoverable: the
+worker would end, and with it an engine that takes a minute to load. The message itself is safe: it
+is delivered again, and the ledger then refuses it. A Redis that answers but refuses writes would
+also end the worker; it is awaited like an unreachable one.
 
-Task events (received, started, succeeded; for Flower) are sent in batches a few times a second: by default Celery
-sends them on every turn of its loop, which under load costs worker and Flower more than the tasks do.
+Task events (received, started, succeeded; for Flower) are sent in batches a few times a second: by
+default Celery sends them on every turn of its loop, which under load costs worker and Flower more
+than the tasks do.
 """
 
 import logging
@@ -37,7 +39,8 @@ class Consumer(CeleryConsumer):
         """Schedule sending the buffer after any thread has added an event."""
         if self.hub and not self._events_wait:
             self._events_wait = True
-            self.hub.call_soon(self.hub.call_later, EVENTS_S, self._tell_events)  # timers are set on the loop's thread alone
+            # timers are set on the loop's thread alone
+            self.hub.call_soon(self.hub.call_later, EVENTS_S, self._tell_events)
 
     def _tell_events(self) -> None:
         self._events_wait = False
@@ -49,7 +52,9 @@ class Consumer(CeleryConsumer):
         super().shutdown()
 
     def register_with_event_loop(self, hub: Any) -> None:
-        """Restore the timers when the loop starts: those of a former start were dropped with its connection."""
+        """Restore the timers when the loop starts: those of a former start were dropped with its
+        connection.
+        """
         self._events_wait = False
         self.app.task_events = self.event_dispatcher  # for what outlives a connection
         if self.event_dispatcher is not None:
@@ -59,8 +64,8 @@ class Consumer(CeleryConsumer):
     def on_connection_error_after_connected(self, exc: Exception) -> None:
         """Drop a lost connection; a new one follows.
 
-        Celery closes it twice, the second time without `client` if the first attempt failed, as happens when messages
-        must be restored and Redis is still unreachable.
+        Celery closes it twice, the second time without `client` if the first attempt failed, as
+        happens when messages must be restored and Redis is still unreachable.
         """
         _reraise_failure(exc)
         try:
@@ -77,7 +82,9 @@ class Consumer(CeleryConsumer):
         self._await_writes(exc)
 
     def _await_writes(self, exc: Exception) -> None:
-        """Wait for a Redis that answers but refuses writes (full disk, full memory, read-only); Celery handles an unreachable one."""
+        """Wait for a Redis that answers but refuses writes (full disk, full memory, read-only);
+        Celery handles an unreachable one.
+        """
         if isinstance(exc, ResponseError):
             logger.error("Redis rejects writes; no jobs are taken until it accepts them: %s", exc)
             await_writes(self.app.midstream_redis_url, maybe_shutdown)
@@ -95,11 +102,17 @@ def _reraise_failure(exc: Exception) -> None:
 
 
 def settle(act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Acknowledge or reject; a message whose connection is closed will be delivered again, and the ledger then refuses it."""
+    """Acknowledge or reject; a message whose connection is closed will be delivered again, and the
+    ledger then refuses it.
+    """
     try:
         act(*args, **kwargs)
     except AttributeError as error:
         message = act.__self__  # type: ignore[attr-defined]
         if not is_closed(message.channel):
             raise
-        logger.warning("message %s stays unacknowledged; its connection is closed: %s", message.delivery_tag, error)
+        logger.warning(
+            "message %s stays unacknowledged; its connection is closed: %s",
+            message.delivery_tag,
+            error,
+        )

@@ -1,11 +1,13 @@
 """Repair of Flower's task list: tasks without an end event whose jobs have ended.
 
-Events are lossy: no process reports the end of a task whose worker was killed while receipts were in flight, or that ended while
-Flower was down. Flower's process therefore queries the ledger periodically for the jobs of all tasks that it considers unfinished,
-and emits the events that their workers would have sent. A job may have several tasks, one per attempt: the last reports the job's
+Events are lossy: no process reports the end of a task whose worker was killed while receipts were
+in flight, or that ended while Flower was down. Flower's process therefore queries the ledger
+periodically for the jobs of all tasks that it considers unfinished, and emits the events that their
+workers would have sent. A job may have several tasks, one per attempt: the last reports the job's
 end, the earlier ones that another attempt followed.
 
-Except for the round trip to Redis, everything runs on Flower's event loop, which alone touches Flower's state.
+Except for the round trip to Redis, everything runs on Flower's event loop, which alone touches
+Flower's state.
 """
 
 import asyncio
@@ -25,9 +27,11 @@ from .task_events import SUCCEEDED, JobEnding, event_of, standings
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks. A job found ended in one look is reported in the next, unless its worker has reported it meanwhile.
+#: Seconds between two looks. A job found ended in one look is reported in the next, unless its
+#: worker has reported it meanwhile.
 LOOK_S = 3.0
-#: Maximum number of tasks whose jobs are queried in one look; if more are unfinished, they take turns.
+#: Maximum number of tasks whose jobs are queried in one look; if more are unfinished, they take
+#: turns.
 ASKED = 2000
 JOB_PREFIX = "job_"
 #: Reported worker of a task whose worker is unknown.
@@ -39,7 +43,9 @@ class MissedEnds:
 
     def __init__(self, events: Any, redis_url: str):
         self._events = events
-        self._client = redis_open.client(jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5)
+        self._client = redis_open.client(
+            jobs_url(redis_url), socket_timeout=5, socket_connect_timeout=5
+        )
         self._over: dict[str, JobEnding] = {}  # by task, as found by the previous look
         self._last_attempts: dict[str, int] = {}  # as of the current look
         self._turn = 0
@@ -54,13 +60,16 @@ class MissedEnds:
                 self._trouble = ""
             except redis.RedisError as error:
                 if str(error) != self._trouble:
-                    log.warning("cannot read from the ledger how jobs without end events ended: %s", error)
+                    log.warning(
+                        "cannot read from the ledger how jobs without end events ended: %s", error
+                    )
                 self._trouble = str(error)
             except Exception:  # the ends of the others are still to be reported
                 log.exception("could not report the end of a task")
 
     async def look(self) -> None:
-        """Report tasks that had ended by the previous look and have not been reported since; query the others.
+        """Report tasks that had ended by the previous look and have not been reported since; query
+        the others.
 
         Raises redis.RedisError.
         """
@@ -70,18 +79,30 @@ class MissedEnds:
             self._tell(unfinished.pop(task_id), over[task_id])
         asked = self._in_turn(list(unfinished))
         if asked:
-            found = await asyncio.to_thread(standings, self._client, [job_of_task(task_id)[0] for task_id in asked])
-            self._over = {task_id: standing for task_id, standing in zip(asked, found, strict=True) if standing.state in TERMINAL}
+            found = await asyncio.to_thread(
+                standings, self._client, [job_of_task(task_id)[0] for task_id in asked]
+            )
+            self._over = {
+                task_id: standing
+                for task_id, standing in zip(asked, found, strict=True)
+                if standing.state in TERMINAL
+            }
 
     def _unfinished(self) -> dict[str, Any]:
-        """Tasks whose end is still to be reported, by id; excludes those put back whose job continued in a later task."""
+        """Tasks whose end is still to be reported, by id; excludes those put back whose job
+        continued in a later task.
+        """
         found = {
             task_id: task
             for task_id, task in self._events.tasks.data.items()
             if task.state not in READY_STATES and task_id.startswith(JOB_PREFIX)
         }
         self._last_attempts = self._known_attempts() if found else {}
-        return {task_id: task for task_id, task in found.items() if task.state != RETRY or not self._is_followed(task_id)}
+        return {
+            task_id: task
+            for task_id, task in found.items()
+            if task.state != RETRY or not self._is_followed(task_id)
+        }
 
     def _known_attempts(self) -> dict[str, int]:
         """Job → its last attempt, for jobs with a task for a later attempt than the first."""
@@ -111,6 +132,13 @@ class MissedEnds:
             fields["runtime"] = max(0.0, told_at - task.started)
         worker = task.worker.hostname if task.worker else TELLER
         # Received time is unset, so that the worker does not count as alive.
-        frame = {"type": kind, "uuid": task.uuid, "hostname": worker, "timestamp": told_at, "local_received": None, "clock": task.clock}
+        frame = {
+            "type": kind,
+            "uuid": task.uuid,
+            "hostname": worker,
+            "timestamp": told_at,
+            "local_received": None,
+            "clock": task.clock,
+        }
         self._events.event(frame | fields)
         log.info("%s: reported task %s, which had no event", kind, task.uuid)

@@ -1,8 +1,9 @@
-"""Templates of a job's Celery message and of its `task-sent` event, which the Lua scripts fill in and send (`lua/message.lua`).
+"""Templates of a job's Celery message and of its `task-sent` event, which the Lua scripts fill in
+and send (`lua/message.lua`).
 
-Celery itself composes the message once, with placeholders; only what differs between jobs is filled in. A test compares a message
-with the one that `send_task` would send. Nothing in it is specific to a process: the scripts are the same text everywhere, so
-Redis caches each of them once.
+Celery itself composes the message once, with placeholders; only what differs between jobs is filled
+in. A test compares a message with the one that `send_task` would send. Nothing in it is specific to
+a process: the scripts are the same text everywhere, so Redis caches each of them once.
 """
 
 import json
@@ -22,7 +23,9 @@ _PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
 
 
 def task_id_of(job_id: str, attempt: int) -> str:
-    """The id of a message's task: the job's id, from the second message on followed by the number of attempts made."""
+    """The id of a message's task: the job's id, from the second message on followed by the number
+    of attempts made.
+    """
     return job_id if attempt == 0 else f"{job_id}.{attempt}"
 
 
@@ -33,14 +36,34 @@ def job_of_task(task_id: str) -> tuple[str, int]:
 
 
 def templates() -> dict[str, str]:
-    """Lua expressions over a table `of` with job, task, kind, queue, step and at: `MESSAGE` and `SENT`."""
+    """Lua expressions over a table `of` with job, task, kind, queue, step and at: `MESSAGE` and
+    `SENT`.
+    """
     app = Celery("midstream", set_as_current=False)
     made = app.amqp.as_task_v2(
-        "@task@", task_of("@kind@"), ["@job@"], {}, origin=ORIGIN, reply_to="", create_sent_event=True, ignore_result=None
+        "@task@",
+        task_of("@kind@"),
+        ["@job@"],
+        {},
+        origin=ORIGIN,
+        reply_to="",
+        create_sent_event=True,
+        ignore_result=None,
     )
     route = {"exchange": "", "routing_key": "@queue@"}
-    message = _envelope(made.body, made.headers, made.properties | {"delivery_mode": 2, "delivery_info": route, "priority": "@#step@"})
-    event = {"type": "task-sent", "hostname": ORIGIN, "pid": 0, "utcoffset": 0, "clock": 0, "timestamp": "@#at@"}
+    message = _envelope(
+        made.body,
+        made.headers,
+        made.properties | {"delivery_mode": 2, "delivery_info": route, "priority": "@#step@"},
+    )
+    event = {
+        "type": "task-sent",
+        "hostname": ORIGIN,
+        "pid": 0,
+        "utcoffset": 0,
+        "clock": 0,
+        "timestamp": "@#at@",
+    }
     route = {"exchange": "celeryev", "routing_key": "task.sent"}
     sent = _envelope(
         event | made.sent_event | {"queue": "@queue@", "exchange": "", "routing_key": "@queue@"},
@@ -51,7 +74,10 @@ def templates() -> dict[str, str]:
 
 
 def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
-    """A message in the format of kombu's Redis transport. The body is JSON text, which kombu does not decode (`body_encoding`)."""
+    """A message in the format of kombu's Redis transport.
+
+    The body is JSON text, which kombu does not decode (`body_encoding`).
+    """
     return {
         "body": _PLACEHOLDER.sub(lambda found: f"@{found[1] or found[2]}@", json.dumps(body)),
         "content-encoding": "utf-8",

@@ -1,7 +1,7 @@
 """Celery task events for job states, so that Flower and the ledger agree.
 
-Workers emit them for their tasks; Flower's own process emits them for tasks whose worker could not. A task is one attempt at a job,
-and its state in Flower is the job's:
+Workers emit them for their tasks; Flower's own process emits them for tasks whose worker could not.
+A task is one attempt at a job, and its state in Flower is the job's:
 
     succeeded                       SUCCESS
     failed                          FAILURE, with the problem
@@ -18,7 +18,12 @@ from ...schemas.base import from_json
 from ...schemas.errors import Problem
 from ...schemas.jobs import TERMINAL, State
 
-SUCCEEDED, FAILED, RETRIED, REVOKED = "task-succeeded", "task-failed", "task-retried", "task-revoked"
+SUCCEEDED, FAILED, RETRIED, REVOKED = (
+    "task-succeeded",
+    "task-failed",
+    "task-retried",
+    "task-revoked",
+)
 
 
 class JobEnding(NamedTuple):
@@ -40,7 +45,11 @@ def standings(client: redis.Redis, job_ids: Sequence[str]) -> list[JobEnding]:
 def _standing(state: bytes | None, error: bytes | None, finished: bytes | None) -> JobEnding:
     if state is None:
         return JobEnding(State.EXPIRED)
-    return JobEnding(State(state.decode()), from_json(error, Problem) if error else None, float(finished) if finished else None)
+    return JobEnding(
+        State(state.decode()),
+        from_json(error, Problem) if error else None,
+        float(finished) if finished else None,
+    )
 
 
 def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[str, Any]]:
@@ -56,7 +65,11 @@ def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[st
         case State.QUEUED:
             return RETRIED, {"exception": "another attempt follows", "traceback": ""}
         case _ if state in TERMINAL:
-            return REVOKED, {"terminated": state is State.CANCELLED, "signum": None, "expired": state is State.EXPIRED}
+            return REVOKED, {
+                "terminated": state is State.CANCELLED,
+                "signum": None,
+                "expired": state is State.EXPIRED,
+            }
         case _:
             raise ValueError(f"{state} is not a terminal state")
 

@@ -1,12 +1,14 @@
-"""kombu's Redis transport with fewer round trips: takes several messages at once and acknowledges several at once.
+"""kombu's Redis transport with fewer round trips: takes several messages at once and acknowledges
+several at once.
 
-kombu needs three for each message: one to take it, one to note it as unacknowledged, one to acknowledge it. Here the second fetches more
-messages, as many as there is room for, and sends the collected acknowledgements. kombu's data keeps its format. A
-message fetched along is noted in the same script; an acknowledgement that is late, or lost with its worker, means that the
-message is delivered again, and the ledger then refuses it.
+kombu needs three for each message: one to take it, one to note it as unacknowledged, one to
+acknowledge it. Here the second fetches more messages, as many as there is room for, and sends the
+collected acknowledgements. kombu's data keeps its format. A message fetched along is noted in the
+same script; an acknowledgement that is late, or lost with its worker, means that the message is
+delivered again, and the ledger then refuses it.
 
-This builds on private names of kombu 5.7 (pinned; a test checks that they exist). It doubles a worker's throughput:
-docs/decisions/0013-transport.md.
+This builds on private names of kombu 5.7 (pinned; a test checks that they exist). It doubles a
+worker's throughput: docs/decisions/0013-transport.md.
 """
 
 import logging
@@ -28,16 +30,18 @@ from ..ops.redis_availability import is_absence
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of messages taken together: an idle worker cannot take those that another has taken.
+#: Maximum number of messages taken together: an idle worker cannot take those that another has
+#: taken.
 AT_ONCE = 8
 #: Maximum number of seconds that acknowledgements wait to be sent with a message.
 SETTLE_S = 0.02
 
-#: Keys: kombu's index and hash of unacknowledged messages, the lists to take from, in order.
-#: Args: now, tag of a message that was taken, the message as kombu notes it, how many more to take, acknowledged tags.
-#: Returns the list and the text of each further message taken.
-#: ZREM comes first because Redis at its memory limit serves BRPOP but refuses a script whose first write needs memory; it does not
-#: refuse the writes that follow. A refusal would lose the message until the reaper notices. The note is no larger than what ZREM frees.
+#: Keys: kombu's index and hash of unacknowledged messages, the lists to take from, in order. Args:
+#: now, tag of a message that was taken, the message as kombu notes it, how many more to take,
+#: acknowledged tags. Returns the list and the text of each further message taken. ZREM comes first
+#: because Redis at its memory limit serves BRPOP but refuses a script whose first write needs
+#: memory; it does not refuse the writes that follow. A refusal would lose the message until the
+#: reaper notices. The note is no larger than what ZREM frees.
 TAKE = """
 local now, tag, noted, room = unpack(ARGV, 1, 4)
 redis.call('ZREM', KEYS[1], tag, unpack(ARGV, 5))
@@ -72,7 +76,10 @@ def is_closed(channel: Any) -> bool:
 
 
 class QoS(kombu_redis.QoS):
-    """Tracks a channel's delivered and acknowledged messages. Acknowledge on the thread of the event loop."""
+    """Tracks a channel's delivered and acknowledged messages.
+
+    Acknowledge on the thread of the event loop.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +90,9 @@ class QoS(kombu_redis.QoS):
         if delivery_tag not in self.channel.noted:
             info = message.delivery_info
             told, self._acknowledged = self._acknowledged, []
-            self.channel.take_along(delivery_tag, dumps([message._raw, info["exchange"], info["routing_key"]]), told)
+            self.channel.take_along(
+                delivery_tag, dumps([message._raw, info["exchange"], info["routing_key"]]), told
+            )
         kombu_virtual.QoS.append(self, message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
@@ -106,16 +115,28 @@ class QoS(kombu_redis.QoS):
         if not tags:
             return
         if is_closed(self.channel):
-            logger.warning("messages stay unacknowledged (count: %d); their connection is closed", len(tags))
+            logger.warning(
+                "messages stay unacknowledged (count: %d); their connection is closed", len(tags)
+            )
             return
         try:
             with self.pipe_or_acquire() as pipe:
                 pipe.zrem(self.unacked_index_key, *tags).hdel(self.unacked_key, *tags).execute()
         except (*self.channel.connection_errors, ResponseError) as error:
-            logger.warning("messages stay unacknowledged (count: %d); Redis is unreachable or rejecting writes: %s", len(tags), error)
+            logger.warning(
+                (
+                    "messages stay unacknowledged (count: %d); Redis is unreachable or rejecting "
+                    "writes: %s"
+                ),
+                len(tags),
+                error,
+            )
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
-        """Restore abandoned messages. If Redis refuses writes this is repeated in two seconds; the consumer logs it."""
+        """Restore abandoned messages.
+
+        If Redis refuses writes this is repeated in two seconds; the consumer logs it.
+        """
         if isinstance(self.channel, SentinelChannel):
             self.channel.check_master()
         try:
@@ -149,15 +170,29 @@ class Channel(kombu_redis.Channel):
         yield client
 
     def take_along(self, tag: str, noted: str, acknowledged: list[str]) -> None:
-        """Note a message as unacknowledged, and take as many further messages as there is room for."""
-        lists = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in self.active_queues] if self._room > 0 else []
+        """Note a message as unacknowledged, and take as many further messages as there is room
+        for.
+        """
+        lists = (
+            [
+                self._q_for_pri(queue, step)
+                for step in self.priority_steps
+                for queue in self.active_queues
+            ]
+            if self._room > 0
+            else []
+        )
         with self.conn_or_acquire() as client:
             keys = [self.unacked_index_key, self.unacked_key, *lists]
-            self._along = self._take(keys, [time.time(), tag, noted, self._room, *acknowledged], client)
+            self._along = self._take(
+                keys, [time.time(), tag, noted, self._room, *acknowledged], client
+            )
         self._room = 0
 
     def _brpop_read(self, **options: Any) -> Any:
-        free = AT_ONCE if (left := self.qos.can_consume_max_estimate()) is None else min(left, AT_ONCE)
+        free = (
+            AT_ONCE if (left := self.qos.can_consume_max_estimate()) is None else min(left, AT_ONCE)
+        )
         self._room = 0 if self._closing else free - 1
         self._along = []
         try:
@@ -194,7 +229,9 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):
     connection_class_ssl = redis_open.MasterSSLConnection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._masters: set[tuple[str, int]] = set()  # that connections of this channel were opened to
+        self._masters: set[tuple[str, int]] = (
+            set()
+        )  # that connections of this channel were opened to
         super().__init__(*args, **kwargs)
 
     def _sentinel_managed_pool(self, asynchronous: bool = False) -> Any:
@@ -204,8 +241,15 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):
         return pool
 
     def check_master(self) -> None:
-        """Raise ConnectionError when another master is named. A former one that is alive would be listened to for ever."""
-        self._masters |= {pool.master_address for pool in (self._pool, self._async_pool) if pool is not None and pool.master_address}
+        """Raise ConnectionError when another master is named.
+
+        A former one that is alive would be listened to for ever.
+        """
+        self._masters |= {
+            pool.master_address
+            for pool in (self._pool, self._async_pool)
+            if pool is not None and pool.master_address
+        }
         try:
             named = self.pool.get_master_address()
         except (RedisError, OSError):  # no sentinel answers

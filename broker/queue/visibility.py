@@ -1,8 +1,9 @@
 """Renewal of messages of running tasks in kombu's index of unacknowledged messages.
 
-kombu delivers a message that was not acknowledged within the visibility timeout to another consumer, whether or not its task is
-alive: a healthy 150 s task under a 10 s timeout ran twice concurrently. So a live consumer renews its messages, and the
-timeout can be short. This reads private names of kombu 5.7 (pinned; a test checks that they exist).
+kombu delivers a message that was not acknowledged within the visibility timeout to another
+consumer, whether or not its task is alive: a healthy 150 s task under a 10 s timeout ran twice
+concurrently. So a live consumer renews its messages, and the timeout can be short. This reads
+private names of kombu 5.7 (pinned; a test checks that they exist).
 """
 
 import logging
@@ -22,8 +23,8 @@ RENEWALS = 4
 class LeaseStep(bootsteps.StartStopStep):
     """Consumer bootstep: add with `app.steps["consumer"].add(LeaseStep)`.
 
-    Renews while `app.may_renew()` is true; an app without that attribute always renews. A worker whose engine has died
-    must release its messages.
+    Renews while `app.may_renew()` is true; an app without that attribute always renews. A worker
+    whose engine has died must release its messages.
     """
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
@@ -34,7 +35,9 @@ class LeaseStep(bootsteps.StartStopStep):
 
     def start(self, consumer: Any) -> None:
         timeout = consumer.app.conf.broker_transport_options["visibility_timeout"]
-        self._timer_entry = consumer.timer.call_repeatedly(min(RENEW_S, timeout / RENEWALS), renew_unacked, (consumer,))
+        self._timer_entry = consumer.timer.call_repeatedly(
+            min(RENEW_S, timeout / RENEWALS), renew_unacked, (consumer,)
+        )
 
     def stop(self, consumer: Any) -> None:
         if self._timer_entry is not None:
@@ -45,7 +48,8 @@ class LeaseStep(bootsteps.StartStopStep):
 
 
 def renew_unacked(consumer: Any) -> int:
-    """Set every message that this consumer holds to the current time in the index; returns how many it held.
+    """Set every message that this consumer holds to the current time in the index; returns how many
+    it held.
 
     XX: a message that was acknowledged or delivered elsewhere meanwhile is not added again.
     """
@@ -59,6 +63,11 @@ def renew_unacked(consumer: Any) -> int:
     try:
         with channel.conn_or_acquire() as client:
             client.zadd(channel.unacked_index_key, dict.fromkeys(held, time.time()), xx=True)
-    except (*channel.connection_errors, ResponseError) as error:  # the consumer notices the same and reconnects
-        log.warning("messages not renewed (count: %d); Redis is unreachable or rejecting writes: %s", len(held), error)
+    except (*channel.connection_errors, ResponseError) as error:
+        # the consumer notices the same and reconnects
+        log.warning(
+            "messages not renewed (count: %d); Redis is unreachable or rejecting writes: %s",
+            len(held),
+            error,
+        )
     return len(held)

@@ -1,8 +1,9 @@
 """CURVE authentication of senders at the relay: keys in files, and the ZAP authenticator.
 
-A key is one line of Z85 (40 characters). Private ones lie in `NAME.key`, for their owner's eyes only; public ones in `NAME.pub`. The
-relay knows its senders by a folder of public keys, `WORKER.pub`: who is in none of them does not get past the handshake, and who
-speaks as a worker that its key does not stand for is refused frame by frame.
+A key is one line of Z85 (40 characters). Private ones lie in `NAME.key`, for their owner's eyes
+only; public ones in `NAME.pub`. The relay knows its senders by a folder of public keys,
+`WORKER.pub`: who is in none of them does not get past the handshake, and who speaks as a worker
+that its key does not stand for is refused frame by frame.
 """
 
 import fcntl
@@ -28,9 +29,12 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES, Z85_CHARACTERS = 32, 40
 PRIVATE, PUBLIC = ".key", ".pub"
-CLIENTS = "clients"  # of a folder that `new_keys` wrote: what the relay is given as `curve_clients_dir`
+CLIENTS = (
+    "clients"  # of a folder that `new_keys` wrote: what the relay is given as `curve_clients_dir`
+)
 DOMAIN = "midstream"  # of ZAP; any will do, but none lets everybody in where no authenticator runs
-#: The folder of known keys is looked at this often at most; adding or removing a worker takes that long.
+#: The folder of known keys is looked at this often at most; adding or removing a worker takes that
+#: long.
 LOOK_EVERY_S = 1.0
 RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may use it
 #: The same stranger is logged this often.
@@ -41,7 +45,9 @@ Role = Literal["relay", "worker"]
 
 
 class KnownClients:
-    """The workers that a folder of public keys names, read again when it changes; from any thread."""
+    """The workers that a folder of public keys names, read again when it changes; from any
+    thread.
+    """
 
     def __init__(self, folder: Path):
         """Raises SettingsError when no such folder."""
@@ -77,7 +83,12 @@ class KnownClients:
                 if len(self._told) >= REMEMBERED:
                     self._told.clear()
                 self._told[text] = now
-                log.error("rejected a sender: its public key %s is not among the %d in %s", text, len(self._keys), self.folder)
+                log.error(
+                    "rejected a sender: its public key %s is not among the %d in %s",
+                    text,
+                    len(self._keys),
+                    self.folder,
+                )
         return False
 
     def _refresh(self, at_once: bool = False) -> None:
@@ -88,18 +99,27 @@ class KnownClients:
                 self._look()
             except OSError as error:
                 self._keys, self._seen = {}, None
-                log.error("all senders are rejected: cannot read the folder of their public keys: %s", error)
+                log.error(
+                    "all senders are rejected: cannot read the folder of their public keys: %s",
+                    error,
+                )
 
     def _look(self) -> None:
         self._next_look = time.monotonic() + LOOK_EVERY_S
         with os.scandir(self.folder) as entries:
-            files = sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_ino) for entry in entries if entry.name.endswith(PUBLIC))
+            files = sorted(
+                (entry.name, entry.stat().st_mtime_ns, entry.stat().st_ino)
+                for entry in entries
+                if entry.name.endswith(PUBLIC)
+            )
         if files == self._seen:
             return
         keys = {}
         for name, _, _ in files:
             try:
-                keys[name.removesuffix(PUBLIC)] = public_key((self.folder / name).read_text(), str(self.folder / name))
+                keys[name.removesuffix(PUBLIC)] = public_key(
+                    (self.folder / name).read_text(), str(self.folder / name)
+                )
             except (SettingsError, OSError, UnicodeDecodeError) as error:
                 log.error("ignoring a sender's public key: %s", error)
         if self._seen is not None:
@@ -114,8 +134,12 @@ class ServerKeys(NamedTuple):
     secret: str
     clients: KnownClients
 
-    def guard(self, context: "zmq.Context[Any]", socket: "zmq.Socket[bytes]") -> "ThreadAuthenticator":
-        """Encrypt `socket`, not bound yet, and let in known clients only; the authenticator is to be stopped before `context` ends."""
+    def guard(
+        self, context: "zmq.Context[Any]", socket: "zmq.Socket[bytes]"
+    ) -> "ThreadAuthenticator":
+        """Encrypt `socket`, not bound yet, and let in known clients only; the authenticator is to
+        be stopped before `context` ends.
+        """
         from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, which ranks do without
 
         authenticator = ThreadAuthenticator(context, log=log)
@@ -143,39 +167,63 @@ class ClientKeys(NamedTuple):
 
 
 def server_keys(settings: Settings) -> ServerKeys | None:
-    """The relay's; None when it is to speak in the clear. Raises SettingsError naming what is wrong or missing."""
+    """The relay's; None when it is to speak in the clear.
+
+    Raises SettingsError naming what is wrong or missing.
+    """
     settings = with_kept_keys(settings)
     if not settings.curve_secret_file and not settings.curve_clients_dir:
         return None
     if not settings.curve_clients_dir:
-        raise SettingsError("curve_secret_file is set without curve_clients_dir: the relay would accept any sender")
+        raise SettingsError(
+            "curve_secret_file is set without curve_clients_dir: the relay would accept any sender"
+        )
     if not settings.curve_secret_file:
-        raise SettingsError("curve_clients_dir is set without curve_secret_file: the relay needs its own key")
-    return ServerKeys(*secret_key(settings.curve_secret_file), KnownClients(Path(settings.curve_clients_dir)))
+        raise SettingsError(
+            "curve_clients_dir is set without curve_secret_file: the relay needs its own key"
+        )
+    return ServerKeys(
+        *secret_key(settings.curve_secret_file), KnownClients(Path(settings.curve_clients_dir))
+    )
 
 
 def client_keys(secret_file: str, server_key: str) -> ClientKeys | None:
-    """A worker's; None when it is to speak in the clear. Raises SettingsError naming what is wrong or missing."""
+    """A worker's; None when it is to speak in the clear.
+
+    Raises SettingsError naming what is wrong or missing.
+    """
     if not secret_file and not server_key:
         return None
     if not server_key:
-        raise SettingsError("curve_secret_file is set without curve_server_key: a worker needs the relay's public key")
+        raise SettingsError(
+            "curve_secret_file is set without curve_server_key: a worker needs the relay's "
+            "public key"
+        )
     if not secret_file:
-        raise SettingsError("curve_server_key is set without curve_secret_file: a worker needs its own key")
+        raise SettingsError(
+            "curve_server_key is set without curve_secret_file: a worker needs its own key"
+        )
     return ClientKeys(*secret_key(secret_file), public_key(server_key, "curve_server_key"))
 
 
 def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
-    """With the keys that `curve_dir` holds for `worker`, or for the relay; they are made at the first start.
+    """With the keys that `curve_dir` holds for `worker`, or for the relay; they are made at the
+    first start.
 
-    An account that can write that folder can send receipts. Raises SettingsError when it cannot be used.
+    An account that can write that folder can send receipts. Raises SettingsError when it cannot be
+    used.
     """
     if not settings.curve_dir:
         return settings
     if settings.curve_secret_file or settings.curve_clients_dir or settings.curve_server_key:
-        raise SettingsError("curve_dir and other curve_… settings are both set: use one or the other")
+        raise SettingsError(
+            "curve_dir and other curve_… settings are both set: use one or the other"
+        )
     if worker == RELAY:
-        raise SettingsError(f"worker_id={worker!r}: with curve_dir, this is the name of the relay's key; use another")
+        raise SettingsError(
+            f"worker_id={worker!r}: with curve_dir, this is the name of the relay's key; "
+            "use another"
+        )
     folder = Path(settings.curve_dir)
     try:
         private_folder(folder)
@@ -185,18 +233,33 @@ def with_kept_keys(settings: Settings, worker: str = "") -> Settings:
             (folder / CLIENTS).mkdir(exist_ok=True)
             if not worker:
                 return msgspec.structs.replace(
-                    settings, curve_dir="", curve_secret_file=str(secret), curve_clients_dir=str(folder / CLIENTS)
+                    settings,
+                    curve_dir="",
+                    curve_secret_file=str(secret),
+                    curve_clients_dir=str(folder / CLIENTS),
                 )
             secret, _ = _kept_keys("worker", worker, folder)
     except OSError as error:
         raise SettingsError(f"curve_dir={str(folder)!r}: {error.strerror}") from error
-    return msgspec.structs.replace(settings, curve_dir="", curve_secret_file=str(secret), curve_server_key=public.read_text().strip())
+    return msgspec.structs.replace(
+        settings,
+        curve_dir="",
+        curve_secret_file=str(secret),
+        curve_server_key=public.read_text().strip(),
+    )
 
 
 def _kept_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
-    """Files (private, public) of the existing pair, or of a new one. An incomplete pair, which a crash can leave, is created again."""
+    """Files (private, public) of the existing pair, or of a new one.
+
+    An incomplete pair, which a crash can leave, is created again.
+    """
     private, public = _files(role, name, folder)
-    if private.exists() and public.exists() and public.read_text().strip() == secret_key(str(private))[0]:
+    if (
+        private.exists()
+        and public.exists()
+        and public.read_text().strip() == secret_key(str(private))[0]
+    ):
         return private, public
     private.unlink(missing_ok=True)
     public.unlink(missing_ok=True)
@@ -209,7 +272,9 @@ def secret_key(path: str) -> tuple[str, str]:
         text = Path(path).read_text().strip()
         refuse_exposed(f"curve_secret_file={path!r}", path)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+        raise SettingsError(
+            f"curve_secret_file={path!r}: {getattr(error, 'strerror', None) or 'not a text file'}"
+        ) from error
     _check(text, f"curve_secret_file={path!r}")
     return zmq.curve_public(text.encode()).decode(), text
 
@@ -228,12 +293,14 @@ def _check(text: str, where: str) -> None:
         fits = False
     if not fits:
         raise SettingsError(
-            f"{where}: not a CURVE key, which is one line of {Z85_CHARACTERS} characters (Z85): create one with midstream curve new"
+            f"{where}: not a CURVE key, which is one line of {Z85_CHARACTERS} characters "
+            "(Z85): create one with midstream curve new"
         )
 
 
 def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
-    """Files (private, public) of a new key pair in `folder`, a worker's public one in `folder/clients`.
+    """Files (private, public) of a new key pair in `folder`, a worker's public one in
+    `folder/clients`.
 
     Raises MidstreamError if the name is not valid as a file name, or the key already exists.
     """
@@ -243,7 +310,11 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
     for file in (private, public):
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
-            raise MidstreamError("conflict", f"{file} already exists: remove it first, or use another name", field="name")
+            raise MidstreamError(
+                "conflict",
+                f"{file} already exists: remove it first, or use another name",
+                field="name",
+            )
     there, kept = zmq.curve_keypair()
     for file, key, mode in ((private, kept, 0o600), (public, there, 0o644)):
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
@@ -252,4 +323,6 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def _files(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
-    return folder / f"{name}{PRIVATE}", (folder / CLIENTS if role == "worker" else folder) / f"{name}{PUBLIC}"
+    return folder / f"{name}{PRIVATE}", (
+        folder / CLIENTS if role == "worker" else folder
+    ) / f"{name}{PUBLIC}"

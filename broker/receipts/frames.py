@@ -1,7 +1,8 @@
 """Frames of the protocol between a rank's outbox and the relay, byte for byte.
 
-One ZeroMQ message is one frame, laid out as `[version u8, kind u8, epoch 16 bytes, seq u64be, payload]`; the payload is
-MessagePack. The sender's routing id says which worker and rank it is, so the relay keeps no state about peers.
+One ZeroMQ message is one frame, laid out as `[version u8, kind u8, epoch 16 bytes, seq u64be,
+payload]`; the payload is MessagePack. The sender's routing id says which worker and rank it is, so
+the relay keeps no state about peers.
 
 | kind | from | seq | payload |
 |---|---|---|---|
@@ -12,8 +13,9 @@ MessagePack. The sender's routing id says which worker and rank it is, so the re
 | ACK | relay | last contiguous seq committed | empty |
 | REFUSED | relay | seq of the frame refused | `Refusal` |
 
-Frozen in every version: byte 0 is the version, byte 1 the kind, REFUSED is 6, and its payload starts at byte 26. So two
-sides that share nothing else can still tell each other which versions they are.
+Frozen in every version: byte 0 is the version, byte 1 the kind, REFUSED is 6, and its payload
+starts at byte 26. So two sides that share nothing else can still tell each other which versions
+they are.
 """
 
 import uuid
@@ -31,8 +33,9 @@ HEADER_BYTES = 2 + EPOCH_BYTES + 8
 MAX_SEQ = 2**64 - 1
 NO_EPOCH = "0" * 32
 
-#: The largest frame that is taken: a receipt with all that `memory_limit_kib` allows, and lists of dropped positions.
-#: ZeroMQ closes a connection that announces a larger frame before it reserves memory for it.
+#: The largest frame that is taken: a receipt with all that `memory_limit_kib` allows, and lists of
+#: dropped positions. ZeroMQ closes a connection that announces a larger frame before it reserves
+#: memory for it.
 MAX_FRAME = 64 << 20
 
 #: ZeroMQ allows 255 bytes in a routing id; this leaves room for the rank and the instance.
@@ -57,7 +60,10 @@ class Hello(Wire):
 
 
 class Refusal(Wire):
-    """Why the relay did not take a frame. New fields go at the end; every version decodes what it knows."""
+    """Why the relay did not take a frame.
+
+    New fields go at the end; every version decodes what it knows.
+    """
 
     reason: str  # protocol | malformed | identity
     detail: str
@@ -81,7 +87,10 @@ class ProtocolMismatch(FrameError):
     """The other side speaks another version of the protocol."""
 
     def __init__(self, theirs: int, refusal: Refusal | None = None):
-        super().__init__(f"the peer uses relay protocol {theirs}, but this side uses {PROTOCOL} (midstream {__version__})")
+        super().__init__(
+            f"the peer uses relay protocol {theirs}, but this side uses {PROTOCOL} "
+            f"(midstream {__version__})"
+        )
         self.theirs = theirs
         self.refusal = refusal  # when the frame said why
 
@@ -97,28 +106,46 @@ def pack(kind: Kind, epoch: str, seq: int, payload: bytes = b"") -> bytes:
 def unpack(raw: bytes) -> Frame:
     """The frame in `raw`.
 
-    Raises `ProtocolMismatch` when it is of another version (with its `Refusal`, if it is one), `FrameError` for anything else
-    that is not a frame.
+    Raises `ProtocolMismatch` when it is of another version (with its `Refusal`, if it is one),
+    `FrameError` for anything else that is not a frame.
     """
     if len(raw) < 2:
-        raise FrameError(f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}")
+        raise FrameError(
+            f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}"
+        )
     if raw[0] != PROTOCOL:
         raise ProtocolMismatch(raw[0], _refusal_of_any_version(raw))
     if len(raw) < HEADER_BYTES:
-        raise FrameError(f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}")
+        raise FrameError(
+            f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}"
+        )
     try:
         kind = Kind(raw[1])
     except ValueError:
-        raise FrameError(f"unknown kind {raw[1]}; valid: {', '.join(f'{k.value} {k.name}' for k in Kind)}") from None
-    return Frame(kind, raw[2 : 2 + EPOCH_BYTES].hex(), int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big"), raw[HEADER_BYTES:])
+        raise FrameError(
+            f"unknown kind {raw[1]}; valid: {', '.join(f'{k.value} {k.name}' for k in Kind)}"
+        ) from None
+    return Frame(
+        kind,
+        raw[2 : 2 + EPOCH_BYTES].hex(),
+        int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big"),
+        raw[HEADER_BYTES:],
+    )
 
 
 def refuse(raw: bytes, reason: str, detail: str) -> bytes:
     """A REFUSED frame that answers the bytes in `raw`, whatever they are."""
     peer = raw[0] if raw else 0
     if reason == "protocol":
-        detail = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses {peer}: {detail}"
-    seq = int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big") if len(raw) >= HEADER_BYTES else 0
+        detail = (
+            f"the relay uses protocol {PROTOCOL} (midstream {__version__}), but the sender "
+            f"uses {peer}: {detail}"
+        )
+    seq = (
+        int.from_bytes(raw[2 + EPOCH_BYTES : HEADER_BYTES], "big")
+        if len(raw) >= HEADER_BYTES
+        else 0
+    )
     refusal = Refusal(reason, detail, PROTOCOL, __version__, peer)
     return pack(Kind.REFUSED, NO_EPOCH, seq, to_msgpack(refusal))
 
@@ -128,7 +155,9 @@ def refusal(frame: Frame) -> Refusal:
     try:
         return from_msgpack(frame.payload, Refusal)
     except msgspec.DecodeError as error:
-        raise FrameError(f"the relay sent a refusal whose reason cannot be read: {error}") from error
+        raise FrameError(
+            f"the relay sent a refusal whose reason cannot be read: {error}"
+        ) from error
 
 
 def _refusal_of_any_version(raw: bytes) -> Refusal | None:
@@ -146,12 +175,15 @@ def new_epoch() -> str:
 
 
 def routing_id(worker: str, rank: int, instance: str) -> bytes:
-    """The ZeroMQ routing id of an outbox: `worker/rank/instance`, where `instance` differs for every opening of an outbox.
+    """The ZeroMQ routing id of an outbox: `worker/rank/instance`, where `instance` differs for
+    every opening of an outbox.
 
     Raises ValueError when the worker's name is too long for it.
     """
     if not worker or len(worker.encode()) > MAX_WORKER_BYTES:
-        raise ValueError(f"worker {worker!r}: a worker's name must have 1 to {MAX_WORKER_BYTES} bytes")
+        raise ValueError(
+            f"worker {worker!r}: a worker's name must have 1 to {MAX_WORKER_BYTES} bytes"
+        )
     return f"{worker}/{rank}/{instance}".encode()
 
 

@@ -1,9 +1,11 @@
 """Outbox of a rank: accepts receipts without loss and without waiting for disk or network.
 
-`append` queues; one writer thread commits what is queued in one SQLite transaction (group commit); one sender thread sends
-what is committed until the relay has acknowledged it. What a process leaves behind, the next one on the same file sends.
+`append` queues; one writer thread commits what is queued in one SQLite transaction (group commit);
+one sender thread sends what is committed until the relay has acknowledged it. What a process leaves
+behind, the next one on the same file sends.
 
-Runs inside vLLM's rank processes: imports nothing heavy, installs no signal handler, and its threads sleep when idle.
+Runs inside vLLM's rank processes: imports nothing heavy, installs no signal handler, and its
+threads sleep when idle.
 """
 
 import functools
@@ -30,10 +32,11 @@ log = logging.getLogger(__name__)
 
 #: Receipts in one transaction at most.
 GROUP = 4096
-#: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may forget its last second when the machine dies,
-#: and then asks for them again.
+#: Acknowledged receipts stay this long: Redis with `appendfsync everysec` may forget its last
+#: second when the machine dies, and then asks for them again.
 KEEP_ACKED_S = 5.0
-#: How long writes to a failing disk are retried before the worker stops; a full disk is retried for as long as it is full.
+#: How long writes to a failing disk are retried before the worker stops; a full disk is retried for
+#: as long as it is full.
 GIVE_UP_S = 30.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 
@@ -53,10 +56,11 @@ class Outbox:
     ):
         """Opens, or goes on with, the outbox of `(worker, rank)` in `directory`.
 
-        `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be kept or delivered without
-        help: the disk failed, or the relay refuses us. Receipts that were committed stay on disk all the same.
-        `curve` are the keys where the relay asks for some.
-        Raises OutboxError: another process holds it, or it cannot be read; SettingsError: `relay_url` is no address or list of them.
+        `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be
+        kept or delivered without help: the disk failed, or the relay refuses us. Receipts that were
+        committed stay on disk all the same. `curve` are the keys where the relay asks for some.
+        Raises OutboxError: another process holds it, or it cannot be read; SettingsError:
+        `relay_url` is no address or list of them.
         """
         relays = relay_addresses(relay_url)
         self._store = Store(Path(directory), worker, rank, lock_wait_s)
@@ -76,31 +80,50 @@ class Outbox:
         self._shift = 0  # number in the current epoch + shift = place in the order of appending
         self._appended = self._store.last
         self._rearm = False  # the writer must look again at how long it may sleep
-        self._aging: tuple[float, int] | None = None  # (since when, up to which number) acknowledged rows are kept
+        # (since when, up to which number) acknowledged rows are kept
+        self._aging: tuple[float, int] | None = None
         self._sender = Sender(
-            self._store, relays, acked=self._note_acked, forget=self._note_forgotten, renumber=self._note_renumber,
-            fatal=self._fatal, curve=curve,
-        )  # fmt: skip
+            self._store,
+            relays,
+            acked=self._note_acked,
+            forget=self._note_forgotten,
+            renumber=self._note_renumber,
+            fatal=self._fatal,
+            curve=curve,
+        )
         if self._store.last > self._store.acked:
-            log.info("outbox %s: receipts of an earlier process waiting: %d", self._store.path, self._store.last - self._store.acked)
-        self._writer = threading.Thread(target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True)
+            log.info(
+                "outbox %s: receipts of an earlier process waiting: %d",
+                self._store.path,
+                self._store.last - self._store.acked,
+            )
+        self._writer = threading.Thread(
+            target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True
+        )
         self._writer.start()
         self._sender.start()
 
-    # -- what callers use ---------------------------------------------------------------------------------------------------
+    # -- what callers use
+    # ----------------------------------------------------------------------------------------------
 
     def append(self, receipt: Receipt, on_durable: Callable[[], object] | None = None) -> None:
         """Queue `receipt`; from any thread; does not wait for the disk.
 
-        `on_durable()` is called from the writer thread once the receipt is on disk; it must be quick.
-        Raises ValueError for another rank's receipt, OutboxError when the outbox is closed or its disk has failed.
+        `on_durable()` is called from the writer thread once the receipt is on disk; it must be
+        quick. Raises ValueError for another rank's receipt, OutboxError when the outbox is closed
+        or its disk has failed.
         """
         if (receipt.worker, receipt.rank) != (self.worker, self.rank):
-            raise ValueError(f"receipt of {receipt.worker}/{receipt.rank} in the outbox of {self.worker}/{self.rank}")
+            raise ValueError(
+                f"receipt of {receipt.worker}/{receipt.rank} in the outbox of "
+                f"{self.worker}/{self.rank}"
+            )
         row = (receipt.attempt_id, to_msgpack(receipt), on_durable)
         with self._changed:
             if self._broken is not None:
-                raise OutboxError("internal", f"outbox {self._store.path} has failed: {self._broken}") from self._broken
+                raise OutboxError(
+                    "internal", f"outbox {self._store.path} has failed: {self._broken}"
+                ) from self._broken
             if self._closing:
                 raise OutboxError("internal", f"outbox {self._store.path} is closed")
             self._queue.append(row)
@@ -108,21 +131,33 @@ class Outbox:
             self._work.notify()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the relay has acknowledged everything appended before this call (and what was lost before this boot).
+        """Wait until the relay has acknowledged everything appended before this call (and what was
+        lost before this boot).
 
-        Returns False when that took longer than `timeout` seconds, or cannot happen because the disk has failed.
+        Returns False when that took longer than `timeout` seconds, or cannot happen because the
+        disk has failed.
         """
         with self._changed:
             goal = self._appended
-            return self._changed.wait_for(lambda: self._broken is not None or self._settled(goal), timeout) and self._broken is None
+            return (
+                self._changed.wait_for(
+                    lambda: self._broken is not None or self._settled(goal), timeout
+                )
+                and self._broken is None
+            )
 
     def depth(self) -> int:
-        """Receipts appended and not yet acknowledged by the relay, those of former processes included."""
+        """Receipts appended and not yet acknowledged by the relay, those of former processes
+        included.
+        """
         with self._changed:
             return self._appended - (self._acked + self._shift)
 
     def close(self) -> None:
-        """Make durable what was appended, then stop. What is not acknowledged is sent by the next process. Idempotent."""
+        """Make durable what was appended, then stop.
+
+        What is not acknowledged is sent by the next process. Idempotent.
+        """
         with self._changed:
             if self._closing:
                 return
@@ -135,7 +170,12 @@ class Outbox:
     def __enter__(self) -> "Outbox":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @property
@@ -160,12 +200,14 @@ class Outbox:
     def _settled(self, goal: int) -> bool:
         return self._acked + self._shift >= goal and not self._sender.formers
 
-    # -- told by the sender -------------------------------------------------------------------------------------------------
+    # -- told by the sender
+    # ----------------------------------------------------------------------------------------------
 
     def _note_acked(self, acked: int) -> None:
         with self._changed:
             if acked < self._acked:
-                self._aging = None  # Redis lost its tail: nothing may be dropped before it is acknowledged again
+                # Redis lost its tail: nothing may be dropped before it is acknowledged again
+                self._aging = None
             self._acked = acked
             if self._aging is None and acked > 0:
                 self._aging = (time.monotonic(), acked)
@@ -193,7 +235,8 @@ class Outbox:
         if self._on_fatal is not None:
             self._on_fatal(error)
 
-    # -- the writer thread --------------------------------------------------------------------------------------------------
+    # -- the writer thread
+    # ----------------------------------------------------------------------------------------------
 
     def _write_loop(self) -> None:
         try:
@@ -232,11 +275,17 @@ class Outbox:
         return bool(group or not closing)
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._forgotten or self._renumber or self._rearm or self._closing)
+        return bool(
+            self._queue or self._forgotten or self._renumber or self._rearm or self._closing
+        )
 
     def _prune_in(self) -> float | None:
         """Seconds until acknowledged rows are old enough to be deleted; None: there are none."""
-        return None if self._aging is None else max(0.0, self._aging[0] + KEEP_ACKED_S - time.monotonic())
+        return (
+            None
+            if self._aging is None
+            else max(0.0, self._aging[0] + KEEP_ACKED_S - time.monotonic())
+        )
 
     def _to_prune(self) -> int:
         if self._aging is None or self._prune_in():
@@ -254,7 +303,9 @@ class Outbox:
         self._sender.renumbered(last)
 
     def _persist(self, write: Callable[[], int | None]) -> int:
-        """`write`, tried again while the disk refuses; raises when it is damaged, when closing, and after `GIVE_UP_S` unless it is full."""
+        """`write`, tried again while the disk refuses; raises when it is damaged, when closing, and
+        after `GIVE_UP_S` unless it is full.
+        """
         started, pause = time.monotonic(), RETRY_S
         while True:
             try:
@@ -264,7 +315,11 @@ class Outbox:
                 if self._closing or (trouble != FULL and time.monotonic() - started > GIVE_UP_S):
                     raise
                 if pause == RETRY_S:  # once, not with every try
-                    log.error("outbox %s: %s: receipts wait until the outbox is writable", self._store.path, trouble or error)
+                    log.error(
+                        "outbox %s: %s: receipts wait until the outbox is writable",
+                        self._store.path,
+                        trouble or error,
+                    )
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             else:
@@ -276,4 +331,6 @@ class Outbox:
         try:
             on_durable()
         except Exception:
-            log.exception("outbox %s: an on_durable callback failed; its receipt is durable", self._store.path)
+            log.exception(
+                "outbox %s: an on_durable callback failed; its receipt is durable", self._store.path
+            )

@@ -1,11 +1,13 @@
 """Outbox storage on disk, and recovery when the disk was damaged.
 
-Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt belonged to which attempt at a job (plain
-lines, so that it survives when the database does not), `<name>.lock` is held while a process uses the other two. Both call an attempt a
-job, and name it as `Receipt.attempt_id` does.
+Three files per rank: `<name>.sqlite` holds the receipts, `<name>.jobs` repeats which receipt
+belonged to which attempt at a job (plain lines, so that it survives when the database does not),
+`<name>.lock` is held while a process uses the other two. Both call an attempt a job, and name it as
+`Receipt.attempt_id` does.
 
-A database that cannot be read is moved aside, never repaired: a new epoch starts, and the former one is remembered with
-its last number and its jobs, so that the relay can be told what is lost. Only one thread writes; another one may read.
+A database that cannot be read is moved aside, never repaired: a new epoch starts, and the former
+one is remembered with its last number and its jobs, so that the relay can be told what is lost.
+Only one thread writes; another one may read.
 """
 
 import fcntl
@@ -46,7 +48,9 @@ CREATE TABLE former (epoch TEXT PRIMARY KEY, last INTEGER NOT NULL, jobs BLOB NO
 
 
 class OutboxError(MidstreamError):
-    """The outbox cannot be used: another process holds it (`conflict`), or its disk failed (`internal`)."""
+    """The outbox cannot be used: another process holds it (`conflict`), or its disk failed
+    (`internal`).
+    """
 
 
 class Row(NamedTuple):
@@ -79,10 +83,16 @@ class Lock:
                     self._file.seek(0)
                     holder = self._file.read().strip() or "an unknown process"
                     self._file.close()
-                    raise OutboxError("conflict", f"outbox {path.with_suffix('')} is in use by {holder}: one process per rank") from None
+                    raise OutboxError(
+                        "conflict",
+                        f"outbox {path.with_suffix('')} is in use by {holder}: one process per rank",
+                    ) from None
                 time.sleep(0.05)
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n")
+        self._file.write(
+            f"process {os.getpid()} on {socket.gethostname()}, since "
+            f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+        )
         self._file.flush()
 
     def release(self) -> None:
@@ -90,7 +100,9 @@ class Lock:
 
 
 class JobLog:
-    """`seq → job` beside the database: one JSON line each, written before the receipt is committed."""
+    """`seq → job` beside the database: one JSON line each, written before the receipt is
+    committed.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -99,7 +111,10 @@ class JobLog:
         self._size = 0
 
     def read(self) -> Former | None:
-        """Contents of the file, or None if there is none. Lines after a torn or invalid one are not trusted."""
+        """Contents of the file, or None if there is none.
+
+        Lines after a torn or invalid one are not trusted.
+        """
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -121,7 +136,9 @@ class JobLog:
         """Replace the file by a header and `rows`, atomically."""
         fresh = self.path.with_suffix(".jobs.new")
         content = _line([epoch, last]) + b"".join(map(_line, rows))
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = os.open(
+            fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
         _write_all(fd, content)
         os.fsync(fd)
         os.replace(fresh, self.path)
@@ -149,20 +166,29 @@ class JobLog:
 
 
 class Store:
-    """The durable part of one rank's outbox. `commit`, `forget` and `restart_epoch` belong to one thread, `read` to one."""
+    """The durable part of one rank's outbox.
+
+    `commit`, `forget` and `restart_epoch` belong to one thread, `read` to one.
+    """
 
     def __init__(self, directory: Path, worker: str, rank: int, lock_wait_s: float = LOCK_WAIT_S):
-        """Raises OutboxError: in use, of another worker, written by a newer version, or not writable."""
+        """Raises OutboxError: in use, of another worker, written by a newer version, or not
+        writable.
+        """
         private_folder(directory)
         base = directory / f"{file_stem(worker)}.rank{rank}"
         self.path = base.with_name(base.name + ".sqlite")
         self.worker, self.rank = worker, rank
-        self.transactions = 0  # committed; beside the receipts committed it shows whether commits are grouped
+        self.transactions = (
+            0  # committed; beside the receipts committed it shows whether commits are grouped
+        )
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
         self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
         try:
             self._db = self._open()
-            row = self._db.execute("SELECT epoch, acked, (SELECT max(seq) FROM receipts) FROM outbox").fetchone()
+            row = self._db.execute(
+                "SELECT epoch, acked, (SELECT max(seq) FROM receipts) FROM outbox"
+            ).fetchone()
             self.epoch: str = row[0]
             self.acked: int = row[1]  # as last written; the relay may know better
             self.last: int = max(row[1], row[2] or 0)
@@ -174,14 +200,19 @@ class Store:
             self._lock.release()
             raise
 
-    # -- writing: one thread ------------------------------------------------------------------------------------------------
+    # -- writing: one thread -----------------------------------------------------------------------
 
     def commit(self, rows: list[tuple[str, bytes]], acked: int = 0, prune: int = 0) -> int:
-        """Append `(job, payload)` rows, note that `acked` was reached, delete rows up to `prune` ≤ `acked`: one transaction.
+        """Append `(job, payload)` rows, note that `acked` was reached, delete rows up to `prune` ≤
+        `acked`: one transaction.
 
-        Returns the last number given. Durable when it returns; raises sqlite3.Error or OSError with nothing changed.
+        Returns the last number given. Durable when it returns; raises sqlite3.Error or OSError with
+        nothing changed.
         """
-        numbered = [(seq, job, zlib.crc32(payload), payload) for seq, (job, payload) in enumerate(rows, self.last + 1)]
+        numbered = [
+            (seq, job, zlib.crc32(payload), payload)
+            for seq, (job, payload) in enumerate(rows, self.last + 1)
+        ]
         if numbered:
             self._jobs.append([(seq, job) for seq, job, _, _ in numbered])
         with _Transaction(self._db):
@@ -203,9 +234,11 @@ class Store:
             self._db.execute("DELETE FROM former WHERE epoch = ?", (epoch,))
 
     def restart_epoch(self) -> int:
-        """Give this opening's rows new numbers under a new epoch, and drop those that it found; returns the new last number.
+        """Give this opening's rows new numbers under a new epoch, and drop those that it found;
+        returns the new last number.
 
-        For a database that was put back to an older state: its next numbers were already used with other content.
+        For a database that was put back to an older state: its next numbers were already used with
+        other content.
         """
         epoch = new_epoch()
         with _Transaction(self._db):
@@ -219,24 +252,39 @@ class Store:
         self._jobs.rewrite(self.epoch, self.last, self._held())
         return self.last
 
-    # -- reading: another thread --------------------------------------------------------------------------------------------
+    # -- reading: another thread -------------------------------------------------------------------
 
     def read(self, after: int, limit: int) -> list[Row]:
         """Up to `limit` committed rows with `seq > after`, ascending; numbers may be missing."""
-        found = self._reader.execute("SELECT seq, job, crc, payload FROM receipts WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit))
-        return [Row(seq, job, payload if zlib.crc32(payload) == crc else None) for seq, job, crc, payload in found]
+        found = self._reader.execute(
+            "SELECT seq, job, crc, payload FROM receipts WHERE seq > ? ORDER BY seq LIMIT ?",
+            (after, limit),
+        )
+        return [
+            Row(seq, job, payload if zlib.crc32(payload) == crc else None)
+            for seq, job, crc, payload in found
+        ]
 
     def jobs_of(self, first: int, last: int) -> list[str]:
         """The jobs of receipts `first..last` of this epoch, as far as known, each once."""
         known = self._jobs.read()
-        logged = [(seq, job) for seq, job in known.jobs if seq >= first] if known and known.epoch == self.epoch else []
-        rows = self._reader.execute("SELECT seq, job FROM receipts WHERE seq BETWEEN ? AND ?", (first, last)).fetchall()
+        logged = (
+            [(seq, job) for seq, job in known.jobs if seq >= first]
+            if known and known.epoch == self.epoch
+            else []
+        )
+        rows = self._reader.execute(
+            "SELECT seq, job FROM receipts WHERE seq BETWEEN ? AND ?", (first, last)
+        ).fetchall()
         return unique_jobs([*logged, *rows], first, last)
 
     def formers(self) -> list[Former]:
         """Epochs whose losses must still be reported to the relay."""
         found = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
-        return [Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]])) for epoch, last, jobs in found]
+        return [
+            Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]]))
+            for epoch, last, jobs in found
+        ]
 
     def close(self) -> None:
         self._reader.close()
@@ -244,7 +292,7 @@ class Store:
         self._jobs.close()
         self._lock.release()
 
-    # -- opening ------------------------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     def _open(self) -> sqlite3.Connection:
         damage = ""
@@ -254,7 +302,8 @@ class Store:
                     return db
                 damage = "it is empty" if self._jobs.path.exists() else ""
             except sqlite3.DatabaseError as error:
-                # Subclasses such as OperationalError are troubles of the moment (a full disk, no permission): not damage.
+                # Subclasses such as OperationalError are troubles of the moment (a full disk, no
+                # permission): not damage.
                 if type(error) is not sqlite3.DatabaseError:
                     raise OutboxError("internal", f"outbox {self.path}: {error}") from error
                 damage = str(error)
@@ -266,14 +315,25 @@ class Store:
         return self._create(known)
 
     def _connect(self) -> sqlite3.Connection | None:
-        """The database as it is, None when nothing was ever in it; raises sqlite3.DatabaseError (exactly) when it is damaged."""
+        """The database as it is, None when nothing was ever in it; raises sqlite3.DatabaseError
+        (exactly) when it is damaged.
+        """
         db = _configured(self.path)
         try:
             layout = db.execute("PRAGMA user_version").fetchone()[0]
             if layout > LAYOUT:
-                raise OutboxError("conflict", f"outbox {self.path} has layout {layout}; this version of Midstream supports up to {LAYOUT}")
+                raise OutboxError(
+                    "conflict",
+                    (
+                        f"outbox {self.path} has layout {layout}; this version of Midstream supports up "
+                        f"to {LAYOUT}"
+                    ),
+                )
             problems = [text for (text,) in db.execute("PRAGMA quick_check(3)") if text != "ok"]
-            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            tables = {
+                name
+                for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            }
             if layout == 0 and not tables and not problems:
                 db.close()
                 return None
@@ -283,7 +343,10 @@ class Store:
             if owner is None:
                 raise sqlite3.DatabaseError("it names no owner")
             if owner != (self.worker, self.rank):
-                raise OutboxError("conflict", f"outbox {self.path} belongs to worker {owner[0]!r}, rank {owner[1]}")
+                raise OutboxError(
+                    "conflict",
+                    f"outbox {self.path} belongs to worker {owner[0]!r}, rank {owner[1]}",
+                )
         except BaseException:
             db.close()
             raise
@@ -294,9 +357,14 @@ class Store:
         with _Transaction(db):
             for statement in _TABLES.split(";"):
                 db.execute(statement)
-            db.execute("INSERT INTO outbox VALUES (?, ?, ?, 0)", (self.worker, self.rank, new_epoch()))
+            db.execute(
+                "INSERT INTO outbox VALUES (?, ?, ?, 0)", (self.worker, self.rank, new_epoch())
+            )
             if former:
-                db.execute("INSERT INTO former VALUES (?, ?, ?)", (former.epoch, former.last, msgspec.msgpack.encode(former.jobs)))
+                db.execute(
+                    "INSERT INTO former VALUES (?, ?, ?)",
+                    (former.epoch, former.last, msgspec.msgpack.encode(former.jobs)),
+                )
             db.execute(f"PRAGMA user_version = {LAYOUT}")
         return db
 
@@ -306,11 +374,23 @@ class Store:
             part = self.path.with_name(self.path.name + tail)
             if part.exists():
                 part.rename(part.with_name(part.name + suffix))
-        told = f"epoch {known.epoch} ended at {known.last}" if known else "its contents are unknown: its jobs will time out"
-        log.error("outbox %s is damaged (%s): moved aside as *%s, and a new epoch starts; %s", self.path, damage, suffix, told)
+        told = (
+            f"epoch {known.epoch} ended at {known.last}"
+            if known
+            else "its contents are unknown: its jobs will time out"
+        )
+        log.error(
+            "outbox %s is damaged (%s): moved aside as *%s, and a new epoch starts; %s",
+            self.path,
+            damage,
+            suffix,
+            told,
+        )
 
     def _held(self) -> list[tuple[int, str]]:
-        """Which receipts have not been acknowledged, or are still there: also those that only the job log knows."""
+        """Which receipts have not been acknowledged, or are still there: also those that only the
+        job log knows.
+        """
         known = self._jobs.read()
         logged = known.jobs if known and known.epoch == self.epoch else []
         held = {seq: job for seq, job in logged if self.acked < seq <= self.last}
@@ -339,7 +419,11 @@ class _Transaction:
 def file_stem(worker: str) -> str:
     """A file name for any worker's name; different workers get different ones."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker)
-    return safe if safe == worker and len(safe) <= 100 else f"{safe[:100]}-{hashlib.sha256(worker.encode()).hexdigest()[:12]}"
+    return (
+        safe
+        if safe == worker and len(safe) <= 100
+        else f"{safe[:100]}-{hashlib.sha256(worker.encode()).hexdigest()[:12]}"
+    )
 
 
 def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:

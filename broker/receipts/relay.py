@@ -1,8 +1,9 @@
 """The relay: commits receipts of all ranks to Redis and acknowledges them.
 
-`python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there, commits it to the ledger in
-groups of one outbox epoch each, and acknowledges what is written. It keeps nothing of its own: killed at any moment, it loses
-nothing, because the outboxes send again whatever was not acknowledged.
+`python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there,
+commits it to the ledger in groups of one outbox epoch each, and acknowledges what is written. It
+keeps nothing of its own: killed at any moment, it loses nothing, because the outboxes send again
+whatever was not acknowledged.
 """
 
 import gc
@@ -46,8 +47,8 @@ log = logging.getLogger(__name__)
 
 #: Frames taken from the socket before they are committed.
 BATCH = 2048
-#: So many objects more than before are searched for cycles, of which receipts have none: more than a full batch is. At Python's own
-#: number (700) that search took a third of the relay's time.
+#: So many objects more than before are searched for cycles, of which receipts have none: more than
+#: a full batch is. At Python's own number (700) that search took a third of the relay's time.
 GC_OBJECTS = 100_000
 #: Between attempts to reach Redis.
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
@@ -68,7 +69,9 @@ class Settles(Protocol):
 
     def mark(self, worker: str, rank: int, epoch: str) -> int: ...
 
-    def settle(self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]) -> int: ...
+    def settle(
+        self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]
+    ) -> int: ...
 
     def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int: ...
 
@@ -93,7 +96,10 @@ class Batch:
         if frame.kind is Kind.RECEIPT:
             receipt = _decoded(frame.payload)
             if (receipt.worker, receipt.rank) != (worker, rank):
-                raise FrameError(f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, which is not its sender")
+                raise FrameError(
+                    f"receipt {frame.seq} names worker {receipt.worker!r} rank {receipt.rank}, "
+                    "which is not its sender"
+                )
             for file in receipt.files:
                 if fault := path_fault(file.path, receipt.job):
                     raise FrameError(f"receipt {frame.seq}: {fault}")
@@ -120,18 +126,25 @@ class Relay:
         replicas: int = 0,
         lossy: bool = False,
     ):
-        """Binds at once; port 0 or `*` takes a free one, see `endpoint`. `lossy`: whether a Redis without a log will do.
+        """Binds at once; port 0 or `*` takes a free one, see `endpoint`.
 
-        Raises SettingsError when `url` is no address, is off loopback without `curve` or `allow_remote`, or is taken.
+        `lossy`: whether a Redis without a log will do.
+
+        Raises SettingsError when `url` is no address, is off loopback without `curve` or
+        `allow_remote`, or is taken.
         """
         self._settler = settler
         self._redis = redis_client
         self._lossy = lossy
-        self._replicas = Replicas(redis_client, replicas) if redis_client is not None and replicas else None
+        self._replicas = (
+            Replicas(redis_client, replicas) if redis_client is not None and replicas else None
+        )
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._known = curve.clients if curve is not None else None
-        self._authenticator = curve.guard(self._context, self._socket) if curve is not None else None
+        self._authenticator = (
+            curve.guard(self._context, self._socket) if curve is not None else None
+        )
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1), (zmq.LINGER, 500), (zmq.SNDHWM, BATCH), (zmq.RCVHWM, BATCH),
             (zmq.MAXMSGSIZE, frames.MAX_FRAME),
@@ -191,7 +204,7 @@ class Relay:
             self._authenticator.stop()
         self._context.term()
 
-    # -- taking -------------------------------------------------------------------------------------------------------------
+    # -- taking ------------------------------------------------------------------------------------
 
     def _take(self) -> Batch | None:
         """What is there now, up to `BATCH` frames; None: nothing."""
@@ -205,7 +218,9 @@ class Relay:
             identity, raw = message[0], message[1] if len(message) == 2 else b""
             try:
                 if len(message) != 2:
-                    raise FrameError(f"a message must have one part; this one has {len(message) - 1}")
+                    raise FrameError(
+                        f"a message must have one part; this one has {len(message) - 1}"
+                    )
                 frame = frames.unpack(raw)
                 self._check_key(identity, key)
                 batch.add(identity, frame)
@@ -221,7 +236,10 @@ class Relay:
     def _receive(self) -> tuple[list[bytes], str]:
         """A message and the public key of its connection; raises `zmq.Again` if there is none."""
         if self._known is None:
-            message = [self._socket.recv(zmq.DONTWAIT), self._socket.recv(zmq.DONTWAIT)]  # a ROUTER has two parts of anything at least
+            message = [
+                self._socket.recv(zmq.DONTWAIT),
+                self._socket.recv(zmq.DONTWAIT),
+            ]  # a ROUTER has two parts of anything at least
             while self._socket.getsockopt(zmq.RCVMORE):
                 message.append(self._socket.recv(zmq.DONTWAIT))
             return message, ""
@@ -229,34 +247,46 @@ class Relay:
         return [part.bytes for part in parts], str(parts[-1].get("User-Id"))
 
     def _check_key(self, identity: bytes, key: str) -> None:
-        """Raises ImpostorError when the sender's key is not that of the worker that it says it is."""
+        """Raises ImpostorError when the sender's key is not that of the worker that it says it
+        is.
+        """
         if self._known is None:
             return
         worker, _ = frames.peer_of(identity)
         known = self._known.key_of(worker)
         if known != key:
             belongs = "has no key here" if known is None else "has a different key"
-            raise ImpostorError(f"the sender with CURVE key {key} identifies as worker {worker!r}, which {belongs}")
+            raise ImpostorError(
+                f"the sender with CURVE key {key} identifies as worker {worker!r}, which {belongs}"
+            )
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
         self.refused += 1
         metrics.REFUSED_FRAMES.labels(reason).inc()
         answer = frames.refuse(raw, reason, detail)
-        self._complain(f"{identity!r} {reason}", "rejected a frame of %r: %s", identity, frames.refusal(frames.unpack(answer)).detail)
+        self._complain(
+            f"{identity!r} {reason}",
+            "rejected a frame of %r: %s",
+            identity,
+            frames.refusal(frames.unpack(answer)).detail,
+        )
         self._send(identity, answer)
 
-    # -- committing and answering -------------------------------------------------------------------------------------------
+    # -- committing and answering ------------------------------------------------------------------
 
     def _commit(self, batch: Batch) -> None:
         """Everything of the batch into Redis, and answered once that is written.
 
-        While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A stream that Redis refuses
-        is left unanswered, so that its outbox sends it again later; the others go on.
+        While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A
+        stream that Redis refuses is left unanswered, so that its outbox sends it again later; the
+        others go on.
         """
         marks: dict[Stream, int] = {}
         answers: list[tuple[Stream, Kind, bytes]] = []
 
-        def commit(stream: Stream, call: Callable[[], int], kind: Kind, payload: bytes = b"") -> None:
+        def commit(
+            stream: Stream, call: Callable[[], int], kind: Kind, payload: bytes = b""
+        ) -> None:
             mark = self._patiently(stream, call)
             if mark is not None:
                 marks[stream] = mark
@@ -269,7 +299,12 @@ class Relay:
             crash_point("relay.committed")
         for stream, lost in batch.losses:
             log.error(
-                "worker %s rank %d lost receipts %d to %d of jobs %s: %s", *stream[:2], lost.first, lost.last, lost.jobs, lost.message
+                "worker %s rank %d lost receipts %d to %d of jobs %s: %s",
+                *stream[:2],
+                lost.first,
+                lost.last,
+                lost.jobs,
+                lost.message,
             )
             commit(stream, partial(self._settler.lost, *stream, lost), Kind.ACK)
         for stream, nonce in batch.greetings.items():
@@ -278,13 +313,18 @@ class Relay:
             marks = self._written(self._redis, list(marks))
         for stream, kind, payload in answers:
             if stream in marks:
-                self._send(batch.peers[stream], frames.pack(kind, stream[2], marks[stream], payload))
+                self._send(
+                    batch.peers[stream], frames.pack(kind, stream[2], marks[stream], payload)
+                )
 
     def _written(self, client: "redis.Redis", streams: list[Stream]) -> dict[Stream, int]:
-        """The streams' marks, once Redis has written them to its log. A Redis killed earlier would have forgotten them.
+        """The streams' marks, once Redis has written them to its log.
 
-        They are read again on the connection that confirms the write, because Redis may have restarted since. Empty if Redis is
-        unreachable or cannot write: no outbox is answered then, and each asks again.
+        A Redis killed earlier would have forgotten them.
+
+        They are read again on the connection that confirms the write, because Redis may have
+        restarted since. Empty if Redis is unreachable or cannot write: no outbox is answered then,
+        and each asks again.
         """
         deadline, barrier = time.monotonic() + PATIENCE_S, Barrier(self._replicas, self._lossy)
         try:
@@ -293,10 +333,20 @@ class Relay:
                     pipe.mget([mark_key(*stream) for stream in streams])
                     barrier.ask(pipe)
                     found, *answers = pipe.execute()
-                if barrier.passed(*answers) and (self._replicas is None or self._replicas.suffice(barrier.holders)):
-                    return {stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)}
+                if barrier.passed(*answers) and (
+                    self._replicas is None or self._replicas.suffice(barrier.holders)
+                ):
+                    return {
+                        stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)
+                    }
                 if self._stopping or time.monotonic() >= deadline:
-                    self._complain("written", "Redis cannot write its log, or has too few replicas; receipts stay unacknowledged")
+                    self._complain(
+                        "written",
+                        (
+                            "Redis cannot write its log, or has too few replicas; receipts stay "
+                            "unacknowledged"
+                        ),
+                    )
                     self._reopen()
                     return {}
                 time.sleep(PAUSE_S)
@@ -305,7 +355,9 @@ class Relay:
             return {}
 
     def _patiently(self, stream: Stream, call: Callable[[], int]) -> int | None:
-        """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping without Redis."""
+        """`call`'s mark, once Redis can be reached; None when it is refused, or when stopping
+        without Redis.
+        """
         pause = RETRY_S
         while not self._gave_up:
             try:
@@ -313,23 +365,35 @@ class Relay:
             except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
                 if self._stopping:
                     self._gave_up = True
-                    log.warning("stopping without Redis (%s): receipts stay in their outboxes", error)
+                    log.warning(
+                        "stopping without Redis (%s): receipts stay in their outboxes", error
+                    )
                     break
-                self._complain("redis", "Redis is unreachable; receipts stay unacknowledged: %s", error)
+                self._complain(
+                    "redis", "Redis is unreachable; receipts stay unacknowledged: %s", error
+                )
                 self._pause(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             except redis.RedisError as error:
                 self._reopen()
-                self._complain(f"{stream} redis", "Redis rejects receipts of worker %s rank %d: %s", *stream[:2], error)
+                self._complain(
+                    f"{stream} redis",
+                    "Redis rejects receipts of worker %s rank %d: %s",
+                    *stream[:2],
+                    error,
+                )
                 break
             except Exception:
-                # One stream that cannot be settled must not stop the others; its outbox keeps it and asks again.
+                # One stream that cannot be settled must not stop the others; its outbox keeps it
+                # and asks again.
                 log.exception("cannot settle receipts of worker %s rank %d", *stream[:2])
                 break
         return None
 
     def _reopen(self) -> None:
-        """Connect anew for the next command: with Sentinel, to the Redis that is the master by then."""
+        """Connect anew for the next command: with Sentinel, to the Redis that is the master by
+        then.
+        """
         if self._redis is not None:
             self._redis.connection_pool.disconnect()
 
@@ -344,12 +408,13 @@ class Relay:
         try:
             self._socket.send_multipart([identity, raw], zmq.DONTWAIT)
         except zmq.ZMQError as error:
-            # Gone, or not reading: marks are cumulative and requested again, so an answer may be dropped.
+            # Gone, or not reading: marks are cumulative and requested again, so an answer may be
+            # dropped.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             log.debug("no answer to %r: %s", identity, error)
 
-    # -- telling ------------------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def _beat(self) -> int:
         """Renew the sign of life when it is time; returns milliseconds until the next."""
@@ -357,7 +422,12 @@ class Relay:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             if self._redis is not None:
-                sign = {"url": self.endpoint, "pid": os.getpid(), "version": __version__, "received": self.received}
+                sign = {
+                    "url": self.endpoint,
+                    "pid": os.getpid(),
+                    "version": __version__,
+                    "received": self.received,
+                }
                 try:
                     former = cast("bytes | None", self._redis.get(RELAY_KEY))
                     known = json.loads(former).get("since", 0.0) if former else time.time()
@@ -385,7 +455,10 @@ def bind_address(url: str, allow_remote: bool) -> str:
     if url.startswith("ipc://"):
         return url
     if "," in url:
-        raise SettingsError(f"relay_url={url!r} lists several relays, as ranks take it: give each relay its own address")
+        raise SettingsError(
+            f"relay_url={url!r} lists several relays, as ranks take it: give each relay its "
+            "own address"
+        )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", "*" if parts.netloc.endswith(":*") else parts.port or "*"
@@ -395,33 +468,47 @@ def bind_address(url: str, allow_remote: bool) -> str:
         raise SettingsError(f"relay_url={url!r} is not an address such as tcp://127.0.0.1:5557")
     if host not in LOOPBACK and not allow_remote:
         raise SettingsError(
-            f"relay_url={url!r} is not loopback, and the relay would accept receipts from anyone: give relay and workers keys "
-            "(midstream curve new), bind 127.0.0.1, or set MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
+            f"relay_url={url!r} is not loopback, and the relay would accept receipts from "
+            "anyone: give relay and workers keys "
+            "(midstream curve new), bind 127.0.0.1, or set "
+            "MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
         )
     return f"tcp://{'127.0.0.1' if host == 'localhost' else f'[{host}]' if ':' in host else host}:{port}"
 
 
 def connect_redis(url: str) -> "redis.Redis":
     """A client that fails fast: the relay has its own patience."""
-    return redis_open.client(url, socket_timeout=10, socket_connect_timeout=2, retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0))
+    return redis_open.client(
+        url,
+        socket_timeout=10,
+        socket_connect_timeout=2,
+        retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+    )
 
 
 def _decoded(payload: bytes) -> Receipt:
     try:
         return receipt_decoder.decode(payload)
     except msgspec.DecodeError as error:
-        raise FrameError(f"its receipt cannot be read by midstream {__version__}: {error}") from error
+        raise FrameError(
+            f"its receipt cannot be read by midstream {__version__}: {error}"
+        ) from error
 
 
 def _decoded_loss(payload: bytes) -> LostRange:
     try:
         return from_msgpack(payload, LostRange)
     except msgspec.DecodeError as error:
-        raise FrameError(f"its LOST range cannot be read by midstream {__version__}: {error}") from error
+        raise FrameError(
+            f"its LOST range cannot be read by midstream {__version__}: {error}"
+        ) from error
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; prints `relay ready <endpoint>` once it listens. Raises SettingsError."""
+    """Serve until SIGTERM or SIGINT; prints `relay ready <endpoint>` once it listens.
+
+    Raises SettingsError.
+    """
     from ..ledger.settlement import Settler
 
     if not settings.redis_url:
@@ -433,7 +520,13 @@ def run(settings: Settings) -> None:
     client = connect_redis(settings.redis_url)
     settler, curve = Settler(client, settings), server_keys(settings)
     relay = Relay(
-        settler, settings.relay_url, client, settings.relay_allow_remote, curve, settings.redis_replicas, settings.redis_allow_lossy
+        settler,
+        settings.relay_url,
+        client,
+        settings.relay_allow_remote,
+        curve,
+        settings.redis_replicas,
+        settings.redis_allow_lossy,
     )
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -1,9 +1,12 @@
-"""Sender of committed receipts from an outbox to the relay: at least once, in order, across crashes of either side.
+"""Sender of committed receipts from an outbox to the relay: at least once, in order, across crashes
+of either side.
 
-One thread with one DEALER socket, connected to one relay. Without a connection it tries the next relay that it knows: a relay keeps
-nothing, so any of them goes on where another one ended. After every (re)connection it asks the relay for its mark, and goes on from
-there with at most `WINDOW` receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the outbox no
-longer has is said with LOST, and nothing beyond it is sent before the relay has taken that.
+One thread with one DEALER socket, connected to one relay. Without a connection it tries the next
+relay that it knows: a relay keeps nothing, so any of them goes on where another one ended. After
+every (re)connection it asks the relay for its mark, and goes on from there with at most `WINDOW`
+receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the
+outbox no longer has is said with LOST, and nothing beyond it is sent before the relay has taken
+that.
 """
 
 import contextlib
@@ -33,7 +36,8 @@ log = logging.getLogger(__name__)
 WINDOW = 1024
 #: Rows read from the database per query.
 READ_ROWS = 256
-#: Without progress for this long the relay is asked again; doubled each time, up to the second number.
+#: Without progress for this long the relay is asked again; doubled each time, up to the second
+#: number.
 PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
 #: After a refusal: the relay may be replaced by one that understands us.
 REFUSED_PAUSE_S = 30.0
@@ -43,19 +47,27 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
 
 #: Seconds without a connection after which the next relay is tried, where several are known.
 NEXT_RELAY_S = 2.0
-#: After a handshake that failed; libzmq itself gives up after some of these, and does not pause after the others.
+#: After a handshake that failed; libzmq itself gives up after some of these, and does not pause
+#: after the others.
 KNOCK_AGAIN_S = 2.0
 #: The same complaint about the handshake is logged this often.
 COMPLAIN_EVERY_S = 30.0
 
 _UNHEARD: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "one side has CURVE keys and the other has none, or no relay is listening there{keyless}",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed the connection during the handshake: curve_server_key may not be its public key",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
+        "it does not know this worker's public CURVE key {public} (curve_clients_dir of the relay)"
+    ),
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: (
+        "one side has CURVE keys and the other has none, or no relay is listening there{keyless}"
+    ),
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
+        "it closed the connection during the handshake: curve_server_key may not be its public key"
+    ),
 }
 #: Added to the message where this side has no keys.
 _KEYLESS = (
-    ". This worker has no key: set MIDSTREAM_CURVE_DIR to the relay's curve_dir (for `midstream up`: secrets/curve in its data directory), "
+    ". This worker has no key: set MIDSTREAM_CURVE_DIR to the relay's curve_dir "
+    "(for `midstream up`: secrets/curve in its data directory), "
     "or create keys (midstream curve new)"
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -76,9 +88,9 @@ class Phase(Enum):
 class Sender(threading.Thread):
     """Sends what `store` holds up to the number last given to `committed`.
 
-    It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when it knows what a former epoch lost;
-    `renumber()` to ask for `store.restart_epoch`, after which `renumbered()` is to be called; `fatal(error)` when receipts
-    cannot be delivered without somebody's help.
+    It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when it knows what a
+    former epoch lost; `renumber()` to ask for `store.restart_epoch`, after which `renumbered()` is
+    to be called; `fatal(error)` when receipts cannot be delivered without somebody's help.
     """
 
     def __init__(
@@ -108,7 +120,8 @@ class Sender(threading.Thread):
         self._committed = store.last
         self._acked = store.acked
         self._sent = store.acked
-        self._highest_sent = store.opened_at  # of this epoch, by this process; older ones may have sent up to opened_at
+        # of this epoch, by this process; older ones may have sent up to opened_at
+        self._highest_sent = store.opened_at
         self._told = LostRange(0, 0)
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
@@ -123,7 +136,8 @@ class Sender(threading.Thread):
         os.set_blocking(self._wake_write, False)
         self._waking = False
 
-    # -- called by other threads --------------------------------------------------------------------------------------------
+    # -- called by other threads
+    # --------------------------------------------------------------------------------------------
 
     def committed(self, last: int) -> None:
         """Everything up to `last` is durable and may be sent."""
@@ -151,7 +165,8 @@ class Sender(threading.Thread):
             with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
                 os.write(self._wake_write, b"w")
 
-    # -- the thread ---------------------------------------------------------------------------------------------------------
+    # -- the thread
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def _url(self) -> str:
@@ -215,7 +230,9 @@ class Sender(threading.Thread):
             # Without a connection there is no pipe, so POLLOUT does not spin.
             poller.register(socket, zmq.POLLIN | (zmq.POLLOUT if self._blocked else 0))
             wait = min(self._deadline, self._knock_at, self._next_at) - time.monotonic()
-            ready = dict(poller.poll(None if wait == float("inf") else max(0, int(wait * 1000) + 1)))
+            ready = dict(
+                poller.poll(None if wait == float("inf") else max(0, int(wait * 1000) + 1))
+            )
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
                 self._waking = False  # before state is looked at: a later change writes again
@@ -228,7 +245,11 @@ class Sender(threading.Thread):
             if time.monotonic() >= self._next_at:
                 self._next_at = float("inf")
                 if self._may_complain("next"):
-                    log.warning("outbox %s: no connection to the relay at %s; trying the next one", self._store.path, self._url)
+                    log.warning(
+                        "outbox %s: no connection to the relay at %s; trying the next one",
+                        self._store.path,
+                        self._url,
+                    )
                 return
             if time.monotonic() >= self._knock_at:
                 self._knock_at = float("inf")
@@ -258,14 +279,22 @@ class Sender(threading.Thread):
                 self._enter(Phase.OFF)
 
     def _unheard(self, socket: "zmq.Socket[bytes]", event: int) -> None:
-        """A peer answers but the handshake fails: log it and retry later, as it may have been fixed."""
+        """A peer answers but the handshake fails: log it and retry later, as it may have been
+        fixed.
+        """
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
             event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # it saw first that only it has keys
         if self._may_complain(event):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
             why = _UNHEARD[event].format(public=public, keyless=keyless)
             waiting = self._committed - self._acked
-            log.error("outbox %s: rejected by the relay at %s (receipts waiting: %d): %s", self._store.path, self._url, waiting, why)
+            log.error(
+                "outbox %s: rejected by the relay at %s (receipts waiting: %d): %s",
+                self._store.path,
+                self._url,
+                waiting,
+                why,
+            )
         if self._knock_at == float("inf"):
             with contextlib.suppress(zmq.ZMQError):  # libzmq has forgotten the address already
                 socket.disconnect(self._url)
@@ -285,7 +314,9 @@ class Sender(threading.Thread):
         if self._phase is Phase.RENUMBER and not self._has_new_epoch:
             return  # the epoch is changing under us; the connection is looked at afterwards
         self._phase = phase
-        waits = phase in (Phase.ASKED, Phase.TOLD) or (phase is Phase.STREAM and self._sent > self._acked)
+        waits = phase in (Phase.ASKED, Phase.TOLD) or (
+            phase is Phase.STREAM and self._sent > self._acked
+        )
         if phase is Phase.REFUSED:
             self._deadline = time.monotonic() + REFUSED_PAUSE_S
         else:
@@ -296,7 +327,8 @@ class Sender(threading.Thread):
         self._patience = min(2 * self._patience, MAX_PATIENCE_S)
         self._enter(Phase.GREET)
 
-    # -- sending ------------------------------------------------------------------------------------------------------------
+    # -- sending
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def _epoch(self) -> str:
@@ -339,16 +371,32 @@ class Sender(threading.Thread):
                     self._enter(Phase.STREAM)  # something is under way: the clock starts
 
     def _lose(self, socket: "zmq.Socket[bytes]", last: int) -> None:
-        """Say that `sent + 1 … last` are not there any more, once everything before has been acknowledged."""
+        """Say that `sent + 1 … last` are not there any more, once everything before has been
+        acknowledged.
+        """
         if self._acked == self._sent:
             first = self._sent + 1
             jobs = self._store.jobs_of(first, last)
-            self._tell(socket, LostRange(first, last, jobs, f"receipts {first} to {last} are missing from {self._store.path}"))
+            self._tell(
+                socket,
+                LostRange(
+                    first,
+                    last,
+                    jobs,
+                    f"receipts {first} to {last} are missing from {self._store.path}",
+                ),
+            )
 
     def _tell(self, socket: "zmq.Socket[bytes]", lost: LostRange) -> None:
         if self._send(socket, Kind.LOST, lost.last, to_msgpack(lost)):
             count = lost.last - lost.first + 1
-            log.error("outbox %s: receipts lost: %d (jobs %s): %s", self._store.path, count, lost.jobs, lost.message)
+            log.error(
+                "outbox %s: receipts lost: %d (jobs %s): %s",
+                self._store.path,
+                count,
+                lost.jobs,
+                lost.message,
+            )
             self._told = lost
             self._enter(Phase.TOLD)
 
@@ -360,7 +408,8 @@ class Sender(threading.Thread):
             return False
         return True
 
-    # -- receiving ----------------------------------------------------------------------------------------------------------
+    # -- receiving
+    # ----------------------------------------------------------------------------------------------
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
         while True:
@@ -381,7 +430,9 @@ class Sender(threading.Thread):
             except ProtocolMismatch as error:
                 self._refused("protocol", error.refusal.detail if error.refusal else str(error))
             except FrameError as error:
-                self._refused("malformed", f"cannot read the response from the relay at {self._url}: {error}")
+                self._refused(
+                    "malformed", f"cannot read the response from the relay at {self._url}: {error}"
+                )
 
     def _on_mark(self, socket: "zmq.Socket[bytes]", frame: Frame) -> None:
         if self._phase is not Phase.ASKED or frame.payload != to_msgpack(self._nonce):
@@ -393,10 +444,21 @@ class Sender(threading.Thread):
                 self._close_former()
                 return
             jobs = unique_jobs(former.jobs, mark + 1, former.last)
-            self._tell(socket, LostRange(mark + 1, former.last, jobs, f"the outbox of rank {self._store.rank} was damaged"))
+            self._tell(
+                socket,
+                LostRange(
+                    mark + 1,
+                    former.last,
+                    jobs,
+                    f"the outbox of rank {self._store.rank} was damaged",
+                ),
+            )
         elif mark > self._highest_sent:
             log.error(
-                "outbox %s was restored to an older state: the relay has receipts up to %d, but the outbox ends at %d; a new epoch starts",
+                (
+                    "outbox %s was restored to an older state: the relay has receipts up to %d, "
+                    "but the outbox ends at %d; a new epoch starts"
+                ),
                 self._store.path,
                 mark,
                 self._highest_sent,
@@ -437,7 +499,13 @@ class Sender(threading.Thread):
         if reason not in self._refusals:
             self._refusals.add(reason)
             log.error(
-                "outbox %s (relay protocol %d, midstream %s): rejected by the relay: %s", self._store.path, PROTOCOL, __version__, detail
+                "outbox %s (relay protocol %d, midstream %s): rejected by the relay: %s",
+                self._store.path,
+                PROTOCOL,
+                __version__,
+                detail,
             )
-            self._fatal(OutboxError("internal", f"the relay at {self._url} rejects receipts: {detail}"))
+            self._fatal(
+                OutboxError("internal", f"the relay at {self._url} rejects receipts: {detail}")
+            )
         self._enter(Phase.REFUSED)

@@ -1,4 +1,6 @@
-"""HTTP request of a webhook: signed, to a checked address, without redirects, bounded in time and size."""
+"""HTTP request of a webhook: signed, to a checked address, without redirects, bounded in time and
+size.
+"""
 
 import asyncio
 import base64
@@ -19,14 +21,15 @@ from .targets import Address, refusal, url_fault
 
 SECRET_PREFIX = "whsec_"
 USER_AGENT = f"midstream/{__version__} (webhooks)"
-#: Bytes of an answer's body that are read: so few that its connection may be used again, never to be looked at.
+#: Bytes of an answer's body that are read: so few that its connection may be used again, never to
+#: be looked at.
 BODY_CAP = 16 * 1024
 #: Seconds that reading them may take once the status is known.
 DRAIN_S = 1.0
 #: Seconds for which an idle connection is kept, and how many.
 KEEPALIVE_S, KEPT = 20.0, 64
-#: Names looked up at once: more than one tenant may send to at once, whose name servers may all be slow. A lookup cannot be given up,
-#: so it may outlast the attempt that asked for it.
+#: Names looked up at once: more than one tenant may send to at once, whose name servers may all be
+#: slow. A lookup cannot be given up, so it may outlast the attempt that asked for it.
 RESOLVER_THREADS = 256
 
 #: (host, port) → all addresses of the name. Raises OSError.
@@ -47,14 +50,20 @@ class Answer(NamedTuple):
 
 
 def signature(secrets: Iterable[str], message_id: str, timestamp: int, body: bytes) -> str:
-    """The header `webhook-signature`: one `v1,…` per secret (`whsec_` and base64), HMAC-SHA256 as Standard Webhooks 1.0 has it."""
+    """The header `webhook-signature`: one `v1,…` per secret (`whsec_` and base64), HMAC-SHA256 as
+    Standard Webhooks 1.0 has it.
+    """
     signed = f"{message_id}.{timestamp}.".encode() + body
     keys = [base64.b64decode(secret.removeprefix(SECRET_PREFIX)) for secret in secrets]
-    return " ".join("v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in keys)
+    return " ".join(
+        "v1," + base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in keys
+    )
 
 
 class CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Opens connections to addresses that were checked, and looks each name up once: between check and connection it cannot change."""
+    """Opens connections to addresses that were checked, and looks each name up once: between check
+    and connection it cannot change.
+    """
 
     def __init__(self, allow_private: bool, resolve: Resolver) -> None:
         self._allow_private = allow_private
@@ -69,16 +78,25 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Raises TargetRefused when any address of the host is refused, httpcore.ConnectError when none answers."""
+        """Raises TargetRefused when any address of the host is refused, httpcore.ConnectError when
+        none answers.
+        """
         addresses = await self._addresses(host, port)
-        for address in addresses:  # one is enough: a name with both public and private addresses is not a valid receiver
+        for address in addresses:
+            # one is enough: a name with both public and private addresses is not a valid receiver
             if why := refusal(address, self._allow_private):
                 # The receiver's owner reads this, so it must not reveal addresses of our network.
-                raise TargetRefused(f"{host} resolves to an address that is {why}" if host != str(address) else f"{host} is {why}")
+                raise TargetRefused(
+                    f"{host} resolves to an address that is {why}"
+                    if host != str(address)
+                    else f"{host} is {why}"
+                )
         failure: Exception = httpcore.ConnectError(f"{host} has no address")
         for address in addresses:
             try:
-                return await self._backend.connect_tcp(str(address), port, timeout, local_address, socket_options)
+                return await self._backend.connect_tcp(
+                    str(address), port, timeout, local_address, socket_options
+                )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
         raise failure
@@ -95,12 +113,16 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
 
 class Poster:
-    """Posts webhooks over kept connections. Belongs to the event loop it is used on; end it with `close()`.
+    """Posts webhooks over kept connections.
+
+    Belongs to the event loop it is used on; end it with `close()`.
 
     `resolve`: the name lookup, replaced in tests.
     """
 
-    def __init__(self, allow_private: bool, timeout_s: float, resolve: Resolver | None = None) -> None:
+    def __init__(
+        self, allow_private: bool, timeout_s: float, resolve: Resolver | None = None
+    ) -> None:
         self._allow_private = allow_private
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="webhook-names")
@@ -116,8 +138,13 @@ class Poster:
         await self._pool.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def post(self, url: str, message_id: str, timestamp: int, body: bytes, secrets: Iterable[str]) -> Answer:
-        """One attempt. Raises TargetRefused, and NoAnswer for everything that is no HTTP answer within the time."""
+    async def post(
+        self, url: str, message_id: str, timestamp: int, body: bytes, secrets: Iterable[str]
+    ) -> Answer:
+        """One attempt.
+
+        Raises TargetRefused, and NoAnswer for everything that is no HTTP answer within the time.
+        """
         if fault := url_fault(url, self._allow_private):
             raise TargetRefused(fault)
         headers = [
@@ -134,7 +161,13 @@ class Poster:
                 return await self._post(url, headers, body)
         except TimeoutError as error:
             raise NoAnswer(f"no answer within {self._timeout_s:g} s") from error
-        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError, OSError) as error:
+        except (
+            httpcore.NetworkError,
+            httpcore.TimeoutException,
+            httpcore.ProtocolError,
+            ssl.SSLError,
+            OSError,
+        ) as error:
             raise NoAnswer(_why(error)) from error
 
     async def _post(self, url: str, headers: list[tuple[str, str]], body: bytes) -> Answer:
@@ -147,13 +180,22 @@ class Poster:
                         size += len(part)
                         if size > BODY_CAP:
                             break
-            except (TimeoutError, httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
-                pass  # the status is the answer; what follows it is of no interest, and its connection is closed
+            except (
+                TimeoutError,
+                httpcore.NetworkError,
+                httpcore.TimeoutException,
+                httpcore.ProtocolError,
+            ):
+                # the status is the answer; what follows it is of no interest, and its connection is
+                # closed
+                pass
             return answer
 
     async def _look_up(self, host: str, port: int) -> Sequence[str]:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        found = await loop.run_in_executor(
+            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
@@ -171,5 +213,7 @@ def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
 
 
 def _tls() -> ssl.SSLContext:
-    """The machine's authorities (also those of SSL_CERT_FILE) and the ones that come with the HTTP library."""
+    """The machine's authorities (also those of SSL_CERT_FILE) and the ones that come with the HTTP
+    library.
+    """
     return httpcore.default_ssl_context()

@@ -1,7 +1,8 @@
 """Webhook outbox in Redis: deliveries and their state; filled by `lua/announce.lua`.
 
-Every delivery is lent to one sender at a time; one whose sender died is lent again, under the same id, when the loan ends.
-The time is asked of `clock` wherever it matters, so that hours can be simulated.
+Every delivery is lent to one sender at a time; one whose sender died is lent again, under the same
+id, when the loan ends. The time is asked of `clock` wherever it matters, so that hours can be
+simulated.
 """
 
 import secrets
@@ -14,17 +15,27 @@ from typing import Any, NamedTuple, cast
 from ...schemas.base import from_json, now, to_json
 from ...schemas.errors import MidstreamError
 from ...schemas.states import CallbackEvent
-from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryPage, DeliveryState, DisabledEndpoint, HookBody, HookData
+from ...schemas.webhooks import (
+    Delivery,
+    DeliveryAttempt,
+    DeliveryPage,
+    DeliveryState,
+    DisabledEndpoint,
+    HookBody,
+    HookData,
+)
 from ..ledger import views
 from ..ledger.jobs import Ledger, reachable
 from ..ledger.script_arguments import ARGUMENTS, pack
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
-#: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it is known to answer well.
+#: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it
+#: is known to answer well.
 LANE_ROOM = 16
 #: An answer that took longer than this many seconds does not raise the receiver's concurrency.
 QUICK_S = 2.0
-#: Lanes looked at for one loan, at most: a tenant that has its share may have thousands that are due before those of others.
+#: Lanes looked at for one loan, at most: a tenant that has its share may have thousands that are
+#: due before those of others.
 LANES_SCANNED = 20_000
 #: Attempts that are kept of a delivery: more than the ladder has, for those sent again by hand.
 ATTEMPTS_KEPT = 50
@@ -57,7 +68,11 @@ class DeliveryLease(NamedTuple):
 
     def body(self) -> bytes:
         """What is sent: the same bytes in every attempt."""
-        stamp = datetime.fromtimestamp(float(self.created), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        stamp = (
+            datetime.fromtimestamp(float(self.created), UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
         data = HookData(id=self.job, state=self.job_state, attempt=self.attempt, model=self.model)
         return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
 
@@ -71,68 +86,123 @@ class WebhookOutbox:
         self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
         self.clock = clock
 
-    # ---- the sender's side -----------------------------------------------------------------------------------------
+    # ---- the sender's side -----------------------------------------------------------------------
 
     @reachable
-    async def lend(self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]) -> list[DeliveryLease]:
-        """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it has `under_way` here.
+    async def lend(
+        self, limit: int, share: int, lease_s: float, under_way: Mapping[str, int]
+    ) -> list[DeliveryLease]:
+        """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it
+        has `under_way` here.
 
         What they tell stays so if Redis is killed.
         """
         at, token = self.clock(), secrets.token_hex(8)
         arguments = pack(
-            at, ends=repr(at + lease_s), token=token, limit=limit, share=share, scan=LANES_SCANNED, under_way=dict(under_way)
-        )  # fmt: skip
+            at,
+            ends=repr(at + lease_s),
+            token=token,
+            limit=limit,
+            share=share,
+            scan=LANES_SCANNED,
+            under_way=dict(under_way),
+        )
         lent = await self._scripts["hooks_lease"](args=arguments)
         if lent:
             await self._written()
         loans = []
         for row in lent:
-            id_, job, event, tenant, key, url, created, state, attempt, model, tries = (part.decode() for part in row)
+            id_, job, event, tenant, key, url, created, state, attempt, model, tries = (
+                part.decode() for part in row
+            )
             loans.append(
-                DeliveryLease(id_, job, event, tenant, key, url, created, state, int(attempt), model, int(tries), token, at + lease_s)
-            )  # fmt: skip
+                DeliveryLease(
+                    id_,
+                    job,
+                    event,
+                    tenant,
+                    key,
+                    url,
+                    created,
+                    state,
+                    int(attempt),
+                    model,
+                    int(tries),
+                    token,
+                    at + lease_s,
+                )
+            )
         return loans
 
     @reachable
-    async def settle(self, loan: DeliveryLease, state: DeliveryState, attempt: DeliveryAttempt, again: float | None = None) -> str:
-        """Note an attempt and what the delivery is now; `again`: when it is due if it stays `pending`.
+    async def settle(
+        self,
+        loan: DeliveryLease,
+        state: DeliveryState,
+        attempt: DeliveryAttempt,
+        again: float | None = None,
+    ) -> str:
+        """Note an attempt and what the delivery is now; `again`: when it is due if it stays
+        `pending`.
 
-        Returns the state after it, `stale` when somebody else has the delivery by now, `unknown` when it is gone.
+        Returns the state after it, `stale` when somebody else has the delivery by now, `unknown`
+        when it is gone.
         """
         well = state == "delivered" and attempt.seconds <= QUICK_S
         at = self.clock()
         arguments = pack(
-            at, id=loan.id, token=loan.token, verdict=state, attempt=to_json(attempt), due=repr(again or 0.0),
-            pause=repr(max(0.0, (again or 0.0) - at)), off_kept=OFF_KEPT, kept=ATTEMPTS_KEPT, well=well, most=LANE_ROOM,
-        )  # fmt: skip
+            at,
+            id=loan.id,
+            token=loan.token,
+            verdict=state,
+            attempt=to_json(attempt),
+            due=repr(again or 0.0),
+            pause=repr(max(0.0, (again or 0.0) - at)),
+            off_kept=OFF_KEPT,
+            kept=ATTEMPTS_KEPT,
+            well=well,
+            most=LANE_ROOM,
+        )
         return cast(str, (await self._scripts["hooks_settle"](args=arguments)).decode())
 
     @reachable
     async def clamp(self, lease_s: float) -> int:
-        """Make deliveries due within their own pause from now, after the clock has gone back; returns how many were due later."""
+        """Make deliveries due within their own pause from now, after the clock has gone back;
+        returns how many were due later.
+        """
         at = self.clock()
-        ids = [name.decode() for name in await self._redis.zrangebyscore("ms:hooks", f"({at!r}", "+inf")]
+        ids = [
+            name.decode()
+            for name in await self._redis.zrangebyscore("ms:hooks", f"({at!r}", "+inf")
+        ]
         moved = 0
         for first in range(0, len(ids), CLAMPED_AT_ONCE):
-            moved += int(await self._scripts["hooks_clamp"](args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)))
+            moved += int(
+                await self._scripts["hooks_clamp"](
+                    args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)
+                )
+            )
         return moved
 
     @reachable
     async def clean(self, ttl_s: float, limit: int = 1000) -> int:
         """Forget what was settled more than `ttl_s` ago, up to `limit` of it; returns how many."""
         at = self.clock()
-        return int(await self._scripts["hooks_clean"](args=pack(at, before=repr(at - ttl_s), limit=limit)))
+        return int(
+            await self._scripts["hooks_clean"](args=pack(at, before=repr(at - ttl_s), limit=limit))
+        )
 
     @reachable
     async def depth(self) -> tuple[int, float | None]:
-        """How many deliveries are pending, and since or until when the first of them is due; None without any."""
+        """How many deliveries are pending, and since or until when the first of them is due; None
+        without any.
+        """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
             count, first = await pipe.execute()
         return int(count), float(first[0][1]) if first else None
 
-    # ---- what users ask --------------------------------------------------------------------------------------------
+    # ---- what users ask --------------------------------------------------------------------------
 
     @reachable
     async def delivery(self, delivery_id: str) -> Delivery:
@@ -153,7 +223,8 @@ class WebhookOutbox:
     ) -> DeliveryPage:
         """A tenant's deliveries (None: all), newest first. `cursor`: a previous page's `next`.
 
-        A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        A rare filter may give a short page with a `next`. Raises MidstreamError("invalid_request")
+        for a cursor that is not ours.
         """
         score, last = views.parse_cursor(cursor)
         found: list[Delivery] = []
@@ -162,17 +233,27 @@ class WebhookOutbox:
             chunk = await self._older(tenant, job, score, last)
             if not chunk:
                 return DeliveryPage(deliveries=found)
-            for (name, created), known in zip(chunk, await self._read([name for name, _ in chunk]), strict=True):
+            for (name, created), known in zip(
+                chunk, await self._read([name for name, _ in chunk]), strict=True
+            ):
                 scanned += 1
-                if known is not None and tenant in (None, known.tenant) and (state is None or known.state == state):
+                if (
+                    known is not None
+                    and tenant in (None, known.tenant)
+                    and (state is None or known.state == state)
+                ):
                     if len(found) == limit:
                         return DeliveryPage(deliveries=found, next=views.format_cursor(score, last))
                     found.append(known)
                 score, last = created, name
         return DeliveryPage(deliveries=found, next=views.format_cursor(score, last))
 
-    async def _older(self, tenant: str | None, job: str | None, score: float, last: str) -> Sequence[tuple[str, float]]:
-        """(id, creation time) of the next deliveries after the place (score, last), newest first."""
+    async def _older(
+        self, tenant: str | None, job: str | None, score: float, last: str
+    ) -> Sequence[tuple[str, float]]:
+        """(id, creation time) of the next deliveries after the place (score, last), newest
+        first.
+        """
         if job is not None:
             ids = [name.decode() for name in await self._redis.smembers(f"ms:hook-job:{job}")]
             rows = sorted(zip(await self._times(ids), ids, strict=True), reverse=True)
@@ -180,10 +261,16 @@ class WebhookOutbox:
         index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
         found: list[tuple[str, float]] = []
         offset = 0
-        while len(found) < PAGE_CHUNK:  # those of one and the same time are ordered by id: skip those already given
-            rows = await self._redis.zrevrangebyscore(index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True)
+        while (
+            len(found) < PAGE_CHUNK
+        ):  # those of one and the same time are ordered by id: skip those already given
+            rows = await self._redis.zrevrangebyscore(
+                index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
+            )
             offset += len(rows)
-            found += [(name.decode(), at) for name, at in rows if at < score or name.decode() < last]
+            found += [
+                (name.decode(), at) for name, at in rows if at < score or name.decode() < last
+            ]
             if len(rows) < PAGE_CHUNK:
                 break
         return found[:PAGE_CHUNK]
@@ -199,17 +286,25 @@ class WebhookOutbox:
             for name in ids:
                 pipe.hmget(f"ms:hook:{name}", *FIELDS).lrange(f"ms:hook-log:{name}", 0, -1)
             rows = await pipe.execute()
-        return [_delivery(name, values, log) for name, values, log in zip(ids, rows[::2], rows[1::2], strict=True)]
+        return [
+            _delivery(name, values, log)
+            for name, values, log in zip(ids, rows[::2], rows[1::2], strict=True)
+        ]
 
     @reachable
     async def redeliver(self, delivery_id: str) -> Delivery:
-        """Send it again, or now, under its id, in any state. Raises not_found, and conflict while its receiver is disabled."""
+        """Send it again, or now, under its id, in any state.
+
+        Raises not_found, and conflict while its receiver is disabled.
+        """
         outcome = await self._scripts["hooks_redeliver"](args=pack(self.clock(), id=delivery_id))
         if outcome == b"unknown":
             raise not_found(delivery_id)
         if outcome == b"off":
             raise MidstreamError(
-                "conflict", "its receiver responded with 410 and is disabled: re-enable it first", allowed="DELETE /v1/webhooks/disabled"
+                "conflict",
+                "its receiver responded with 410 and is disabled: re-enable it first",
+                allowed="DELETE /v1/webhooks/disabled",
             )
         return await self.delivery(delivery_id)
 
@@ -218,7 +313,11 @@ class WebhookOutbox:
         """The tenant's receivers (None: all) that responded with 410, by tenant and URL."""
         raw = await self._redis.hgetall("ms:hook-off")
         known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
-        return [DisabledEndpoint(tenant=owner, url=url, since=at) for owner, url, at in known if tenant in (None, owner)]
+        return [
+            DisabledEndpoint(tenant=owner, url=url, since=at)
+            for owner, url, at in known
+            if tenant in (None, owner)
+        ]
 
     @reachable
     async def enable(self, tenant: str, url: str) -> None:
@@ -233,7 +332,11 @@ def not_found(delivery_id: str) -> MidstreamError:
 
 
 def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -> Delivery | None:
-    record = {field: value.decode() for field, value in zip(FIELDS, values, strict=True) if value is not None}
+    record = {
+        field: value.decode()
+        for field, value in zip(FIELDS, values, strict=True)
+        if value is not None
+    }
     if "state" not in record:
         return None
     return Delivery(
@@ -253,4 +356,7 @@ def _delivery(name: str, values: Sequence[bytes | None], log: Sequence[bytes]) -
 def _source(name: str) -> str:
     folder = Path(__file__).parent / "lua"
     announce = ARGUMENTS.with_name("announce.lua")  # what the ledger's scripts queue here
-    return "\n".join(path.read_text() for path in (ARGUMENTS, announce, folder / "hooks_common.lua", folder / f"{name}.lua"))
+    return "\n".join(
+        path.read_text()
+        for path in (ARGUMENTS, announce, folder / "hooks_common.lua", folder / f"{name}.lua")
+    )

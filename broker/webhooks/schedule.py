@@ -1,9 +1,13 @@
-"""Retry schedule of webhooks: the ladder of Standard Webhooks, jitter and Retry-After. Pure functions."""
+"""Retry schedule of webhooks: the ladder of Standard Webhooks, jitter and Retry-After.
+
+Pure functions.
+"""
 
 import random
 from email.utils import parsedate_to_datetime
 
-#: Seconds before each attempt, counted from the end of the one before: a little over three days in all.
+#: Seconds before each attempt, counted from the end of the one before: a little over three days in
+#: all.
 LADDER_S = (0.0, 5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
 #: A pause is longer by up to this share, so that what failed together does not come back together.
 JITTER = 0.2
@@ -13,10 +17,14 @@ RETRY_AFTER_MAX_S = 24 * 3600.0
 WISHING = frozenset({429, 503})
 
 
-def due_again(tries: int, at: float, asked: float = 0.0, chance: random.Random | None = None) -> float | None:
-    """When to send again after `tries` attempts (at least 1) of which the last ended at `at`; None: that was the last rung.
+def due_again(
+    tries: int, at: float, asked: float = 0.0, chance: random.Random | None = None
+) -> float | None:
+    """When to send again after `tries` attempts (at least 1) of which the last ended at `at`; None:
+    that was the last rung.
 
-    `asked`: seconds that the receiver asked to be left alone, at least. `at` and the answer in seconds since the epoch.
+    `asked`: seconds that the receiver asked to be left alone, at least. `at` and the answer in
+    seconds since the epoch.
     """
     if tries >= len(LADDER_S):
         return None
@@ -25,7 +33,9 @@ def due_again(tries: int, at: float, asked: float = 0.0, chance: random.Random |
 
 
 def retry_after(status: int, header: str | None, at: float) -> float:
-    """Seconds that the answer asks us to wait (RFC 9110: a number, or an HTTP date), 0 when it does not; a day at most."""
+    """Seconds that the answer asks us to wait (RFC 9110: a number, or an HTTP date), 0 when it does
+    not; a day at most.
+    """
     if status not in WISHING or header is None:
         return 0.0
     text = header.strip()

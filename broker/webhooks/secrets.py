@@ -1,4 +1,5 @@
-"""Signing secrets of webhooks: a tenant's own, created on first use, and for a while the previous one; or those of a key.
+"""Signing secrets of webhooks: a tenant's own, created on first use, and for a while the previous
+one; or those of a key.
 
 They are stored in Redis unhashed, because the signer needs them.
 """
@@ -26,13 +27,20 @@ class WebhookSecrets:
         self._script = ledger.redis.register_script(_source())
 
     async def of(self, tenant: str, key: str) -> SecretList:
-        """What signs the webhooks of jobs submitted with `key` (empty: without one): newest first. Made now if there is none."""
+        """What signs the webhooks of jobs submitted with `key` (empty: without one): newest first.
+
+        Made now if there is none.
+        """
         if key and await self._own(tenant, key):
             return SecretList(of="key", secrets=await self._turn(_owner(tenant, key), keep=True))
         return SecretList(of="tenant", secrets=await self._turn(tenant, keep=True))
 
-    async def rotate(self, tenant: str, key: str, keep_former_s: float, own: bool = False) -> SecretList:
-        """A new secret; the former one signs as well for `keep_former_s` (0: no more). One that was former before signs no more.
+    async def rotate(
+        self, tenant: str, key: str, keep_former_s: float, own: bool = False
+    ) -> SecretList:
+        """A new secret; the former one signs as well for `keep_former_s` (0: no more).
+
+        One that was former before signs no more.
 
         `own`: for `key` alone, which then has secrets apart from its tenant's for good.
         """
@@ -46,15 +54,26 @@ class WebhookSecrets:
         return bool(await self._redis.exists(f"ms:hook-secret:{_owner(tenant, key)}"))
 
     @reachable
-    async def _turn(self, owner: str, keep_former_s: float = 0.0, heir_of: str = "", keep: bool = False) -> list[Secret]:
+    async def _turn(
+        self, owner: str, keep_former_s: float = 0.0, heir_of: str = "", keep: bool = False
+    ) -> list[Secret]:
         at = now()
         fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
         found = await self._script(
-            args=pack(at, owner=owner, secret=fresh, ends=repr(at + keep_former_s), heir_of=heir_of or None, keep=keep)
+            args=pack(
+                at,
+                owner=owner,
+                secret=fresh,
+                ends=repr(at + keep_former_s),
+                heir_of=heir_of or None,
+                keep=keep,
+            )
         )
         known = [Secret(secret=found[0].decode(), created=float(found[1]))]
         if found[2] is not None and float(found[4]) > at:
-            known.append(Secret(secret=found[2].decode(), created=float(found[3]), until=float(found[4])))
+            known.append(
+                Secret(secret=found[2].decode(), created=float(found[3]), until=float(found[4]))
+            )
         return known
 
 

@@ -1,7 +1,9 @@
-"""Webhook sender: a loop in the `callbacks` process that leases due deliveries, sends them and records the outcome.
+"""Webhook sender: a loop in the `callbacks` process that leases due deliveries, sends them and
+records the outcome.
 
-Receivers do not wait for each other: each lane has its own room in the outbox, and no tenant has all of a sender's slots. For a
-simulated clock see `clock_of` (a whole process) and `Sender.round` (inside a test).
+Receivers do not wait for each other: each lane has its own room in the outbox, and no tenant has
+all of a sender's slots. For a simulated clock see `clock_of` (a whole process) and `Sender.round`
+(inside a test).
 """
 
 import asyncio
@@ -39,7 +41,8 @@ LEASE_SPARE_S = 10.0
 HOUSEKEEPING_S = 5.0
 #: Seconds by which the clock may fall behind between two looks at it before it counts as set back.
 SET_BACK_S = 1.0
-#: Seconds that attempts under way have to end when the sender is stopped; what does not is sent again.
+#: Seconds that attempts under way have to end when the sender is stopped; what does not is sent
+#: again.
 STOP_S = 3.0
 GONE = 410
 
@@ -47,7 +50,10 @@ _CLOCK = re.compile(r"(?:^|[;,])webhooks:clock=([^;,]+)")
 
 
 def clock_of(settings: Settings) -> Callable[[], float]:
-    """Seconds since the epoch. For tests, `MIDSTREAM_FAULT=webhooks:clock=FILE` moves it on by the seconds that the file holds."""
+    """Seconds since the epoch.
+
+    For tests, `MIDSTREAM_FAULT=webhooks:clock=FILE` moves it on by the seconds that the file holds.
+    """
     found = _CLOCK.search(settings.fault)
     if found is None:
         return now
@@ -59,7 +65,12 @@ class Sender:
     """Sends what `outbox` lends, at the outbox's time. `poster` is this sender's to close."""
 
     def __init__(
-        self, outbox: WebhookOutbox, secrets: WebhookSecrets, poster: Poster, settings: Settings, chance: random.Random | None = None
+        self,
+        outbox: WebhookOutbox,
+        secrets: WebhookSecrets,
+        poster: Poster,
+        settings: Settings,
+        chance: random.Random | None = None,
     ):
         self._outbox = outbox
         self._secrets = secrets
@@ -68,17 +79,26 @@ class Sender:
         self._ttl_s = settings.webhook_log_ttl_s
         self._chance = chance or random.Random()
         self._under_way: dict[asyncio.Task[None], str] = {}
-        self._ahead = math.inf  # seconds by which the outbox's clock was ahead of the monotonic one; before a first look: as if set back
+        # seconds by which the outbox's clock was ahead of the monotonic one; before a first look:
+        # as if set back
+        self._ahead = math.inf
 
     @classmethod
     def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "Sender":
         """A sender with the ledger's settings; `clock` defaults to what the settings say."""
         settings = ledger.settings
         outbox = WebhookOutbox(ledger, clock or clock_of(settings))
-        return cls(outbox, WebhookSecrets(ledger), Poster(settings.webhook_allow_private, settings.webhook_timeout_s), settings)
+        return cls(
+            outbox,
+            WebhookSecrets(ledger),
+            Poster(settings.webhook_allow_private, settings.webhook_timeout_s),
+            settings,
+        )
 
     async def close(self) -> None:
-        """Attempts under way get a moment to end; what is cut off is sent again by whoever comes next."""
+        """Attempts under way get a moment to end; what is cut off is sent again by whoever comes
+        next.
+        """
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=STOP_S)
         for task in list(self._under_way):
@@ -108,12 +128,15 @@ class Sender:
             if lent and len(self._under_way) < SLOTS:
                 continue  # there may be more
             if self._under_way:
-                await asyncio.wait(self._under_way, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    self._under_way, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
+                )
             else:
                 await asyncio.sleep(POLL_S)
 
     async def round(self) -> int:
-        """Everything that is due by the outbox's clock, sent and settled; returns the number of attempts. For simulated time:
+        """Everything that is due by the outbox's clock, sent and settled; returns the number of
+        attempts. For simulated time:
 
         advance the clock to what `WebhookOutbox.depth` says is due first, and call this again.
         """
@@ -130,7 +153,9 @@ class Sender:
             pass
         depth, oldest = await self._outbox.depth()
         metrics.WEBHOOK_DEPTH.set(depth)
-        metrics.WEBHOOK_OLDEST.set(0.0 if oldest is None else max(self._outbox.clock() - oldest, 0.0))
+        metrics.WEBHOOK_OLDEST.set(
+            0.0 if oldest is None else max(self._outbox.clock() - oldest, 0.0)
+        )
 
     async def _borrow(self) -> int:
         """Begin as many attempts as there are slots and due deliveries; returns how many."""
@@ -138,9 +163,14 @@ class Sender:
         if not free:
             return 0
         await self._notice_clock()
-        loans = await self._outbox.lend(free, TENANT_SLOTS, self._lease_s, Counter(self._under_way.values()))
+        loans = await self._outbox.lend(
+            free, TENANT_SLOTS, self._lease_s, Counter(self._under_way.values())
+        )
         owners = {(loan.tenant, loan.key) for loan in loans}
-        secrets = {owner: [known.secret for known in (await self._secrets.of(*owner)).secrets] for owner in owners}
+        secrets = {
+            owner: [known.secret for known in (await self._secrets.of(*owner)).secrets]
+            for owner in owners
+        }
         for loan in loans:
             task = asyncio.create_task(self._deliver(loan, secrets[loan.tenant, loan.key]))
             self._under_way[task] = loan.tenant
@@ -148,7 +178,9 @@ class Sender:
         return len(loans)
 
     async def _notice_clock(self) -> None:
-        """What is due by a clock that was set back, now or while no sender ran, is not sent as late as the clock was set back."""
+        """What is due by a clock that was set back, now or while no sender ran, is not sent as late
+        as the clock was set back.
+        """
         ahead = self._outbox.clock() - time.monotonic()
         if ahead < self._ahead - SET_BACK_S and (moved := await self._outbox.clamp(self._lease_s)):
             log.warning("the clock was set back: %d webhooks are due earlier", moved)
@@ -165,27 +197,40 @@ class Sender:
         crash_point("webhook.lent")
         state, status, error, asked = await self._attempt(loan, at, secrets)
         crash_point("webhook.sent")
-        attempt = DeliveryAttempt(at=at, status=status, error=error, seconds=round(time.monotonic() - started, 6))
+        attempt = DeliveryAttempt(
+            at=at, status=status, error=error, seconds=round(time.monotonic() - started, 6)
+        )
         again = None
         if state == "pending":
             again = due_again(loan.tries + 1, self._outbox.clock(), asked, self._chance)
             state = "failed" if again is None else "pending"
         metrics.WEBHOOK_ATTEMPTS.labels("retried" if state == "pending" else state).inc()
         log.log(  # of the URL only the host: what follows may be a password
-            logging.DEBUG if state == "delivered" else logging.INFO, "webhook %s of job %s to %s: %s after attempt %d (%s)",
-            loan.id, loan.job, urlsplit(loan.url).netloc, state, loan.tries + 1, status or error,
-        )  # fmt: skip
+            logging.DEBUG if state == "delivered" else logging.INFO,
+            "webhook %s of job %s to %s: %s after attempt %d (%s)",
+            loan.id,
+            loan.job,
+            urlsplit(loan.url).netloc,
+            state,
+            loan.tries + 1,
+            status or error,
+        )
         await self._note(loan, state, attempt, again)
 
-    async def _attempt(self, loan: DeliveryLease, at: float, secrets: list[str]) -> tuple[DeliveryState, int | None, str, float]:
-        """(what the delivery is now, HTTP status, what went wrong, seconds that the receiver wishes to be left alone)."""
+    async def _attempt(
+        self, loan: DeliveryLease, at: float, secrets: list[str]
+    ) -> tuple[DeliveryState, int | None, str, float]:
+        """(what the delivery is now, HTTP status, what went wrong, seconds that the receiver wishes
+        to be left alone).
+        """
         try:
             answer = await self._poster.post(loan.url, loan.id, int(at), loan.body(), secrets)
         except TargetRefused as refused:
             return "refused", None, str(refused), 0.0
         except NoAnswer as silence:
             return "pending", None, str(silence), 0.0
-        except Exception as ours:  # it climbs the ladder like any other failure, and does not come back with every lease
+        except Exception as ours:
+            # it climbs the ladder like any other failure, and does not come back with every lease
             log.exception("webhook %s could not be sent", loan.id)
             return "pending", None, f"the sender failed: {type(ours).__name__}", 0.0
         if 200 <= answer.status < 300:
@@ -195,8 +240,17 @@ class Sender:
         wrong = "redirects are not followed" if 300 <= answer.status < 400 else "not accepted"
         return "pending", answer.status, wrong, retry_after(answer.status, answer.retry_after, at)
 
-    async def _note(self, loan: DeliveryLease, state: DeliveryState, attempt: DeliveryAttempt, again: float | None) -> None:
-        """As often as it takes while the loan lasts: Redis may restart meanwhile. Raises MidstreamError("unavailable") after that."""
+    async def _note(
+        self,
+        loan: DeliveryLease,
+        state: DeliveryState,
+        attempt: DeliveryAttempt,
+        again: float | None,
+    ) -> None:
+        """As often as it takes while the loan lasts: Redis may restart meanwhile.
+
+        Raises MidstreamError("unavailable") after that.
+        """
         while True:
             try:
                 await self._outbox.settle(loan, state, attempt, again)

@@ -1,6 +1,7 @@
 """Allowed webhook addresses: public ones only (SSRF protection).
 
-A URL is looked at twice: as it is written, when a job is submitted; and by every address that its name has, when something is sent.
+A URL is looked at twice: as it is written, when a job is submitted; and by every address that its
+name has, when something is sent.
 """
 
 import re
@@ -9,13 +10,22 @@ from urllib.parse import urlsplit
 
 Address = IPv4Address | IPv6Address
 
-#: Where clouds answer what a machine may know of itself, its credentials among it: never called, whatever the settings.
+#: Where clouds answer what a machine may know of itself, its credentials among it: never called,
+#: whatever the settings.
 _METADATA = {
-    IPv4Address("169.254.169.254"), IPv4Address("169.254.170.2"), IPv4Address("169.254.170.23"), IPv4Address("169.254.42.42"),
-    IPv4Address("168.63.129.16"), IPv4Address("100.100.100.200"), IPv4Address("192.0.0.192"),
-    IPv6Address("fd00:ec2::254"), IPv6Address("fd00:ec2::23"), IPv6Address("fd00:42::42"), IPv6Address("fd20:ce::254"),
+    IPv4Address("169.254.169.254"),
+    IPv4Address("169.254.170.2"),
+    IPv4Address("169.254.170.23"),
+    IPv4Address("169.254.42.42"),
+    IPv4Address("168.63.129.16"),
+    IPv4Address("100.100.100.200"),
+    IPv4Address("192.0.0.192"),
+    IPv6Address("fd00:ec2::254"),
+    IPv6Address("fd00:ec2::23"),
+    IPv6Address("fd00:42::42"),
+    IPv6Address("fd20:ce::254"),
     IPv6Address("fe80::a9fe:a9fe"),
-}  # fmt: skip
+}
 METADATA = "a cloud metadata address"
 #: Not private by definition, but never a valid receiver.
 _EXTRA_V4 = {
@@ -26,19 +36,22 @@ _EXTRA_V4 = {
 #: All of IPv6 that is anybody's receiver lies here, or leads to an IPv4 address through NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")
 _NAT64 = IPv6Network("64:ff9b::/96")
-#: Networks whose addresses hold IPv4 addresses: (network, how far these lie from the right end in bits, mask that hides them).
-#: A gateway or a kernel that knows the scheme sends such a packet to the IPv4 address.
+#: Networks whose addresses hold IPv4 addresses: (network, how far these lie from the right end in
+#: bits, mask that hides them). A gateway or a kernel that knows the scheme sends such a packet to
+#: the IPv4 address.
 _EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
     (IPv6Network("::/96"), 0, 0),  # IPv4-compatible, RFC 4291
     (IPv6Network("::ffff:0:0/96"), 0, 0),  # IPv4-mapped, RFC 4291
     (IPv6Network("::ffff:0:0:0/96"), 0, 0),  # IPv4-translated, RFC 2765
     (_NAT64, 0, 0),  # RFC 6052
-    (IPv6Network("64:ff9b:1::/48"), 0, 0),  # NAT64 of one network, RFC 8215, with a prefix of 96 bits
+    # NAT64 of one network, RFC 8215, with a prefix of 96 bits
+    (IPv6Network("64:ff9b:1::/48"), 0, 0),
     (IPv6Network("2002::/16"), 80, 0),  # 6to4, RFC 3056
     (IPv6Network("2001::/32"), 64, 0),  # Teredo's server, RFC 4380
     (IPv6Network("2001::/32"), 0, 0xFFFFFFFF),  # Teredo's client
 )
-#: ISATAP (RFC 5214) embeds one in the right half of an address of any network, behind these 32 bits.
+#: ISATAP (RFC 5214) embeds one in the right half of an address of any network, behind these 32
+#: bits.
 _ISATAP = {0x00005EFE, 0x02005EFE}
 _EXTRA_V6 = {
     IPv6Network("2001::/23"): "reserved, or a tunnel address",
@@ -47,13 +60,19 @@ _EXTRA_V6 = {
     IPv6Network("3fff::/20"): "reserved for documentation",
 }
 _KINDS = (
-    ("is_unspecified", "unspecified"), ("is_loopback", "loopback"), ("is_link_local", "link-local"), ("is_multicast", "multicast"),
-    ("is_private", "private"), ("is_reserved", "reserved"),
-)  # fmt: skip
+    ("is_unspecified", "unspecified"),
+    ("is_loopback", "loopback"),
+    ("is_link_local", "link-local"),
+    ("is_multicast", "multicast"),
+    ("is_private", "private"),
+    ("is_reserved", "reserved"),
+)
 
-#: Printable ASCII: what lies outside of it is percent-encoded, a host outside of it in its `xn--` form.
+#: Printable ASCII: what lies outside of it is percent-encoded, a host outside of it in its `xn--`
+#: form.
 _PRINTABLE = re.compile(r"[!-~]+")
-#: What the C library takes for an IPv4 address besides four decimal numbers: `127.1`, `0x7f000001`, `017700000001`.
+#: What the C library takes for an IPv4 address besides four decimal numbers: `127.1`, `0x7f000001`,
+#: `017700000001`.
 _NUMBER = re.compile(r"(?:0[xX][0-9a-fA-F]*|\d+)")
 _DOTTED = re.compile(r"(?:(?:0|[1-9]\d{0,2})\.){3}(?:0|[1-9]\d{0,2})")
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
@@ -61,7 +80,9 @@ MAX_HOST = 253
 
 
 def refusal(address: Address, allow_private: bool = False) -> str | None:
-    """Why nothing may be sent to `address`; None when it is public, or with `allow_private` when it is not a cloud's metadata."""
+    """Why nothing may be sent to `address`; None when it is public, or with `allow_private` when it
+    is not a cloud's metadata.
+    """
     inner: list[str | None] = []
     if isinstance(address, IPv6Address):
         inner = [refusal(each, allow_private) for each in embedded(address)]
@@ -90,19 +111,28 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
 def embedded(address: IPv6Address) -> list[IPv4Address]:
     """The IPv4 addresses embedded in an IPv6 address, to which its packets may be forwarded."""
     value = int(address)
-    found = [((value >> shift) ^ mask) & 0xFFFFFFFF for network, shift, mask in _EMBEDDING if address in network]
+    found = [
+        ((value >> shift) ^ mask) & 0xFFFFFFFF
+        for network, shift, mask in _EMBEDDING
+        if address in network
+    ]
     if (value >> 32) & 0xFFFFFFFF in _ISATAP:
         found.append(value & 0xFFFFFFFF)
     return [IPv4Address(each) for each in found]
 
 
 def url_fault(url: str, allow_private: bool) -> str | None:
-    """What is wrong with a receiver's URL as it is written; None for nothing. Names are not looked up here.
+    """What is wrong with a receiver's URL as it is written; None for nothing.
+
+    Names are not looked up here.
 
     `allow_private`: the setting `webhook_allow_private`.
     """
     if not _PRINTABLE.fullmatch(url) or "\\" in url:
-        return "must consist of printable ASCII: percent-encode other characters, write host names as xn--…"
+        return (
+            "must consist of printable ASCII: percent-encode other characters, write host "
+            "names as xn--…"
+        )
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -18,7 +18,10 @@ _SHOWN_RANGES = 8
 
 
 def heads_of(kind: AttentionKind, heads: LayerSelector | None) -> list[int]:
-    """The heads that a selector names: a number, a list, `"0-3"`; None: all. Raises MidstreamError naming those that there are."""
+    """The heads that a selector names: a number, a list, `"0-3"`; None: all.
+
+    Raises MidstreamError naming those that there are.
+    """
     try:
         return resolve_layers("all" if heads is None else heads, kind.heads, "head")
     except SelectorError as error:
@@ -34,14 +37,17 @@ def pattern(
     heads: LayerSelector | None = None,
     rows: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """float32 `[heads, queries, keys]`: how much each query attends to the key of each of `positions`.
+    """float32 `[heads, queries, keys]`: how much each query attends to the key of each of
+    `positions`.
 
-    `queries` `[positions, heads * head_dim]` and `keys` `[positions, key heads * head_dim]`, as attention uses them (after norms
-    and rotary); `positions`: absolute, ascending. `rows`: positions whose queries are wanted; None: all. A row sums to 1, less what
-    the head's sink takes; keys that a query does not see are 0. Computed in float64 from what was captured.
+    `queries` `[positions, heads * head_dim]` and `keys` `[positions, key heads * head_dim]`, as
+    attention uses them (after norms and rotary); `positions`: absolute, ascending. `rows`:
+    positions whose queries are wanted; None: all. A row sums to 1, less what the head's sink takes;
+    keys that a query does not see are 0. Computed in float64 from what was captured.
 
-    Raises MidstreamError: `invalid_request` for heads that there are not or rows of another width, or where the answer would exceed
-    MAX_BYTES; `not_found` where a key that a query sees was not captured.
+    Raises MidstreamError: `invalid_request` for heads that there are not or rows of another width,
+    or where the answer would exceed MAX_BYTES; `not_found` where a key that a query sees was not
+    captured.
     """
     chosen, places = heads_of(kind, heads), np.asarray(positions, dtype=np.int64)
     key_heads = _key_heads(queries, keys, kind)
@@ -50,7 +56,10 @@ def pattern(
     _complete(places, places[wanted], lows)
     shape = len(chosen), len(wanted), len(places)
     if (size := 4 * math.prod(shape)) > MAX_BYTES:
-        detail = f"{shape[0]} heads × {shape[1]} queries × {shape[2]} keys are {size >> 20} MiB; the limit is {MAX_BYTES >> 20} MiB"
+        detail = (
+            f"{shape[0]} heads × {shape[1]} queries × {shape[2]} keys are {size >> 20} MiB; "
+            f"the limit is {MAX_BYTES >> 20} MiB"
+        )
         raise invalid("head", detail, allowed="fewer heads, or the queries of fewer positions")
     found = np.zeros(shape, dtype=np.float32)
     step = max(1, _BLOCK_BYTES // (8 * max(len(places), 1)))
@@ -61,14 +70,29 @@ def pattern(
         for start in range(0, len(wanted), step):
             block = slice(start, start + step)
             of_queries = queries[wanted[block], columns].astype(np.float64)
-            found[at, block] = _softmax(_scores(of_queries, of_keys, kind, head, places, places[wanted[block]], lows[block]), kind, head)
+            found[at, block] = _softmax(
+                _scores(
+                    of_queries, of_keys, kind, head, places, places[wanted[block]], lows[block]
+                ),
+                kind,
+                head,
+            )
     return found
 
 
 def _scores(
-    queries: np.ndarray, keys: np.ndarray, kind: AttentionKind, head: int, places: np.ndarray, of: np.ndarray, lows: np.ndarray
+    queries: np.ndarray,
+    keys: np.ndarray,
+    kind: AttentionKind,
+    head: int,
+    places: np.ndarray,
+    of: np.ndarray,
+    lows: np.ndarray,
 ) -> np.ndarray:
-    """float64 `[queries, keys]` of one head, -inf where a query does not see a key. `of`, `lows`: each query's place and lowest key."""
+    """float64 `[queries, keys]` of one head, -inf where a query does not see a key.
+
+    `of`, `lows`: each query's place and lowest key.
+    """
     scores: np.ndarray = queries @ keys.T
     scores *= kind.scale
     if kind.softcap:
@@ -109,10 +133,16 @@ def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None
     query, low = int(queries[lacking[0]]), int(lows[lacking[0]])
     missing = sorted({*range(low, query + 1)}.difference(places.tolist()))
     detail = (
-        f"the query of position {query} sees keys {low}-{query}, of which {as_ranges(missing, _SHOWN_RANGES)} were not captured "
+        f"the query of position {query} sees keys {low}-{query}, of which "
+        f"{as_ranges(missing, _SHOWN_RANGES)} were not captured "
         f"({len(lacking)} of {len(queries)} queries lack some)"
     )
-    raise MidstreamError("not_found", detail, field="positions", allowed='capture q and k at positions "all", or choose other queries')
+    raise MidstreamError(
+        "not_found",
+        detail,
+        field="positions",
+        allowed='capture q and k at positions "all", or choose other queries',
+    )
 
 
 def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
@@ -120,46 +150,79 @@ def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     there = {place: row for row, place in enumerate(places.tolist())}
     missing = [row for row in rows if row not in there]
     if missing or not len(rows):
-        detail = f"positions {as_ranges(missing, _SHOWN_RANGES)} were not captured" if missing else "no query given: give at least one"
-        raise MidstreamError("not_found", detail, field="queries", allowed=as_ranges(places.tolist(), _SHOWN_RANGES))
+        detail = (
+            f"positions {as_ranges(missing, _SHOWN_RANGES)} were not captured"
+            if missing
+            else "no query given: give at least one"
+        )
+        raise MidstreamError(
+            "not_found", detail, field="queries", allowed=as_ranges(places.tolist(), _SHOWN_RANGES)
+        )
     return np.array([there[row] for row in rows])
 
 
 def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> int:
-    """How many key heads there are. Raises MidstreamError for rows of other widths than the kind's."""
+    """How many key heads there are.
+
+    Raises MidstreamError for rows of other widths than the kind's.
+    """
     count, rest = divmod(int(keys.shape[1]), kind.head_dim)
     if queries.shape[1] != kind.heads * kind.head_dim or rest or not count or kind.heads % count:
         detail = (
-            f"rows of width {queries.shape[1]} and {keys.shape[1]} are not queries and keys of {kind.heads} heads of width {kind.head_dim}"
+            f"rows of width {queries.shape[1]} and {keys.shape[1]} are not queries and keys "
+            f"of {kind.heads} heads of width {kind.head_dim}"
         )
-        raise invalid("q", detail, allowed=f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads")
+        raise invalid(
+            "q",
+            detail,
+            allowed=f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads",
+        )
     return count
 
 
-def mixed(values: np.ndarray, patterns: Mapping[int, np.ndarray], kind: AttentionKind) -> np.ndarray:
-    """float32 `[positions, heads * head_dim]`: what heads give to the output projection if they attend as `patterns` say; other heads 0.
+def mixed(
+    values: np.ndarray, patterns: Mapping[int, np.ndarray], kind: AttentionKind
+) -> np.ndarray:
+    """float32 `[positions, heads * head_dim]`: what heads give to the output projection if they
+    attend as `patterns` say; other heads 0.
 
-    `values` `[positions, key heads * head_dim]`: of all positions from 0 on. `patterns`: head → `[query, key]`, of all of them.
-    Raises MidstreamError for a head that there is not, a pattern of another shape, one that is not finite, or one in which a query
-    attends to a key behind it.
+    `values` `[positions, key heads * head_dim]`: of all positions from 0 on. `patterns`: head →
+    `[query, key]`, of all of them. Raises MidstreamError for a head that there is not, a pattern of
+    another shape, one that is not finite, or one in which a query attends to a key behind it.
     """
     heads_of(kind, sorted(patterns))
     count, width = len(values), kind.head_dim
     key_heads, rest = divmod(int(values.shape[1]), width)
     if rest or not key_heads or kind.heads % key_heads:
-        raise invalid("v", f"rows of width {values.shape[1]} are not values of {kind.heads} heads of width {width}")
+        raise invalid(
+            "v",
+            (
+                f"rows of width {values.shape[1]} are not values of {kind.heads} heads of width "
+                f"{width}"
+            ),
+        )
     found = np.zeros((count, kind.heads * width), dtype=np.float32)
     for head, given in patterns.items():
         pattern = np.asarray(given, dtype=np.float64)
         if pattern.shape != (count, count):
             raise invalid(
-                "patterns", f"of head {head} has shape {list(pattern.shape)}", allowed=f"[{count}, {count}], tokens of the prompt"
+                "patterns",
+                f"of head {head} has shape {list(pattern.shape)}",
+                allowed=f"[{count}, {count}], tokens of the prompt",
             )
         if not np.isfinite(pattern).all():
             raise invalid("patterns", f"of head {head} has numbers that are not finite")
         if np.triu(pattern, 1).any():
             query, key = (int(place[0]) for place in np.nonzero(np.triu(pattern, 1)))
-            raise invalid("patterns", f"of head {head}: the query at {query} attends to the key at {key}, which is behind it")
+            raise invalid(
+                "patterns",
+                (
+                    f"of head {head}: the query at {query} attends to the key at {key}, which is "
+                    "behind it"
+                ),
+            )
         shared = head * key_heads // kind.heads
-        found[:, head * width : (head + 1) * width] = pattern @ values[:, shared * width : (shared + 1) * width].astype(np.float64)
+        found[:, head * width : (head + 1) * width] = pattern @ values[
+            :, shared * width : (shared + 1) * width
+        ].astype(np.float64)
     return found

@@ -1,7 +1,8 @@
 """Blobs of a source: found in a store, and opened so that they stay whole while they are read.
 
-What is opened stays readable, whatever becomes of its key. Blobs of deleted jobs in a segment are overwritten by zeros, but not while
-somebody holds the segment. Deleting begins with a mark; looking for it *after* everything was opened shows whether everything was.
+What is opened stays readable, whatever becomes of its key. Blobs of deleted jobs in a segment are
+overwritten by zeros, but not while somebody holds the segment. Deleting begins with a mark; looking
+for it *after* everything was opened shows whether everything was.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,10 @@ class Place:
 
     @property
     def path(self) -> Path:
-        """For people, and for programs where the store is a local folder. In a bucket: the key, for a URI is no path."""
+        """For people, and for programs where the store is a local folder.
+
+        In a bucket: the key, for a URI is no path.
+        """
         link = self.store and self.store.link(self.key)
         return Path(link if link and "://" not in link else self.key)
 
@@ -43,7 +47,9 @@ class Place:
 
 
 def at(path: Path, offset: int = 0, bytes: int | None = None, crc32: int | None = None) -> Place:
-    """The place of a local file, as an object of the capture root: `<root>/<tag>/<job>/<file>`, `<root>/<tag>/segments/<file>`."""
+    """The place of a local file, as an object of the capture root: `<root>/<tag>/<job>/<file>`,
+    `<root>/<tag>/segments/<file>`.
+    """
     return Place(*_within(path, 3), offset, bytes, crc32)
 
 
@@ -62,15 +68,24 @@ class _Promise(msgspec.Struct):
 
 
 class Blob:
-    """One blob, opened. Raises MidstreamError: `gone` when it was deleted, `capture_damaged` when it is not what was written."""
+    """One blob, opened.
+
+    Raises MidstreamError: `gone` when it was deleted, `capture_damaged` when it is not what was
+    written.
+    """
 
     def __init__(self, place: Place, data: memoryview, checked: bool = False):
-        """`data`: the bytes of the blob; read-only. `checked`: no CRC32 of it is known, or it was compared already."""
+        """`data`: the bytes of the blob; read-only.
+
+        `checked`: no CRC32 of it is known, or it was compared already.
+        """
         self.place = place
         self._data = data
         self._checked = checked
         try:
-            self.header: Header = read_header(lambda start, count: bytes(data[start : start + count]), len(data))
+            self.header: Header = read_header(
+                lambda start, count: bytes(data[start : start + count]), len(data)
+            )
         except DeletedBlob as error:
             if place.in_segment:
                 raise gone(place.path) from error
@@ -84,13 +99,16 @@ class Blob:
     def raw(self, name: str) -> np.ndarray:
         """The tensor as stored in the file, read-only and not copied; bfloat16 as uint16.
 
-        With the first tensor that is read the whole blob is compared with its CRC32, where that is known. Raises
-        MidstreamError("capture_damaged").
+        With the first tensor that is read the whole blob is compared with its CRC32, where that is
+        known. Raises MidstreamError("capture_damaged").
         """
         if not self._checked:
             promised = self.promised()
             if promised not in (None, (self.size, self.crc32())):
-                raise _damaged(self.place.path, f"{self.size} bytes with CRC32 {self.crc32():08x} are not the data written")
+                raise _damaged(
+                    self.place.path,
+                    f"{self.size} bytes with CRC32 {self.crc32():08x} are not the data written",
+                )
             self._checked = True
         return self.unchecked(name)
 
@@ -98,12 +116,16 @@ class Blob:
         """As `raw`, without the check of the CRC32."""
         tensor = self.header.tensors[name]
         dtype = np.dtype(DTYPES[DTYPE_OF_FILE[tensor.dtype]].raw)
-        return np.frombuffer(self._data, dtype, count=tensor.length // dtype.itemsize, offset=tensor.start).reshape(tensor.shape)
+        return np.frombuffer(
+            self._data, dtype, count=tensor.length // dtype.itemsize, offset=tensor.start
+        ).reshape(tensor.shape)
 
     def array(self, name: str) -> np.ndarray:
         """The tensor as a float32 copy of its own, bfloat16 widened exactly."""
         raw = self.raw(name)
-        return np.array(widened(raw, DTYPE_OF_FILE[self.header.tensors[name].dtype]), dtype=np.float32)
+        return np.array(
+            widened(raw, DTYPE_OF_FILE[self.header.tensors[name].dtype]), dtype=np.float32
+        )
 
     @property
     def size(self) -> int:
@@ -125,7 +147,9 @@ class Blob:
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            raise MidstreamError("capture_damaged", f"the manifest beside {place.path} cannot be read: {error}") from error
+            raise MidstreamError(
+                "capture_damaged", f"the manifest beside {place.path} cannot be read: {error}"
+            ) from error
         return told.bytes, told.crc32
 
 
@@ -138,13 +162,15 @@ def _damaged(path: Path, why: str) -> MidstreamError:
 
 
 def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list[Place]:
-    """The blobs in a folder, those of segments included: a job's folder; or with `job` a tag's folder, the capture root, or a store.
+    """The blobs in a folder, those of segments included: a job's folder; or with `job` a tag's
+    folder, the capture root, or a store.
 
     Raises MidstreamError for a manifest that cannot be read.
     """
     if isinstance(source, Path) and source.is_file():
         return expand([at(source)], job)
-    if isinstance(source, Path) and job is None:  # not there if everything is in segments; or a folder with downloaded files
+    if isinstance(source, Path) and job is None:
+        # not there if everything is in segments; or a folder with downloaded files
         store, folder = _within(source, 2)
         above, _, name = folder.rpartition("/")
         return _loose(store, folder) + list(_in_segments(store, above, name))
@@ -163,7 +189,8 @@ def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list
 
 
 def expand(places: Iterable[Place], job: str | None) -> list[Place]:
-    """`places`, and instead of whole segments the blobs in them: those of `job`, or those that were not deleted.
+    """`places`, and instead of whole segments the blobs in them: those of `job`, or those that were
+    not deleted.
 
     Raises MidstreamError for a segment whose manifest is missing or cannot be read.
     """
@@ -181,7 +208,11 @@ def expand(places: Iterable[Place], job: str | None) -> list[Place]:
                 raise gone(place.path) from error
             index, segment = place.path.with_suffix(".jsonl"), place.path
             raise MidstreamError(
-                "capture_failed", f"{index} is missing: without it, the owners of the blobs in {segment} are unknown"
+                "capture_failed",
+                (
+                    f"{index} is missing: without it, the owners of the blobs in {segment} are "
+                    "unknown"
+                ),
             ) from error
     return list(dict.fromkeys(found))
 
@@ -191,14 +222,17 @@ def _of_tag(store: ArtifactStore, tag: str, job: str) -> list[Place]:
 
 
 def _loose(store: ArtifactStore, folder: str) -> list[Place]:
-    return [Place(store, key) for key in store.children(f"{folder}/") if key.endswith(".safetensors")]
+    return [
+        Place(store, key) for key in store.children(f"{folder}/") if key.endswith(".safetensors")
+    ]
 
 
 def _in_segments(store: ArtifactStore, tag: str, job: str) -> Iterator[Place]:
     for index in indices(store, tag, job):
         try:
             yield from _of_segment(store, index, job)
-        except FileNotFoundError:  # removed since it was listed, so nothing of this job is left in it
+        except FileNotFoundError:
+            # removed since it was listed, so nothing of this job is left in it
             continue
 
 
@@ -208,11 +242,23 @@ def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place
         entries = list(read_entries(store, index, None if job is None else {job}))
     except DamagedBlob as error:
         raise _damaged(Place(store, index).path, str(error)) from error
-    return [Place(store, f"{folder}/{entry.file}", entry.offset, entry.bytes, entry.crc32, if_there=job is None) for entry in entries]
+    return [
+        Place(
+            store,
+            f"{folder}/{entry.file}",
+            entry.offset,
+            entry.bytes,
+            entry.crc32,
+            if_there=job is None,
+        )
+        for entry in entries
+    ]
 
 
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
-    """All of them, or MidstreamError("gone") when one was deleted before it could be opened, ("capture_damaged") for a damaged one."""
+    """All of them, or MidstreamError("gone") when one was deleted before it could be opened,
+    ("capture_damaged") for a damaged one.
+    """
     views: dict[tuple[ArtifactStore | None, str], memoryview] = {}
     blobs: list[Blob] = []
     deleted: Place | None = None

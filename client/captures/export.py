@@ -26,13 +26,18 @@ def export(
 ) -> list[str]:
     """Write the chosen rows into one file; returns the names of its arrays.
 
-    `<hook>.<layer>` `[positions, hidden]`, `positions` and `token_ids`; of several requests `<request>/<hook>.<layer>` and so
-    on. `.npz` holds float32, `.safetensors` what was captured; of one request it is a capture file that `CaptureReader` reads.
+    `<hook>.<layer>` `[positions, hidden]`, `positions` and `token_ids`; of several requests
+    `<request>/<hook>.<layer>` and so on. `.npz` holds float32, `.safetensors` what was captured; of
+    one request it is a capture file that `CaptureReader` reads.
     `hooks`: names, all at `layers`, or hook → layers. `hooks`, `requests`: empty for all.
     Raises MidstreamError naming what was not captured.
     """
     if target.suffix not in FORMATS:
-        raise invalid("target", f"{target.name}: the name must end in {' or '.join(FORMATS)}", allowed="rows.npz")
+        raise invalid(
+            "target",
+            f"{target.name}: the name must end in {' or '.join(FORMATS)}",
+            allowed="rows.npz",
+        )
     chosen = list(requests) or reader.requests()
     sites = {request: _sites(reader, request, hooks, layers) for request in chosen}
     write = _write_npz if target.suffix == ".npz" else _write_safetensors
@@ -40,7 +45,10 @@ def export(
 
 
 def _sites(
-    reader: CaptureReader, request: int, hooks: Sequence[str] | Mapping[HookName, LayerSelector], layers: LayerSelector
+    reader: CaptureReader,
+    request: int,
+    hooks: Sequence[str] | Mapping[HookName, LayerSelector],
+    layers: LayerSelector,
 ) -> dict[str, list[int]]:
     captured = {hook: reader.layers(request, hook) for hook in reader.hooks(request)}
     names = {ALIASES.get(hook, hook): hook for hook in hooks} or {hook: hook for hook in captured}
@@ -48,10 +56,15 @@ def _sites(
         if name not in captured:
             raise invalid("hooks", f"{given!r} was not captured", allowed=", ".join(captured))
     if isinstance(hooks, Mapping):
-        wanted = {name: _layers(hooks[cast(HookName, given)], captured[name]) for name, given in names.items()}
+        wanted = {
+            name: _layers(hooks[cast(HookName, given)], captured[name])
+            for name, given in names.items()
+        }
     else:  # at some hooks more layers may have been captured than at others
         everywhere = _layers(layers, sorted({layer for name in names for layer in captured[name]}))
-        wanted = {name: [layer for layer in captured[name] if layer in everywhere] for name in names}
+        wanted = {
+            name: [layer for layer in captured[name] if layer in everywhere] for name in names
+        }
     return {name: kept for name, kept in wanted.items() if kept}
 
 
@@ -71,12 +84,16 @@ def _prefix(request: int, sites: dict[int, dict[str, list[int]]]) -> str:
     return f"{request}/" if len(sites) > 1 else ""
 
 
-def _write_npz(reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]) -> list[str]:
+def _write_npz(
+    reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]
+) -> list[str]:
     arrays: dict[str, np.ndarray] = {}
     for request, of_request in sites.items():
         prefix = _prefix(request, sites)
         for hook, layers in of_request.items():
-            arrays |= {f"{prefix}{hook}.{layer}": reader.array(layer, hook, request) for layer in layers}
+            arrays |= {
+                f"{prefix}{hook}.{layer}": reader.array(layer, hook, request) for layer in layers
+            }
         arrays[f"{prefix}positions"] = np.array(reader.positions(request), dtype=np.int64)
         arrays[f"{prefix}token_ids"] = np.array(reader.token_ids(request), dtype=np.int64)
     with _aside(target) as partial:
@@ -84,13 +101,22 @@ def _write_npz(reader: CaptureReader, target: Path, sites: dict[int, dict[str, l
     return list(arrays)
 
 
-def _write_safetensors(reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]) -> list[str]:
+def _write_safetensors(
+    reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]
+) -> list[str]:
     described: list[tuple[str, str, Sequence[int], int]] = []
     arrays: list[np.ndarray] = []
     for request, of_request in sites.items():
         prefix, dtype = _prefix(request, sites), DTYPE_NAMES[reader.dtype(request)]
-        tensors = [(f"{hook}.{layer}", dtype, reader.raw(layer, hook, request)) for hook, layers in of_request.items() for layer in layers]
-        for name, values in (("positions", reader.positions(request)), ("token_ids", reader.token_ids(request))):
+        tensors = [
+            (f"{hook}.{layer}", dtype, reader.raw(layer, hook, request))
+            for hook, layers in of_request.items()
+            for layer in layers
+        ]
+        for name, values in (
+            ("positions", reader.positions(request)),
+            ("token_ids", reader.token_ids(request)),
+        ):
             tensors.append((name, "I64", np.array(values, dtype="<i8")))
         for name, kind, array in tensors:
             described.append((prefix + name, kind, array.shape, array.nbytes))
@@ -99,11 +125,25 @@ def _write_safetensors(reader: CaptureReader, target: Path, sites: dict[int, dic
     if len(sites) == 1:
         ((request, of_request),) = sites.items()
         manifest = msgspec.structs.replace(
-            reader.manifest(request), sites=of_request, stage_sites=of_request, all_sites=of_request, stages=1, pp=0, reused=0,
-            widths={site.partition(".")[0]: array.shape[1] for site, _, array in tensors if array.ndim > 1}, columns=[],
+            reader.manifest(request),
+            sites=of_request,
+            stage_sites=of_request,
+            all_sites=of_request,
+            stages=1,
+            pp=0,
+            reused=0,
+            widths={
+                site.partition(".")[0]: array.shape[1]
+                for site, _, array in tensors
+                if array.ndim > 1
+            },
+            columns=[],
             row=None,
-            requests=0, positions=reader.positions(request), token_ids=reader.token_ids(request), dropped=reader.dropped(request),
-        )  # fmt: skip
+            requests=0,
+            positions=reader.positions(request),
+            token_ids=reader.token_ids(request),
+            dropped=reader.dropped(request),
+        )
     with _aside(target) as partial, partial.open("wb") as file:
         file.write(encode_header(described, manifest))
         for array in arrays:

@@ -18,7 +18,9 @@ def attention_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
 def usable(kind: AttentionKind, layer: int) -> AttentionKind:
     """`kind`, if patterns of it can be computed. Raises MidstreamError with the reason if not."""
     if kind.refused:
-        raise MidstreamError("not_found", f"layer {layer} has no attention pattern: {kind.refused}", field="layer")
+        raise MidstreamError(
+            "not_found", f"layer {layer} has no attention pattern: {kind.refused}", field="layer"
+        )
     _readable(kind.version, attention.VERSION, f"layer {layer} attends")
     return kind
 
@@ -27,7 +29,11 @@ def routing_at(kinds: Sequence[RoutingKind], layer: int) -> RoutingKind:
     """How `layer` chooses experts. Raises MidstreamError where that is not known."""
     kind = _at(kinds, layer, "chooses experts")
     if kind.refused:
-        raise MidstreamError("not_found", f"it is not known how layer {layer} chooses experts: {kind.refused}", field="layer")
+        raise MidstreamError(
+            "not_found",
+            f"it is not known how layer {layer} chooses experts: {kind.refused}",
+            field="layer",
+        )
     _readable(kind.version, routing.VERSION, f"layer {layer} chooses experts")
     return kind
 
@@ -36,8 +42,16 @@ def _at(kinds: Sequence[Kind], layer: int, does: str) -> Kind:
     found = [kind for kind in kinds if layer in kind.layers]
     if not found:
         known = as_ranges(number for kind in kinds for number in kind.layers)
-        detail = f"it is not recorded how layer {layer} {does}: it does not, or an older version of Midstream wrote this capture"
-        raise MidstreamError("not_found", detail, field="layer", allowed=f"layers {known}" if known else "no layers here")
+        detail = (
+            f"it is not recorded how layer {layer} {does}: it does not, or an older version "
+            "of Midstream wrote this capture"
+        )
+        raise MidstreamError(
+            "not_found",
+            detail,
+            field="layer",
+            allowed=f"layers {known}" if known else "no layers here",
+        )
     if len(found) > 1:
         raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} {does}")
     return found[0]
@@ -45,4 +59,8 @@ def _at(kinds: Sequence[Kind], layer: int, does: str) -> Kind:
 
 def _readable(version: int, ours: int, does: str) -> None:
     if version > ours:
-        raise MidstreamError("version_mismatch", f"a newer version of Midstream recorded how {does}", allowed="read it with that version")
+        raise MidstreamError(
+            "version_mismatch",
+            f"a newer version of Midstream recorded how {does}",
+            allowed="read it with that version",
+        )

@@ -1,4 +1,6 @@
-"""Attention patterns of a prompt, of many heads and layers, and scores of what a head attends to."""
+"""Attention patterns of a prompt, of many heads and layers, and scores of what a head attends
+to.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +17,9 @@ from .attention import MAX_BYTES, heads_of
 if TYPE_CHECKING:
     from .reader import CaptureReader
 
-#: What a head may attend to. For the query at position i: `previous`: key i-1; `current`: key i; `first`: key 0; `duplicate`: earlier
-#: occurrences of its own token; `induction`: the tokens that followed those.
+#: What a head may attend to. For the query at position i: `previous`: key i-1; `current`: key i;
+#: `first`: key 0; `duplicate`: earlier occurrences of its own token; `induction`: the tokens that
+#: followed those.
 Behaviour = Literal["previous", "current", "first", "duplicate", "induction"]
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 
@@ -31,12 +34,18 @@ class HeadScore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Patterns of one prompt. Both axes of every pattern are `positions`; a query's row holds the weights of the keys that it sees."""
+    """Patterns of one prompt.
+
+    Both axes of every pattern are `positions`; a query's row holds the weights of the keys that it
+    sees.
+    """
 
     job: str
     positions: list[int]  # absolute, of the prompt's tokens and of captured generated ones
     token_ids: list[int]
-    tokens: list[str]  # how each token reads, leading space included; its id in digits where that is not known
+    tokens: list[
+        str
+    ]  # how each token reads, leading space included; its id in digits where that is not known
     patterns: dict[int, np.ndarray]  # layer → float32 `[heads, query, key]`
     heads: dict[int, list[int]]  # layer → number of each head in its pattern
     absent: dict[int, str] = field(default_factory=dict)  # layer → why it has no pattern
@@ -53,22 +62,36 @@ class Attention:
     def __getitem__(self, layer: int) -> np.ndarray:
         """`[heads, query, key]` of a layer. Raises MidstreamError naming those there are."""
         if layer not in self.patterns:
-            detail = f"layer {layer} has no pattern here" + (f": {self.absent[layer]}" if layer in self.absent else "")
-            raise MidstreamError("not_found", detail, field="layer", allowed=as_ranges(self.patterns))
+            detail = f"layer {layer} has no pattern here" + (
+                f": {self.absent[layer]}" if layer in self.absent else ""
+            )
+            raise MidstreamError(
+                "not_found", detail, field="layer", allowed=as_ranges(self.patterns)
+            )
         return self.patterns[layer]
 
     def of(self, layer: int, head: int) -> np.ndarray:
-        """float32 `[query, key]` of one head, by its number in the model. Raises MidstreamError naming those there are."""
+        """float32 `[query, key]` of one head, by its number in the model.
+
+        Raises MidstreamError naming those there are.
+        """
         pattern, heads = self[layer], self.heads[layer]
         if head not in heads:
-            raise MidstreamError("not_found", f"head {head} of layer {layer} is not here", field="head", allowed=as_ranges(heads))
+            raise MidstreamError(
+                "not_found",
+                f"head {head} of layer {layer} is not here",
+                field="head",
+                allowed=as_ranges(heads),
+            )
         chosen: np.ndarray = pattern[heads.index(head)]
         return chosen
 
     def scores(self, behaviour: Behaviour) -> list[HeadScore]:
-        """Of each head the attention to the keys of a behaviour, as a mean over the queries that have such keys; strongest first.
+        """Of each head the attention to the keys of a behaviour, as a mean over the queries that
+        have such keys; strongest first.
 
-        Raises MidstreamError: `invalid_request` for another behaviour, `not_found` where no query has such a key.
+        Raises MidstreamError: `invalid_request` for another behaviour, `not_found` where no query
+        has such a key.
         """
         if behaviour not in _KEYS:
             raise invalid("behaviour", f"{behaviour!r} is not known", allowed=", ".join(BEHAVIOURS))
@@ -76,12 +99,17 @@ class Attention:
         having = keys.any(axis=1)
         if not having.any():
             raise MidstreamError(
-                "not_found", f"no query has a key for {behaviour!r}", allowed=", ".join(self.behaviours()) or "no behaviour"
+                "not_found",
+                f"no query has a key for {behaviour!r}",
+                allowed=", ".join(self.behaviours()) or "no behaviour",
             )
         found = []
         for layer, pattern in self.patterns.items():
             shares = (pattern[:, having] * keys[having]).sum(axis=2).mean(axis=1)
-            found += [HeadScore(layer, head, float(share)) for head, share in zip(self.heads[layer], shares, strict=True)]
+            found += [
+                HeadScore(layer, head, float(share))
+                for head, share in zip(self.heads[layer], shares, strict=True)
+            ]
         return sorted(found, key=lambda each: -each.score)
 
     def behaviours(self) -> list[Behaviour]:
@@ -94,11 +122,16 @@ class Attention:
         return keys
 
     def figure(self, path: Path | str | None = None, **options: Any) -> Any:
-        """As `client.render.attention_figure.figure` draws it: matplotlib's figure, saved to `path` if that is given."""
+        """As `client.render.attention_figure.figure` draws it: matplotlib's figure, saved to `path`
+        if that is given.
+        """
         return rendered("attention_figure", self, path, options)
 
     def __repr__(self) -> str:
-        return f"Attention(job={self.job!r}, layers={as_ranges(self.patterns)}, heads={len(self.panels)}, tokens={len(self.positions)})"
+        return (
+            f"Attention(job={self.job!r}, layers={as_ranges(self.patterns)}, "
+            f"heads={len(self.panels)}, tokens={len(self.positions)})"
+        )
 
     def _repr_html_(self) -> str:
         return str(rendered("attention_html", self))
@@ -132,13 +165,21 @@ _KEYS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def attention_of(reader: "CaptureReader", layers: LayerSelector = "all", heads: LayerSelector | None = None, request: int = 0) -> Attention:
+def attention_of(
+    reader: "CaptureReader",
+    layers: LayerSelector = "all",
+    heads: LayerSelector | None = None,
+    request: int = 0,
+) -> Attention:
     """The patterns of one request of a capture of `q` and `k`.
 
-    `layers`: of those captured; with "all", layers whose attention has no pattern are left out and named in `absent`.
-    Raises what `CaptureReader.attention` raises, and `invalid_request` where the patterns would exceed MAX_BYTES in all.
+    `layers`: of those captured; with "all", layers whose attention has no pattern are left out and
+    named in `absent`. Raises what `CaptureReader.attention` raises, and `invalid_request` where the
+    patterns would exceed MAX_BYTES in all.
     """
-    captured = [layer for layer in reader.layers(request, "q") if layer in reader.layers(request, "k")]
+    captured = [
+        layer for layer in reader.layers(request, "q") if layer in reader.layers(request, "k")
+    ]
     chosen = captured if layers == "all" else _chosen(layers, reader, request, captured)
     positions = reader.positions(request)
     patterns: dict[int, np.ndarray] = {}
@@ -151,16 +192,32 @@ def attention_of(reader: "CaptureReader", layers: LayerSelector = "all", heads: 
         patterns[layer] = reader.attention(layer, heads, request)
         if (size := size + patterns[layer].nbytes) > MAX_BYTES:
             detail = f"the patterns of {len(chosen)} layers exceed {MAX_BYTES >> 20} MiB"
-            raise invalid("layers", detail, allowed="fewer layers or heads, or CaptureReader.attention, a layer at a time")
+            raise invalid(
+                "layers",
+                detail,
+                allowed="fewer layers or heads, or CaptureReader.attention, a layer at a time",
+            )
     if not patterns:
-        why = "; ".join(f"layer {layer}: {why}" for layer, why in absent.items()) or "q and k were not captured in the same layers"
-        raise MidstreamError("not_found", f"there is no attention pattern: {why}", field="layers", allowed="a capture of the hooks q and k")
+        why = (
+            "; ".join(f"layer {layer}: {why}" for layer, why in absent.items())
+            or "q and k were not captured in the same layers"
+        )
+        raise MidstreamError(
+            "not_found",
+            f"there is no attention pattern: {why}",
+            field="layers",
+            allowed="a capture of the hooks q and k",
+        )
     tokens = reader.words(request)
     numbers = {layer: heads_of(reader.attention_kind(layer, request), heads) for layer in patterns}
-    return Attention(reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent)
+    return Attention(
+        reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent
+    )
 
 
-def _chosen(layers: LayerSelector, reader: "CaptureReader", request: int, captured: Sequence[int]) -> list[int]:
+def _chosen(
+    layers: LayerSelector, reader: "CaptureReader", request: int, captured: Sequence[int]
+) -> list[int]:
     """The layers that a selector names. Raises MidstreamError naming those captured."""
     try:
         chosen = resolve_layers(layers, reader.manifest(request).num_layers)

@@ -1,4 +1,6 @@
-"""Reader of captured activations as numpy arrays, on any machine, without torch, for every file layout."""
+"""Reader of captured activations as numpy arrays, on any machine, without torch, for every file
+layout.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -50,14 +52,18 @@ class _Request:
     """One attempt at one request: its blobs of all stages."""
 
     def __init__(self, blobs: Sequence[Blob]):
-        self.blobs = sorted(blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.key, blob.place.offset))
-        #: Site → its blob; where ranks stored columns of the rows, one for each, in the order of the columns.
+        self.blobs = sorted(
+            blobs, key=lambda blob: (blob.header.manifest.pp, blob.place.key, blob.place.offset)
+        )
+        #: Site → its blob; where ranks stored columns of the rows, one for each, in the order of
+        #: the columns.
         self.sites: dict[tuple[str, int], list[Blob]] = {}
         for blob in sorted(self.blobs, key=lambda blob: blob.header.manifest.columns):
             for tensor in blob.header.tensors.values():
                 if tensor.site is not None:
                     held = self.sites.setdefault(tensor.site, [])
-                    if held and held[-1].header.manifest.columns == blob.header.manifest.columns:  # the same rows, written twice
+                    if held and held[-1].header.manifest.columns == blob.header.manifest.columns:
+                        # the same rows, written twice
                         held.pop()
                     held.append(blob)
 
@@ -68,8 +74,14 @@ class _Request:
     @property
     def missing(self) -> list[str]:
         """Tensors that belong to the capture and are in no blob."""
-        wanted = [(hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers]
-        return [f"{hook}.{layer}" for hook, layer in wanted if not _all_columns(self.sites.get((hook, layer), []))]
+        wanted = [
+            (hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers
+        ]
+        return [
+            f"{hook}.{layer}"
+            for hook, layer in wanted
+            if not _all_columns(self.sites.get((hook, layer), []))
+        ]
 
     def incomplete(self) -> str:
         """Why it is not whole; empty when it is."""
@@ -77,37 +89,56 @@ class _Request:
         if not missing:
             return ""
         names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
-        stages = ", ".join(str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs}))
+        stages = ", ".join(
+            str(pp) for pp in sorted({blob.header.manifest.pp for blob in self.blobs})
+        )
         return (
-            f"request {self.manifest.request} is incomplete: missing tensors ({len(missing)}): {names}; "
+            f"request {self.manifest.request} is incomplete: missing tensors "
+            f"({len(missing)}): {names}; "
             f"stages present: {stages}, of {self.manifest.stages} in total"
         )
 
     @property
     def dropped(self) -> list[int]:
         """Positions that some stage dropped under overload."""
-        return sorted({position for blob in self.blobs for position in blob.header.manifest.dropped})
+        return sorted(
+            {position for blob in self.blobs for position in blob.header.manifest.dropped}
+        )
 
     @cached_property
     def positions(self) -> dict[int, int]:
-        """Position → token id, ascending: those that every stage holds (under overload each may have dropped others)."""
+        """Position → token id, ascending: those that every stage holds (under overload each may
+        have dropped others).
+        """
         first, *others = self.blobs
         asked = _asked(first)
         shared = _tokens(first)
         for other in others:
             tokens = _tokens(other)
-            if _asked(other) != asked or any(tokens[position] != shared[position] for position in tokens.keys() & shared.keys()):
+            if _asked(other) != asked or any(
+                tokens[position] != shared[position] for position in tokens.keys() & shared.keys()
+            ):
                 raise MidstreamError(
-                    "ranks_disagree", f"{first.place.path.name} and {other.place.path.name} hold rows of different positions or tokens"
+                    "ranks_disagree",
+                    (
+                        f"{first.place.path.name} and {other.place.path.name} hold rows of different "
+                        "positions or tokens"
+                    ),
                 )
             if len(tokens) != len(shared) or tokens.keys() != shared.keys():
-                shared = {position: token for position, token in shared.items() if position in tokens}
+                shared = {
+                    position: token for position, token in shared.items() if position in tokens
+                }
         return shared
 
     def rows(self, blob: Blob) -> list[int] | None:
         """Which rows of the blob's tensors belong to `positions`; None: all."""
         own = blob.header.manifest.positions
-        return None if len(own) == len(self.positions) else [row for row, position in enumerate(own) if position in self.positions]
+        return (
+            None
+            if len(own) == len(self.positions)
+            else [row for row, position in enumerate(own) if position in self.positions]
+        )
 
 
 def _all_columns(blobs: Sequence[Blob]) -> bool:
@@ -119,14 +150,18 @@ def _all_columns(blobs: Sequence[Blob]) -> bool:
         if manifest.columns[0] != end:
             return False
         end = manifest.columns[1]
-        if end == (len(manifest.heads) * manifest.row.width if manifest.heads else manifest.row.size):
+        if end == (
+            len(manifest.heads) * manifest.row.width if manifest.heads else manifest.row.size
+        ):
             return True
     return False
 
 
 def _asked(blob: Blob) -> list[int]:
     manifest = blob.header.manifest
-    return sorted([*manifest.positions, *manifest.dropped]) if manifest.dropped else manifest.positions
+    return (
+        sorted([*manifest.positions, *manifest.dropped]) if manifest.dropped else manifest.positions
+    )
 
 
 def _tokens(blob: Blob) -> dict[int, int]:
@@ -136,26 +171,39 @@ def _tokens(blob: Blob) -> dict[int, int]:
 class CaptureReader:
     """The captured rows of one job under one tag, merged over files and pipeline stages.
 
-    `source`: the job's folder `<capture root>/<tag>/<job>`; or with `job` the tag's folder, the capture root or its store; or files, and
-    then those are read and no more is expected. Of several attempts at a request the last whole one counts. Everything is opened at
-    once and stays readable, whatever is deleted meanwhile, until `close` or the reader's end.
+    `source`: the job's folder `<capture root>/<tag>/<job>`; or with `job` the tag's folder, the
+    capture root or its store; or files, and then those are read and no more is expected. Of several
+    attempts at a request the last whole one counts. Everything is opened at once and stays
+    readable, whatever is deleted meanwhile, until `close` or the reader's end.
 
-    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted, `capture_damaged` for damaged files, and
-    `invalid_request` when the source holds several jobs or tags and none is named. Listing the requests of a folder where some
-    are missing, and reading one of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
+    Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted,
+    `capture_damaged` for damaged files, and `invalid_request` when the source holds several jobs or
+    tags and none is named. Listing the requests of a folder where some are missing, and reading one
+    of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
     """
 
-    #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that did not ask it.
+    #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that
+    #: did not ask it.
     status: str = ""
     detail: str = ""
-    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which requests them from the server.
+    #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which requests
+    #: them from the server.
     read_tokens: Callable[[list[int]], list[str]] | None = None
 
-    def __init__(self, source: Source, job: str | None = None, *, tag: str | None = None, partial: bool = False):
+    def __init__(
+        self,
+        source: Source,
+        job: str | None = None,
+        *,
+        tag: str | None = None,
+        partial: bool = False,
+    ):
         if isinstance(source, str):
             source = open_store(source) if "://" in source else Path(source)
         if listed := not isinstance(source, Path | ArtifactStore):
-            places = expand((place if isinstance(place, Place) else at(Path(place)) for place in source), job)
+            places = expand(
+                (place if isinstance(place, Place) else at(Path(place)) for place in source), job
+            )
         else:
             places = find(source, job, tag)
         whole = not listed and not (isinstance(source, Path) and source.is_file())
@@ -166,11 +214,18 @@ class CaptureReader:
             raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
 
     @classmethod
-    def from_bytes(cls, blobs: bytes | Iterable[bytes], *, tag: str | None = None, partial: bool = False) -> "CaptureReader":
-        """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs of one job."""
+    def from_bytes(
+        cls, blobs: bytes | Iterable[bytes], *, tag: str | None = None, partial: bool = False
+    ) -> "CaptureReader":
+        """A reader of what the consumer `memory` gave back, or of files read into memory: the blobs
+        of one job.
+        """
         reader = cls.__new__(cls)
         parts = [blobs] if isinstance(blobs, bytes) else list(blobs)
-        opened = [Blob(Place(None, f"<bytes {number}>"), memoryview(raw), checked=True) for number, raw in enumerate(parts)]
+        opened = [
+            Blob(Place(None, f"<bytes {number}>"), memoryview(raw), checked=True)
+            for number, raw in enumerate(parts)
+        ]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
         if not reader._requests:
             raise MidstreamError("not_found", "no blobs given")
@@ -178,47 +233,84 @@ class CaptureReader:
 
     @classmethod
     def of_job(
-        cls, files: Iterable[Path | Place], job: str, *, status: str, detail: str = "", tag: str | None = None, partial: bool = False
+        cls,
+        files: Iterable[Path | Place],
+        job: str,
+        *,
+        status: str,
+        detail: str = "",
+        tag: str | None = None,
+        partial: bool = False,
     ) -> "CaptureReader":
         """A reader of all the files that the API names of a job whose capture is `status`."""
         reader = cls.__new__(cls)
         blobs = open_blobs(file if isinstance(file, Place) else at(file) for file in files)
         for blob in blobs:
             if blob.header.manifest.job != job:
-                raise MidstreamError("capture_failed", f"{blob.place.path.name} does not hold rows of job {job}")
+                raise MidstreamError(
+                    "capture_failed", f"{blob.place.path.name} does not hold rows of job {job}"
+                )
         reader._open(blobs, job, tag, partial, first_tag=True, whole=True)
         if not reader._requests:
-            raise MidstreamError("not_found", f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""))
+            raise MidstreamError(
+                "not_found",
+                f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""),
+            )
         reader.status, reader.detail = status, detail
         return reader
 
-    def _open(self, blobs: list[Blob], job: str | None, tag: str | None, partial: bool, first_tag: bool, whole: bool) -> None:
+    def _open(
+        self,
+        blobs: list[Blob],
+        job: str | None,
+        tag: str | None,
+        partial: bool,
+        first_tag: bool,
+        whole: bool,
+    ) -> None:
         """`whole`: all that the job has should be among the blobs."""
         self._partial = partial
         if job is not None:
             blobs = [blob for blob in blobs if blob.header.manifest.job == job]
         jobs = sorted({blob.header.manifest.job for blob in blobs})
         if len(jobs) > 1:
-            raise invalid("job", "captures of several jobs found: pass job", allowed=", ".join(jobs))
+            raise invalid(
+                "job", "captures of several jobs found: pass job", allowed=", ".join(jobs)
+            )
         self.job = jobs[0] if jobs else ""
         #: The tags that the source holds rows of; this reader reads one of them.
         self.tags = list(dict.fromkeys(blob.header.manifest.tag for blob in blobs))
         if tag is None and len(self.tags) > 1 and not first_tag:
-            raise invalid("tag", f"job {self.job} has captures under several tags: pass tag", allowed=", ".join(self.tags))
+            raise invalid(
+                "tag",
+                f"job {self.job} has captures under several tags: pass tag",
+                allowed=", ".join(self.tags),
+            )
         self.tag = tag if tag is not None else next(iter(self.tags), "")
         attempts: dict[int, dict[int, list[Blob]]] = {}
         for blob in blobs:
             manifest = blob.header.manifest
             if manifest.tag == self.tag:
-                attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(blob)
+                attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(
+                    blob
+                )
         self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
         #: Number of requests that should have rows; 0: unknown.
-        self._expected = max((request.manifest.requests for request in self._requests.values()), default=0) if whole else 0
+        self._expected = (
+            max((request.manifest.requests for request in self._requests.values()), default=0)
+            if whole
+            else 0
+        )
 
     def __repr__(self) -> str:
-        count = f"{len(self._requests)}" + (f" of {self._expected}" if self._missing_requests() else "")
+        count = f"{len(self._requests)}" + (
+            f" of {self._expected}" if self._missing_requests() else ""
+        )
         status = f", status={self.status!r}" if self.status not in ("", "ok") else ""
-        return f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, files={len(self.files)}{status})"
+        return (
+            f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, "
+            f"files={len(self.files)}{status})"
+        )
 
     def _repr_html_(self) -> str:
         return str(rendered("reader_html", self))
@@ -237,7 +329,11 @@ class CaptureReader:
     @property
     def files(self) -> list[Path]:
         """The files that are read, by request and stage; a segment once."""
-        return list(dict.fromkeys(blob.place.path for request in self._requests.values() for blob in request.blobs))
+        return list(
+            dict.fromkeys(
+                blob.place.path for request in self._requests.values() for blob in request.blobs
+            )
+        )
 
     def requests(self) -> list[int]:
         """Indices of the job's prompts that have rows."""
@@ -270,38 +366,56 @@ class CaptureReader:
     def tokens(self, request: int = 0) -> list[str]:
         """How the token at each of `positions` reads, leading space included.
 
-        Raises MidstreamError: `not_found` for a reader that was opened from files alone (use `Client.capture`), and what the server
-        raises when it is asked.
+        Raises MidstreamError: `not_found` for a reader that was opened from files alone (use
+        `Client.capture`), and what the server raises when it is asked.
         """
         if self.read_tokens is None:
-            allowed = "open the capture with Client.capture(job), or pass token_ids() to Client.detokenize"
-            raise MidstreamError("not_found", "files hold token ids and no tokenizer", field="tokens", allowed=allowed)
+            allowed = (
+                "open the capture with Client.capture(job), or pass token_ids() to "
+                "Client.detokenize"
+            )
+            raise MidstreamError(
+                "not_found",
+                "files hold token ids and no tokenizer",
+                field="tokens",
+                allowed=allowed,
+            )
         return self.read_tokens(self.token_ids(request))
 
     def words(self, request: int = 0) -> list[str]:
         """As `tokens`; token ids in digits for a reader that was opened from files alone."""
-        return [str(token) for token in self.token_ids(request)] if self.read_tokens is None else self.tokens(request)
+        return (
+            [str(token) for token in self.token_ids(request)]
+            if self.read_tokens is None
+            else self.tokens(request)
+        )
 
     def dropped(self, request: int = 0) -> list[int]:
         """Requested positions that some stage dropped under overload."""
         return self._of(request).dropped
 
     def array(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, hidden]` float32, a copy. `hook`: by default `post_block`, or the only one that was captured.
+        """`[positions, hidden]` float32, a copy.
 
-        `layer`: negative ones count from the model's last, -1. TransformerLens' names are understood. Raises MidstreamError naming
-        the layers there are.
+        `hook`: by default `post_block`, or the only one that was captured.
+
+        `layer`: negative ones count from the model's last, -1. TransformerLens' names are
+        understood. Raises MidstreamError naming the layers there are.
         """
         return self._joined(layer, hook, request, Blob.array)
 
     def raw(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, hidden]` as it lies in the file: read-only, nothing copied; bfloat16 as its uint16 bit patterns.
+        """`[positions, hidden]` as it lies in the file: read-only, nothing copied; bfloat16 as its
+        uint16 bit patterns.
 
-        (A copy only where ranks hold columns of the rows, or a pipeline stage holds rows that another one dropped.)
+        (A copy only where ranks hold columns of the rows, or a pipeline stage holds rows that
+        another one dropped.)
         """
         return self._joined(layer, hook, request, Blob.raw)
 
-    def _joined(self, layer: int, hook: str | None, request: int, read: Callable[[Blob, str], np.ndarray]) -> np.ndarray:
+    def _joined(
+        self, layer: int, hook: str | None, request: int, read: Callable[[Blob, str], np.ndarray]
+    ) -> np.ndarray:
         """The rows of one site, the columns of all ranks side by side."""
         found, blobs, name = self._tensor(layer, hook, request)
         parts = []
@@ -310,74 +424,126 @@ class CaptureReader:
             parts.append(array if rows is None else array[rows])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def stack(self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0) -> np.ndarray:
+    def stack(
+        self, layers: Sequence[int] | None = None, hook: str | None = None, request: int = 0
+    ) -> np.ndarray:
         """`[layers, positions, hidden]` float32; by default of every captured layer."""
-        return np.stack([self.array(layer, hook, request) for layer in (self.layers(request, hook) if layers is None else layers)])
+        return np.stack(
+            [
+                self.array(layer, hook, request)
+                for layer in (self.layers(request, hook) if layers is None else layers)
+            ]
+        )
 
-    def to_pandas(self, hook: str | None = None, requests: Sequence[int] | None = None) -> "pandas.DataFrame":
-        """A line for each row: index request, layer and position; columns token, token_id, and 0 to hidden − 1 (float32).
+    def to_pandas(
+        self, hook: str | None = None, requests: Sequence[int] | None = None
+    ) -> "pandas.DataFrame":
+        """A line for each row: index request, layer and position; columns token, token_id, and 0 to
+        hidden − 1 (float32).
 
-        `hook`: by default `post_block`, or the only one. `requests`: by default all. Raises MidstreamError without pandas.
+        `hook`: by default `post_block`, or the only one. `requests`: by default all. Raises
+        MidstreamError without pandas.
         """
-        return tables.data_frame(self, hook, list(self.requests() if requests is None else requests))
+        return tables.data_frame(
+            self, hook, list(self.requests() if requests is None else requests)
+        )
 
     def to_xarray(self, hook: str | None = None, request: int = 0) -> "xarray.DataArray":
-        """float32 `[layer, position, dim]`, with token and token_id of each position. Raises MidstreamError without xarray."""
+        """float32 `[layer, position, dim]`, with token and token_id of each position.
+
+        Raises MidstreamError without xarray.
+        """
         return tables.data_array(self, hook, request)
 
     def plotly(self, hook: str | None = None, request: int = 0) -> Any:
-        """An interactive heatmap of the rows' norms: `plotly.graph_objects.Figure`. Raises MidstreamError without plotly."""
+        """An interactive heatmap of the rows' norms: `plotly.graph_objects.Figure`.
+
+        Raises MidstreamError without plotly.
+        """
         return rendered("plotly_figure", self, hook, request)
 
     def attention(
-        self, layer: int, head: LayerSelector | None = None, request: int = 0, *, queries: Sequence[int] | None = None
+        self,
+        layer: int,
+        head: LayerSelector | None = None,
+        request: int = 0,
+        *,
+        queries: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """float32 `[heads, query, key]`: what each token attends to, from the captured `q` and `k` of `layer`.
+        """float32 `[heads, query, key]`: what each token attends to, from the captured `q` and `k`
+        of `layer`.
 
-        Both axes are `positions(request)`; keys that a query does not see are 0, and a row sums to 1, less what a sink of the
-        model takes. `head`: a number, a list or `"0-3"`; by default all of the layer. `queries`: only those of some absolute positions;
-        negative ones count from the prompt's end. As transformers' eager attention, see `docs/attention.md`.
+        Both axes are `positions(request)`; keys that a query does not see are 0, and a row sums to
+        1, less what a sink of the model takes. `head`: a number, a list or `"0-3"`; by default all
+        of the layer. `queries`: only those of some absolute positions; negative ones count from the
+        prompt's end. As transformers' eager attention, see `docs/attention.md`.
 
-        Raises MidstreamError: `not_found` if `q` or `k` was not captured at the layer, or not the keys that a query sees, or if the
-        model's attention there has no pattern that is known; `invalid_request` for a head that there is not, or too large an answer.
+        Raises MidstreamError: `not_found` if `q` or `k` was not captured at the layer, or not the
+        keys that a query sees, or if the model's attention there has no pattern that is known;
+        `invalid_request` for a head that there is not, or too large an answer.
         """
         kind, manifest = self.attention_kind(layer, request), self.manifest(request)
         if kind.text_only and manifest.images:
-            detail = f"in layer {layer} tokens of an image see each other in both directions: a prompt with images has no causal pattern"
+            detail = (
+                f"in layer {layer} tokens of an image see each other in both directions: a "
+                "prompt with images has no causal pattern"
+            )
             raise MidstreamError("not_found", detail, field="request")
-        rows = None if queries is None else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
+        rows = (
+            None
+            if queries is None
+            else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
+        )
         found = self.array(layer, "q", request), self.array(layer, "k", request)
         return pattern(*found, usable(kind, layer), self.positions(request), heads=head, rows=rows)
 
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
-        """How a layer turns queries and keys into patterns. Raises MidstreamError where `q` was not captured or that is not recorded."""
+        """How a layer turns queries and keys into patterns.
+
+        Raises MidstreamError where `q` was not captured or that is not recorded.
+        """
         _, blobs, site = self._tensor(layer, "q", request)
         return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
 
     def heads(self, layer: int, hook: str | None = None, request: int = 0) -> np.ndarray:
-        """`[positions, heads, head size]` float32 of a hook that has heads: all of them, or those that were captured."""
+        """`[positions, heads, head size]` float32 of a hook that has heads: all of them, or those
+        that were captured.
+        """
         _, blobs, name = self._tensor(layer, hook, request)
         shape = blobs[0].header.manifest.row
         if shape is None or (shape.heads == 1 and BANK[name.partition(".")[0]] not in OF_HEADS):  # type: ignore[index]
-            raise MidstreamError("not_found", f"{name.partition('.')[0]} has no heads, or the file does not say which", field="hook")
+            raise MidstreamError(
+                "not_found",
+                f"{name.partition('.')[0]} has no heads, or the file does not say which",
+                field="hook",
+            )
         rows = self.array(layer, hook, request)
         return rows.reshape(len(rows), -1, shape.width)
 
     def experts(self, layer: int, request: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """The experts that each token took, those with the largest weights first, and the weights: int64, float32 `[positions, top]`.
+        """The experts that each token took, those with the largest weights first, and the weights:
+        int64, float32 `[positions, top]`.
 
-        From the captured logits `router`, by the model's own rule: softmax or sigmoid, groups, correction bias, scale. A shared expert
-        is not among them. Raises MidstreamError where `router` was not captured, or where the model's rule is not known.
+        From the captured logits `router`, by the model's own rule: softmax or sigmoid, groups,
+        correction bias, scale. A shared expert is not among them. Raises MidstreamError where
+        `router` was not captured, or where the model's rule is not known.
         """
         _, blobs, site = self._tensor(layer, "router", request)
         kind = routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2]))
         return routed(self.array(layer, "router", request), kind)
 
-    def row(self, layer: int, position: int, hook: str | None = None, request: int = 0) -> np.ndarray:
+    def row(
+        self, layer: int, position: int, hook: str | None = None, request: int = 0
+    ) -> np.ndarray:
         """`[hidden]` float32 at an absolute token position."""
         positions = self.positions(request)
         if position not in positions:
-            raise MidstreamError("not_found", f"position {position} was not captured", field="position", allowed=str(positions))
+            raise MidstreamError(
+                "not_found",
+                f"position {position} was not captured",
+                field="position",
+                allowed=str(positions),
+            )
         return np.asarray(self.array(layer, hook, request)[positions.index(position)])
 
     def dtype(self, request: int = 0) -> str:
@@ -389,14 +555,23 @@ class CaptureReader:
         return self._of(request).manifest
 
     def verify(self) -> list[Check]:
-        """Size, CRC32 and content of every blob, held against its manifests; and `gaps`. All is right when every check is `ok`."""
-        return [_check(blob) for request in self._requests.values() for blob in request.blobs] + self.gaps()
+        """Size, CRC32 and content of every blob, held against its manifests; and `gaps`.
+
+        All is right when every check is `ok`.
+        """
+        return [
+            _check(blob) for request in self._requests.values() for blob in request.blobs
+        ] + self.gaps()
 
     def gaps(self) -> list[Check]:
-        """What is missing: requests, stages, tensors, dropped positions; and the capture's status from the API."""
+        """What is missing: requests, stages, tensors, dropped positions; and the capture's status
+        from the API.
+        """
         found = []
         if self.status not in ("", "ok"):
-            found.append(Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail)))
+            found.append(
+                Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail))
+            )
         if why := self._missing_requests():
             found.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
         for number, request in self._requests.items():
@@ -404,7 +579,10 @@ class CaptureReader:
             if why := request.incomplete():
                 found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
             if dropped := request.dropped:
-                why = f"request {number}: positions dropped under overload: {as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
+                why = (
+                    f"request {number}: positions dropped under overload: "
+                    f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
+                )
                 found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
         return found
 
@@ -414,11 +592,19 @@ class CaptureReader:
         if len(there) >= self._expected:
             return ""
         ranges = as_ranges(there, _SHOWN_RANGES)
-        return f"job {self.job} captured {self._expected} requests, but files exist for only {len(there)}: {ranges}"
+        return (
+            f"job {self.job} captured {self._expected} requests, but files exist for only "
+            f"{len(there)}: {ranges}"
+        )
 
     def _of(self, request: int) -> _Request:
         if request not in self._requests:
-            raise MidstreamError("not_found", f"request {request} has no captured rows", field="request", allowed=str(list(self._requests)))
+            raise MidstreamError(
+                "not_found",
+                f"request {request} has no captured rows",
+                field="request",
+                allowed=str(list(self._requests)),
+            )
         found = self._requests[request]
         if not self._partial and (why := found.incomplete()):
             raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
@@ -432,7 +618,9 @@ class CaptureReader:
             return DEFAULT_HOOK
         return hooks[0]
 
-    def _tensor(self, layer: int, hook: str | None, request: int) -> tuple[_Request, list[Blob], str]:
+    def _tensor(
+        self, layer: int, hook: str | None, request: int
+    ) -> tuple[_Request, list[Blob], str]:
         found, chosen = self._of(request), self._hook(hook, request)
         if layer < 0:
             layer = _from_the_end(layer, found.manifest)
@@ -440,17 +628,33 @@ class CaptureReader:
         if not blobs:
             layers, hooks = self.layers(request, chosen), self.hooks(request)
             allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
-            raise MidstreamError("not_found", f"layer {layer} was not captured at {chosen}", field="layer", allowed=allowed)
+            raise MidstreamError(
+                "not_found",
+                f"layer {layer} was not captured at {chosen}",
+                field="layer",
+                allowed=allowed,
+            )
         return found, blobs, f"{chosen}.{layer}"
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:
     """The layer that a negative number names, counted from the model's last."""
     if not manifest.num_layers:
-        detail = f"layer {layer} counts from the model's last layer, but this capture does not record the number of layers"
-        raise invalid("layer", detail, allowed="a layer from 0 on: an older version of Midstream wrote this capture")
+        detail = (
+            f"layer {layer} counts from the model's last layer, but this capture does not "
+            "record the number of layers"
+        )
+        raise invalid(
+            "layer",
+            detail,
+            allowed="a layer from 0 on: an older version of Midstream wrote this capture",
+        )
     if layer < -manifest.num_layers:
-        raise invalid("layer", f"{layer} is below the first layer", allowed=f"{-manifest.num_layers} to {manifest.num_layers - 1}")
+        raise invalid(
+            "layer",
+            f"{layer} is below the first layer",
+            allowed=f"{-manifest.num_layers} to {manifest.num_layers - 1}",
+        )
     return manifest.num_layers + layer
 
 
@@ -468,17 +672,34 @@ def _check(blob: Blob) -> Check:
     manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
     promised = blob.promised()
     if promised is None:
-        wrong.append(f"{PurePosixPath(index_of(blob.place.key)).name} is missing: without it the CRC32 cannot be checked")
+        wrong.append(
+            f"{PurePosixPath(index_of(blob.place.key)).name} is missing: without it the "
+            "CRC32 cannot be checked"
+        )
     elif promised != (blob.size, crc):
-        wrong.append(f"{blob.size} bytes with CRC32 {crc:08x}, but the manifest lists {promised[0]} with {promised[1]:08x}")
+        wrong.append(
+            f"{blob.size} bytes with CRC32 {crc:08x}, but the manifest lists {promised[0]} "
+            f"with {promised[1]:08x}"
+        )
     rows = len(manifest.positions)
     for hook, layers in manifest.sites.items():
         for layer in layers:
             tensor = blob.header.tensors.get(f"{hook}.{layer}")
             shape = [rows, manifest.widths.get(hook, manifest.hidden_size)]
             if tensor is None or tensor.shape != shape:
-                wrong.append(f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape} (expected: {shape})")
+                wrong.append(
+                    f"{hook}.{layer} is {'missing' if tensor is None else tensor.shape} (expected: "
+                    f"{shape})"
+                )
     for name, values in (("positions", manifest.positions), ("token_ids", manifest.token_ids)):
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} does not match the manifest")
-    return Check(blob.place.path, blob.size, crc, not wrong, "; ".join(wrong), manifest.request, blob.place.offset)
+    return Check(
+        blob.place.path,
+        blob.size,
+        crc,
+        not wrong,
+        "; ".join(wrong),
+        manifest.request,
+        blob.place.offset,
+    )

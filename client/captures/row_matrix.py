@@ -1,4 +1,6 @@
-"""Captured rows of many requests as one matrix: the X of a probe, a difference of means or an SAE's training batch."""
+"""Captured rows of many requests as one matrix: the X of a probe, a difference of means or an SAE's
+training batch.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, get_args
@@ -9,7 +11,8 @@ from ...schemas.errors import MidstreamError, invalid
 from ...schemas.selectors import as_ranges
 from .reader import CaptureReader
 
-#: Which rows of a request count: its last or first captured one, their mean, all of them, or the one at an absolute token position.
+#: Which rows of a request count: its last or first captured one, their mean, all of them, or the
+#: one at an absolute token position.
 Named = Literal["last", "first", "mean", "all"]
 Rows = Named | int
 #: Longer lists of positions are cut in errors.
@@ -24,38 +27,62 @@ class Sample(NamedTuple):
     position: int | None  # absolute token position; None: a mean over positions
 
 
-def matrix(readers: "CaptureReader | Iterable[CaptureReader]", layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
-    """float32 `[samples, hidden]` over all requests of one reader or of several, in the order of `samples`.
+def matrix(
+    readers: "CaptureReader | Iterable[CaptureReader]",
+    layer: int,
+    hook: str | None = None,
+    rows: Rows = "last",
+) -> np.ndarray:
+    """float32 `[samples, hidden]` over all requests of one reader or of several, in the order of
+    `samples`.
 
-    `layer`, `hook`: as of `CaptureReader.array`. `rows`: "last" (one row a request: its last captured position), "first", "mean"
-    (over its captured positions), "all" (every captured position), or a token position, which as in a request's `positions` counts
-    from the prompt's end where it is negative: -1 is the last token of the prompt.
+    `layer`, `hook`: as of `CaptureReader.array`. `rows`: "last" (one row a request: its last
+    captured position), "first", "mean" (over its captured positions), "all" (every captured
+    position), or a token position, which as in a request's `positions` counts from the prompt's end
+    where it is negative: -1 is the last token of the prompt.
 
-    Raises MidstreamError: `invalid_request` for other `rows` or for readers of models of different width, `not_found` where a
-    request lacks the layer or the position, and what `CaptureReader.requests` raises when requests are missing.
+    Raises MidstreamError: `invalid_request` for other `rows` or for readers of models of different
+    width, `not_found` where a request lacks the layer or the position, and what
+    `CaptureReader.requests` raises when requests are missing.
     """
-    parts = [_chosen(reader.array(layer, hook, request), reader, request, rows) for reader, request in _each(readers)]
+    parts = [
+        _chosen(reader.array(layer, hook, request), reader, request, rows)
+        for reader, request in _each(readers)
+    ]
     if not parts:
         raise MidstreamError("not_found", "there are no captured rows")
     widths = sorted({part.shape[1] for part in parts})
     if len(widths) > 1:
-        raise invalid("readers", f"rows of different width cannot form one matrix: {widths}", allowed="captures of a single model")
+        raise invalid(
+            "readers",
+            f"rows of different width cannot form one matrix: {widths}",
+            allowed="captures of a single model",
+        )
     return np.concatenate(parts)
 
 
-def samples(readers: "CaptureReader | Iterable[CaptureReader]", rows: Rows = "last") -> list[Sample]:
-    """What each row of `matrix(readers, …, rows=rows)` is: its job, its request and its token position."""
+def samples(
+    readers: "CaptureReader | Iterable[CaptureReader]", rows: Rows = "last"
+) -> list[Sample]:
+    """What each row of `matrix(readers, …, rows=rows)` is: its job, its request and its token
+    position.
+    """
     found = []
     for reader, request in _each(readers):
         positions = reader.positions(request)
         if rows == "mean":
             found.append(Sample(reader.job, request, None))
         else:
-            found += [Sample(reader.job, request, positions[index]) for index in _indices(reader, request, rows)]
+            found += [
+                Sample(reader.job, request, positions[index])
+                for index in _indices(reader, request, rows)
+            ]
     return found
 
 
-def _each(readers: "CaptureReader | Iterable[CaptureReader]") -> Iterator[tuple[CaptureReader, int]]:
+def _each(
+    readers: "CaptureReader | Iterable[CaptureReader]",
+) -> Iterator[tuple[CaptureReader, int]]:
     for reader in [readers] if isinstance(readers, CaptureReader) else readers:
         for request in reader.requests():
             yield reader, request
@@ -76,7 +103,11 @@ def _indices(reader: CaptureReader, request: int, rows: Rows) -> list[int]:
     positions = reader.positions(request)
     if isinstance(rows, str):
         if rows not in get_args(Named):
-            raise invalid("rows", f"{rows!r} is not a selection of rows", allowed=f"{', '.join(get_args(Named))}, or a token position")
+            raise invalid(
+                "rows",
+                f"{rows!r} is not a selection of rows",
+                allowed=f"{', '.join(get_args(Named))}, or a token position",
+            )
         if rows == "all":
             return list(range(len(positions)))
         if not positions:
@@ -85,9 +116,13 @@ def _indices(reader: CaptureReader, request: int, rows: Rows) -> list[int]:
     position = rows if rows >= 0 else reader.manifest(request).prompt_tokens + rows
     if position not in positions:
         detail = f"position {rows} of request {request} was not captured"
-        raise MidstreamError("not_found", detail, field="rows", allowed=as_ranges(positions, SHOWN_RANGES))
+        raise MidstreamError(
+            "not_found", detail, field="rows", allowed=as_ranges(positions, SHOWN_RANGES)
+        )
     return [positions.index(position)]
 
 
 def _no_rows(request: int) -> MidstreamError:
-    return MidstreamError("not_found", f"request {request} has no captured rows", field="rows", allowed='rows="all"')
+    return MidstreamError(
+        "not_found", f"request {request} has no captured rows", field="rows", allowed='rows="all"'
+    )

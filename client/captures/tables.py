@@ -25,13 +25,17 @@ class Rows(Protocol):
 
 
 def data_frame(reader: Rows, hook: str | None, requests: list[int]) -> Any:
-    """A line for each row, by request, layer and position; columns: token, token_id and the row's elements."""
+    """A line for each row, by request, layer and position; columns: token, token_id and the row's
+    elements.
+    """
     module = pandas()
     parts = []
     for request in requests:
         positions = reader.positions(request)
         for layer in reader.layers(request, hook):
-            index = module.MultiIndex.from_product([[request], [layer], positions], names=["request", "layer", "position"])
+            index = module.MultiIndex.from_product(
+                [[request], [layer], positions], names=["request", "layer", "position"]
+            )
             rows = module.DataFrame(reader.array(layer, hook, request), index=index)
             rows.insert(0, "token", reader.words(request))
             rows.insert(1, "token_id", reader.token_ids(request))

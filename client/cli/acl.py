@@ -24,9 +24,14 @@ MAX_DATABASE = (1 << 31) - 2
 
 def acl(
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the files.")] = Path("acl"),
-    database: Annotated[int, typer.Option(min=0, max=MAX_DATABASE, help="Number of the database that Midstream uses.")] = 0,
+    database: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_DATABASE, help="Number of the database that Midstream uses."),
+    ] = 0,
 ) -> None:
-    """Write an ACL file for Redis with one least-privilege user per part of Midstream, and their passwords."""
+    """Write an ACL file for Redis with one least-privilege user per part of Midstream, and their
+    passwords.
+    """
     from ...broker.ops.acl import ROLES, SERVERS, USERS_FILE, write_users
 
     write_users(folder, database)

@@ -1,4 +1,6 @@
-"""Attention patterns on the command line: `midstream attention` of a prompt, or of captured queries and keys."""
+"""Attention patterns on the command line: `midstream attention` of a prompt, or of captured queries
+and keys.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,33 +25,58 @@ def register(app: typer.Typer) -> None:
 
 
 def attention(
-    source: Annotated[str | None, typer.Argument(metavar="[JOB|FOLDER]", help="A capture of q and k at all positions.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Run this prompt instead, and capture its queries and keys.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB|FOLDER]", help="A capture of q and k at all positions."),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Run this prompt instead, and capture its queries and keys.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
     layers: Annotated[str, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.")] = "all",
     heads: Annotated[str | None, typer.Option(help="all (default), 3, or 0-3,5.")] = None,
     show_: Annotated[
-        list[str] | None, typer.Option("--show", metavar="LAYER.HEAD", help="Draw this head; repeatable. Default: the strongest.")
+        list[str] | None,
+        typer.Option(
+            "--show",
+            metavar="LAYER.HEAD",
+            help="Draw this head; repeatable. Default: the strongest.",
+        ),
     ] = None,
     behaviour: Annotated[
-        str | None, typer.Option(metavar="|".join(get_args(Behaviour)), help="Draw the heads that show this most.")
+        str | None,
+        typer.Option(
+            metavar="|".join(get_args(Behaviour)), help="Draw the heads that show this most."
+        ),
     ] = None,
-    figure_: Annotated[Path | None, typer.Option("--figure", help="Draw a picture: out.png, out.pdf or out.svg (matplotlib).")] = None,
+    figure_: Annotated[
+        Path | None,
+        typer.Option("--figure", help="Draw a picture: out.png, out.pdf or out.svg (matplotlib)."),
+    ] = None,
     request: Annotated[int, typer.Option(help="Which prompt of the job.")] = 0,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Show what tokens attend to: a map of tokens by tokens per head, and the heads that attend to the previous token, and so on."""
+    """Show what tokens attend to: a map of tokens by tokens per head, and the heads that attend to
+    the previous token, and so on.
+    """
     if (source is None) == (prompt is None):
         raise invalid("--prompt", "give either a prompt, or a capture's job or folder")
     if figure_ is not None:
         check(figure_, "--figure")
     if behaviour is not None and behaviour not in get_args(Behaviour):
-        raise invalid("--behaviour", f"{behaviour!r} is not known", allowed=", ".join(get_args(Behaviour)))
-    chosen, of_heads = options.parse_layers(layers), None if heads is None else options.parse_layers(heads)
+        raise invalid(
+            "--behaviour", f"{behaviour!r} is not known", allowed=", ".join(get_args(Behaviour))
+        )
+    chosen, of_heads = (
+        options.parse_layers(layers),
+        None if heads is None else options.parse_layers(heads),
+    )
     if prompt is not None:
         with connect(url) as client:
-            found = client.attention(prompt, layers=chosen, heads=of_heads, model=model or only_model(client))
+            found = client.attention(
+                prompt, layers=chosen, heads=of_heads, model=model or only_model(client)
+            )
     else:
         with open_capture(str(source), url) as reader:
             found = attention_of(reader, chosen, of_heads, request)
@@ -67,12 +94,24 @@ def attention(
 
 def _facts(found: Attention) -> dict[str, Any]:
     """For programs: tokens, and every head's scores."""
-    scores = {behaviour: [each._asdict() for each in found.scores(behaviour)] for behaviour in found.behaviours()}
-    return {"job": found.job, "positions": found.positions, "tokens": found.tokens, "absent": found.absent, "scores": scores}
+    scores = {
+        behaviour: [each._asdict() for each in found.scores(behaviour)]
+        for behaviour in found.behaviours()
+    }
+    return {
+        "job": found.job,
+        "positions": found.positions,
+        "tokens": found.tokens,
+        "absent": found.absent,
+        "scores": scores,
+    }
 
 
 def named(found: Attention, texts: Sequence[str]) -> list[show.Panel]:
-    """`5.3`, layer and head, of each text. Raises MidstreamError naming `--show`, or the heads that there are."""
+    """`5.3`, layer and head, of each text.
+
+    Raises MidstreamError naming `--show`, or the heads that there are.
+    """
     panels = []
     for text in texts:
         layer, dot, head = text.partition(".")

@@ -1,4 +1,6 @@
-"""Captured rows on the command line: `capture show`, `verify`, `save`, `export`, `list`, `delete`."""
+"""Captured rows on the command line: `capture show`, `verify`, `save`, `export`, `list`,
+`delete`.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +16,20 @@ from ..render import jobs as show
 from . import options
 from .jobs import AsJson, JobId, Url, connect, out, print_list
 
-Source = Annotated[str, typer.Argument(metavar="JOB|FOLDER", help="A job's id, a folder or file of captures, or s3://bucket/prefix.")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|FOLDER",
+        help="A job's id, a folder or file of captures, or s3://bucket/prefix.",
+    ),
+]
 Job = Annotated[str | None, typer.Option(help="Which job, if a folder has captures of several.")]
 Tag = Annotated[str | None, typer.Option(help="Which capture of the job; default: the job's own.")]
 Partial = Annotated[bool, typer.Option("--partial", help="Accept incomplete captures.")]
 
-capture_app = typer.Typer(no_args_is_help=True, help="Inspect, export and delete captured activations.")
+capture_app = typer.Typer(
+    no_args_is_help=True, help="Inspect, export and delete captured activations."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +40,10 @@ def register(app: typer.Typer) -> None:
 @capture_app.command("show")
 def capture_show(
     source: Source,
-    values: Annotated[str | None, typer.Option(metavar="[HOOK:]LAYER", help="Also print these rows of the first request.")] = None,
+    values: Annotated[
+        str | None,
+        typer.Option(metavar="[HOOK:]LAYER", help="Also print these rows of the first request."),
+    ] = None,
     job: Job = None,
     tag: Tag = None,
     partial: Partial = False,
@@ -45,20 +58,31 @@ def capture_show(
         first, (hook, layer) = reader.requests()[0], options.parse_site(values, "--values")
         array = reader.array(layer, hook, first)
         with np.printoptions(precision=4, edgeitems=4, threshold=40):
-            out.print(f"layer {layer}, request {first}, float32 {list(array.shape)}\n{array}", markup=False)
+            out.print(
+                f"layer {layer}, request {first}, float32 {list(array.shape)}\n{array}",
+                markup=False,
+            )
     out.print(f"files: {reader.files[0].parent}", markup=False, soft_wrap=True)
     if others := [name for name in reader.tags if name != reader.tag]:
-        out.print(f"tag {reader.tag}; other captures: --tag {', '.join(others)}", markup=False, soft_wrap=True)
+        out.print(
+            f"tag {reader.tag}; other captures: --tag {', '.join(others)}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 @capture_app.command("verify")
 def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = None) -> None:
-    """Recompute every CRC32 and check that no request, stage, site or position is missing; exits non-zero if a check fails."""
+    """Recompute every CRC32 and check that no request, stage, site or position is missing; exits
+    non-zero if a check fails.
+    """
     found = open_capture(source, url, job, tag, partial=True).verify()
     out.print(show.checks(found))
     wrong = [check for check in found if not check.ok]
     if wrong:
-        raise MidstreamError("capture_failed", f"{len(wrong)} of {len(found)} checks failed: {wrong[0].detail}")
+        raise MidstreamError(
+            "capture_failed", f"{len(wrong)} of {len(found)} checks failed: {wrong[0].detail}"
+        )
 
 
 @capture_app.command("save")
@@ -77,10 +101,16 @@ def capture_save(
 @capture_app.command("export")
 def capture_export(
     source: Source,
-    target: Annotated[Path, typer.Argument(help="rows.npz (float32) or rows.safetensors (as captured).")],
-    hooks: Annotated[str | None, typer.Option(metavar=options.HOOKS_FORM, help="Only these hooks.")] = None,
+    target: Annotated[
+        Path, typer.Argument(help="rows.npz (float32) or rows.safetensors (as captured).")
+    ],
+    hooks: Annotated[
+        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Only these hooks.")
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="Only these layers: 3, 0-5, or 0-5,9.")] = None,
-    request: Annotated[list[int] | None, typer.Option(help="Only this prompt's rows; repeat as needed.")] = None,
+    request: Annotated[
+        list[int] | None, typer.Option(help="Only this prompt's rows; repeat as needed.")
+    ] = None,
     job: Job = None,
     tag: Tag = None,
     partial: Partial = False,
@@ -90,8 +120,18 @@ def capture_export(
     reader = open_capture(source, url, job, tag, partial)
     chosen = None if layers is None else options.parse_layers(layers)
     wanted = options.read_hooks(hooks, chosen) if hooks else ()
-    names = export(reader, target, hooks=wanted, layers="all" if chosen is None else chosen, requests=request or ())
-    out.print(f"{show.count(len(names), 'array')}, {show.size(target.stat().st_size)}: {target}", markup=False, soft_wrap=True)
+    names = export(
+        reader,
+        target,
+        hooks=wanted,
+        layers="all" if chosen is None else chosen,
+        requests=request or (),
+    )
+    out.print(
+        f"{show.count(len(names), 'array')}, {show.size(target.stat().st_size)}: {target}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @capture_app.command("list")
@@ -119,12 +159,22 @@ def capture_delete(
             out.print(f"{job_id} deleted", markup=False)
 
 
-def open_capture(source: str, url: str | None, job: str | None = None, tag: str | None = None, partial: bool = False) -> CaptureReader:
-    """A store, a folder or a file of captures when there is one of that name, else a job's captures through the API."""
+def open_capture(
+    source: str,
+    url: str | None,
+    job: str | None = None,
+    tag: str | None = None,
+    partial: bool = False,
+) -> CaptureReader:
+    """A store, a folder or a file of captures when there is one of that name, else a job's captures
+    through the API.
+    """
     if "://" in source:
         return CaptureReader(source, job, tag=tag, partial=partial)
     path = Path(source)
-    if path.exists() or (path.parent / "segments").is_dir():  # a job stored in segments only has no folder
+    if (
+        path.exists() or (path.parent / "segments").is_dir()
+    ):  # a job stored in segments only has no folder
         return CaptureReader(path, job, tag=tag, partial=partial)
     if "/" in source:
         raise MidstreamError("not_found", f"no such folder: {source}")

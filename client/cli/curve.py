@@ -7,7 +7,10 @@ import typer
 
 from ...schemas.errors import invalid
 
-curve_app = typer.Typer(no_args_is_help=True, help="CURVE keys that authenticate workers and relay to each other across machines.")
+curve_app = typer.Typer(
+    no_args_is_help=True,
+    help="CURVE keys that authenticate workers and relay to each other across machines.",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -17,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 @curve_app.command("new")
 def curve_new(
-    role: Annotated[str, typer.Argument(metavar="relay|worker", help="Owner of the key: relay or worker.")],
+    role: Annotated[
+        str, typer.Argument(metavar="relay|worker", help="Owner of the key: relay or worker.")
+    ],
     name: Annotated[str, typer.Argument(help="For a worker: its worker_id.")],
     folder: Annotated[Path, typer.Option("--dir", help="Folder for the files.")] = Path("curve"),
 ) -> None:
@@ -30,7 +35,13 @@ def curve_new(
     private, public = new_keys(roles[role], name, folder)
     if role == "relay":
         said = [
-            ("the relay", f"MIDSTREAM_CURVE_SECRET_FILE={private} MIDSTREAM_CURVE_CLIENTS_DIR={folder / 'clients'}"),
+            (
+                "the relay",
+                (
+                    f"MIDSTREAM_CURVE_SECRET_FILE={private} "
+                    f"MIDSTREAM_CURVE_CLIENTS_DIR={folder / 'clients'}"
+                ),
+            ),
             ("every worker", f"MIDSTREAM_CURVE_SERVER_KEY_FILE={public}"),
         ]
     else:

@@ -1,5 +1,6 @@
-"""`midstream demo`: the real stack, a real model, a real capture, real steering and a real sweep, with a check
-of each."""
+"""`midstream demo`: the real stack, a real model, a real capture, real steering and a real sweep,
+with a check of each.
+"""
 
 import os
 import shlex
@@ -19,7 +20,14 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from ...schemas.base import to_json
@@ -52,7 +60,8 @@ FACT_TOKENS = 6
 NUM_LAYERS = 30
 HIDDEN_SIZE = 576
 
-#: Contrasting texts; the direction is the difference of their mean activations (Turner et al. 2023, arXiv:2308.10248).
+#: Contrasting texts; the direction is the difference of their mean activations (Turner et al. 2023,
+#: arXiv:2308.10248).
 SEA = (
     "The ocean waves crash on the sandy beach",
     "A ship sails across the deep blue sea",
@@ -75,17 +84,21 @@ LAYER = 14
 SCALE = 1.0
 #: The direction's name.
 MODULE = "sea"
-#: The first token's activation is a sink a hundred times larger than the rest, and says nothing about the text.
+#: The first token's activation is a sink a hundred times larger than the rest, and says nothing
+#: about the text.
 SINK = 1
 #: Two facts of the same shape: what the model knows of the one is patched into the other.
 CLEAN, ANSWER = FACTS[0], " Paris"
 CORRUPT, FOIL = "The Colosseum is located in the city of", " Rome"
 HOOK = "resid_pre"
-#: The stream that enters the last layer at the last token has the answer, but for what that layer does: this share of it, at least.
+#: The stream that enters the last layer at the last token has the answer, but for what that layer
+#: does: this share of it, at least.
 LEAST_AT_THE_END = 0.8
-#: The subject's rows bring back so much in an early layer, and nothing any more in a late one, where the last token has read them.
+#: The subject's rows bring back so much in an early layer, and nothing any more in a late one,
+#: where the last token has read them.
 LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
-#: One layer later the edit is still there, but that layer has added to it: at least this part of it must be seen.
+#: One layer later the edit is still there, but that layer has added to it: at least this part of it
+#: must be seen.
 LEAST_SHIFT = 0.5
 
 
@@ -110,20 +123,34 @@ class Verdict:
             self.short.append(claim)
 
 
-def run_demo(data: Path | None = None, console: Console | None = None, *, keep: bool = False) -> int:
-    """The demo; its exit code. `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created.
+def run_demo(
+    data: Path | None = None, console: Console | None = None, *, keep: bool = False
+) -> int:
+    """The demo; its exit code.
+
+    `data`: the data directory, by default `demo/` in the setting `data_dir`, re-created.
 
     `keep`: leave the stack and its page open until Ctrl-C.
     """
     console = console or Console(highlight=False)
     began = time.monotonic()
-    console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
+    console.rule(
+        f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM"
+    )
     settings = _settings(data, console)
-    with _sigterm_as_interrupt(), _started(settings, console) as stack, Client(stack.url, stack.settings.admin_key) as client:
+    with (
+        _sigterm_as_interrupt(),
+        _started(settings, console) as stack,
+        Client(stack.url, stack.settings.admin_key) as client,
+    ):
         verdict = Verdict(console)
         job = demonstrate(client, Path(stack.settings.data_dir), console, verdict)
         console.print()
-        _line(console, f"the page: [bold]{stack.url}/[/]" + (" · open until Ctrl-C" if keep else " · [dim]--keep leaves it open[/]"))
+        _line(
+            console,
+            f"the page: [bold]{stack.url}/[/]"
+            + (" · open until Ctrl-C" if keep else " · [dim]--keep leaves it open[/]"),
+        )
         if keep:
             with suppress(KeyboardInterrupt):
                 signal.pause()
@@ -131,26 +158,40 @@ def run_demo(data: Path | None = None, console: Console | None = None, *, keep: 
     verdict.check(ended, "everything stopped, no process left behind")
     _farewell(console, stack.settings, job, time.monotonic() - began)
     if verdict.short:
-        console.print(f"[red]{len(verdict.short)} of the checks failed[/]; logs: {Path(stack.settings.data_dir) / 'logs'}")
+        console.print(
+            f"[red]{len(verdict.short)} of the checks failed[/]; logs: "
+            f"{Path(stack.settings.data_dir) / 'logs'}"
+        )
         return 1
     return 0
 
 
 def run_demo_at(url: str, keep: Path | None = None, console: Console | None = None) -> int:
-    """The demo on a stack that runs; its exit code. `keep`: where the figure goes, by default the working directory.
+    """The demo on a stack that runs; its exit code.
 
-    Raises MidstreamError when the demo model is not served there. The module that it named is removed.
+    `keep`: where the figure goes, by default the working directory.
+
+    Raises MidstreamError when the demo model is not served there. The module that it named is
+    removed.
     """
     console = console or Console(highlight=False)
     began = time.monotonic()
-    console.rule(f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM")
+    console.rule(
+        f"[bold]Midstream {__version__}[/]: activation capture, steering and patching on stock vLLM"
+    )
     folder = (keep or Path()).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with Client(url, load_settings().api_key) as client:
         if MODEL_NAME not in (served := client.models()):
-            raise MidstreamError("not_found", f"{url} does not serve {MODEL_NAME}, which the demo requires", allowed=", ".join(served))
+            raise MidstreamError(
+                "not_found",
+                f"{url} does not serve {MODEL_NAME}, which the demo requires",
+                allowed=", ".join(served),
+            )
         if MODULE in {module.name for module in client.modules(MODEL_NAME)}:
-            raise MidstreamError("conflict", f"{url} already has a module {MODULE!r}, which the demo would replace")
+            raise MidstreamError(
+                "conflict", f"{url} already has a module {MODULE!r}, which the demo would replace"
+            )
         _line(console, f"[green]✓[/] stack: [bold]{url}[/]")
         verdict = Verdict(console)
         try:
@@ -166,7 +207,9 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
 
 
 def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
-    """Capture, steer and patch the demo model, wherever it is served; the figure goes into `folder`. Returns the job that captured."""
+    """Capture, steer and patch the demo model, wherever it is served; the figure goes into
+    `folder`. Returns the job that captured.
+    """
     job = _capture(client, MODEL_NAME, console, verdict)
     _steer(client, MODEL_NAME, console, verdict)
     _patch(client, MODEL_NAME, folder, console, verdict)
@@ -175,14 +218,25 @@ def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict
 
 @contextmanager
 def _started(settings: Settings, console: Console) -> Iterator[Supervisor]:
-    """The running stack; a line counts the seconds while it starts. (Redrawn by the wait itself: no threads together with forks.)"""
+    """The running stack; a line counts the seconds while it starts.
+
+    (Redrawn by the wait itself: no threads together with forks.)
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        progress.add_task("Redis, relay, worker, API, callbacks, Flower; the engine takes about half a minute")
+        progress.add_task(
+            "Redis, relay, worker, API, callbacks, Flower; the engine takes about half a minute"
+        )
         stack = Supervisor(settings, say=lambda line: None, waiting=progress.refresh)
         stack.start()
     try:
-        _line(console, f"[green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · dashboard {stack.flower_url or 'none'}")
+        _line(
+            console,
+            (
+                f"[green]✓[/] stack up: [bold]{stack.url}[/] · API docs {stack.url}/schema · "
+                f"dashboard {stack.flower_url or 'none'}"
+            ),
+        )
         yield stack
     finally:
         _line(console, "stopping the stack …")
@@ -196,53 +250,104 @@ def _settings(keep: Path | None, console: Console) -> Settings:
     if keep is None and (folder / LOCK_FILE).exists() and not _in_use(folder):
         shutil.rmtree(folder)  # the demo before this one
     with console.status("the demo model …"):
-        model = fetch_demo_model(Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim"))
-    _line(console, f"[green]✓[/] model: {MODEL_NAME}, {NUM_LAYERS} layers, hidden size {HIDDEN_SIZE} [dim]({_short(model)})[/]")
+        model = fetch_demo_model(
+            Path(base.cache_dir), say=lambda line: console.print(f"  {escape(line)}", style="dim")
+        )
+    _line(
+        console,
+        (
+            f"[green]✓[/] model: {MODEL_NAME}, {NUM_LAYERS} layers, hidden size "
+            f"{HIDDEN_SIZE} [dim]({_short(model)})[/]"
+        ),
+    )
     return load_settings(
-        model=str(model), model_name=MODEL_NAME, data_dir=str(folder), api_port=0, flower_port=0, redis_url="", relay_url=""
+        model=str(model),
+        model_name=MODEL_NAME,
+        data_dir=str(folder),
+        api_port=0,
+        flower_port=0,
+        redis_url="",
+        relay_url="",
     )
 
 
 def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> str:
     """Every layer of every prompt token, held until durable; returns one job's id."""
     console.print()
-    console.rule("[bold]Capture[/]: every layer at every prompt token, answered once all rows are on disk", align="left")
+    console.rule(
+        "[bold]Capture[/]: every layer at every prompt token, answered once all rows are on disk",
+        align="left",
+    )
     wish = {"layers": "all", "positions": "all_prompt", "tag": "demo"}
 
     def ask(prompt: str) -> Answer:
-        return client.completion(model, prompt, capture=wish, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0)
+        return client.completion(
+            model, prompt, capture=wish, capture_wait=True, max_tokens=FACT_TOKENS, temperature=0
+        )
 
     answers = _all([partial(ask, prompt) for prompt in FACTS], "held responses", console)
     for prompt, answer in zip(FACTS, answers, strict=True):
-        _line(console, f"[dim]{escape(prompt)}[/][bold]{escape(answer.text.replace(chr(10), ' '))}[/]")
+        _line(
+            console, f"[dim]{escape(prompt)}[/][bold]{escape(answer.text.replace(chr(10), ' '))}[/]"
+        )
     console.print()
     console.print(_receipts("Receipts: each rank's report on each request", answers))
     readers = [client.capture(answer.job) for answer in answers]
     _draw_norms(console, readers[0], FACTS[0])
-    statuses = [answer.capture_results.status if answer.capture_results else "missing" for answer in answers]
-    verdict.check(statuses == ["ok"] * len(FACTS), f"{statuses.count('ok')}/{len(FACTS)} captures complete when the response arrived")
+    statuses = [
+        answer.capture_results.status if answer.capture_results else "missing" for answer in answers
+    ]
+    verdict.check(
+        statuses == ["ok"] * len(FACTS),
+        f"{statuses.count('ok')}/{len(FACTS)} captures complete when the response arrived",
+    )
     checks = [check for reader in readers for check in reader.verify()]
     total = jobs.size(sum(check.bytes for check in checks))
-    verdict.check(all(check.ok for check in checks), f"CRC32 of {len(checks)} files ({total}) recomputed and correct")
+    verdict.check(
+        all(check.ok for check in checks),
+        f"CRC32 of {len(checks)} files ({total}) recomputed and correct",
+    )
     stacks = [reader.stack() for reader in readers]
-    shapes = all(stack.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE) for stack, reader in zip(stacks, readers, strict=True))
+    shapes = all(
+        stack.shape == (NUM_LAYERS, len(reader.token_ids()), HIDDEN_SIZE)
+        for stack, reader in zip(stacks, readers, strict=True)
+    )
     rows = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
     finite = all(bool(np.isfinite(stack).all()) for stack in stacks)
-    verdict.check(shapes and finite, f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite")
-    agree = all(answer.determinism is not None and answer.determinism.consistent for answer in answers)
+    verdict.check(
+        shapes and finite,
+        f"{rows} rows: {NUM_LAYERS} layers × every token × {HIDDEN_SIZE}, all finite",
+    )
+    agree = all(
+        answer.determinism is not None and answer.determinism.consistent for answer in answers
+    )
     verdict.check(agree, "determinism: checksums and action counts of all ranks agree")
-    verdict.check("Paris" in answers[0].text, "and the model answers that the Eiffel Tower is in Paris")
+    verdict.check(
+        "Paris" in answers[0].text, "and the model answers that the Eiffel Tower is in Paris"
+    )
     return answers[0].job
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
-    """The same prompts plain and steered by a named module, side by side; then what the ranks say of themselves."""
+    """The same prompts plain and steered by a named module, side by side; then what the ranks say
+    of themselves.
+    """
     console.print()
-    console.rule(f"[bold]Steering[/]: a direction computed from captures, registered as a module, added at layer {LAYER}", align="left")
+    console.rule(
+        (
+            "[bold]Steering[/]: a direction computed from captures, registered as a "
+            f"module, added at layer {LAYER}"
+        ),
+        align="left",
+    )
     wish = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
-    source = client.run(model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1})
+    source = client.run(
+        model=model, prompts=[*SEA, *LAND], capture=wish, sampling={"max_tokens": 1}
+    )
     reader = client.capture(source.id)
-    means = np.stack([reader.array(LAYER, request=request)[SINK:].mean(0) for request in reader.requests()])
+    means = np.stack(
+        [reader.array(LAYER, request=request)[SINK:].mean(0) for request in reader.requests()]
+    )
     direction = means[: len(SEA)].mean(0) - means[len(SEA) :].mean(0)
     norm = float(np.linalg.norm(direction))
     typical = float(np.linalg.norm(means, axis=1).mean())
@@ -250,25 +355,56 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
     _line(console, f"{sets}: norm {norm:.1f}, mean norm of the activations {typical:.1f}")
     module = client.register_module(MODULE, {f"post_block.{LAYER}": direction}, model, sets)
     push = [{"module": MODULE, "scale": SCALE}]
-    _line(console, f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request uses {escape(to_json(push).decode())}")
+    _line(
+        console,
+        (
+            f"registered as module {MODULE}, digest {module.digest[:DIGEST]}; a request "
+            f"uses {escape(to_json(push).decode())}"
+        ),
+    )
 
     def ask(steering: list[dict[str, Any]]) -> Answer:
-        capture = {"layers": LAYER + 1, "positions": "all_prompt", "tag": "steered" if steering else "plain"}
+        capture = {
+            "layers": LAYER + 1,
+            "positions": "all_prompt",
+            "tag": "steered" if steering else "plain",
+        }
         return client.completion(
-            model, list(STEERED), steering=steering, capture=capture, capture_wait=True, max_tokens=STEER_TOKENS, temperature=0
-        )  # fmt: skip
+            model,
+            list(STEERED),
+            steering=steering,
+            capture=capture,
+            capture_wait=True,
+            max_tokens=STEER_TOKENS,
+            temperature=0,
+        )
 
-    plain, steered = _all([partial(ask, []), partial(ask, push)], "plain and steered, concurrently", console)
+    plain, steered = _all(
+        [partial(ask, []), partial(ask, push)], "plain and steered, concurrently", console
+    )
     for index, prompt in enumerate(STEERED):
         console.print(f"\n  [bold]{escape(prompt)} …[/]")
-        jobs.side_by_side(console, ("unsteered", plain.texts[index]), (f"+ {SCALE:g} · {MODULE}", steered.texts[index]))
+        jobs.side_by_side(
+            console,
+            ("unsteered", plain.texts[index]),
+            (f"+ {SCALE:g} · {MODULE}", steered.texts[index]),
+        )
     console.print()
     console.print(_receipts("Receipts of the steered completions", [steered]))
     shift = _shift(client.capture(plain.job), client.capture(steered.job), direction)
-    verdict.check(plain.texts != steered.texts, "the steered completions differ from the plain ones")
-    moved = f"at layer {LAYER + 1} the stream moved {shift.found:.1f} along the direction (pushed by {shift.asked:.1f})"
+    verdict.check(
+        plain.texts != steered.texts, "the steered completions differ from the plain ones"
+    )
+    moved = (
+        f"at layer {LAYER + 1} the stream moved {shift.found:.1f} along the direction "
+        f"(pushed by {shift.asked:.1f})"
+    )
     verdict.check(shift.found >= LEAST_SHIFT * shift.asked, moved)
-    applied = sum(report.applied for stage in steered.determinism.stages for report in stage.ranks) if steered.determinism else 0
+    applied = (
+        sum(report.applied for stage in steered.determinism.stages for report in stage.ranks)
+        if steered.determinism
+        else 0
+    )
     verdict.check(applied > 0, f"receipts: {applied} token rows changed")
     agree = steered.determinism is not None and steered.determinism.consistent
     verdict.check(agree, jobs.determinism_line(steered.determinism))
@@ -276,9 +412,17 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
 
 
 def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
-    """Causal tracing of the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), drawn twice."""
+    """Causal tracing of the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262),
+    drawn twice.
+    """
     console.print()
-    console.rule("[bold]Patching[/]: rows of one prompt copied into another, to find where the answer is computed", align="left")
+    console.rule(
+        (
+            "[bold]Patching[/]: rows of one prompt copied into another, to find where the "
+            "answer is computed"
+        ),
+        align="left",
+    )
     study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=client, model=model).sweep(hooks=[HOOK])
     result, (pair,) = study.result, study.result.pairs
     console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
@@ -291,16 +435,30 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
         summary.cells + summary.skipped == summary.total,
         f"{summary.cells} cells, each confirmed by every rank{took}; {summary.skipped} skipped",
     )
-    knows = [each is not None and each.value * sign > 0 for each, sign in ((pair.source, 1), (pair.base, -1))]
-    verdict.check(all(knows), "unpatched, the model answers Paris for one prompt and Rome for the other")
+    knows = [
+        each is not None and each.value * sign > 0
+        for each, sign in ((pair.source, 1), (pair.base, -1))
+    ]
+    verdict.check(
+        all(knows), "unpatched, the model answers Paris for one prompt and Rome for the other"
+    )
     values = np.nan_to_num(grid.values[grid.hooks[0]])
-    verdict.check(values[-1, -1] >= LEAST_AT_THE_END, f"the last token in the last layer recovers {values[-1, -1]:.0%}")
+    verdict.check(
+        values[-1, -1] >= LEAST_AT_THE_END,
+        f"the last token in the last layer recovers {values[-1, -1]:.0%}",
+    )
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
     found, late = values[layer, column], values[-1, column]
-    early = f"earlier, at the subject: “{grid.names[column]}” alone recovers {found:.0%} in layer {layer}, {late:.0%} in the last"
+    early = (
+        f"earlier, at the subject: “{grid.names[column]}” alone recovers {found:.0%} in "
+        f"layer {layer}, {late:.0%} in the last"
+    )
     verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
     floor = pair.noise_floor
-    verdict.check(floor is not None and floor < found, f"noise floor, from patches of a prompt with its own rows: {floor or 0:.2g}")
+    verdict.check(
+        floor is not None and floor < found,
+        f"noise floor, from patches of a prompt with its own rows: {floor or 0:.2g}",
+    )
 
 
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
@@ -314,17 +472,28 @@ def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
 
 
 def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:
-    """Mean projection of (steered − plain) on the direction, over the prompt tokens after the sink."""
+    """Mean projection of (steered − plain) on the direction, over the prompt tokens after the
+    sink.
+    """
     unit = direction / np.linalg.norm(direction)
     moved = [
-        (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[SINK:] @ unit for request in plain.requests()
+        (steered.array(LAYER + 1, request=request) - plain.array(LAYER + 1, request=request))[SINK:]
+        @ unit
+        for request in plain.requests()
     ]
-    return Shift(asked=SCALE * float(np.linalg.norm(direction)), found=float(np.concatenate(moved).mean()))
+    return Shift(
+        asked=SCALE * float(np.linalg.norm(direction)), found=float(np.concatenate(moved).mean())
+    )
 
 
 def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> list[Answer]:
     """Results of concurrent calls, in their order, with a progress bar."""
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("  {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(calls)) as pool:
         task = progress.add_task(title, total=len(calls))
         futures = [pool.submit(call) for call in calls]
@@ -334,7 +503,9 @@ def _all(calls: list[Callable[[], Answer]], title: str, console: Console) -> lis
 
 
 def _receipts(title: str, answers: list[Answer]) -> Table:
-    return jobs.receipts(title, [(answer.job, answer.capture_results, answer.determinism) for answer in answers])
+    return jobs.receipts(
+        title, [(answer.job, answer.capture_results, answer.determinism) for answer in answers]
+    )
 
 
 def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
@@ -342,7 +513,10 @@ def _draw_norms(console: Console, reader: CaptureReader, prompt: str) -> None:
     norms = np.linalg.norm(reader.stack()[:, -1, :], axis=-1)
     levels = np.clip(norms / norms.max() * 8, 0, 7).astype(int)
     line = "".join("▁▂▃▄▅▆▇█"[level] for level in levels)
-    _line(console, f"the stream's norm at the last token of “{escape(prompt)}”, layer 0 to {len(norms) - 1}:")
+    _line(
+        console,
+        f"the stream's norm at the last token of “{escape(prompt)}”, layer 0 to {len(norms) - 1}:",
+    )
     _line(console, f"[cyan]{line}[/]  {norms[0]:.0f} → {norms[-1]:.0f}\n")
 
 
@@ -356,9 +530,13 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
     tries = (
         (f"{command} capture show {shown} --values {LAYER}", "print the rows of the first prompt"),
         (f"{command} up", "run the stack until Ctrl-C; then, in another terminal:"),
-        (f'{command} submit "The sky is" --layers all --positions all_prompt', "capture the activations of your own prompt"),
         (
-            f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" --foil "{FOIL}" '
+            f'{command} submit "The sky is" --layers all --positions all_prompt',
+            "capture the activations of your own prompt",
+        ),
+        (
+            f'{command} sweep --clean "{CLEAN}" --corrupt "{CORRUPT}" --answer "{ANSWER}" '
+            f'--foil "{FOIL}" '
             "--hooks attn_out,mlp_out --heatmap sweep.png",
             "find the layers whose attention moves the answer to the last token",
         ),
@@ -396,7 +574,9 @@ def _short(path: Path) -> str:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a supervisor's processes may still live there: then nothing is removed, and the supervisor says what is wrong."""
+    """Whether a supervisor's processes may still live there: then nothing is removed, and the
+    supervisor says what is wrong.
+    """
     return bool(read_state(folder))
 
 

@@ -19,12 +19,24 @@ def register(app: typer.Typer) -> None:
 def features(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     sae: Annotated[
-        list[str], typer.Option(metavar="NAME[:TOP_K]", help="A registered sparse autoencoder (`midstream sae list`); repeatable.")
+        list[str],
+        typer.Option(
+            metavar="NAME[:TOP_K]",
+            help="A registered sparse autoencoder (`midstream sae list`); repeatable.",
+        ),
     ],
-    positions: Annotated[str, typer.Option(help="As for captures: last_prompt, all_prompt, all, 0,5,-1, 5:9, …")] = "all_prompt",
-    top_k: Annotated[int, typer.Option(help="Most active features of each token, where --sae names no number.")] = 5,
-    at: Annotated[str | None, typer.Option(help="before or after (default) steering at the same site.")] = None,
-    steer: Annotated[list[str] | None, typer.Option(metavar=options.STEER, help="As for submit; repeatable.")] = None,
+    positions: Annotated[
+        str, typer.Option(help="As for captures: last_prompt, all_prompt, all, 0,5,-1, 5:9, …")
+    ] = "all_prompt",
+    top_k: Annotated[
+        int, typer.Option(help="Most active features of each token, where --sae names no number.")
+    ] = 5,
+    at: Annotated[
+        str | None, typer.Option(help="before or after (default) steering at the same site.")
+    ] = None,
+    steer: Annotated[
+        list[str] | None, typer.Option(metavar=options.STEER, help="As for submit; repeatable.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 1,
     model: Model = None,
     *,
@@ -33,11 +45,20 @@ def features(
     url: Url = None,
 ) -> None:
     """Show the most active features of each token."""
-    fields = {**handling, "steering": options.parse_steering(steer or [])} | ({} if model is None else {"model": model})
+    fields = {**handling, "steering": options.parse_steering(steer or [])} | (
+        {} if model is None else {"model": model}
+    )
     with connect(url) as client:
         asked = [options.parse_features(each, "--sae") for each in sae]
         most = {each["sae"]: each.get("top_k", top_k) for each in asked}
-        found = client.features_of(prompt, most, positions=options.parse_positions(positions), at=at, max_tokens=max_tokens, **fields)
+        found = client.features_of(
+            prompt,
+            most,
+            positions=options.parse_positions(positions),
+            at=at,
+            max_tokens=max_tokens,
+            **fields,
+        )
     if json_:
         print(to_json([each.reading for each in found.values()]).decode())
     else:

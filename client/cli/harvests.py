@@ -1,4 +1,6 @@
-"""Harvests on the command line: `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`, `delete`, `verify`."""
+"""Harvests on the command line: `harvest run`, `status`, `list`, `pause`, `resume`, `cancel`,
+`delete`, `verify`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +21,9 @@ SOURCE: dict[str, Any] = {"rich_help_panel": "Source"}
 ROWS: dict[str, Any] = {"rich_help_panel": "Rows"}
 RESULT: dict[str, Any] = {"rich_help_panel": "Result"}
 
-harvest_app = typer.Typer(no_args_is_help=True, help="Rows of a whole corpus as shards: run, follow, verify.")
+harvest_app = typer.Typer(
+    no_args_is_help=True, help="Rows of a whole corpus as shards: run, follow, verify."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -29,35 +33,95 @@ def register(app: typer.Typer) -> None:
 
 @harvest_app.command("run")
 def harvest_run(
-    source: Annotated[str | None, typer.Option(help="File or folder below the server's harvest_sources.", **SOURCE)] = None,
-    lines: Annotated[Path | None, typer.Option(help="A local file, one document a line, sent with the request.", **SOURCE)] = None,
-    body: Annotated[Path | None, typer.Option(help="A whole HarvestRequest as JSON instead of all options.", **SOURCE)] = None,
-    format_: Annotated[str | None, typer.Option("--format", help="auto (default), jsonl, parquet or arrow.", **SOURCE)] = None,
-    kind: Annotated[str | None, typer.Option(help="text (default), chat or tokens.", **SOURCE)] = None,
-    field: Annotated[str | None, typer.Option(help="Column or member with the document; default: text.", **SOURCE)] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first model served.", **SOURCE)] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a sequence; default: what the model takes.", **SOURCE)] = None,
-    fit: Annotated[str | None, typer.Option(help="truncate (default), split or pack.", **SOURCE)] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of all sequences; default: the whole source.", **SOURCE)] = None,
-    hooks: Annotated[
-        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as post_block:15; default: post_block, all layers.", **ROWS)
+    source: Annotated[
+        str | None,
+        typer.Option(help="File or folder below the server's harvest_sources.", **SOURCE),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **ROWS)] = None,
-    every: Annotated[int | None, typer.Option(help="Every n-th position of a document.", **ROWS)] = None,
-    sample: Annotated[int | None, typer.Option(help="So many positions of each document, at random.", **ROWS)] = None,
-    skip_first: Annotated[int | None, typer.Option(help="Leave out so many positions of each sequence.", **ROWS)] = None,
-    dtype: Annotated[str | None, typer.Option(help="model (default), float32, bfloat16, float16, int8, float8_e4m3fn.", **ROWS)] = None,
-    shard_mib: Annotated[int | None, typer.Option(help="MiB of rows in a shard; default: 64.", **ROWS)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the order in a shard and of --sample; default: 0.", **ROWS)] = None,
-    store: Annotated[str | None, typer.Option(help="One of the server's harvest_stores; default: its first.", **ROWS)] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow to the end, or print the id and exit.", **RESULT)] = True,
+    lines: Annotated[
+        Path | None,
+        typer.Option(help="A local file, one document a line, sent with the request.", **SOURCE),
+    ] = None,
+    body: Annotated[
+        Path | None,
+        typer.Option(help="A whole HarvestRequest as JSON instead of all options.", **SOURCE),
+    ] = None,
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", help="auto (default), jsonl, parquet or arrow.", **SOURCE),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="text (default), chat or tokens.", **SOURCE)
+    ] = None,
+    field: Annotated[
+        str | None,
+        typer.Option(help="Column or member with the document; default: text.", **SOURCE),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first model served.", **SOURCE)
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sequence; default: what the model takes.", **SOURCE),
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="truncate (default), split or pack.", **SOURCE)
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of all sequences; default: the whole source.", **SOURCE),
+    ] = None,
+    hooks: Annotated[
+        str | None,
+        typer.Option(
+            metavar=options.HOOKS_FORM,
+            help="Such as post_block:15; default: post_block, all layers.",
+            **ROWS,
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **ROWS)
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Every n-th position of a document.", **ROWS)
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="So many positions of each document, at random.", **ROWS)
+    ] = None,
+    skip_first: Annotated[
+        int | None, typer.Option(help="Leave out so many positions of each sequence.", **ROWS)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="model (default), float32, bfloat16, float16, int8, float8_e4m3fn.", **ROWS
+        ),
+    ] = None,
+    shard_mib: Annotated[
+        int | None, typer.Option(help="MiB of rows in a shard; default: 64.", **ROWS)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the order in a shard and of --sample; default: 0.", **ROWS),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="One of the server's harvest_stores; default: its first.", **ROWS),
+    ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait", help="Follow to the end, or print the id and exit.", **RESULT
+        ),
+    ] = True,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
     with connect(url) as client:
         fields = {
-            "source": _given(path=source, lines=lines and _lines(lines), format=format_, kind=kind, field=field),
+            "source": _given(
+                path=source, lines=lines and _lines(lines), format=format_, kind=kind, field=field
+            ),
             "cut": _given(max_length=max_length, fit=fit),
             "positions": _given(every=every, sample=sample, skip_first=skip_first, seed=seed),
             "shards": _given(mib=shard_mib, shuffle=seed),
@@ -66,13 +130,17 @@ def harvest_run(
         }
         given = {name: value for name, value in fields.items() if value}
         if body is not None and given:
-            raise invalid("--body", "is the whole request: not valid with other options for source or rows")
+            raise invalid(
+                "--body", "is the whole request: not valid with other options for source or rows"
+            )
         if body is None and not (source or lines):
             raise invalid("--source", "is required unless --lines or --body is given")
         if body is not None:
             view = client.submit_harvest(_body(body))
         else:
-            view = client.submit_harvest(**{"model": jobs.only_model(client), **given} if model is None else given)
+            view = client.submit_harvest(
+                **{"model": jobs.only_model(client), **given} if model is None else given
+            )
         if not wait:
             print(to_json(view).decode() if json_ else view.id)
             return
@@ -89,7 +157,11 @@ def harvest_status(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
 
 
 @harvest_app.command("list")
-def harvest_list(limit: Annotated[int, typer.Option(help="Number of harvests.")] = 20, json_: AsJson = False, url: Url = None) -> None:
+def harvest_list(
+    limit: Annotated[int, typer.Option(help="Number of harvests.")] = 20,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
     """List the newest harvests."""
     with connect(url) as client:
         page = client.harvests(limit=limit)
@@ -118,7 +190,10 @@ def harvest_cancel(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
 
 
 @harvest_app.command("delete")
-def harvest_delete(harvests: Annotated[list[str], typer.Argument(metavar="HARVEST...", help="Their ids.")], url: Url = None) -> None:
+def harvest_delete(
+    harvests: Annotated[list[str], typer.Argument(metavar="HARVEST...", help="Their ids.")],
+    url: Url = None,
+) -> None:
     """Delete harvests that have ended: files and records."""
     with connect(url) as client:
         for harvest in harvests:
@@ -128,18 +203,39 @@ def harvest_delete(harvests: Annotated[list[str], typer.Argument(metavar="HARVES
 
 @harvest_app.command("verify")
 def harvest_verify(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="The folder or URI of a harvest, as `harvest status` shows it.")],
+    uri: Annotated[
+        str,
+        typer.Argument(
+            metavar="URI", help="The folder or URI of a harvest, as `harvest status` shows it."
+        ),
+    ],
     json_: AsJson = False,
 ) -> None:
-    """Compute checksums, keys, order and counts again from the files. Exits non-zero if anything differs."""
+    """Compute checksums, keys, order and counts again from the files.
+
+    Exits non-zero if anything differs.
+    """
     from ..harvest import verify
 
     found = verify(uri)
     if json_:
-        print(to_json({"shards": found.shards, "rows": found.rows, "bytes": found.bytes, "faults": found.faults}).decode())
+        print(
+            to_json(
+                {
+                    "shards": found.shards,
+                    "rows": found.rows,
+                    "bytes": found.bytes,
+                    "faults": found.faults,
+                }
+            ).decode()
+        )
     else:
         size, verdict = f"{found.bytes / 2**20:,.1f} MiB", "ok" if found.ok else "damaged"
-        out.print(f"{found.shards:,} shards, {found.rows:,} rows, {size}: {verdict}", markup=False, highlight=False)
+        out.print(
+            f"{found.shards:,} shards, {found.rows:,} rows, {size}: {verdict}",
+            markup=False,
+            highlight=False,
+        )
     if not found.ok:
         raise MidstreamError("capture_damaged", "; ".join(found.faults[:5]))
 
@@ -173,4 +269,6 @@ def _body(path: Path) -> HarvestRequest:
         detail, field = misfit(error)
         raise invalid("--body", f"{path}: {field}: {detail}") from error
     except msgspec.DecodeError as error:
-        raise MidstreamError("invalid_request", f"{path} is not JSON: {error}", field="--body") from error
+        raise MidstreamError(
+            "invalid_request", f"{path} is not JSON: {error}", field="--body"
+        ) from error

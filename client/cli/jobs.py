@@ -26,7 +26,10 @@ T = TypeVar("T")
 out = Console(soft_wrap=False, highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
-Url = Annotated[str | None, typer.Option(help="URL of the API; default: the stack running on the data directory.")]
+Url = Annotated[
+    str | None,
+    typer.Option(help="URL of the API; default: the stack running on the data directory."),
+]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str | None, typer.Option(help="Its model; required only if several are served.")]
@@ -51,7 +54,13 @@ def connect(given: str | None) -> Client:
     return Client(given, load_settings().api_key)
 
 
-def print_list(answer: Any, entries: Sequence[T], shown: Callable[[Sequence[T]], Any], things: str, as_json: bool) -> None:
+def print_list(
+    answer: Any,
+    entries: Sequence[T],
+    shown: Callable[[Sequence[T]], Any],
+    things: str,
+    as_json: bool,
+) -> None:
     """`answer`: what has the entries, as JSON. `shown`: for people."""
     if as_json:
         print(to_json(answer).decode())
@@ -63,59 +72,125 @@ def print_list(answer: Any, entries: Sequence[T], shown: Callable[[Sequence[T]],
 
 @options.with_handling
 def submit(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")] = None,
-    file: Annotated[Path | None, typer.Option(help="File with more prompts: one per line, or a JSON list of texts.")] = None,
-    body: Annotated[Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="PNG or JPEG file that is part of each prompt, in a chat; repeatable.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="One or more prompts.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="File with more prompts: one per line, or a JSON list of texts."),
+    ] = None,
+    body: Annotated[
+        Path | None, typer.Option(help="A whole JobRequest as JSON instead of all options.")
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="PNG or JPEG file that is part of each prompt, in a chat; repeatable."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first model served.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Capture these layers: all, 3, 0-5, or 0-5,9,-1.", **CAPTURE)
+    ] = None,
     hooks: Annotated[
         str | None,
         typer.Option(
-            metavar=options.HOOKS_FORM, help="At these hooks, each with its own layers or with --layers; default: post_block.", **CAPTURE
+            metavar=options.HOOKS_FORM,
+            help=(
+                "At these hooks, each with its own layers or with --layers; default: post_block."
+            ),
+            **CAPTURE,
         ),
     ] = None,
     positions: Annotated[
         str | None,
         typer.Option(
-            help="Capture these: last_prompt (default), all_prompt, all_generated, all, image, image:0, 0,5,-1, 5:9, or 5: (from 5 on).",
+            help=(
+                "Capture these: last_prompt (default), all_prompt, all_generated, all, image, "
+                "image:0, 0,5,-1, 5:9, or 5: (from 5 on)."
+            ),
             **CAPTURE,
         ),
     ] = None,
     span: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT[#N]", help="The tokens of this part of the prompt; N: which occurrence, from 0, or all.", **CAPTURE),
+        typer.Option(
+            metavar="TEXT[#N]",
+            help="The tokens of this part of the prompt; N: which occurrence, from 0, or all.",
+            **CAPTURE,
+        ),
     ] = None,
-    every_n: Annotated[int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)] = None,
-    at: Annotated[str | None, typer.Option(help="before (default) or after steering at the same site.", **CAPTURE)] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"model (default), {options.one_of(get_args(RowDType)[1:])}.", **CAPTURE)] = None,
-    layout: Annotated[str | None, typer.Option(help="auto (default), packed, per_file or segment.", **CAPTURE)] = None,
-    consumer: Annotated[list[str] | None, typer.Option(help="Consumers of the rows: filesystem (default), memory, …", **CAPTURE)] = None,
-    tag: Annotated[str | None, typer.Option(help="Folder name of the capture; default: default.", **CAPTURE)] = None,
-    run: Annotated[str | None, typer.Option(help="Keep the rows as a source run with this name, for --patch.", **CAPTURE)] = None,
+    every_n: Annotated[
+        int | None, typer.Option(help="Only every n-th generated token.", **CAPTURE)
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="before (default) or after steering at the same site.", **CAPTURE),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"model (default), {options.one_of(get_args(RowDType)[1:])}.", **CAPTURE),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="auto (default), packed, per_file or segment.", **CAPTURE)
+    ] = None,
+    consumer: Annotated[
+        list[str] | None,
+        typer.Option(help="Consumers of the rows: filesystem (default), memory, …", **CAPTURE),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Folder name of the capture; default: default.", **CAPTURE)
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help="Keep the rows as a source run with this name, for --patch.", **CAPTURE),
+    ] = None,
     steer: Annotated[
         list[str] | None,
-        typer.Option(metavar=options.STEER, help="Add a vector, apply op=…, or use a named module; repeatable."),
+        typer.Option(
+            metavar=options.STEER,
+            help="Add a vector, apply op=…, or use a named module; repeatable.",
+        ),
     ] = None,
     patch: Annotated[
         list[str] | None,
-        typer.Option(metavar=options.PATCH, help="Replace rows by rows of a run, a vector or zeros; repeatable."),
+        typer.Option(
+            metavar=options.PATCH,
+            help="Replace rows by rows of a run, a vector or zeros; repeatable.",
+        ),
     ] = None,
     probe: Annotated[
         list[str] | None,
-        typer.Option(metavar=options.PROBE, help="Score every token with this probe; action: none, flag, stop, or steer with a module."),
+        typer.Option(
+            metavar=options.PROBE,
+            help=(
+                "Score every token with this probe; action: none, flag, stop, or steer with a "
+                "module."
+            ),
+        ),
     ] = None,
     lens: Annotated[
-        str | None, typer.Option(metavar="LAYERS[:TOP_K]", help="Most likely next tokens of these layers at the last prompt token.")
+        str | None,
+        typer.Option(
+            metavar="LAYERS[:TOP_K]",
+            help="Most likely next tokens of these layers at the last prompt token.",
+        ),
     ] = None,
     features: Annotated[
-        list[str] | None, typer.Option(metavar="SAE[:TOP_K]", help="Most active features of this sparse autoencoder; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="SAE[:TOP_K]",
+            help="Most active features of this sparse autoencoder; repeatable.",
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = DEFAULTS.max_tokens,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens to generate per prompt.")
+    ] = DEFAULTS.max_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
     *,
     handling: dict[str, Any],  # the options of `with_handling`
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit.")] = True,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit."),
+    ] = True,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -128,7 +203,11 @@ def submit(
             if not texts:
                 raise invalid("prompts", "give a prompt, --file or --body")
             fields: dict[str, Any] = {"model": model or only_model(client)}
-            chats = [with_images([{"role": "user", "content": text}], image) for text in texts] if image else None
+            chats = (
+                [with_images([{"role": "user", "content": text}], image) for text in texts]
+                if image
+                else None
+            )
             fields |= {"prompts": texts} if chats is None else {"messages": chats}
             fields["sampling"] = {"max_tokens": max_tokens, "temperature": temperature}
             fields["steering"] = options.parse_steering(steer or [])
@@ -138,9 +217,18 @@ def submit(
             fields["features"] = [options.parse_features(each) for each in features or []]
             fields |= handling
             fields["capture"] = options.parse_capture(
-                layers=layers, hooks=hooks, positions=positions, spans=span, every_n=every_n, at=at, dtype=dtype,
-                layout=layout, consumers=consumer, tag=tag, run=run,
-            )  # fmt: skip
+                layers=layers,
+                hooks=hooks,
+                positions=positions,
+                spans=span,
+                every_n=every_n,
+                at=at,
+                dtype=dtype,
+                layout=layout,
+                consumers=consumer,
+                tag=tag,
+                run=run,
+            )
             from ..sdk.wire import job_request
 
             request = job_request(None, fields)
@@ -223,14 +311,32 @@ def job_events(
 
 
 def follow(client: Client, view: JobView) -> None:
-    """A progress bar until the job is over; prompts cannot be counted from outside, so receipts are, and the state is named."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    """A progress bar until the job is over; prompts cannot be counted from outside, so receipts
+    are, and the state is named.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=out, transient=True) as progress:
         task = progress.add_task(view.id, total=None, note="")
         while view.finished is None:
-            note = f"receipts {view.receipts}/{view.receipts_expected}" if view.receipts_expected else ""
+            note = (
+                f"receipts {view.receipts}/{view.receipts_expected}"
+                if view.receipts_expected
+                else ""
+            )
             expected = view.receipts_expected or None
-            progress.update(task, description=f"{view.id} {jobs.coloured(view.state)}", total=expected, completed=view.receipts, note=note)
+            progress.update(
+                task,
+                description=f"{view.id} {jobs.coloured(view.state)}",
+                total=expected,
+                completed=view.receipts,
+                note=note,
+            )
             time.sleep(LOOK_S)
             view = client.job(view.id)
 
@@ -240,7 +346,9 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
     if view.state is not State.SUCCEEDED:
         if view.error is not None:
             raise MidstreamError(
-                view.error.type.rpartition(":")[2], f"job {view.id} {view.state}: {view.error.detail}", field=view.error.field
+                view.error.type.rpartition(":")[2],
+                f"job {view.id} {view.state}: {view.error.detail}",
+                field=view.error.field,
             )
         raise MidstreamError("conflict", f"job {view.id} ended in the state {view.state}")
     result = client.result(view.id)
@@ -265,19 +373,34 @@ def print_result(client: Client, result: JobResult) -> None:
     if result.determinism is not None:
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)
-    read_only = captures.status == "ok" and not captures.files and not captures.consumers and bool(named or result.readers)
+    read_only = (
+        captures.status == "ok"
+        and not captures.files
+        and not captures.consumers
+        and bool(named or result.readers)
+    )
     if captures.status != "not_requested" and not read_only:
         returned = sum(len(report.rows) for report in captures.consumers)
-        there = f"{jobs.count(len(captures.files), 'file')}, {jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
+        there = (
+            f"{jobs.count(len(captures.files), 'file')}, "
+            f"{jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
+        )
         if returned:
-            there = (f"{there}; " if captures.files else "") + f"{jobs.size(returned)} in the response"
+            there = (
+                f"{there}; " if captures.files else ""
+            ) + f"{jobs.size(returned)} in the response"
         out.print(f"captures {jobs.coloured(captures.status)}: {there}")
         if captures.detail:
             out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
         if returned:
             out.print(jobs.capture(returned_rows(captures)))
     if captures.files:
-        out.print(f"to inspect them: midstream capture show {result.id}", style="bold", markup=False, soft_wrap=True)
+        out.print(
+            f"to inspect them: midstream capture show {result.id}",
+            style="bold",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def only_model(client: Client) -> str:

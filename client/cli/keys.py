@@ -1,4 +1,6 @@
-"""Keys and tenants on the command line: `keys create`, `list`, `revoke`, `generate`; `tenants set`, `show`, `list`."""
+"""Keys and tenants on the command line: `keys create`, `list`, `revoke`, `generate`; `tenants set`,
+`show`, `list`.
+"""
 
 import asyncio
 import time
@@ -15,7 +17,15 @@ from ...schemas.base import to_json
 from ...schemas.choices import suggestion
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.handling import Priority
-from ...schemas.keys import DEFAULT_TENANT, SCOPES, CreatedKey, KeyRequest, KeyView, Limits, TenantView
+from ...schemas.keys import (
+    DEFAULT_TENANT,
+    SCOPES,
+    CreatedKey,
+    KeyRequest,
+    KeyView,
+    Limits,
+    TenantView,
+)
 from ...schemas.settings import load_settings
 from ..durations import seconds
 from ..render import jobs
@@ -26,10 +36,16 @@ from .jobs import AsJson, Url, connect, err, out, print_list
 RedisUrl = Annotated[
     str | None,
     typer.Option(
-        help="Write directly to this Redis, without the API: for the first key. `-`: the Redis of the settings.", show_default=False
+        help=(
+            "Write directly to this Redis, without the API: for the first key. `-`: the "
+            "Redis of the settings."
+        ),
+        show_default=False,
     ),
 ]
-TenantOption = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A tenant; default: the key's own.")]
+TenantOption = Annotated[
+    str | None, typer.Argument(metavar="[NAME]", help="A tenant; default: the key's own.")
+]
 
 keys_app = typer.Typer(no_args_is_help=True, help="Manage API keys.")
 tenants_app = typer.Typer(no_args_is_help=True, help="Manage tenants: limits and usage.")
@@ -41,31 +57,54 @@ def register(app: typer.Typer) -> None:
     app.add_typer(tenants_app, name="tenants")
 
 
-# --- Keys --------------------------------------------------------------------------------------------------------------
+# --- Keys
+# --------------------------------------------------------------------------------------------------
 
 
 @keys_app.command("create")
 def keys_create(
     name: Annotated[str, typer.Argument(help="A label: its owner or purpose.")],
-    tenant: Annotated[str, typer.Option(help="Tenant that owns everything created with it.")] = DEFAULT_TENANT,
-    scope: Annotated[list[str] | None, typer.Option(help=f"Scopes: {', '.join(SCOPES)}; repeatable. Default: submit and read.")] = None,
-    expires_in: Annotated[str | None, typer.Option(metavar="TIME", help="Such as 90d, 12h or 600 (seconds); default: never.")] = None,
+    tenant: Annotated[
+        str, typer.Option(help="Tenant that owns everything created with it.")
+    ] = DEFAULT_TENANT,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Scopes: {', '.join(SCOPES)}; repeatable. Default: submit and read."),
+    ] = None,
+    expires_in: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Such as 90d, 12h or 600 (seconds); default: never."),
+    ] = None,
     redis_url: RedisUrl = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Create a key. It is printed only here; the service stores a hash of its secret."""
-    request = key_request(name, tenant, scope or ["submit", "read"], seconds(expires_in, "--expires-in"))
+    request = key_request(
+        name, tenant, scope or ["submit", "read"], seconds(expires_in, "--expires-in")
+    )
     if redis_url is None:
         with connect(url) as client:
-            made = client.create_key(request.name, tenant=request.tenant, scopes=request.scopes, expires_in=request.expires_in)
+            made = client.create_key(
+                request.name,
+                tenant=request.tenant,
+                scopes=request.scopes,
+                expires_in=request.expires_in,
+            )
     else:
         made = asyncio.run(_create(redis_url, request))
     if json_:
         print(to_json(made).decode())
         return
     until = "" if made.expires is None else f"; expires: {_time(made.expires)}"
-    err.print(f"key {made.id} ({made.name}) of tenant {made.tenant}; scopes: {', '.join(made.scopes)}{until}", style="dim", markup=False)
+    err.print(
+        (
+            f"key {made.id} ({made.name}) of tenant {made.tenant}; scopes: "
+            f"{', '.join(made.scopes)}{until}"
+        ),
+        style="dim",
+        markup=False,
+    )
     print(made.key)
 
 
@@ -78,9 +117,14 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     if redis_url != "-":
         settings = msgspec.structs.replace(settings, redis_url=redis_url)
     elif not settings.redis_url:
-        settings = msgspec.structs.replace(settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve()))
+        settings = msgspec.structs.replace(
+            settings, redis_url=own_redis_url(Path(settings.data_dir).expanduser().resolve())
+        )
     if not settings.redis_url:
-        allowed = "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a running `midstream up`"
+        allowed = (
+            "redis://host:port/0, MIDSTREAM_REDIS_URL, or MIDSTREAM_DATA_DIR of a running "
+            "`midstream up`"
+        )
         raise invalid("--redis-url", "no Redis configured", allowed=allowed)
     ledger = Ledger.connect(settings)
     try:
@@ -91,7 +135,9 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
 
 @keys_app.command("generate")
 def keys_generate() -> None:
-    """Print a new random key for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file: MIDSTREAM_ADMIN_KEY_FILE)."""
+    """Print a new random key for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file:
+    MIDSTREAM_ADMIN_KEY_FILE).
+    """
     from ...broker.ledger.keys import new_key
 
     print(new_key())
@@ -107,7 +153,10 @@ def keys_list(json_: AsJson = False, url: Url = None) -> None:
 
 @keys_app.command("revoke")
 def keys_revoke(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The key's id: the part between ms_ and the secret.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="The key's id: the part between ms_ and the secret."),
+    ],
     url: Url = None,
 ) -> None:
     """Revoke keys: they are rejected everywhere within five seconds."""
@@ -121,8 +170,20 @@ def _keys(found: Sequence[KeyView]) -> Table:
     """Each key with its tenant below its name."""
     made = jobs.table("keys", "id", "name, tenant", "scopes", "created", "expires")
     for key in found:
-        expires = "never" if key.expires is None else _day(key.expires) if key.expires > time.time() else "[red]expired[/]"
-        made.add_row(key.id, f"{escape(key.name)}\n{key.tenant}", " ".join(key.scopes), _day(key.created), expires)
+        expires = (
+            "never"
+            if key.expires is None
+            else _day(key.expires)
+            if key.expires > time.time()
+            else "[red]expired[/]"
+        )
+        made.add_row(
+            key.id,
+            f"{escape(key.name)}\n{key.tenant}",
+            " ".join(key.scopes),
+            _day(key.created),
+            expires,
+        )
     return made
 
 
@@ -134,33 +195,51 @@ def _time(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
-# --- Tenants -----------------------------------------------------------------------------------------------------------
+# --- Tenants
+# --------------------------------------------------------------------------------------------------
 
 
 @tenants_app.command("set")
 def tenants_set(
     name: Annotated[str, typer.Argument(help="The tenant's name.")],
     requests_per_minute: Annotated[int | None, typer.Option(help="Submissions per minute.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompt tokens and max_tokens per minute.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Prompt tokens and max_tokens per minute.")
+    ] = None,
     jobs_in_flight: Annotated[int | None, typer.Option(help="Jobs that have not ended.")] = None,
-    capture_mib: Annotated[int | None, typer.Option(help="Capture files and harvests, in MiB.")] = None,
-    sweep_cells: Annotated[int | None, typer.Option(help="Cells of sweeps that have not ended.")] = None,
+    capture_mib: Annotated[
+        int | None, typer.Option(help="Capture files and harvests, in MiB.")
+    ] = None,
+    sweep_cells: Annotated[
+        int | None, typer.Option(help="Cells of sweeps that have not ended.")
+    ] = None,
     modules: Annotated[int | None, typer.Option(help="Named steering modules.")] = None,
     module_mib: Annotated[int | None, typer.Option(help="Named steering modules, in MiB.")] = None,
     harvests: Annotated[int | None, typer.Option(help="Harvests that have not ended.")] = None,
-    harvest_source: Annotated[list[str] | None, typer.Option(help="Folder or URI that it may harvest; repeatable.")] = None,
+    harvest_source: Annotated[
+        list[str] | None, typer.Option(help="Folder or URI that it may harvest; repeatable.")
+    ] = None,
     weight: Annotated[int, typer.Option(help="Weight of the tenant's share of the engine.")] = 1,
-    highest_priority: Annotated[str, typer.Option(help="high, normal or low: the highest priority its jobs may have.")] = "high",
+    highest_priority: Annotated[
+        str, typer.Option(help="high, normal or low: the highest priority its jobs may have.")
+    ] = "high",
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Set all limits of a tenant; omitted ones follow the service's settings. 0: no limit."""
     given = {
-        "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute, "jobs_in_flight": jobs_in_flight,
-        "capture_mib": capture_mib, "sweep_cells": sweep_cells, "modules": modules, "module_mib": module_mib,
-        "harvests": harvests, "harvest_sources": harvest_source or None,
-        "weight": weight, "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
-    }  # fmt: skip
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "jobs_in_flight": jobs_in_flight,
+        "capture_mib": capture_mib,
+        "sweep_cells": sweep_cells,
+        "modules": modules,
+        "module_mib": module_mib,
+        "harvests": harvests,
+        "harvest_sources": harvest_source or None,
+        "weight": weight,
+        "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
+    }
     with connect(url) as client:
         _show([client.set_tenant(name, wire.checked(given, Limits))], json_)
 
@@ -171,7 +250,9 @@ def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = No
     with connect(url) as client:
         if name is not None and name not in (known := [view.name for view in client.tenants()]):
             meant = suggestion(name, known)
-            detail = f"unknown tenant {name!r}: it has neither keys nor limits of its own" + (f"; {meant}" if meant else "")
+            detail = f"unknown tenant {name!r}: it has neither keys nor limits of its own" + (
+                f"; {meant}" if meant else ""
+            )
             raise MidstreamError("not_found", detail, allowed=", ".join(known) or None)
         _show([client.tenant(name)], json_)
 
@@ -199,13 +280,26 @@ def _show(found: Sequence[TenantView], as_json: bool) -> None:
         out.print(
             jobs.facts(
                 ("jobs in flight", _of(usage.jobs_in_flight, limits.jobs_in_flight)),
-                ("requests this minute", _of(usage.requests_this_minute, limits.requests_per_minute)),
+                (
+                    "requests this minute",
+                    _of(usage.requests_this_minute, limits.requests_per_minute),
+                ),
                 ("tokens this minute", _of(usage.tokens_this_minute, limits.tokens_per_minute)),
                 ("captures, harvests", _size_of(usage.capture_bytes, limits.capture_mib)),
                 ("sweep cells", _of(usage.sweep_cells, limits.sweep_cells)),
-                ("modules", f"{_of(usage.modules, limits.modules)}, {_size_of(usage.module_bytes, limits.module_mib)}"),
+                (
+                    "modules",
+                    (
+                        f"{_of(usage.modules, limits.modules)}, "
+                        f"{_size_of(usage.module_bytes, limits.module_mib)}"
+                    ),
+                ),
                 ("open harvests", _of(usage.harvests, limits.harvests)),
-                *([("may harvest", ", ".join(limits.harvest_sources))] if limits.harvest_sources is not None else []),
+                *(
+                    [("may harvest", ", ".join(limits.harvest_sources))]
+                    if limits.harvest_sources is not None
+                    else []
+                ),
                 ("weight", str(limits.weight)),
                 ("highest priority", limits.highest_priority),
             )

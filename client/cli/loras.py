@@ -12,10 +12,18 @@ from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An adapter's name.")]
 
-loras_app = typer.Typer(no_args_is_help=True, help="Manage LoRA adapters: requests name one with --lora.")
+loras_app = typer.Typer(
+    no_args_is_help=True, help="Manage LoRA adapters: requests name one with --lora."
+)
 
 adapters: Registry[Lora] = Registry(
-    "an adapter", "adapters", Client.loras, Client.lora, Client.unregister_lora, loras.listed, lambda lora: [loras.one(lora)]
+    "an adapter",
+    "adapters",
+    Client.loras,
+    Client.lora,
+    Client.unregister_lora,
+    loras.listed,
+    lambda lora: [loras.one(lora)],
 )
 adapters.add_to(loras_app)
 
@@ -28,7 +36,10 @@ def register(app: typer.Typer) -> None:
 @loras_app.command("add")
 def loras_add(
     name: Name,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="PEFT's folder, relative to the server's lora_dir.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="PEFT's folder, relative to the server's lora_dir."),
+    ],
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     json_: AsJson = False,

@@ -1,4 +1,6 @@
-"""The `midstream` command: `up`, `demo`, `model`, `version`, and the commands that the other modules register."""
+"""The `midstream` command: `up`, `demo`, `model`, `version`, and the commands that the other
+modules register.
+"""
 
 import os
 import sys
@@ -44,9 +46,15 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            found = [f"midstream {name} {args[0]}" for name, group in self.commands.items() if args[0] in getattr(group, "commands", ())]
+            found = [
+                f"midstream {name} {args[0]}"
+                for name, group in self.commands.items()
+                if args[0] in getattr(group, "commands", ())
+            ]
             if found:
-                ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, found))}?")
+                ctx.fail(
+                    f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, found))}?"
+                )
         return super().resolve_command(ctx, args)
 
 
@@ -69,41 +77,71 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
 ) -> None:
     """Activation steering, capture and patching on stock vLLM, as a job service."""
 
 
 @app.command()
 def up(
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder for Redis data, captures and logs.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint folder or hub name; default: the demo model.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder for Redis data, captures and logs.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the API; 0: any free port.")] = None,
-    flower_port: Annotated[int | None, typer.Option(help="Port of Flower; 0: any free port.")] = None,
+    flower_port: Annotated[
+        int | None, typer.Option(help="Port of Flower; 0: any free port.")
+    ] = None,
     global_capture: Annotated[
-        str | None, typer.Option(metavar=HOOKS_FORM, help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.")
+        str | None,
+        typer.Option(
+            metavar=HOOKS_FORM,
+            help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.",
+        ),
     ] = None,
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable."
+        ),
     ] = None,
     engine_unproven: Annotated[
-        bool, typer.Option("--engine-unproven", help="Also pass options that are not proven; /v1/models and manifests name them.")
+        bool,
+        typer.Option(
+            "--engine-unproven",
+            help="Also pass options that are not proven; /v1/models and manifests name them.",
+        ),
     ] = False,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
+    ] = None,
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.
 
-    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these options, in increasing precedence.
+    Settings come from the file named by MIDSTREAM_CONFIG, MIDSTREAM_* in the environment, and these
+    options, in increasing precedence.
     """
     need("up", "`midstream up`")
     from ...workers.engines import check_options
     from ..stack.supervisor import Supervisor
 
     given = {
-        "model": model, "data_dir": str(data_dir) if data_dir else None, "api_port": port, "flower_port": flower_port,
-        "global_capture": global_capture, "engine_options": engine_options(engine or []) or None,
+        "model": model,
+        "data_dir": str(data_dir) if data_dir else None,
+        "api_port": port,
+        "flower_port": flower_port,
+        "global_capture": global_capture,
+        "engine_options": engine_options(engine or []) or None,
         "engine_unproven": engine_unproven or None,
-    }  # fmt: skip
+    }
     settings = load_settings({**os.environ, **overrides(set_ or [])}, **given)
     from_settings(settings)  # what is wrong in itself is said before anything starts
     check_options(settings)
@@ -112,11 +150,23 @@ def up(
 
 @app.command()
 def demo(
-    data: Annotated[Path | None, typer.Option(help="Keep data and captures in this folder.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the stack and its page open until Ctrl-C.")] = False,
-    url: Annotated[str | None, typer.Option(help="Use this running stack, which serves the demo model, instead of starting one.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Keep data and captures in this folder.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the stack and its page open until Ctrl-C.")
+    ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Use this running stack, which serves the demo model, instead of starting one."
+        ),
+    ] = None,
 ) -> None:
-    """Start everything, capture, steer and patch a real model, check the results, stop. Exits non-zero if a check fails."""
+    """Start everything, capture, steer and patch a real model, check the results, stop.
+
+    Exits non-zero if a check fails.
+    """
     need("demo" if url is None else "client", "`midstream demo`")
     from .demo import run_demo, run_demo_at
 
@@ -125,7 +175,9 @@ def demo(
 
 @model_app.command("fetch")
 def model_fetch(
-    verify: Annotated[bool, typer.Option("--verify", help="Recompute the checksums of the cached files.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Recompute the checksums of the cached files.")
+    ] = False,
 ) -> None:
     """Download the demo model, SmolLM2-135M-Instruct, to the cache folder and print its path."""
     from ...workers.demo_model import fetch_demo_model
@@ -153,7 +205,9 @@ def version(url: Url = None) -> None:
     address = discovery.find_url(url, sure=False)
     try:
         found = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
-        print(f"server {found} at {address}" if found else f"the server at {address} is not Midstream")
+        print(
+            f"server {found} at {address}" if found else f"the server at {address} is not Midstream"
+        )
     except httpx.TransportError:
         print(f"no server at {address}")
 
@@ -179,7 +233,9 @@ acl.register(app)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """The console script: whatever goes wrong is one readable line on stderr and a non-zero exit."""
+    """The console script: whatever goes wrong is one readable line on stderr and a non-zero
+    exit.
+    """
     try:
         return app(arguments, prog_name="midstream")
     except MidstreamError as error:

@@ -21,10 +21,18 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
 _WATCHES = tuple(action for action in get_args(Action) if action != "steer")
 Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
 
-probe_app = typer.Typer(no_args_is_help=True, help="Train and manage linear probes; requests name one with --probe.")
+probe_app = typer.Typer(
+    no_args_is_help=True, help="Train and manage linear probes; requests name one with --probe."
+)
 
 registry: Registry[Probe] = Registry(
-    "a probe", "probes", Client.probes, Client.probe, Client.unregister_probe, render.listed, lambda probe: [render.one(probe)]
+    "a probe",
+    "probes",
+    Client.probes,
+    Client.probe,
+    Client.unregister_probe,
+    render.listed,
+    lambda probe: [render.one(probe)],
 )
 registry.add_to(probe_app)
 
@@ -47,19 +55,31 @@ def register(app: typer.Typer) -> None:
 @probe_app.command("train")
 def probe_train(
     name: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help='JSON lines such as {"text": "…", "label": "…"}.')],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help='JSON lines such as {"text": "…", "label": "…"}.')
+    ],
     layer: Annotated[int, typer.Option(help="Layer of the rows.")],
     hook: Annotated[str, typer.Option(help="Hook point of the rows.")] = "post_block",
-    rows: Annotated[str, typer.Option(help="Rows of a text: last, mean or all of its tokens.")] = "last",
-    aggregation: Annotated[str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")] = "last",
+    rows: Annotated[
+        str, typer.Option(help="Rows of a text: last, mean or all of its tokens.")
+    ] = "last",
+    aggregation: Annotated[
+        str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")
+    ] = "last",
     decay: Annotated[float | None, typer.Option(help="Of `exponential`.")] = None,
-    held_out: Annotated[float, typer.Option(help="Share of the texts that is only measured on.")] = 0.25,
-    strength: Annotated[float, typer.Option(help="Inverse of the regularisation: scikit-learn's C.")] = 1.0,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the texts that is only measured on.")
+    ] = 0.25,
+    strength: Annotated[
+        float, typer.Option(help="Inverse of the regularisation: scikit-learn's C.")
+    ] = 1.0,
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     url: Url = None,
 ) -> None:
-    """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and register it."""
+    """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
+    register it.
+    """
     if rows not in ("last", "mean", "all"):
         raise invalid("rows", f"{rows!r} is not a selection of rows", allowed="last, mean, all")
     examples = read_examples(file)
@@ -68,22 +88,46 @@ def probe_train(
         matrix, groups = _rows(client, served, examples, layer, hook, rows)
         from ..probes import fit
 
-        made = fit(matrix, [examples[group].label for group in groups], groups=groups, held_out=held_out, strength=strength)
+        made = fit(
+            matrix,
+            [examples[group].label for group in groups],
+            groups=groups,
+            held_out=held_out,
+            strength=strength,
+        )
         out.print(render.measured(made.metrics))
-        fields: dict[str, Any] = {"layer": layer, "hook": hook, "aggregation": aggregation, "decay": decay, "description": description}
+        fields: dict[str, Any] = {
+            "layer": layer,
+            "hook": hook,
+            "aggregation": aggregation,
+            "decay": decay,
+            "description": description,
+        }
         registry.print(client.register_probe(name, made, model=served, **fields), False)
 
 
 @probe_app.command("register")
 def probe_register(
     name: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npz file with `weight` [k, hidden], and `bias` [k] if it is not zero.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A .npz file with `weight` [k, hidden], and `bias` [k] if it is not zero.",
+        ),
+    ],
     layer: Annotated[int, typer.Option(help="Layer of the rows.")],
     hook: Annotated[str, typer.Option(help="Hook point of the rows.")] = "post_block",
     at: Annotated[str, typer.Option(help="before or after steering at the same site.")] = "before",
-    label: Annotated[list[str] | None, typer.Option(help="Name of a row of `weight`; repeat it in their order.")] = None,
-    threshold: Annotated[list[float] | None, typer.Option(help="Of a label; repeat it, or give one for all.")] = None,
-    aggregation: Annotated[str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")] = "last",
+    label: Annotated[
+        list[str] | None, typer.Option(help="Name of a row of `weight`; repeat it in their order.")
+    ] = None,
+    threshold: Annotated[
+        list[float] | None, typer.Option(help="Of a label; repeat it, or give one for all.")
+    ] = None,
+    aggregation: Annotated[
+        str, typer.Option(help=f"Of the scores of a request: {', '.join(get_args(Aggregation))}.")
+    ] = "last",
     decay: Annotated[float | None, typer.Option(help="Of `exponential`.")] = None,
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
@@ -94,15 +138,26 @@ def probe_register(
     try:
         with np.load(file, allow_pickle=False) as held:
             tensors = {key: np.array(held[key]) for key in ("weight", "bias") if key in held}
-    except Exception as error:  # numpy evaluates the header of a file as a literal, which fails in many ways
-        raise invalid("file", f"{file}: {error}", allowed="a .npz file with `weight`, and `bias`") from error
+    except Exception as error:
+        # numpy evaluates the header of a file as a literal, which fails in many ways
+        raise invalid(
+            "file", f"{file}: {error}", allowed="a .npz file with `weight`, and `bias`"
+        ) from error
     if "weight" not in tensors:
         raise invalid("file", f"{file} has no array `weight`")
     thresholds = threshold[0] if threshold and len(threshold) == 1 else threshold
     fields: dict[str, Any] = {
-        **tensors, "layer": layer, "hook": hook, "at": at, "labels": label, "thresholds": thresholds, "aggregation": aggregation,
-        "decay": decay, "description": description, "model": model,
-    }  # fmt: skip
+        **tensors,
+        "layer": layer,
+        "hook": hook,
+        "at": at,
+        "labels": label,
+        "thresholds": thresholds,
+        "aggregation": aggregation,
+        "decay": decay,
+        "description": description,
+        "model": model,
+    }
     with connect(url) as client:
         registry.print(client.register_probe(name, **fields), json_)
 
@@ -118,9 +173,16 @@ def probe_watch(
 ) -> None:
     """Let a probe score all traffic of its model, or end that."""
     if action not in _WATCHES:
-        raise invalid("action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES))
+        raise invalid(
+            "action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES)
+        )
     with connect(url) as client:
-        registry.print(client.unwatch_probe(name, model) if off else client.watch_probe(name, cast(Action, action), model), json_)
+        registry.print(
+            client.unwatch_probe(name, model)
+            if off
+            else client.watch_probe(name, cast(Action, action), model),
+            json_,
+        )
 
 
 def read_examples(file: Path) -> list[Example]:
@@ -131,18 +193,29 @@ def read_examples(file: Path) -> list[Example]:
             try:
                 examples.append(msgspec.json.decode(line, type=Example))
             except msgspec.DecodeError as error:
-                raise invalid("file", f"{file}, line {number}: {error}", allowed='lines such as {"text": "…", "label": "…"}') from error
+                raise invalid(
+                    "file",
+                    f"{file}, line {number}: {error}",
+                    allowed='lines such as {"text": "…", "label": "…"}',
+                ) from error
     if not examples:
         raise invalid("file", f"{file} has no lines")
     return examples
 
 
-def _rows(client: Client, model: str, examples: list[Example], layer: int, hook: str, rows: str) -> tuple[np.ndarray, list[int]]:
+def _rows(
+    client: Client, model: str, examples: list[Example], layer: int, hook: str, rows: str
+) -> tuple[np.ndarray, list[int]]:
     """`[samples, hidden]`, and of each sample the number of its example."""
     capture = {
-        "layers": [layer], "hook": cast(HookName, hook), "positions": "last_prompt" if rows == "last" else "all_prompt", "tag": _TAG,
-    }  # fmt: skip
-    result = client.run(model=model, prompts=[example.text for example in examples], capture=capture, max_tokens=1)
+        "layers": [layer],
+        "hook": cast(HookName, hook),
+        "positions": "last_prompt" if rows == "last" else "all_prompt",
+        "tag": _TAG,
+    }
+    result = client.run(
+        model=model, prompts=[example.text for example in examples], capture=capture, max_tokens=1
+    )
     reader = client.capture(result)
     chosen: Any = rows
     groups = [sample.request for sample in samples(reader, chosen)]

@@ -1,4 +1,6 @@
-"""The commands that all registries share: `list`, `show` and `remove` of adapters, autoencoders, tuned lenses, probes and modules."""
+"""The commands that all registries share: `list`, `show` and `remove` of adapters, autoencoders,
+tuned lenses, probes and modules.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """One kind of thing that has a name. The calls take the client, and the model or None; all but `every` a name before it."""
+    """One kind of thing that has a name.
+
+    The calls take the client, and the model or None; all but `every` a name before it.
+    """
 
     thing: str  # with its article
     things: str
@@ -51,4 +56,6 @@ class Registry(Generic[T]):
 
         app.command("list", help=f"List the {self.things}.")(list_)
         app.command("show", help=f"Show {self.thing}.")(show)
-        app.command("remove", help=f"Remove {self.thing}; files stay. Requests accepted earlier keep it.")(remove)
+        app.command(
+            "remove", help=f"Remove {self.thing}; files stay. Requests accepted earlier keep it."
+        )(remove)

@@ -12,10 +12,18 @@ from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An autoencoder's name.")]
 
-sae_app = typer.Typer(no_args_is_help=True, help="Manage sparse autoencoders, whose features requests read and steer.")
+sae_app = typer.Typer(
+    no_args_is_help=True, help="Manage sparse autoencoders, whose features requests read and steer."
+)
 
 autoencoders: Registry[Sae] = Registry(
-    "a sparse autoencoder", "sparse autoencoders", Client.saes, Client.sae, Client.unregister_sae, saes.listed, lambda sae: [saes.one(sae)]
+    "a sparse autoencoder",
+    "sparse autoencoders",
+    Client.saes,
+    Client.sae,
+    Client.unregister_sae,
+    saes.listed,
+    lambda sae: [saes.one(sae)],
 )
 autoencoders.add_to(sae_app)
 
@@ -28,8 +36,16 @@ def register(app: typer.Typer) -> None:
 @sae_app.command("register")
 def sae_register(
     name: Name,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="SAELens' or Gemma Scope's folder, relative to the server's sae_dir.")],
-    reads: Annotated[str, typer.Option(metavar="HOOK:LAYER", help="What it reads, if its files do not name it.")] = "",
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="SAELens' or Gemma Scope's folder, relative to the server's sae_dir.",
+        ),
+    ],
+    reads: Annotated[
+        str, typer.Option(metavar="HOOK:LAYER", help="What it reads, if its files do not name it.")
+    ] = "",
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     json_: AsJson = False,
@@ -38,6 +54,13 @@ def sae_register(
     """Register a sparse autoencoder, or replace it; running requests keep the former one."""
     hook, _, layer = reads.partition(":")
     if reads and not layer.isdigit():
-        raise typer.BadParameter(f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads")
+        raise typer.BadParameter(
+            f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
+        )
     with connect(url) as client:
-        autoencoders.print(client.register_sae(name, path, hook or None, int(layer) if layer else None, model, description), json_)
+        autoencoders.print(
+            client.register_sae(
+                name, path, hook or None, int(layer) if layer else None, model, description
+            ),
+            json_,
+        )

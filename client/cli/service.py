@@ -48,7 +48,12 @@ def top(
             return
         before = client.status()  # what is wrong from the start is an error and no picture
         try:
-            with Live(show_status.status(before, client.url), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+            with Live(
+                show_status.status(before, client.url),
+                console=out,
+                screen=out.is_terminal,
+                auto_refresh=False,
+            ) as live:
                 while True:
                     time.sleep(interval)
                     before, picture = _look(client.status, client.url, before)
@@ -68,37 +73,71 @@ def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, 
 
 
 def doctor(
-    data_dir: Annotated[Path | None, typer.Option(help="Data directory of a `midstream up`; default: from the settings.")] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Data directory of a `midstream up`; default: from the settings."),
+    ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(metavar="CHECKPOINT", help="Check nothing: print what serving this checkpoint takes. `-`: the settings' model."),
+        typer.Option(
+            metavar="CHECKPOINT",
+            help=(
+                "Check nothing: print what serving this checkpoint takes. `-`: the settings' model."
+            ),
+        ),
     ] = None,
-    tokens_per_second: Annotated[float, typer.Option(help="With --plan: tokens that the engine computes per second.", min=0)] = 5000.0,
-    gpu_memory_gib: Annotated[float, typer.Option(help="With --plan: memory of one GPU; 0: unknown.", min=0)] = 0.0,
-    cpu: Annotated[bool, typer.Option("--cpu", help="With --plan: on CPUs instead of GPUs.")] = False,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any setting; repeatable.")] = None,
+    tokens_per_second: Annotated[
+        float, typer.Option(help="With --plan: tokens that the engine computes per second.", min=0)
+    ] = 5000.0,
+    gpu_memory_gib: Annotated[
+        float, typer.Option(help="With --plan: memory of one GPU; 0: unknown.", min=0)
+    ] = 0.0,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="With --plan: on CPUs instead of GPUs.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any setting; repeatable."),
+    ] = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys, with advice. Exit code 1 if a check fails."""
+    """Check Redis, clocks, disk, versions, workers, relay, webhooks and keys, with advice.
+
+    Exit code 1 if a check fails.
+    """
     from ..stack.supervisor import own_redis_url
 
-    settings = load_settings({**os.environ, **overrides(set_ or [])}, data_dir=str(data_dir) if data_dir else None)
+    settings = load_settings(
+        {**os.environ, **overrides(set_ or [])}, data_dir=str(data_dir) if data_dir else None
+    )
     if plan is not None:
         from ..stack.plan import facts, lines, planned
 
-        made = planned(plan.removeprefix("-"), settings, gpu=not cpu, tokens_per_second=tokens_per_second, gpu_memory_gib=gpu_memory_gib)
+        made = planned(
+            plan.removeprefix("-"),
+            settings,
+            gpu=not cpu,
+            tokens_per_second=tokens_per_second,
+            gpu_memory_gib=gpu_memory_gib,
+        )
         print(to_json(facts(made)).decode() if json_ else "\n".join(lines(made, tokens_per_second)))
         return
     data = discovery.data_dir(settings)
     stack = discovery.running(data)
-    address = url or (stack.url if data_dir and stack else "") or discovery.find_url(None, settings, sure=False)
+    address = (
+        url
+        or (stack.url if data_dir and stack else "")
+        or discovery.find_url(None, settings, sure=False)
+    )
     found: list[Finding] = []
     for finding in examine(settings, settings.redis_url or own_redis_url(data), address):
         found.append(finding)
         if not json_:
             out.print(show_status.findings([finding]))
-    counts = {level: sum(finding.level == level for finding in found) for level in ("ok", "warn", "fail")}
+    counts = {
+        level: sum(finding.level == level for finding in found) for level in ("ok", "warn", "fail")
+    }
     if json_:
         print(to_json([finding._asdict() for finding in found]).decode())
     else:

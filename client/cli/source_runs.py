@@ -8,9 +8,13 @@ from ...schemas.base import to_json
 from ..render import jobs
 from .jobs import AsJson, Model, Url, connect, out, print_list
 
-Name = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")]
+Name = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")
+]
 
-runs_app = typer.Typer(no_args_is_help=True, help="List, inspect and delete source runs: rows for patching.")
+runs_app = typer.Typer(
+    no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
+)
 
 
 def register(app: typer.Typer) -> None:

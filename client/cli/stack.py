@@ -1,4 +1,6 @@
-"""The stack that `midstream up` runs on this machine, from another terminal: `status`, `logs`, `down`."""
+"""The stack that `midstream up` runs on this machine, from another terminal: `status`, `logs`,
+`down`.
+"""
 
 import os
 import shutil
@@ -22,9 +24,13 @@ from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for
 from .jobs import AsJson, out
 
-DataDir = Annotated[Path | None, typer.Option(help="Data directory of the `midstream up`; default: from the settings.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Data directory of the `midstream up`; default: from the settings."),
+]
 
-#: Exit codes of `status`, as of service managers: everything runs, some part does not, nothing does.
+#: Exit codes of `status`, as of service managers: everything runs, some part does not, nothing
+#: does.
 ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
 #: Part of a data directory → what writes it.
 PARTS = ("captures", "redis", "outbox", "logs")
@@ -42,11 +48,15 @@ def _folder(given: Path | None) -> Path:
     return discovery.data_dir(load_settings(data_dir=str(given) if given else None))
 
 
-# --- status ------------------------------------------------------------------------------------------------------------
+# --- status
+# --------------------------------------------------------------------------------------------------
 
 
 def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
-    """Show processes, ports and disk usage of this machine's stack. Exit code 0: all running, 1: a part is down, 3: not running."""
+    """Show processes, ports and disk usage of this machine's stack.
+
+    Exit code 0: all running, 1: a part is down, 3: not running.
+    """
     data = _folder(data_dir)
     stack = discovery.running(data)
     known = stack.processes if stack else discovery.processes_of(discovery.written(data))
@@ -57,15 +67,27 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
         out.print(f"no stack is running on {data}", markup=False, soft_wrap=True)
         if alive:
             left = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
-            out.print(f"left over from a killed `midstream up`: {left}; `midstream down` stops them", markup=False, soft_wrap=True)
+            out.print(
+                f"left over from a killed `midstream up`: {left}; `midstream down` stops them",
+                markup=False,
+                soft_wrap=True,
+            )
         elif data.is_dir():
             out.print(_disk_line(data), markup=False, soft_wrap=True)
     else:
         _print_stack(stack, alive)
-    raise typer.Exit(NOTHING_RUNS if stack is None else ALL_RUN if len(alive) == len(known) and stack.url else PART_RUNS)
+    raise typer.Exit(
+        NOTHING_RUNS
+        if stack is None
+        else ALL_RUN
+        if len(alive) == len(known) and stack.url
+        else PART_RUNS
+    )
 
 
-def _facts(data: Path, stack: discovery.Stack | None, known: Iterable[str], alive: dict[str, int]) -> dict[str, object]:
+def _facts(
+    data: Path, stack: discovery.Stack | None, known: Iterable[str], alive: dict[str, int]
+) -> dict[str, object]:
     usage = shutil.disk_usage(data if data.is_dir() else Path("/"))
     return {
         "running": stack is not None,
@@ -75,15 +97,25 @@ def _facts(data: Path, stack: discovery.Stack | None, known: Iterable[str], aliv
         "model": stack.model if stack else "",
         "version": stack.version if stack else "",
         "started": stack.started if stack else None,
-        "processes": {name: {"pid": alive.get(name), "ports": discovery.ports_of(alive[name]) if name in alive else []} for name in known},
+        "processes": {
+            name: {
+                "pid": alive.get(name),
+                "ports": discovery.ports_of(alive[name]) if name in alive else [],
+            }
+            for name in known
+        },
         "disk": {"bytes": _sizes(data), "free_bytes": usage.free, "total_bytes": usage.total},
     }
 
 
 def _print_stack(stack: discovery.Stack, alive: dict[str, int]) -> None:
     minutes, seconds = divmod(int(now() - stack.started), 60)
-    since = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
-    out.print(f"midstream {stack.version}, up for {since}: {_answer(stack)}", markup=False, soft_wrap=True)
+    since = (
+        f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    )
+    out.print(
+        f"midstream {stack.version}, up for {since}: {_answer(stack)}", markup=False, soft_wrap=True
+    )
     out.print(f"model {stack.model}\ndata  {stack.data}", markup=False, soft_wrap=True)
     shown = jobs.table("Processes", "process", "state", "pid", "ports")
     rows = {"up": stack.pid, **{name: alive.get(name) for name in stack.processes}}
@@ -98,7 +130,9 @@ def _answer(stack: discovery.Stack) -> str:
     if not stack.url:
         return "starting"
     try:
-        ready = httpx.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code == httpx.codes.OK
+        ready = (
+            httpx.get(f"{stack.url}/readyz", timeout=discovery.ASK_S).status_code == httpx.codes.OK
+        )
     except httpx.HTTPError as error:
         return f"no answer at {stack.url} ({error or type(error).__name__})"
     return f"{stack.url} {'is ready' if ready else 'is not ready yet'}"
@@ -124,13 +158,21 @@ def _disk_line(data: Path) -> str:
     return f"disk: {parts or 'empty'}; {jobs.size(usage.free)} of {jobs.size(usage.total)} free"
 
 
-# --- logs --------------------------------------------------------------------------------------------------------------
+# --- logs
+# --------------------------------------------------------------------------------------------------
 
 
 def logs(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[PROCESS]...", help="Such as worker or api; default: all.")] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of lines from the end of each log.", min=0)] = 20,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines until Ctrl-C.")] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROCESS]...", help="Such as worker or api; default: all."),
+    ] = None,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", help="Number of lines from the end of each log.", min=0)
+    ] = 20,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Keep printing new lines until Ctrl-C.")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Show the logs of the stack's processes on this machine, even after it has stopped."""
@@ -141,7 +183,11 @@ def logs(
     for name in names or ():
         if name not in files:
             meant = suggestion(name, files)
-            raise MidstreamError("not_found", f"no log of {name!r}" + (f"; {meant}" if meant else ""), allowed=", ".join(files))
+            raise MidstreamError(
+                "not_found",
+                f"no log of {name!r}" + (f"; {meant}" if meant else ""),
+                allowed=", ".join(files),
+            )
     chosen = {name: files[name] for name in (names or files)}
     wide = max(map(len, chosen)) if len(chosen) > 1 else 0
     opened: dict[str, IO[str]] = {}
@@ -153,7 +199,8 @@ def logs(
             time.sleep(LOOK_S)
             for name, path in chosen.items():
                 _print_lines(name, wide, opened[name])
-                if path.exists() and path.stat().st_ino != os.fstat(opened[name].fileno()).st_ino:  # set aside, and begun again
+                if path.exists() and path.stat().st_ino != os.fstat(opened[name].fileno()).st_ino:
+                    # set aside, and begun again
                     opened[name].close()
                     opened[name] = path.open(errors="replace")
     except KeyboardInterrupt:
@@ -168,21 +215,35 @@ def _print_lines(name: str, wide: int, found: Iterable[str]) -> None:
         print(f"{name:<{wide}} | {line.rstrip()}" if wide else line.rstrip(), flush=True)
 
 
-# --- down --------------------------------------------------------------------------------------------------------------
+# --- down
+# --------------------------------------------------------------------------------------------------
 
 
 def down(
     now_: Annotated[
-        bool, typer.Option("--now", help="Kill the processes instead of waiting for running jobs, which restart later.")
+        bool,
+        typer.Option(
+            "--now",
+            help="Kill the processes instead of waiting for running jobs, which restart later.",
+        ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the stack to stop.", min=0)] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the stack to stop.", min=0)
+    ] = 120.0,
     data_dir: DataDir = None,
 ) -> None:
-    """Stop the stack running on this machine, as Ctrl-C in its terminal does. No effect if none is running."""
+    """Stop the stack running on this machine, as Ctrl-C in its terminal does.
+
+    No effect if none is running.
+    """
     data = _folder(data_dir)
     stack = discovery.running(data)
     if stack is None:
-        left = [name for name, (pid, born) in discovery.processes_of(discovery.written(data)).items() if end_leftover(pid, born)]
+        left = [
+            name
+            for name, (pid, born) in discovery.processes_of(discovery.written(data)).items()
+            if end_leftover(pid, born)
+        ]
         ended = f"; stopped leftovers of a killed `midstream up`: {', '.join(left)}" if left else ""
         out.print(f"no stack is running on {data}{ended}", markup=False, soft_wrap=True)
         return
@@ -192,7 +253,11 @@ def down(
         _signal(stack)
     if not wait_for(lambda: instance_of(stack.pid) != stack.instance, timeout):
         detail = f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s"
-        raise MidstreamError("conflict", detail, allowed="`midstream down --now` kills it, and `midstream logs` shows its logs")
+        raise MidstreamError(
+            "conflict",
+            detail,
+            allowed="`midstream down --now` kills it, and `midstream logs` shows its logs",
+        )
     out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)
 
 

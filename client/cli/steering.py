@@ -16,15 +16,26 @@ from .jobs import AsJson, Model, Url, connect, out
 from .registries import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
-Steer = Annotated[list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")]
+Steer = Annotated[
+    list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")
+]
 
-modules_app = typer.Typer(no_args_is_help=True, help="Manage named modules: steering that requests refer to by name.")
-global_app = typer.Typer(no_args_is_help=True, help="Manage global steering: steering of every request to a model.")
+modules_app = typer.Typer(
+    no_args_is_help=True, help="Manage named modules: steering that requests refer to by name."
+)
+global_app = typer.Typer(
+    no_args_is_help=True, help="Manage global steering: steering of every request to a model."
+)
 
 registry: Registry[ModuleView] = Registry(
-    "a module", "modules", Client.modules, Client.module, Client.unregister_module, steering.modules,
+    "a module",
+    "modules",
+    Client.modules,
+    Client.module,
+    Client.unregister_module,
+    steering.modules,
     lambda view: [steering.module(view), steering.entries(view.entries)],
-)  # fmt: skip
+)
 registry.add_to(modules_app)
 
 
@@ -38,7 +49,10 @@ def register(app: typer.Typer) -> None:
 @modules_app.command("register")
 def modules_register(
     name: Name,
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
+    ],
     description: Annotated[str, typer.Option(help="A description.")] = "",
     model: Model = None,
     json_: AsJson = False,
@@ -54,7 +68,10 @@ def modules_register(
 def modules_export(
     name: Name,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
-    format: Annotated[str | None, typer.Option("--format", help=f"{', '.join(FORMATS)}; by default that of the suffix.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help=f"{', '.join(FORMATS)}; by default that of the suffix."),
+    ] = None,
     model: Model = None,
     url: Url = None,
 ) -> None:
@@ -73,7 +90,9 @@ def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> 
 
 @global_app.command("set")
 def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Set global steering for new requests; exits non-zero, with nothing changed, if a rank rejects it."""
+    """Set global steering for new requests; exits non-zero, with nothing changed, if a rank rejects
+    it.
+    """
     entries = options.parse_steering(steer)
     with connect(url) as client:
         _print_global(client.set_global(entries, model), json_)
@@ -87,7 +106,10 @@ def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) ->
 
 
 def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
-    """Show each rank's checksums, table, versions and queues now. Exits non-zero if they disagree."""
+    """Show each rank's checksums, table, versions and queues now.
+
+    Exits non-zero if they disagree.
+    """
     with connect(url) as client:
         found = client.dynamic(model)
     if json_:

@@ -30,66 +30,169 @@ def register(app: typer.Typer) -> None:
 
 @options.with_handling
 def sweep(
-    clean: Annotated[str | None, typer.Option(help="The prompt with the right answer.", **PAIR)] = None,
-    corrupt: Annotated[str | None, typer.Option(help="A prompt with a different answer.", **PAIR)] = None,
-    answer: Annotated[str | None, typer.Option(help="The answer to --clean, usually with a leading space.", **PAIR)] = None,
-    foil: Annotated[str | None, typer.Option(help="The answer to --corrupt, usually with a leading space.", **PAIR)] = None,
+    clean: Annotated[
+        str | None, typer.Option(help="The prompt with the right answer.", **PAIR)
+    ] = None,
+    corrupt: Annotated[
+        str | None, typer.Option(help="A prompt with a different answer.", **PAIR)
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(help="The answer to --clean, usually with a leading space.", **PAIR),
+    ] = None,
+    foil: Annotated[
+        str | None,
+        typer.Option(help="The answer to --corrupt, usually with a leading space.", **PAIR),
+    ] = None,
     pairs: Annotated[
-        Path | None, typer.Option(help="File with several pairs: a JSON list of objects with the fields of one pair.", **PAIR)
+        Path | None,
+        typer.Option(
+            help="File with several pairs: a JSON list of objects with the fields of one pair.",
+            **PAIR,
+        ),
     ] = None,
-    body: Annotated[Path | None, typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR)] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first model served.", **PAIR)] = None,
+    body: Annotated[
+        Path | None,
+        typer.Option(help="A whole SweepRequest as JSON instead of all options.", **PAIR),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first model served.", **PAIR)
+    ] = None,
     hooks: Annotated[
-        str | None, typer.Option(metavar=options.HOOKS_FORM, help="Such as resid_pre,attn_out,mlp_out; default: post_block.", **CELLS)
+        str | None,
+        typer.Option(
+            metavar=options.HOOKS_FORM,
+            help="Such as resid_pre,attn_out,mlp_out; default: post_block.",
+            **CELLS,
+        ),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **CELLS)] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="all (default), 3, 0-5, or 0-5,9,-1.", **CELLS)
+    ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="Of the patched prompt: all_prompt (default), 0,5,-1, 5:9, or 5: (from 5 on).", **CELLS)
+        str | None,
+        typer.Option(
+            help="Of the patched prompt: all_prompt (default), 0,5,-1, 5:9, or 5: (from 5 on).",
+            **CELLS,
+        ),
     ] = None,
-    axis: Annotated[str | None, typer.Option(help="Columns: position (default), together, head, head_position or neuron.", **CELLS)] = None,
-    heads: Annotated[str | None, typer.Option(help="Of axis head and head_position: all (default), 3, 0-5, or 0-5,-1.", **CELLS)] = None,
+    axis: Annotated[
+        str | None,
+        typer.Option(
+            help="Columns: position (default), together, head, head_position or neuron.", **CELLS
+        ),
+    ] = None,
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            help="Of axis head and head_position: all (default), 3, 0-5, or 0-5,-1.", **CELLS
+        ),
+    ] = None,
     neurons: Annotated[
         str | None,
         typer.Option(
-            metavar="top:1,4,16|each:8|0-3/7", help="Of axis neuron: the first by difference, together or one by one; or sets.", **CELLS
+            metavar="top:1,4,16|each:8|0-3/7",
+            help="Of axis neuron: the first by difference, together or one by one; or sets.",
+            **CELLS,
         ),
     ] = None,
     sender: Annotated[
-        str | None, typer.Option(metavar="LAYER.HOOK[.HEAD]", help="Path patching: the cells are what this place reaches.", **CELLS)
+        str | None,
+        typer.Option(
+            metavar="LAYER.HOOK[.HEAD]",
+            help="Path patching: the cells are what this place reaches.",
+            **CELLS,
+        ),
     ] = None,
     receivers: Annotated[
         str | None,
-        typer.Option(metavar="logits|LAYER.HOOK[.HEAD],…", help="Path patching: the cells are what reaches these places.", **CELLS),
+        typer.Option(
+            metavar="logits|LAYER.HOOK[.HEAD],…",
+            help="Path patching: the cells are what reaches these places.",
+            **CELLS,
+        ),
     ] = None,
-    frozen: Annotated[str | None, typer.Option(help="Of a path, branches held on the way: attn,mlp (default), or one.", **CELLS)] = None,
+    frozen: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a path, branches held on the way: attn,mlp (default), or one.", **CELLS
+        ),
+    ] = None,
     span: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=TEXT[|TEXT]", help="Tokens patched together: in both prompts, or clean|corrupt; repeatable.", **CELLS),
+        typer.Option(
+            metavar="NAME=TEXT[|TEXT]",
+            help="Tokens patched together: in both prompts, or clean|corrupt; repeatable.",
+            **CELLS,
+        ),
     ] = None,
     window: Annotated[
-        str | None, typer.Option(metavar="LAYERS[xPOSITIONS]", help="Layers and positions patched together around a cell.", **CELLS)
+        str | None,
+        typer.Option(
+            metavar="LAYERS[xPOSITIONS]",
+            help="Layers and positions patched together around a cell.",
+            **CELLS,
+        ),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="recovered (default, except with --ablation), logit_diff, logprob or kl.", **CELLS)
+        str | None,
+        typer.Option(
+            help="recovered (default, except with --ablation), logit_diff, logprob or kl.", **CELLS
+        ),
     ] = None,
-    direction: Annotated[str | None, typer.Option(help="denoise (default): clean rows into corrupt; noise: the reverse.", **CELLS)] = None,
-    ablation: Annotated[str | None, typer.Option(help="zeros or mean, instead of rows of --corrupt.", **CELLS)] = None,
-    alignment: Annotated[str | None, typer.Option(help="auto (default), left or right.", **CELLS)] = None,
-    alpha: Annotated[float | None, typer.Option(help="Fraction of a row that is replaced; default: 1.", **CELLS)] = None,
-    mask: Annotated[str | None, typer.Option(help="Replace only these dimensions of a row: 0-63,100.", **CELLS)] = None,
-    noise: Annotated[int | None, typer.Option(help="Number of no-op patches that measure the noise floor; default: 8.", **CELLS)] = None,
+    direction: Annotated[
+        str | None,
+        typer.Option(
+            help="denoise (default): clean rows into corrupt; noise: the reverse.", **CELLS
+        ),
+    ] = None,
+    ablation: Annotated[
+        str | None, typer.Option(help="zeros or mean, instead of rows of --corrupt.", **CELLS)
+    ] = None,
+    alignment: Annotated[
+        str | None, typer.Option(help="auto (default), left or right.", **CELLS)
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Fraction of a row that is replaced; default: 1.", **CELLS)
+    ] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="Replace only these dimensions of a row: 0-63,100.", **CELLS)
+    ] = None,
+    noise: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of no-op patches that measure the noise floor; default: 8.", **CELLS
+        ),
+    ] = None,
     *,
     handling: dict[str, Any],  # the options of `with_handling`
-    heatmap: Annotated[Path | None, typer.Option(help="Draw a heatmap: out.png, out.pdf or out.svg (matplotlib).", **RESULT)] = None,
-    save: Annotated[Path | None, typer.Option(help="Save as JSON, for PatchStudy.load.", **RESULT)] = None,
-    pair: Annotated[int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)] = None,
+    heatmap: Annotated[
+        Path | None,
+        typer.Option(help="Draw a heatmap: out.png, out.pdf or out.svg (matplotlib).", **RESULT),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Save as JSON, for PatchStudy.load.", **RESULT)
+    ] = None,
+    pair: Annotated[
+        int | None, typer.Option(help="Show this pair; default: the mean of all.", **RESULT)
+    ] = None,
     top: Annotated[int, typer.Option(help="Number of strongest cells to list.", **RESULT)] = 5,
-    job: Annotated[str | None, typer.Option(help="Show this sweep (waiting for it) instead of submitting one.", **RESULT)] = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result, or print the id and exit.", **RESULT)] = True,
+    job: Annotated[
+        str | None,
+        typer.Option(help="Show this sweep (waiting for it) instead of submitting one.", **RESULT),
+    ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait", help="Wait for the result, or print the id and exit.", **RESULT
+        ),
+    ] = True,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Causal tracing: patch rows of one prompt into another, cell by cell, and measure how far each recovers the answer."""
+    """Causal tracing: patch rows of one prompt into another, cell by cell, and measure how far each
+    recovers the answer.
+    """
     if job is not None and save is not None:
         raise invalid("--save", "also saves the request, so it is not valid with --job")
     if heatmap is not None:
@@ -100,18 +203,30 @@ def sweep(
         request = None
         if job is None:
             request = _request(
-                body, pairs, {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}, span or [],
+                body,
+                pairs,
+                {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil},
+                span or [],
                 {
-                    "model": model, **options.sweep_sites(hooks, layers),
-                    "positions": positions and options.parse_positions(positions), "window": window and parse_window(window),
-                    "axis": axis, "heads": heads and options.parse_layers(heads), "neurons": neurons and parse_neurons(neurons),
+                    "model": model,
+                    **options.sweep_sites(hooks, layers),
+                    "positions": positions and options.parse_positions(positions),
+                    "window": window and parse_window(window),
+                    "axis": axis,
+                    "heads": heads and options.parse_layers(heads),
+                    "neurons": neurons and parse_neurons(neurons),
                     "path": parse_path(sender, receivers, frozen),
-                    "metric": metric, "direction": direction, "ablation": ablation, "alignment": alignment, "alpha": alpha,
+                    "metric": metric,
+                    "direction": direction,
+                    "ablation": ablation,
+                    "alignment": alignment,
+                    "alpha": alpha,
                     "mask": mask and options.parse_layers(mask),
-                    "noise": noise, **handling,
+                    "noise": noise,
+                    **handling,
                 },
                 lambda: jobs.only_model(client),
-            )  # fmt: skip
+            )
             if pair is not None and not 0 <= pair < len(request.pairs):
                 raise invalid("--pair", f"no pair {pair}", allowed=f"0 to {len(request.pairs) - 1}")
             view = client.submit_sweep(request)
@@ -130,7 +245,10 @@ def sweep(
         out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
     _draw(result, heatmap, pair, json_)
     if not result.summary.cells:  # nothing was learnt: a script should stop here
-        raise MidstreamError("intervention_failed", "; ".join(["no cell has a value", *show_sweeps.without_value(result)[:1]]))
+        raise MidstreamError(
+            "intervention_failed",
+            "; ".join(["no cell has a value", *show_sweeps.without_value(result)[:1]]),
+        )
 
 
 def _draw(result: SweepResult, path: Path | None, pair: int | None, quiet: bool) -> None:
@@ -142,14 +260,21 @@ def _draw(result: SweepResult, path: Path | None, pair: int | None, quiet: bool)
 
 
 def _request(
-    body: Path | None, pairs: Path | None, pair: dict[str, str | None], spans: list[str], fields: dict[str, Any], only_model: Any
+    body: Path | None,
+    pairs: Path | None,
+    pair: dict[str, str | None],
+    spans: list[str],
+    fields: dict[str, Any],
+    only_model: Any,
 ) -> SweepRequest:
     """Raises MidstreamError naming the option or the field."""
     given = {name: value for name, value in fields.items() if value is not None}
     own = {name: value for name, value in pair.items() if value is not None}
     if body is not None:
         if given or own or spans or pairs:
-            raise invalid("--body", "is the whole request: not valid with other options for prompts or cells")
+            raise invalid(
+                "--body", "is the whole request: not valid with other options for prompts or cells"
+            )
         whole: SweepRequest = _read(body, SweepRequest, "--body")
         return whole
     if pairs is not None and own:
@@ -160,56 +285,97 @@ def _request(
     if spans:
         columns = [parse_span(text) for text in spans]
         asked = [{**each, "spans": columns} for each in asked]
-    return sweeps.sweep_request(None, {"model": given.pop("model", None) or only_model(), "pairs": asked, **given})
+    return sweeps.sweep_request(
+        None, {"model": given.pop("model", None) or only_model(), "pairs": asked, **given}
+    )
 
 
 def parse_window(text: str) -> dict[str, int]:
     """`3`: layers; `3x2`: layers and positions. Raises MidstreamError naming `--window`."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise invalid("--window", f"{text!r} is not valid", allowed="a number of layers, or LAYERSxPOSITIONS such as 3x1")
+        raise invalid(
+            "--window",
+            f"{text!r} is not valid",
+            allowed="a number of layers, or LAYERSxPOSITIONS such as 3x1",
+        )
     return dict(zip(("layers", "positions"), map(int, parts), strict=False))
 
 
 def parse_neurons(text: str) -> dict[str, Any]:
-    """`top:1,4,16`, `each:8`, or sets such as `0-3/7`: the fields of `Neurons`. Raises MidstreamError naming `--neurons`."""
+    """`top:1,4,16`, `each:8`, or sets such as `0-3/7`: the fields of `Neurons`.
+
+    Raises MidstreamError naming `--neurons`.
+    """
     kind, colon, numbers = text.partition(":")
     if not colon:
         return {"sets": text.split("/")}
-    if (kind == "top" and all(part.isdecimal() for part in numbers.split(","))) or (kind == "each" and numbers.isdecimal()):
-        return {"top": [int(part) for part in numbers.split(",")]} if kind == "top" else {"each": int(numbers)}
-    raise invalid("--neurons", f"{text!r} is not valid", allowed="top:1,4,16, each:8, or sets of dimensions such as 0-3/7")
+    if (kind == "top" and all(part.isdecimal() for part in numbers.split(","))) or (
+        kind == "each" and numbers.isdecimal()
+    ):
+        return (
+            {"top": [int(part) for part in numbers.split(",")]}
+            if kind == "top"
+            else {"each": int(numbers)}
+        )
+    raise invalid(
+        "--neurons",
+        f"{text!r} is not valid",
+        allowed="top:1,4,16, each:8, or sets of dimensions such as 0-3/7",
+    )
 
 
-def parse_path(sender: str | None, receivers: str | None, frozen: str | None) -> dict[str, Any] | None:
+def parse_path(
+    sender: str | None, receivers: str | None, frozen: str | None
+) -> dict[str, Any] | None:
     """The fields of `SweepPath`; None without one. Raises MidstreamError naming the option."""
     if sender is None and receivers is None:
         if frozen is not None:
-            raise invalid("--frozen", "is valid for path patching only: add --sender or --receivers")
+            raise invalid(
+                "--frozen", "is valid for path patching only: add --sender or --receivers"
+            )
         return None
     held = {} if frozen is None else {"frozen": frozen.split(",")}
     ends: dict[str, Any] = {} if sender is None else {"sender": _end("--sender", sender)}
     if receivers is not None:
-        ends["receivers"] = receivers if receivers == "logits" else [_end("--receivers", each) for each in receivers.split(",")]
+        ends["receivers"] = (
+            receivers
+            if receivers == "logits"
+            else [_end("--receivers", each) for each in receivers.split(",")]
+        )
     return ends | held
 
 
 def _end(option: str, text: str) -> dict[str, Any]:
     layer, *rest = text.split(".")
-    if len(rest) not in (1, 2) or not layer.removeprefix("-").isdecimal() or not all(head.isdecimal() for head in rest[1:]):
-        raise invalid(option, f"{text!r} is not valid", allowed="LAYER.HOOK or LAYER.HOOK.HEAD, such as 20.z.3")
+    if (
+        len(rest) not in (1, 2)
+        or not layer.removeprefix("-").isdecimal()
+        or not all(head.isdecimal() for head in rest[1:])
+    ):
+        raise invalid(
+            option,
+            f"{text!r} is not valid",
+            allowed="LAYER.HOOK or LAYER.HOOK.HEAD, such as 20.z.3",
+        )
     return {"layer": int(layer), "hook": rest[0], **({"head": int(rest[1])} if rest[1:] else {})}
 
 
 def parse_span(text: str) -> dict[str, Any]:
-    """`subject=Eiffel Tower|Colosseum`: a column's name, the text in the clean prompt and, if it is another, in the corrupt one.
+    """`subject=Eiffel Tower|Colosseum`: a column's name, the text in the clean prompt and, if it is
+    another, in the corrupt one.
 
-    Each text as `--span` of `midstream submit` takes it, or positions such as `1:4`. Raises MidstreamError naming `--span`.
+    Each text as `--span` of `midstream submit` takes it, or positions such as `1:4`. Raises
+    MidstreamError naming `--span`.
     """
     name, equals, places = text.partition("=")
     parts = places.split("|")
     if not (equals and name and all(parts)) or len(parts) > 2:
-        raise invalid("--span", f"{text!r} is not valid", allowed="NAME=TEXT or NAME=TEXT|TEXT, such as subject=Paris|Rome")
+        raise invalid(
+            "--span",
+            f"{text!r} is not valid",
+            allowed="NAME=TEXT or NAME=TEXT|TEXT, such as subject=Paris|Rome",
+        )
     return {"name": name} | dict(zip(("clean", "corrupt"), map(_place, parts), strict=False))
 
 
@@ -225,4 +391,6 @@ def _read(path: Path, kind: Any, option: str) -> Any:
         detail, field = misfit(error)
         raise invalid(option, f"{path}: {field}: {detail}") from error
     except msgspec.DecodeError as error:
-        raise MidstreamError("invalid_request", f"{path} is not JSON: {error}", field=option) from error
+        raise MidstreamError(
+            "invalid_request", f"{path} is not JSON: {error}", field=option
+        ) from error

@@ -9,14 +9,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from ...schemas.base import to_json
-from ...schemas.webhooks import Delivery, DeliveryAttempt, DeliveryState, DisabledEndpoint, SecretList
+from ...schemas.webhooks import (
+    Delivery,
+    DeliveryAttempt,
+    DeliveryState,
+    DisabledEndpoint,
+    SecretList,
+)
 from ..durations import seconds
 from ..render import jobs
 from .jobs import AsJson, Url, connect, err, out, print_list
 
 Tenant = Annotated[str | None, typer.Option(help="This tenant's; requires scope admin.")]
 
-webhooks_app = typer.Typer(no_args_is_help=True, help="List and redeliver webhooks; manage signing secrets and receivers.")
+webhooks_app = typer.Typer(
+    no_args_is_help=True, help="List and redeliver webhooks; manage signing secrets and receivers."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -27,9 +35,17 @@ def register(app: typer.Typer) -> None:
 @webhooks_app.command("list")
 def webhooks_list(
     job: Annotated[str | None, typer.Option(help="Only webhooks about this job.")] = None,
-    state: Annotated[str | None, typer.Option(help="Only those that are pending, delivered, failed, disabled or refused.")] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Only those that are pending, delivered, failed, disabled or refused."),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Number of webhooks.")] = 20,
-    disabled: Annotated[bool, typer.Option("--disabled", help="List the receivers disabled because they responded with 410.")] = False,
+    disabled: Annotated[
+        bool,
+        typer.Option(
+            "--disabled", help="List the receivers disabled because they responded with 410."
+        ),
+    ] = False,
     tenant: Tenant = None,
     json_: AsJson = False,
     url: Url = None,
@@ -39,13 +55,17 @@ def webhooks_list(
         if disabled:
             _print_disabled(client.disabled_webhooks(tenant=tenant), json_)
             return
-        page = client.deliveries(job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit)
+        page = client.deliveries(
+            job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit
+        )
     print_list(page, page.deliveries, deliveries, "webhooks", json_)
 
 
 @webhooks_app.command("show")
 def webhooks_show(
-    delivery_id: Annotated[str, typer.Argument(metavar="ID", help="A delivery's id: the header `webhook-id`.")],
+    delivery_id: Annotated[
+        str, typer.Argument(metavar="ID", help="A delivery's id: the header `webhook-id`.")
+    ],
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -55,7 +75,10 @@ def webhooks_show(
     if json_:
         print(to_json(found).decode())
         return
-    out.print(f"{found.id}  {found.event}  {jobs.coloured(found.state)}\nto {escape(found.url)}\nof {found.job}")
+    out.print(
+        f"{found.id}  {found.event}  {jobs.coloured(found.state)}\nto "
+        f"{escape(found.url)}\nof {found.job}"
+    )
     if found.attempts:
         out.print(attempts(found.attempts))
     if found.next_attempt is not None:
@@ -64,7 +87,9 @@ def webhooks_show(
 
 @webhooks_app.command("redeliver")
 def webhooks_redeliver(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of the deliveries, in any state.")],
+    ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="Ids of the deliveries, in any state.")
+    ],
     url: Url = None,
 ) -> None:
     """Send webhooks again, under the same ids."""
@@ -76,7 +101,9 @@ def webhooks_redeliver(
 
 @webhooks_app.command("secret")
 def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
-    """Show the secret that signs webhooks about this key's jobs, and the previous one while it also signs."""
+    """Show the secret that signs webhooks about this key's jobs, and the previous one while it also
+    signs.
+    """
     with connect(url) as client:
         _print_secrets(client.webhook_secrets(), json_)
 
@@ -84,15 +111,26 @@ def webhooks_secret(json_: AsJson = False, url: Url = None) -> None:
 @webhooks_app.command("rotate")
 def webhooks_rotate(
     keep_former: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the previous secret also signs, such as 12h; 0: not at all.")
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="How long the previous secret also signs, such as 12h; 0: not at all.",
+        ),
     ] = "1d",
-    own: Annotated[bool, typer.Option("--own", help="A secret for this key only, instead of its tenant's.")] = False,
+    own: Annotated[
+        bool, typer.Option("--own", help="A secret for this key only, instead of its tenant's.")
+    ] = False,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """Create a new signing secret."""
     with connect(url) as client:
-        _print_secrets(client.rotate_webhook_secret(keep_former_s=seconds(keep_former, "--keep-former"), own=own), json_)
+        _print_secrets(
+            client.rotate_webhook_secret(
+                keep_former_s=seconds(keep_former, "--keep-former"), own=own
+            ),
+            json_,
+        )
 
 
 def _print_secrets(known: SecretList, json_: bool) -> None:
@@ -111,31 +149,45 @@ def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
         return
     for endpoint in endpoints:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(endpoint.since))
-        out.print(f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False, soft_wrap=True)
+        out.print(
+            f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False, soft_wrap=True
+        )
     if not endpoints:
         out.print("no disabled receivers", style="dim")
 
 
 @webhooks_app.command("enable")
 def webhooks_enable(
-    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Its URL, as shown by `midstream webhooks list --disabled`.")],
+    receiver: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECEIVER", help="Its URL, as shown by `midstream webhooks list --disabled`."
+        ),
+    ],
     tenant: Tenant = None,
     url: Url = None,
 ) -> None:
-    """Re-enable a receiver that responded with 410. Use `redeliver` for webhooks disabled in the meantime."""
+    """Re-enable a receiver that responded with 410.
+
+    Use `redeliver` for webhooks disabled in the meantime.
+    """
     with connect(url) as client:
         client.enable_webhooks(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)
 
 
 def deliveries(found: Iterable[Delivery]) -> Table:
-    """Each webhook with its receiver below it: both are long, and a terminal may have 80 columns."""
+    """Each webhook with its receiver below it: both are long, and a terminal may have 80
+    columns.
+    """
     shown = jobs.table("Webhooks", "id", "state", "tries", "last")
     shown.columns[0].no_wrap = True
     for delivery in found:
         last = delivery.attempts[-1] if delivery.attempts else None
         named = f"{delivery.id}\n→ {escape(delivery.url)}"
-        shown.add_row(named, jobs.coloured(delivery.state), str(len(delivery.attempts)), _outcome(last))
+        shown.add_row(
+            named, jobs.coloured(delivery.state), str(len(delivery.attempts)), _outcome(last)
+        )
     return shown
 
 

@@ -1,4 +1,6 @@
-"""Reading harvests: `midstream.harvest.open(uri)`, datasets for training, exports and verification."""
+"""Reading harvests: `midstream.harvest.open(uri)`, datasets for training, exports and
+verification.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,14 +19,33 @@ if TYPE_CHECKING:
     from .verification import verify as verify
 
 _HOMES = {
-    "open": "reader", "Harvest": "reader", "verify": "verification", "Verification": "verification", "to_parquet": "exports",
-    "to_arrow": "exports", "to_hidden_states": "exports", "RowDataset": "training", "activations": "training",
-}  # fmt: skip
-__all__ = ["Harvest", "RowDataset", "Verification", "activations", "open", "to_arrow", "to_hidden_states", "to_parquet", "verify"]
+    "open": "reader",
+    "Harvest": "reader",
+    "verify": "verification",
+    "Verification": "verification",
+    "to_parquet": "exports",
+    "to_arrow": "exports",
+    "to_hidden_states": "exports",
+    "RowDataset": "training",
+    "activations": "training",
+}
+__all__ = [
+    "Harvest",
+    "RowDataset",
+    "Verification",
+    "activations",
+    "open",
+    "to_arrow",
+    "to_hidden_states",
+    "to_parquet",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first asked for: only `RowDataset` and `activations` need torch, and only exports pyarrow."""
+    """Loaded when first asked for: only `RowDataset` and `activations` need torch, and only exports
+    pyarrow.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

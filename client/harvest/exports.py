@@ -1,4 +1,6 @@
-"""Exports of a harvest: Parquet and Arrow files, and the files of vLLM's hidden-states connector, which speculator training reads."""
+"""Exports of a harvest: Parquet and Arrow files, and the files of vLLM's hidden-states connector,
+which speculator training reads.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +37,9 @@ def to_arrow(uri: str, folder: str | Path, sites: Sequence[Site] | None = None) 
     return made
 
 
-def _tables(uri: str, folder: str | Path, sites: Sequence[Site] | None, ending: str) -> Iterator[tuple[Path, Any]]:
+def _tables(
+    uri: str, folder: str | Path, sites: Sequence[Site] | None, ending: str
+) -> Iterator[tuple[Path, Any]]:
     harvest, target = open_harvest(uri), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for number, shard in enumerate(harvest.shards):
@@ -44,28 +48,42 @@ def _tables(uri: str, folder: str | Path, sites: Sequence[Site] | None, ending: 
 
 
 def table(shard: Shard, sites: Sequence[Site]) -> Any:
-    """A pyarrow table: `document`, `position`, `token_id` int64, and of each site a list of `width` floats, named `<hook>.<layer>`."""
+    """A pyarrow table: `document`, `position`, `token_id` int64, and of each site a list of `width`
+    floats, named `<hook>.<layer>`.
+    """
     import pyarrow as pa
 
-    columns: dict[str, Any] = dict(zip(("document", "position", "token_id"), map(pa.array, shard.keys()), strict=True))
+    columns: dict[str, Any] = dict(
+        zip(("document", "position", "token_id"), map(pa.array, shard.keys()), strict=True)
+    )
     for hook, layer in sites:
         rows = shard.rows(hook, layer)
-        columns[site_name(hook, layer)] = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+        columns[site_name(hook, layer)] = pa.FixedSizeListArray.from_arrays(
+            pa.array(rows.reshape(-1)), rows.shape[1]
+        )
     return pa.table(columns)
 
 
-def to_hidden_states(uri: str, folder: str | Path, hook: str | None = None, layers: Sequence[int] | None = None) -> list[Path]:
-    """One safetensors file for each document, as vLLM's hidden-states connector writes it for a request.
+def to_hidden_states(
+    uri: str, folder: str | Path, hook: str | None = None, layers: Sequence[int] | None = None
+) -> list[Path]:
+    """One safetensors file for each document, as vLLM's hidden-states connector writes it for a
+    request.
 
-    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 of one with scales), `token_ids` int64 `[tokens]`, and
-    `loss_mask` int64 `[tokens]`: 1 for generated tokens, or for all where none were generated. Documents come with the positions that
-    were harvested. Raises MidstreamError for positions that leave gaps.
+    `hidden_states` `[tokens, layers, hidden]` in the harvest's dtype (float32 of one with scales),
+    `token_ids` int64 `[tokens]`, and `loss_mask` int64 `[tokens]`: 1 for generated tokens, or for
+    all where none were generated. Documents come with the positions that were harvested. Raises
+    MidstreamError for positions that leave gaps.
     """
     harvest, target = open_harvest(uri), Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     rule = harvest.manifest.positions
     if rule.every != 1 or rule.sample is not None:
-        raise MidstreamError("invalid_request", "its positions leave gaps: training reads whole documents", field="positions")
+        raise MidstreamError(
+            "invalid_request",
+            "its positions leave gaps: training reads whole documents",
+            field="positions",
+        )
     hook = hook or harvest.sites[0][0]
     wanted = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
     for layer in wanted:
@@ -77,19 +95,35 @@ def to_hidden_states(uri: str, folder: str | Path, hook: str | None = None, laye
     return made
 
 
-def _documents(harvest: Harvest, shards: Sequence[Shard], target: Path, hook: str, layers: Sequence[int]) -> Iterator[Path]:
+def _documents(
+    harvest: Harvest, shards: Sequence[Shard], target: Path, hook: str, layers: Sequence[int]
+) -> Iterator[Path]:
     if not shards:
         return
-    documents, positions, token_ids = (np.concatenate(parts) for parts in zip(*[shard.keys() for shard in shards], strict=True))
-    generated = np.concatenate([shard.generated() for shard in shards]) if harvest.manifest.generated else np.ones(len(documents), bool)
-    states = np.stack([np.concatenate([_stored(shard, hook, layer) for shard in shards]) for layer in layers], axis=1)
+    documents, positions, token_ids = (
+        np.concatenate(parts) for parts in zip(*[shard.keys() for shard in shards], strict=True)
+    )
+    generated = (
+        np.concatenate([shard.generated() for shard in shards])
+        if harvest.manifest.generated
+        else np.ones(len(documents), bool)
+    )
+    states = np.stack(
+        [np.concatenate([_stored(shard, hook, layer) for shard in shards]) for layer in layers],
+        axis=1,
+    )
     for shard in shards:
         shard.close()
     order = np.lexsort((positions, documents))
     for document in np.unique(documents):
         mine = order[documents[order] == document]
         path = target / f"{document:09d}.safetensors"
-        _save(path, np.ascontiguousarray(states[mine]), token_ids[mine], generated[mine].astype(np.int64))
+        _save(
+            path,
+            np.ascontiguousarray(states[mine]),
+            token_ids[mine],
+            generated[mine].astype(np.int64),
+        )
         yield path
 
 
@@ -100,6 +134,10 @@ def _stored(shard: Shard, hook: str, layer: int) -> np.ndarray:
 
 def _save(path: Path, states: np.ndarray, token_ids: np.ndarray, mask: np.ndarray) -> None:
     dtype = {"uint16": "bfloat16"}.get(states.dtype.name, states.dtype.name)
-    tensors = [("token_ids", "int64", token_ids), ("loss_mask", "int64", mask), ("hidden_states", dtype, states)]
+    tensors = [
+        ("token_ids", "int64", token_ids),
+        ("loss_mask", "int64", mask),
+        ("hidden_states", dtype, states),
+    ]
     buffers, _, _ = shard_buffers(tensors, {})
     path.write_bytes(b"".join(buffers))

@@ -13,7 +13,14 @@ from zlib_ng import zlib_ng
 from ...schemas.base import from_json
 from ...schemas.blobs import TensorPlace
 from ...schemas.errors import MidstreamError
-from ...schemas.harvests import FORMAT, MANIFEST, HarvestManifest, PartManifest, ShardEntry, UnitEntry
+from ...schemas.harvests import (
+    FORMAT,
+    MANIFEST,
+    HarvestManifest,
+    PartManifest,
+    ShardEntry,
+    UnitEntry,
+)
 from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
 from ...storage.store import ArtifactStore, Handle, open_store
 
@@ -23,7 +30,9 @@ Site = tuple[str, int]
 
 
 class Keys(NamedTuple):
-    """int64 `[rows]` each: the document's number in the source, the token's position in it, and the token."""
+    """int64 `[rows]` each: the document's number in the source, the token's position in it, and the
+    token.
+    """
 
     documents: np.ndarray
     positions: np.ndarray
@@ -39,7 +48,9 @@ class _Opened:
 class Shard:
     """The rows of one shard. `first`: the number of its first row in the harvest."""
 
-    def __init__(self, store: ArtifactStore, entry: ShardEntry, unit: UnitEntry, first: int) -> None:
+    def __init__(
+        self, store: ArtifactStore, entry: ShardEntry, unit: UnitEntry, first: int
+    ) -> None:
         self.entry, self.unit, self.first = entry, unit, first
         self._store = store
         self._files: dict[str, _Opened] = {}
@@ -59,7 +70,12 @@ class Shard:
     @property
     def sites(self) -> list[Site]:
         """(hook, layer) of all stages, in the order of the files."""
-        return [(hook, layer) for file in self.entry.files for hook, layers in file.sites.items() for layer in layers]
+        return [
+            (hook, layer)
+            for file in self.entry.files
+            for hook, layers in file.sites.items()
+            for layer in layers
+        ]
 
     def keys(self, start: int = 0, stop: int | None = None) -> Keys:
         """Of rows `[start, stop)`. Raises OSError, DamagedBlob."""
@@ -74,23 +90,35 @@ class Shard:
         return self._read(opened, "generated", 0, None).astype(bool)
 
     def rows(self, hook: str, layer: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows `[start, stop)` of a site, `[rows, width]`: float32, or float16 where they are stored so. Raises `not_found`, OSError."""
+        """Rows `[start, stop)` of a site, `[rows, width]`: float32, or float16 where they are
+        stored so. Raises `not_found`, OSError.
+        """
         name = site_name(hook, layer)
         opened = self._open(self._key(hook, layer))
         bits = self._read(opened, name, start, stop)
-        scale = self._read(opened, f"{name}.scale", start, stop) if f"{name}.scale" in opened.tensors else None
+        scale = (
+            self._read(opened, f"{name}.scale", start, stop)
+            if f"{name}.scale" in opened.tensors
+            else None
+        )
         return decoded_rows(bits, dtype_of(opened.tensors[name]), scale)
 
     def bits(self, hook: str, layer: int) -> tuple[np.ndarray, str]:
-        """All rows of a site as they are stored, and their dtype: bfloat16 as uint16, float8_e4m3fn as uint8."""
+        """All rows of a site as they are stored, and their dtype: bfloat16 as uint16, float8_e4m3fn
+        as uint8.
+        """
         opened = self._open(self._key(hook, layer))
-        return self._read(opened, site_name(hook, layer), 0, None), dtype_of(opened.tensors[site_name(hook, layer)])
+        return self._read(opened, site_name(hook, layer), 0, None), dtype_of(
+            opened.tensors[site_name(hook, layer)]
+        )
 
     def _key(self, hook: str, layer: int) -> str:
         for file in self.entry.files:
             if layer in file.sites.get(hook, ()):
                 return file.key
-        raise MidstreamError("not_found", f"the harvest has no {hook} of layer {layer}", allowed=shown(self.sites))
+        raise MidstreamError(
+            "not_found", f"the harvest has no {hook} of layer {layer}", allowed=shown(self.sites)
+        )
 
     def _open(self, key: str) -> _Opened:
         if key not in self._files:
@@ -102,19 +130,33 @@ class Shard:
         tensor = opened.tensors[name]
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
         each = tensor.length // tensor.shape[0] if tensor.shape[0] else 0
-        return tensor_bits(opened.handle.read(tensor.start + start * each, max(0, stop - start) * each), tensor)
+        return tensor_bits(
+            opened.handle.read(tensor.start + start * each, max(0, stop - start) * each), tensor
+        )
 
 
 class Harvest:
-    """A complete harvest. Rows are numbered as they lie in the shards: the order of training, which mixes documents."""
+    """A complete harvest.
 
-    def __init__(self, store: ArtifactStore, manifest: HarvestManifest, units: Sequence[UnitEntry]) -> None:
+    Rows are numbered as they lie in the shards: the order of training, which mixes documents.
+    """
+
+    def __init__(
+        self, store: ArtifactStore, manifest: HarvestManifest, units: Sequence[UnitEntry]
+    ) -> None:
         """See `open`."""
         self.store, self.manifest, self.units = store, manifest, list(units)
         self.shards: list[Shard] = []
         for unit in units:
             for entry in unit.shards:
-                self.shards.append(Shard(store, entry, unit, self.shards[-1].first + len(self.shards[-1]) if self.shards else 0))
+                self.shards.append(
+                    Shard(
+                        store,
+                        entry,
+                        unit,
+                        self.shards[-1].first + len(self.shards[-1]) if self.shards else 0,
+                    )
+                )
         self._used: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -122,7 +164,10 @@ class Harvest:
 
     def __repr__(self) -> str:
         made = self.manifest
-        return f"<Harvest {made.id} of {made.model}: {made.rows} rows at {shown(self.sites)}, {made.shards} shards, {made.dtype}>"
+        return (
+            f"<Harvest {made.id} of {made.model}: {made.rows} rows at {shown(self.sites)}, "
+            f"{made.shards} shards, {made.dtype}>"
+        )
 
     @property
     def sites(self) -> list[Site]:
@@ -134,15 +179,31 @@ class Harvest:
         return np.array([shard.first for shard in self.shards], dtype=np.int64)
 
     def site(self, hook: str | None, layer: int | None) -> Site:
-        """The site that is meant; either may be left out where there is one. Raises MidstreamError naming those there are."""
-        fitting = [site for site in self.sites if hook in (None, site[0]) and layer in (None, site[1])]
+        """The site that is meant; either may be left out where there is one.
+
+        Raises MidstreamError naming those there are.
+        """
+        fitting = [
+            site for site in self.sites if hook in (None, site[0]) and layer in (None, site[1])
+        ]
         if len(fitting) != 1:
             said = "several sites" if fitting else f"no {hook or 'site'} of layer {layer}"
-            raise MidstreamError("not_found", f"the harvest has {said}: name hook and layer", allowed=shown(self.sites))
+            raise MidstreamError(
+                "not_found",
+                f"the harvest has {said}: name hook and layer",
+                allowed=shown(self.sites),
+            )
         return fitting[0]
 
-    def rows(self, index: int | slice | np.ndarray | Sequence[int], layer: int | None = None, hook: str | None = None) -> np.ndarray:
-        """Rows of a site by their numbers: `[rows, width]` (of one number `[width]`), float32 or float16. Raises IndexError."""
+    def rows(
+        self,
+        index: int | slice | np.ndarray | Sequence[int],
+        layer: int | None = None,
+        hook: str | None = None,
+    ) -> np.ndarray:
+        """Rows of a site by their numbers: `[rows, width]` (of one number `[width]`), float32 or
+        float16. Raises IndexError.
+        """
         at = self.site(hook, layer)
         return self._gather(index, lambda shard, start, stop: shard.rows(*at, start, stop))
 
@@ -150,7 +211,9 @@ class Harvest:
         """Likewise the keys."""
         return Keys(*[self._gather(index, partial(_key_part, part)) for part in range(3)])
 
-    def document(self, document: int, layer: int | None = None, hook: str | None = None) -> tuple[Keys, np.ndarray]:
+    def document(
+        self, document: int, layer: int | None = None, hook: str | None = None
+    ) -> tuple[Keys, np.ndarray]:
         """A document's keys and rows of a site, by position. Empty where it has none."""
         at = self.site(hook, layer)
         found: list[tuple[Keys, np.ndarray]] = []
@@ -165,18 +228,26 @@ class Harvest:
             return Keys(empty, empty, empty), np.zeros((0, self.manifest.widths[at[0]]), np.float32)
         keys = Keys(*[np.concatenate([each[0][part] for each in found]) for part in range(3)])
         order = np.argsort(keys.positions, kind="stable")
-        return Keys(*[part[order] for part in keys]), np.concatenate([rows for _, rows in found])[order]
+        return Keys(*[part[order] for part in keys]), np.concatenate([rows for _, rows in found])[
+            order
+        ]
 
     def close(self) -> None:
         for shard in self.shards:
             shard.close()
 
-    def _gather(self, index: int | slice | np.ndarray | Sequence[int], read: Callable[[Shard, int, int], np.ndarray]) -> np.ndarray:
+    def _gather(
+        self,
+        index: int | slice | np.ndarray | Sequence[int],
+        read: Callable[[Shard, int, int], np.ndarray],
+    ) -> np.ndarray:
         numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
         wanted = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
-            raise IndexError(f"row {int(wanted.max())} is out of range: the harvest has {len(self)} rows")
+            raise IndexError(
+                f"row {int(wanted.max())} is out of range: the harvest has {len(self)} rows"
+            )
         of = np.searchsorted(self._firsts, wanted, side="right") - 1
         parts, order = [], []
         for number in np.unique(of).tolist():
@@ -206,7 +277,10 @@ class Harvest:
 
 
 def open(uri: str) -> Harvest:
-    """The complete harvest at a folder or URI. Raises `not_found` while it has no manifest, and `capture_damaged`."""
+    """The complete harvest at a folder or URI.
+
+    Raises `not_found` while it has no manifest, and `capture_damaged`.
+    """
     store = open_store(uri)
     manifest = read_manifest(store)
     units: list[UnitEntry] = []
@@ -221,13 +295,21 @@ def read_manifest(store: ArtifactStore) -> HarvestManifest:
         with store.open(MANIFEST) as handle:
             data = handle.read(0, handle.size)
     except FileNotFoundError as error:
-        raise MidstreamError("not_found", f"{store.uri} has no {MANIFEST}: it is no harvest, or one that is not complete") from error
+        raise MidstreamError(
+            "not_found",
+            f"{store.uri} has no {MANIFEST}: it is no harvest, or one that is not complete",
+        ) from error
     try:
         if (found := msgspec.json.decode(data).get("format")) != FORMAT:
-            raise MidstreamError("capture_damaged", f"{store.uri} has the format {found!r}; this version reads {FORMAT!r}")
+            raise MidstreamError(
+                "capture_damaged",
+                f"{store.uri} has the format {found!r}; this version reads {FORMAT!r}",
+            )
         return from_json(data, HarvestManifest)
     except (msgspec.DecodeError, AttributeError) as error:
-        raise MidstreamError("capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}") from error
+        raise MidstreamError(
+            "capture_damaged", f"{store.uri}/{MANIFEST} cannot be read: {error}"
+        ) from error
 
 
 def _checked(store: ArtifactStore, key: str, crc32: int) -> bytes:

@@ -16,11 +16,13 @@ MIXED = 4
 
 
 class RowDataset(IterableDataset[Any]):
-    """Batches of rows, in an order that seed and epoch decide: shards in random order, and the rows of `mixed` of them at a time.
+    """Batches of rows, in an order that seed and epoch decide: shards in random order, and the rows
+    of `mixed` of them at a time.
 
-    An item is a tensor `[batch_size, width]` of one site, or of several a dict `<hook>.<layer>` → tensor; with `keys=True` a dict that
-    also has `document`, `position` and `token_id`. Use `DataLoader(dataset, batch_size=None, num_workers=…)`. Loader workers, and the
-    `replicas` of a distributed training, get different shards. `state_dict` and `load_state_dict` make a torchdata
+    An item is a tensor `[batch_size, width]` of one site, or of several a dict `<hook>.<layer>` →
+    tensor; with `keys=True` a dict that also has `document`, `position` and `token_id`. Use
+    `DataLoader(dataset, batch_size=None, num_workers=…)`. Loader workers, and the `replicas` of a
+    distributed training, get different shards. `state_dict` and `load_state_dict` make a torchdata
     `StatefulDataLoader` resume; with a plain loader set `start` to the batches that were consumed.
     """
 
@@ -39,10 +41,20 @@ class RowDataset(IterableDataset[Any]):
         replicas: int = 1,
         start: int = 0,
     ) -> None:
-        """`seed`: None: the order of the harvest. `dtype`: of the rows; None: float32, or float16 where they are stored so."""
+        """`seed`: None: the order of the harvest.
+
+        `dtype`: of the rows; None: float32, or float16 where they are stored so.
+        """
         self.harvest: Harvest = open_harvest(uri)
         self.sites = [self.harvest.site(*site) for site in sites] if sites else self.harvest.sites
-        self.batch_size, self.seed, self.epoch, self.mixed, self.keys, self.dtype = batch_size, seed, epoch, mixed, keys, dtype
+        self.batch_size, self.seed, self.epoch, self.mixed, self.keys, self.dtype = (
+            batch_size,
+            seed,
+            epoch,
+            mixed,
+            keys,
+            dtype,
+        )
         self.replica, self.replicas, self.start = replica, replicas, start
         self._given = 0  # batches of this iteration, in this process
         self._resume: int | None = None
@@ -60,7 +72,11 @@ class RowDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        skip = self._resume if self._resume is not None else max(0, -(-(self.start - worker) // workers))
+        skip = (
+            self._resume
+            if self._resume is not None
+            else max(0, -(-(self.start - worker) // workers))
+        )
         self._resume, self._given = None, 0
         for number, group in enumerate(self._groups(worker, workers)):
             rows = sum(map(len, group))
@@ -76,7 +92,9 @@ class RowDataset(IterableDataset[Any]):
         """The shards of this worker, those that are mixed together."""
         shards = [shard for shard in self.harvest.shards if len(shard)]
         if self.seed is not None:
-            order = np.random.Generator(np.random.PCG64([self.seed, self.epoch])).permutation(len(shards))
+            order = np.random.Generator(np.random.PCG64([self.seed, self.epoch])).permutation(
+                len(shards)
+            )
             shards = [shards[place] for place in order]
         mine = shards[self.replica :: self.replicas][worker::workers]
         size = self.mixed if self.seed is not None else 1
@@ -93,7 +111,9 @@ class RowDataset(IterableDataset[Any]):
         count = len(next(iter(tensors.values())))
         order = torch.arange(count)
         if self.seed is not None:
-            generator = np.random.Generator(np.random.PCG64([self.seed, self.epoch, 1, self.replica, number]))
+            generator = np.random.Generator(
+                np.random.PCG64([self.seed, self.epoch, 1, self.replica, number])
+            )
             order = torch.from_numpy(generator.permutation(count))
         self._given += skip
         for at in range(skip * self.batch_size, count, self.batch_size):
@@ -106,27 +126,49 @@ class RowDataset(IterableDataset[Any]):
     def _given_as(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_floating_point():
             return values
-        return values.to(self.dtype or (torch.float16 if values.dtype == torch.float16 else torch.float32))
+        return values.to(
+            self.dtype or (torch.float16 if values.dtype == torch.float16 else torch.float32)
+        )
 
 
 def _rows(group: Sequence[Shard], site: Site) -> torch.Tensor:
-    """All rows of these shards in the dtype that they are stored in, or float32 of one with scales."""
+    """All rows of these shards in the dtype that they are stored in, or float32 of one with
+    scales.
+    """
     parts = []
     for shard in group:
         bits, dtype = shard.bits(*site)
         parts.append(bits.view(np.int16) if dtype == "bfloat16" else shard.rows(*site))
-    rows = torch.empty((sum(map(len, parts)), parts[0].shape[1]), dtype=torch.from_numpy(np.empty(0, parts[0].dtype)).dtype)
+    rows = torch.empty(
+        (sum(map(len, parts)), parts[0].shape[1]),
+        dtype=torch.from_numpy(np.empty(0, parts[0].dtype)).dtype,
+    )
     np.concatenate(parts, out=rows.numpy())
     return rows.view(torch.bfloat16) if dtype == "bfloat16" else rows
 
 
 def activations(
-    uri: str, layer: int | None = None, hook: str | None = None, *, batch_size: int = 4096, seed: int = 0, device: str = "cpu"
+    uri: str,
+    layer: int | None = None,
+    hook: str | None = None,
+    *,
+    batch_size: int = 4096,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Iterator[torch.Tensor]:
-    """float32 `[batch_size, width]` of one site, epoch after epoch without end: the data provider of SAELens' `SAETrainer`."""
+    """float32 `[batch_size, width]` of one site, epoch after epoch without end: the data provider
+    of SAELens' `SAETrainer`.
+    """
     epoch = 0
     while True:
-        dataset = RowDataset(uri, [open_harvest(uri).site(hook, layer)], batch_size=batch_size, seed=seed, epoch=epoch, dtype=torch.float32)
+        dataset = RowDataset(
+            uri,
+            [open_harvest(uri).site(hook, layer)],
+            batch_size=batch_size,
+            seed=seed,
+            epoch=epoch,
+            dtype=torch.float32,
+        )
         if not len(dataset):
             raise ValueError(f"the harvest {uri} has no rows")
         small = len(dataset.harvest) < batch_size

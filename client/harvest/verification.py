@@ -33,10 +33,11 @@ class Verification:
 
 
 def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Verification:
-    """Checksums of all files, keys (each once, in the order that the seed gives, in their unit's documents), shapes, counts,
-    and that no document is left out.
+    """Checksums of all files, keys (each once, in the order that the seed gives, in their unit's
+    documents), shapes, counts, and that no document is left out.
 
-    `progress(shards, of)` is called after each shard. Raises `not_found` where there is no manifest.
+    `progress(shards, of)` is called after each shard. Raises `not_found` where there is no
+    manifest.
     """
     found = Verification()
     try:
@@ -92,7 +93,9 @@ def _shard(harvest: Harvest, shard: Shard, found: Verification) -> tuple[np.ndar
         with store.open(file.key, hold=False) as handle:
             found.bytes += handle.size
             if handle.size != file.bytes or checksum(handle) != file.crc32:
-                found.faults.append(f"{file.key} is not what was written: its size or CRC32 differs")
+                found.faults.append(
+                    f"{file.key} is not what was written: its size or CRC32 differs"
+                )
             tensors = shard_tensors(handle)
         for hook, layers in file.sites.items():
             for layer in layers:
@@ -100,25 +103,43 @@ def _shard(harvest: Harvest, shard: Shard, found: Verification) -> tuple[np.ndar
                 shape = [shard.entry.rows, harvest.manifest.widths[hook]]
                 if tensor is None or tensor.shape != shape:
                     found.faults.append(f"{file.key}: {site_name(hook, layer)} is not {shape}")
-        own = Shard(harvest.store, type(shard.entry)(rows=shard.entry.rows, files=[file]), shard.unit, shard.first).keys()
-        if keys is not None and not all(np.array_equal(mine, first) for mine, first in zip(own, keys, strict=True)):
-            found.faults.append(f"{file.key}: its keys differ from those of the shard's other stages")
+        own = Shard(
+            harvest.store,
+            type(shard.entry)(rows=shard.entry.rows, files=[file]),
+            shard.unit,
+            shard.first,
+        ).keys()
+        if keys is not None and not all(
+            np.array_equal(mine, first) for mine, first in zip(own, keys, strict=True)
+        ):
+            found.faults.append(
+                f"{file.key}: its keys differ from those of the shard's other stages"
+            )
         keys = keys or own
     assert keys is not None, "a shard has a file"
     documents, positions, _ = keys
     name = shard.entry.files[0].key
     if set(shard.sites) != set(harvest.sites):
         found.faults.append(f"{name}: not all sites are there")
-    if not np.array_equal(row_order(harvest.manifest.shuffle, documents, positions), np.arange(len(documents))):
+    if not np.array_equal(
+        row_order(harvest.manifest.shuffle, documents, positions), np.arange(len(documents))
+    ):
         found.faults.append(f"{name}: its rows are not in the order of the seed")
-    if len(documents) and not (shard.unit.first <= documents.min() and documents.max() < shard.unit.first + shard.unit.documents):
+    if len(documents) and not (
+        shard.unit.first <= documents.min()
+        and documents.max() < shard.unit.first + shard.unit.documents
+    ):
         found.faults.append(f"{name}: it has rows of documents of other units")
     found.rows += len(documents)
     return documents, positions
 
 
-def _once(unit: UnitEntry | None, seen: Sequence[np.ndarray], harvest: Harvest, found: Verification) -> None:
-    """Each row of a unit is there once, and each document has some but those that are said to have none."""
+def _once(
+    unit: UnitEntry | None, seen: Sequence[np.ndarray], harvest: Harvest, found: Verification
+) -> None:
+    """Each row of a unit is there once, and each document has some but those that are said to have
+    none.
+    """
     if unit is None:
         return
     keys = np.concatenate([np.zeros((2, 0), np.int64), *seen], axis=1)
@@ -130,4 +151,7 @@ def _once(unit: UnitEntry | None, seen: Sequence[np.ndarray], harvest: Harvest, 
     if whole and len(there) != unit.documents - unit.skipped:
         absent = np.setdiff1d(np.arange(unit.first, unit.first + unit.documents), there)
         shown = ", ".join(map(str, absent[:5].tolist())) + (", …" if len(absent) > 5 else "")
-        found.faults.append(f"unit {unit.unit}: {len(absent)} documents have no row ({shown}), and {unit.skipped} should have none")
+        found.faults.append(
+            f"unit {unit.unit}: {len(absent)} documents have no row ({shown}), and "
+            f"{unit.skipped} should have none"
+        )

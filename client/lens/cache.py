@@ -15,7 +15,9 @@ REFUSED: dict[str, str] = {
     "compute_head_results": "it needs the output matrices of attention, which are not served",
     "get_full_resid_decomposition": "it needs weights of the MLP, which are not served",
     "get_neuron_results": "it needs the output matrix of the MLP, which is not served",
-    "logit_attrs": "it needs the unembedding, which is not served; Client.lens reads rows through it",
+    "logit_attrs": (
+        "it needs the unembedding, which is not served; Client.lens reads rows through it"
+    ),
     "logit_lens": "the unembedding is not served; Client.lens reads rows through it, on the server",
     "stack_head_results": "it needs the output matrices of attention, which are not served",
     "stack_neuron_results": "it needs the output matrix of the MLP, which is not served",
@@ -30,36 +32,53 @@ class NotServed(MidstreamError, AttributeError):
 
 
 def refused(table: Mapping[str, str], owner: str, name: str) -> AttributeError:
-    """The error for an attribute that `owner` does not have: with its reason, where `table` has one."""
+    """The error for an attribute that `owner` does not have: with its reason, where `table` has
+    one.
+    """
     if name in table:
         return NotServed("not_found", f"{owner}.{name} is not available: {table[name]}")
     return AttributeError(f"{owner!r} object has no attribute {name!r}")
 
 
 class ActivationCache(Mapping[str, np.ndarray]):
-    """`cache["blocks.3.hook_resid_post"]` or `cache["resid_post", 3]`: float32 arrays, read when they are asked for.
+    """`cache["blocks.3.hook_resid_post"]` or `cache["resid_post", 3]`: float32 arrays, read when
+    they are asked for.
 
-    Shapes are TransformerLens': `[batch, pos, d_model]`; `[batch, pos, head, d_head]` of `hook_q`, `hook_k`, `hook_v`, `hook_z`,
-    `hook_rot_q` and `hook_rot_k` (keys and values have key heads); `[batch, head, query, key]` of `hook_pattern`;
-    `[batch, pos, d_mlp]` of `mlp.hook_post`. Rows are those behind the run's own edits.
-    Raises MidstreamError for what was not captured, naming what there is.
+    Shapes are TransformerLens': `[batch, pos, d_model]`; `[batch, pos, head, d_head]` of `hook_q`,
+    `hook_k`, `hook_v`, `hook_z`, `hook_rot_q` and `hook_rot_k` (keys and values have key heads);
+    `[batch, head, query, key]` of `hook_pattern`; `[batch, pos, d_mlp]` of `mlp.hook_post`. Rows
+    are those behind the run's own edits. Raises MidstreamError for what was not captured, naming
+    what there is.
     """
 
-    def __init__(self, reader: CaptureReader, card: Card, sites: Sequence[Site], prompts: Sequence[Sequence[int]], batch: bool = True):
+    def __init__(
+        self,
+        reader: CaptureReader,
+        card: Card,
+        sites: Sequence[Site],
+        prompts: Sequence[Sequence[int]],
+        batch: bool = True,
+    ):
         self.reader, self.card = reader, card
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
         self.has_batch_dim = batch
 
     def __repr__(self) -> str:
-        return f"ActivationCache(job={self.job!r}, prompts={len(self.prompts)}, activations={len(self.sites)})"
+        return (
+            f"ActivationCache(job={self.job!r}, prompts={len(self.prompts)}, "
+            f"activations={len(self.sites)})"
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise refused(REFUSED, type(self).__name__, name)
 
     @property
     def job(self) -> str:
-        """The id of the job whose captured rows these are. They stay on the server: `Client.delete_capture(job)` removes them."""
+        """The id of the job whose captured rows these are.
+
+        They stay on the server: `Client.delete_capture(job)` removes them.
+        """
         return self.reader.job
 
     def __len__(self) -> int:
@@ -77,8 +96,15 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def __getitem__(self, key: Key) -> np.ndarray:
         site = site_of(key, self.card)
         if site not in self.sites:
-            kinds = ", ".join(name for name in BLOCK if any(each.name == name for each in self.sites))
-            raise MidstreamError("not_found", f"{site.full} was not captured", field="names_filter", allowed=f"{kinds} of captured layers")
+            kinds = ", ".join(
+                name for name in BLOCK if any(each.name == name for each in self.sites)
+            )
+            raise MidstreamError(
+                "not_found",
+                f"{site.full} was not captured",
+                field="names_filter",
+                allowed=f"{kinds} of captured layers",
+            )
         rows = np.stack([self._of(site, request) for request in range(len(self.prompts))])
         return rows if self.has_batch_dim else rows[0]
 
@@ -92,28 +118,47 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def remove_batch_dim(self) -> "ActivationCache":
         """The same without the first axis, which must have one prompt. Raises MidstreamError."""
         if len(self.prompts) != 1:
-            raise invalid("remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt")
+            raise invalid(
+                "remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt"
+            )
         return ActivationCache(self.reader, self.card, self.sites, self.prompts, batch=False)
 
     def _layers(self, layer: int | None, upto: int) -> int:
-        """A layer as these methods take it: None and -1 are the number of layers. Raises MidstreamError."""
+        """A layer as these methods take it: None and -1 are the number of layers.
+
+        Raises MidstreamError.
+        """
         count = self.card.num_layers if layer in (None, -1) else layer
         if not isinstance(count, int) or not 0 <= count <= upto:
-            raise invalid("layer", f"{layer} is out of range", allowed=f"0 to {upto}; None or -1: all")
+            raise invalid(
+                "layer", f"{layer} is out of range", allowed=f"0 to {upto}; None or -1: all"
+            )
         return count
 
-    def stack_activation(self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None) -> np.ndarray:
+    def stack_activation(
+        self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
+    ) -> np.ndarray:
         """`[layers, …]`: one activation of all layers below `layer` (None or -1: of all)."""
         count = self._layers(layer, self.card.num_layers)
         if not count:
-            raise invalid("layer", "0 has no layers below it", allowed=f"1 to {self.card.num_layers}; None or -1: all")
+            raise invalid(
+                "layer",
+                "0 has no layers below it",
+                allowed=f"1 to {self.card.num_layers}; None or -1: all",
+            )
         return np.stack([self[activation_name, each, sublayer_type] for each in range(count)])
 
     def accumulated_resid(
-        self, layer: int | None = None, incl_mid: bool = False, apply_ln: bool = False, pos_slice: Any = None, mlp_input: bool = False,
+        self,
+        layer: int | None = None,
+        incl_mid: bool = False,
+        apply_ln: bool = False,
+        pos_slice: Any = None,
+        mlp_input: bool = False,
         return_labels: bool = False,
-    ) -> Any:  # fmt: skip
-        """`[components, batch, pos, d_model]`: the stream that enters each layer up to `layer`, and with None what leaves the last one.
+    ) -> Any:
+        """`[components, batch, pos, d_model]`: the stream that enters each layer up to `layer`, and
+        with None what leaves the last one.
 
         Labels: `0_pre`, `0_mid`, …, `final_post`. Raises MidstreamError for `apply_ln`.
         """
@@ -130,14 +175,22 @@ class ActivationCache(Mapping[str, np.ndarray]):
         return self._stacked(parts, pos_slice, return_labels)
 
     def decompose_resid(
-        self, layer: int | None = None, mlp_input: bool = False, mode: str = "all", apply_ln: bool = False, pos_slice: Any = None,
-        incl_embeds: bool = True, return_labels: bool = False,
-    ) -> Any:  # fmt: skip
-        """`[components, batch, pos, d_model]`: what each part below `layer` adds to the stream; their sum is the stream that enters it.
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        mode: str = "all",
+        apply_ln: bool = False,
+        pos_slice: Any = None,
+        incl_embeds: bool = True,
+        return_labels: bool = False,
+    ) -> Any:
+        """`[components, batch, pos, d_model]`: what each part below `layer` adds to the stream;
+        their sum is the stream that enters it.
 
-        `mode`: `all`, `attn` or `mlp`. Labels: `embed` (with the positions' embedding, where a model has one: that is what enters layer
-        0), `0_attn_out`, `0_mlp_out`, …. Models that multiply what they add are the exception to the sum, see `docs/architectures.md`.
-        Raises MidstreamError for `apply_ln`, and for another mode.
+        `mode`: `all`, `attn` or `mlp`. Labels: `embed` (with the positions' embedding, where a
+        model has one: that is what enters layer 0), `0_attn_out`, `0_mlp_out`, …. Models that
+        multiply what they add are the exception to the sum, see `docs/architectures.md`. Raises
+        MidstreamError for `apply_ln`, and for another mode.
         """
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
@@ -155,6 +208,12 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def _stacked(self, parts: Mapping[str, Key], pos_slice: Any, labels: bool) -> Any:
         if not parts:
             raise invalid("layer", "nothing is below it", allowed="a higher layer")
-        chosen = slice(*pos_slice) if isinstance(pos_slice, tuple) else slice(None) if pos_slice is None else pos_slice
+        chosen = (
+            slice(*pos_slice)
+            if isinstance(pos_slice, tuple)
+            else slice(None)
+            if pos_slice is None
+            else pos_slice
+        )
         stack = np.stack([self[key][..., chosen, :] for key in parts.values()])
         return (stack, list(parts)) if labels else stack

@@ -1,4 +1,6 @@
-"""Next-token predictions of a run, indexed as TransformerLens' logits and fetched from the server as they are asked for."""
+"""Next-token predictions of a run, indexed as TransformerLens' logits and fetched from the server
+as they are asked for.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,12 +12,15 @@ from ...schemas.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
 from ...schemas.readings import LensReading
 from .cache import refused
 
-#: Asks the server: (prompt, positions, most likely tokens, named tokens) → what the last layer's rows predict.
+#: Asks the server: (prompt, positions, most likely tokens, named tokens) → what the last layer's
+#: rows predict.
 Ask = Callable[[int, list[int], int, list[int]], LensReading]
-#: Bytes that a row takes in an answer: those of its position, and of its number of tokens; and of each token.
+#: Bytes that a row takes in an answer: those of its position, and of its number of tokens; and of
+#: each token.
 _ROW_BYTES, _TOKEN_BYTES = 14, 8
 REFUSED: dict[str, str] = dict.fromkeys(
-    ("backward", "grad", "requires_grad", "retain_grad"), "there are no gradients: the numbers come from a server"
+    ("backward", "grad", "requires_grad", "retain_grad"),
+    "there are no gradients: the numbers come from a server",
 )
 
 
@@ -46,19 +51,30 @@ class Predictions:
         return ids[:count], values[:count]
 
     def need_top(self, places: Iterable[tuple[int, int]], count: int) -> None:
-        self._fetch([place for place in places if len(self._top.get(place, ([], []))[0]) < count], count, [])
+        self._fetch(
+            [place for place in places if len(self._top.get(place, ([], []))[0]) < count], count, []
+        )
 
     def value(self, place: tuple[int, int], token: int) -> float:
         return self._known[place][token]
 
     def need(self, places: Iterable[tuple[int, int]], tokens: Sequence[int]) -> None:
-        """Asks for what is not known: the tokens that some place lacks, of the places that lack any, in as few requests as hold them."""
+        """Asks for what is not known: the tokens that some place lacks, of the places that lack
+        any, in as few requests as hold them.
+        """
         wanted = dict.fromkeys(places)
-        lacking = {place: [token for token in tokens if token not in self._known.get(place, {})] for place in wanted}
+        lacking = {
+            place: [token for token in tokens if token not in self._known.get(place, {})]
+            for place in wanted
+        }
         missing = list(dict.fromkeys(token for each in lacking.values() for token in each))
         for start in range(0, len(missing), MAX_LENS_TOKENS):
             part = missing[start : start + MAX_LENS_TOKENS]
-            self._fetch([place for place, each in lacking.items() if not set(part).isdisjoint(each)], 1, part)
+            self._fetch(
+                [place for place, each in lacking.items() if not set(part).isdisjoint(each)],
+                1,
+                part,
+            )
 
     def _fetch(self, places: Sequence[tuple[int, int]], top: int, tokens: list[int]) -> None:
         rows = max(1, self._limit // (_ROW_BYTES + _TOKEN_BYTES * (top + len(tokens))))
@@ -72,14 +88,18 @@ class Predictions:
 
 
 class Logits:
-    """`logits[0, -1, token]`: float32 log-probabilities of next tokens, in nats: the model's logits less a constant of each position.
+    """`logits[0, -1, token]`: float32 log-probabilities of next tokens, in nats: the model's logits
+    less a constant of each position.
 
-    So differences of two tokens' logits, softmax, argmax and ranks are those of the logits. `shape` is `[batch, pos, d_vocab]`. The first
-    axes take numbers, slices and lists; the last one takes token ids, since whole rows do not leave the server: `topk` gives the most
-    likely ones. What is asked for and not known yet takes a request of its own.
+    So differences of two tokens' logits, softmax, argmax and ranks are those of the logits. `shape`
+    is `[batch, pos, d_vocab]`. The first axes take numbers, slices and lists; the last one takes
+    token ids, since whole rows do not leave the server: `topk` gives the most likely ones. What is
+    asked for and not known yet takes a request of its own.
     """
 
-    def __init__(self, known: Predictions, places: np.ndarray | None = None, probabilities: bool = False):
+    def __init__(
+        self, known: Predictions, places: np.ndarray | None = None, probabilities: bool = False
+    ):
         self._known, self._probabilities = known, probabilities
         if places is None:
             count, length = len(known.prompts), len(known.prompts[0])
@@ -87,7 +107,10 @@ class Logits:
         self._places = places  # `[…]`: prompt · length + position
 
     def __repr__(self) -> str:
-        return f"Logits(shape={list(self.shape)}, {'probabilities' if self._probabilities else 'log-probabilities'})"
+        return (
+            f"Logits(shape={list(self.shape)}, "
+            f"{'probabilities' if self._probabilities else 'log-probabilities'})"
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise refused(REFUSED, type(self).__name__, name)
@@ -124,13 +147,21 @@ class Logits:
         if isinstance(tokens, slice):
             tokens = range(*tokens.indices(self._known.vocab))
             if len(tokens) > MAX_LENS_TOKENS:
-                raise invalid("tokens", f"{len(tokens)} tokens are asked for at once", allowed=f"up to {MAX_LENS_TOKENS}; or topk")
+                raise invalid(
+                    "tokens",
+                    f"{len(tokens)} tokens are asked for at once",
+                    allowed=f"up to {MAX_LENS_TOKENS}; or topk",
+                )
         ids = np.asarray(tokens)
         if ids.dtype.kind not in "iu" or ids.ndim > 1:
             raise invalid("tokens", f"{str(tokens)[:80]} are not token ids", allowed=_ALLOWED)
         vocab = self._known.vocab
         if ids.size and not (-vocab <= ids.min() and ids.max() < vocab):
-            raise invalid("tokens", f"a token id is out of range: {ids.min()} to {ids.max()}", allowed=f"0 to {vocab - 1}")
+            raise invalid(
+                "tokens",
+                f"a token id is out of range: {ids.min()} to {ids.max()}",
+                allowed=f"0 to {vocab - 1}",
+            )
         return np.where(ids < 0, ids + vocab, ids)
 
     def _where(self, places: np.ndarray) -> list[tuple[int, int]]:
@@ -141,7 +172,10 @@ class Logits:
         """float32 `[places…, ids…]`."""
         where, tokens = self._where(places), ids.ravel().tolist()
         self._known.need(where, tokens)
-        found = np.array([[self._known.value(place, token) for token in tokens] for place in where], dtype=np.float32)
+        found = np.array(
+            [[self._known.value(place, token) for token in tokens] for place in where],
+            dtype=np.float32,
+        )
         shaped = self._given(found).reshape((*places.shape, *ids.shape))
         return shaped[()]
 
@@ -176,26 +210,42 @@ class Logits:
 
     def _of_tokens(self, dim: int) -> None:
         if dim not in (-1, self.ndim - 1):
-            raise invalid("dim", f"{dim} is not the axis of tokens", allowed=f"-1 or {self.ndim - 1}")
+            raise invalid(
+                "dim", f"{dim} is not the axis of tokens", allowed=f"-1 or {self.ndim - 1}"
+            )
 
     def loss(self, per_token: bool = False) -> Any:
-        """Mean cross-entropy of each next token of the prompts, in nats; `per_token`: float32 `[batch, pos - 1]`.
+        """Mean cross-entropy of each next token of the prompts, in nats; `per_token`: float32
+        `[batch, pos - 1]`.
 
         Raises MidstreamError for a part of the logits, and for prompts of one token.
         """
         prompts = self._known.prompts
         if self._places.shape != (len(prompts), len(prompts[0])):
-            raise invalid("loss", "is of whole prompts", allowed="the logits as run_with_cache returned them")
+            raise invalid(
+                "loss", "is of whole prompts", allowed="the logits as run_with_cache returned them"
+            )
         if len(prompts[0]) < 2:
-            raise MidstreamError("invalid_request", "a prompt of one token has no next token", field="prompt", allowed="two tokens or more")
+            raise MidstreamError(
+                "invalid_request",
+                "a prompt of one token has no next token",
+                field="prompt",
+                allowed="two tokens or more",
+            )
         for number, prompt in enumerate(prompts):
             behind = list(enumerate(prompt[1:]))
             distinct = list(dict.fromkeys(prompt[1:]))
             for start in range(0, len(distinct), MAX_LENS_TOKENS):
                 part = set(distinct[start : start + MAX_LENS_TOKENS])
-                self._known.need([(number, position) for position, token in behind if token in part], sorted(part))
+                self._known.need(
+                    [(number, position) for position, token in behind if token in part],
+                    sorted(part),
+                )
         losses = [
-            [-self._known.value((number, position), token) for position, token in enumerate(prompt[1:])]
+            [
+                -self._known.value((number, position), token)
+                for position, token in enumerate(prompt[1:])
+            ]
             for number, prompt in enumerate(prompts)
         ]
         found = np.array(losses, dtype=np.float32)

@@ -1,4 +1,6 @@
-"""A served model with the calls of TransformerLens' models: runs with cached activations and with edits, tokens, generation."""
+"""A served model with the calls of TransformerLens' models: runs with cached activations and with
+edits, tokens, generation.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +28,27 @@ _WEIGHTS = "weights are not served; captures, edits and Client.lens compute with
 _GRADIENTS = "there are no gradients: the forward pass runs in a server"
 #: What TransformerLens' models have and this one does not → why.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("W_E", "W_U", "W_O", "W_Q", "W_K", "W_V", "W_in", "W_out", "W_pos", "b_U", "blocks", "unembed", "embed"), _WEIGHTS),
-    **dict.fromkeys(("state_dict", "parameters", "named_parameters", "tokens_to_residual_directions"), _WEIGHTS),
+    **dict.fromkeys(
+        (
+            "W_E",
+            "W_U",
+            "W_O",
+            "W_Q",
+            "W_K",
+            "W_V",
+            "W_in",
+            "W_out",
+            "W_pos",
+            "b_U",
+            "blocks",
+            "unembed",
+            "embed",
+        ),
+        _WEIGHTS,
+    ),
+    **dict.fromkeys(
+        ("state_dict", "parameters", "named_parameters", "tokens_to_residual_directions"), _WEIGHTS
+    ),
     **dict.fromkeys(("backward", "train", "zero_grad", "add_caching_hooks"), _GRADIENTS),
     "enable_compatibility_mode": "weights are as in the checkpoint: nothing is folded or centred",
     "tokenizer": "it is on the server: to_tokens, to_str_tokens and to_string use it",
@@ -37,7 +58,10 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Config:
-    """`HookedModel.cfg`, with TransformerLens' names. None: the server does not say (it serves no hook that has it)."""
+    """`HookedModel.cfg`, with TransformerLens' names.
+
+    None: the server does not say (it serves no hook that has it).
+    """
 
     model_name: str
     original_architecture: str
@@ -55,16 +79,22 @@ class Config:
 def _config(card: Card) -> Config:
     heads = next((each for each in card.attention if each.heads), None)
     query, key, neurons = (
-        next((card.inside[h] for h in hooks if h in card.inside), None) for hooks in (("q", "z"), ("k", "v"), ("mlp_act",))
+        next((card.inside[h] for h in hooks if h in card.inside), None)
+        for hooks in (("q", "z"), ("k", "v"), ("mlp_act",))
     )
     return Config(
-        model_name=card.id, original_architecture=card.architecture, n_layers=card.num_layers, d_model=card.hidden_size,
-        d_vocab=card.vocab_size, n_ctx=card.max_model_len, dtype=card.dtype,
+        model_name=card.id,
+        original_architecture=card.architecture,
+        n_layers=card.num_layers,
+        d_model=card.hidden_size,
+        d_vocab=card.vocab_size,
+        n_ctx=card.max_model_len,
+        dtype=card.dtype,
         n_heads=heads.heads if heads else query.heads if query else None,
         d_head=heads.head_dim if heads else query.width if query else None,
         n_key_value_heads=key.heads if key else None,
         d_mlp=neurons.size if neurons else None,
-    )  # fmt: skip
+    )
 
 
 #: (name of an activation, names, or a function of the name; the edit).
@@ -74,15 +104,26 @@ Input = Any
 
 
 class HookedModel:
-    """A model that Midstream serves, used as a TransformerLens model without weight processing; no torch is needed.
+    """A model that Midstream serves, used as a TransformerLens model without weight processing; no
+    torch is needed.
 
-    `model`: its name; may be left out where one is served. `client`: by default a new `Client(url, api_key)`.
-    Raises MidstreamError: `not_found` for a model that is not served, `invalid_request` naming the argument that does not fit.
+    `model`: its name; may be left out where one is served. `client`: by default a new `Client(url,
+    api_key)`. Raises MidstreamError: `not_found` for a model that is not served, `invalid_request`
+    naming the argument that does not fit.
     """
 
-    def __init__(self, model: str | None = None, *, client: Client | None = None, url: str | None = None, api_key: str | None = None):
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        client: Client | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+    ):
         if client is not None and (url is not None or api_key is not None):
-            raise invalid("client", "has its own address and key", allowed="either client, or url and api_key")
+            raise invalid(
+                "client", "has its own address and key", allowed="either client, or url and api_key"
+            )
         self.client = Client(url, api_key) if client is None else client
         name = wire.only_model(self.client.models()) if model is None else model
         self.card = msgspec.convert(self.client.model(name), Card)
@@ -90,7 +131,10 @@ class HookedModel:
         self._hooks: list[Hook] = []
 
     def __repr__(self) -> str:
-        return f"HookedModel({self.card.id!r}, layers={self.cfg.n_layers}, d_model={self.cfg.d_model}, url={self.client.url!r})"
+        return (
+            f"HookedModel({self.card.id!r}, layers={self.cfg.n_layers}, "
+            f"d_model={self.cfg.d_model}, url={self.client.url!r})"
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise refused(REFUSED, type(self).__name__, name)
@@ -100,34 +144,53 @@ class HookedModel:
         """The activations that can be cached, in the order of a forward."""
         return [site.full for site in self.card.sites()]
 
-    # --- Runs -----------------------------------------------------------------------------------------------------------
+    # --- Runs -------------------------------------------------------------------------------------
 
     def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
         """As `run_with_hooks` without hooks but those of `hooks()` and `add_hook`."""
         return self.run_with_hooks(input, (), return_type, **options)
 
     def run_with_cache(
-        self, input: Input, names_filter: Filter = None, *, fwd_hooks: Sequence[Hook] = (), return_type: str | None = "logits",
-        remove_batch_dim: bool = False, prepend_bos: bool | None = None, **fields: Any,
-    ) -> tuple[Any, ActivationCache]:  # fmt: skip
-        """(logits, cache) of one job, which captures what `names_filter` names; by default all that is served.
+        self,
+        input: Input,
+        names_filter: Filter = None,
+        *,
+        fwd_hooks: Sequence[Hook] = (),
+        return_type: str | None = "logits",
+        remove_batch_dim: bool = False,
+        prepend_bos: bool | None = None,
+        **fields: Any,
+    ) -> tuple[Any, ActivationCache]:
+        """(logits, cache) of one job, which captures what `names_filter` names; by default all that
+        is served.
 
-        `names_filter`: a name, a list of names or pairs such as `("resid_post", 3)`, or a function of a name. The rows stay on the server
-        until they are deleted (`ActivationCache.job`). `fields`: of the job, such as `lora`.
+        `names_filter`: a name, a list of names or pairs such as `("resid_post", 3)`, or a function
+        of a name. The rows stay on the server until they are deleted (`ActivationCache.job`).
+        `fields`: of the job, such as `lora`.
         """
         sites = chosen(names_filter, self.card)
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields)
-        result = run.first(capture={"hooks": hooks_of(sites), "positions": "all_prompt", "at": "after"})
+        result = run.first(
+            capture={"hooks": hooks_of(sites), "positions": "all_prompt", "at": "after"}
+        )
         cache = ActivationCache(self.client.capture(result), self.card, sites, run.prompts)
         return run.answer(return_type), cache.remove_batch_dim() if remove_batch_dim else cache
 
     def run_with_hooks(
-        self, input: Input, fwd_hooks: Sequence[Hook] = (), return_type: str | None = "logits", *, bwd_hooks: Sequence[Any] = (),
-        prepend_bos: bool | None = None, **fields: Any,
-    ) -> Any:  # fmt: skip
-        """The logits of a run with edits: pairs of an activation's name and an op of `midstream.lens.ops`.
+        self,
+        input: Input,
+        fwd_hooks: Sequence[Hook] = (),
+        return_type: str | None = "logits",
+        *,
+        bwd_hooks: Sequence[Any] = (),
+        prepend_bos: bool | None = None,
+        **fields: Any,
+    ) -> Any:
+        """The logits of a run with edits: pairs of an activation's name and an op of
+        `midstream.lens.ops`.
 
-        `return_type`: `logits`, `loss`, `both` or None. Python functions are refused: the forward pass takes no code from requests.
+        `return_type`: `logits`, `loss`, `both` or None. Python functions are refused: the forward
+        pass takes no code from requests.
         """
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
@@ -136,7 +199,9 @@ class HookedModel:
         return run.answer(return_type)
 
     @contextmanager
-    def hooks(self, fwd_hooks: Sequence[Hook] = (), bwd_hooks: Sequence[Any] = ()) -> Iterator["HookedModel"]:
+    def hooks(
+        self, fwd_hooks: Sequence[Hook] = (), bwd_hooks: Sequence[Any] = ()
+    ) -> Iterator["HookedModel"]:
         """Within the block every run and generation has these edits, before its own."""
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
@@ -157,40 +222,72 @@ class HookedModel:
         self._hooks = []
 
     def generate(
-        self, input: Input, max_new_tokens: int = 10, *, do_sample: bool = True, temperature: float = 1.0, top_k: int | None = None,
-        top_p: float | None = None, stop_at_eos: bool = True, seed: int | None = None, fwd_hooks: Sequence[Hook] = (),
-        prepend_bos: bool | None = None, return_type: str = "input", **fields: Any,
-    ) -> Any:  # fmt: skip
-        """Prompt and continuation, as text where `input` is text, otherwise as token ids `[batch, pos]` (a list where lengths differ).
+        self,
+        input: Input,
+        max_new_tokens: int = 10,
+        *,
+        do_sample: bool = True,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_at_eos: bool = True,
+        seed: int | None = None,
+        fwd_hooks: Sequence[Hook] = (),
+        prepend_bos: bool | None = None,
+        return_type: str = "input",
+        **fields: Any,
+    ) -> Any:
+        """Prompt and continuation, as text where `input` is text, otherwise as token ids `[batch,
+        pos]` (a list where lengths differ).
 
-        `return_type`: `input`, `str` or `tokens`. `do_sample=False`: greedy. Hooks edit generated tokens, too, unless their `pos` says
-        otherwise.
+        `return_type`: `input`, `str` or `tokens`. `do_sample=False`: greedy. Hooks edit generated
+        tokens, too, unless their `pos` says otherwise.
         """
         if return_type not in ("input", "str", "tokens"):
-            raise invalid("return_type", f"{return_type!r} is not known", allowed="input, str, tokens")
+            raise invalid(
+                "return_type", f"{return_type!r} is not known", allowed="input, str, tokens"
+            )
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, fields, together=False)
         given = {"top_k": top_k, "top_p": top_p, "seed": seed}
-        sampling = {"max_tokens": max_new_tokens, "temperature": temperature if do_sample else 0.0, "ignore_eos": not stop_at_eos}
-        result = run.send(run.given, sampling=sampling | {name: value for name, value in given.items() if value is not None})
-        whole = [prompt + output.token_ids for prompt, output in zip(run.prompts, result.outputs, strict=True)]
+        sampling = {
+            "max_tokens": max_new_tokens,
+            "temperature": temperature if do_sample else 0.0,
+            "ignore_eos": not stop_at_eos,
+        }
+        result = run.send(
+            run.given,
+            sampling=sampling | {name: value for name, value in given.items() if value is not None},
+        )
+        whole = [
+            prompt + output.token_ids
+            for prompt, output in zip(run.prompts, result.outputs, strict=True)
+        ]
         if return_type == "str" or (return_type == "input" and run.is_text):
             texts = [self.client.detokenize(self.card.id, tokens).prompt for tokens in whole]
             return texts[0] if run.is_single else texts
         return np.array(whole, dtype=np.int64) if len({len(each) for each in whole}) == 1 else whole
 
-    # --- Tokens ---------------------------------------------------------------------------------------------------------
+    # --- Tokens -----------------------------------------------------------------------------------
 
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> np.ndarray:
-        """int64 `[batch, pos]`, as the server reads the text. Texts must have equally many tokens: nothing is padded.
+        """int64 `[batch, pos]`, as the server reads the text.
 
-        `prepend_bos`: False leaves out what the tokenizer adds around a text; None: what it adds by itself, nothing more. Raises
-        MidstreamError for True where it adds none: give token ids.
+        Texts must have equally many tokens: nothing is padded.
+
+        `prepend_bos`: False leaves out what the tokenizer adds around a text; None: what it adds by
+        itself, nothing more. Raises MidstreamError for True where it adds none: give token ids.
         """
-        return np.array(self._equal([self._ids(text, prepend_bos) for text in _texts(input)]), dtype=np.int64)
+        return np.array(
+            self._equal([self._ids(text, prepend_bos) for text in _texts(input)]), dtype=np.int64
+        )
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str]:
         """How each token of a text, or of token ids, reads, its leading space included."""
-        ids = self._ids(input, prepend_bos) if isinstance(input, str) else _one(_token_ids(input), "input")
+        ids = (
+            self._ids(input, prepend_bos)
+            if isinstance(input, str)
+            else _one(_token_ids(input), "input")
+        )
         return self.client.detokenize(self.card.id, ids).token_strs
 
     def to_string(self, tokens: Any) -> str | list[str]:
@@ -200,11 +297,16 @@ class HookedModel:
         return texts if many else texts[0]
 
     def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token, without what the tokenizer adds. Raises MidstreamError for others."""
+        """The id of a text that is one token, without what the tokenizer adds.
+
+        Raises MidstreamError for others.
+        """
         ids = self._ids(string, prepend_bos=False)
         if len(ids) != 1:
             raise invalid(
-                "string", f"{string[:80]!r} has {len(ids)} tokens: {self.to_str_tokens(ids)}"[:500], allowed="a text of one token"
+                "string",
+                f"{string[:80]!r} has {len(ids)} tokens: {self.to_str_tokens(ids)}"[:500],
+                allowed="a text of one token",
             )
         return ids[0]
 
@@ -215,9 +317,18 @@ class HookedModel:
     def _ids(self, text: str, prepend_bos: bool | None) -> list[int]:
         if not isinstance(text, str):
             raise invalid("input", f"is a {type(text).__name__}", allowed="text")
-        tokens = self.client.tokenize(self.card.id, text, add_special_tokens=prepend_bos is not False).tokens
-        if prepend_bos and tokens == self.client.tokenize(self.card.id, text, add_special_tokens=False).tokens:
-            raise invalid("prepend_bos", "the model's tokenizer adds no token before a text", allowed="None, False, or token ids as input")
+        tokens = self.client.tokenize(
+            self.card.id, text, add_special_tokens=prepend_bos is not False
+        ).tokens
+        if (
+            prepend_bos
+            and tokens == self.client.tokenize(self.card.id, text, add_special_tokens=False).tokens
+        ):
+            raise invalid(
+                "prepend_bos",
+                "the model's tokenizer adds no token before a text",
+                allowed="None, False, or token ids as input",
+            )
         return tokens
 
     def _equal(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -225,7 +336,9 @@ class HookedModel:
         lengths = [len(prompt) for prompt in prompts]
         if len(set(lengths)) > 1:
             raise invalid(
-                "input", f"prompts have {lengths[:20]} tokens: nothing is padded", allowed="prompts of one length, or one at a time"
+                "input",
+                f"prompts have {lengths[:20]} tokens: nothing is padded",
+                allowed="prompts of one length, or one at a time",
             )
         return prompts
 
@@ -242,10 +355,16 @@ def _token_ids(input: Any) -> list[list[int]]:
     try:
         found = np.asarray(input.detach().cpu() if is_torch(input) else input)
     except ValueError:
-        raise invalid("input", "prompts differ in length: nothing is padded", allowed="prompts of one length, or one at a time") from None
+        raise invalid(
+            "input",
+            "prompts differ in length: nothing is padded",
+            allowed="prompts of one length, or one at a time",
+        ) from None
     if found.dtype.kind not in "iu" or found.ndim not in (1, 2) or not found.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
-        raise invalid("input", f"is {type(input).__name__} of shape {list(found.shape)}", allowed=allowed)
+        raise invalid(
+            "input", f"is {type(input).__name__} of shape {list(found.shape)}", allowed=allowed
+        )
     return [[int(token) for token in row] for row in np.atleast_2d(found)]
 
 
@@ -258,29 +377,48 @@ def _one(prompts: list[list[int]], field: str) -> list[int]:
 def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
     """`steering`, `patch` and `patterns` of a request with these edits.
 
-    Raises MidstreamError: for a Python function; for a name that is not an activation; and where edits of one row are written in another
-    order than that in which they are applied.
+    Raises MidstreamError: for a Python function; for a name that is not an activation; and where
+    edits of one row are written in another order than that in which they are applied.
     """
     found: dict[str, Any] = {"steering": [], "patch": [], "patterns": {}}
     last: dict[Site, Op] = {}
     for number, pair in enumerate(hooks):
         at = f"fwd_hooks[{number}]"
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise invalid(at, "is not a pair of a name and an op", allowed='("blocks.3.hook_resid_post", ops.add(vector))')
+            raise invalid(
+                at,
+                "is not a pair of a name and an op",
+                allowed='("blocks.3.hook_resid_post", ops.add(vector))',
+            )
         name, op = pair
         if not isinstance(op, Op):
             what = "is a Python function" if callable(op) else f"is a {type(op).__name__}"
             why = ": the forward pass runs in a server and takes no code from requests"
-            allowed = "ops.add, ablate, clamp, replace, zero, patch, attend; an operator can install code of yours: docs/extending.md"
+            allowed = (
+                "ops.add, ablate, clamp, replace, zero, patch, attend; an operator can install "
+                "code of yours: docs/extending.md"
+            )
             raise invalid(at, what + why, allowed=allowed)
         for site in chosen(name, card, at):
             before = last.get(site)
             if before is not None and before.order > op.order:
-                detail = f"at {site.full}, ops.{op.name} is applied before ops.{before.name}, whatever their order in the list"
-                raise invalid(at, detail, allowed="replace, zero and patch, then add, ablate, clamp; or an edit at the next activation")
+                detail = (
+                    f"at {site.full}, ops.{op.name} is applied before ops.{before.name}, whatever "
+                    "their order in the list"
+                )
+                raise invalid(
+                    at,
+                    detail,
+                    allowed=(
+                        "replace, zero and patch, then add, ablate, clamp; or an edit at the next "
+                        "activation"
+                    ),
+                )
             last[site] = op
             if op.kind == "pattern":
-                found["patterns"] |= {(site.layer, head): pattern for head, pattern in op.patterns.items()}
+                found["patterns"] |= {
+                    (site.layer, head): pattern for head, pattern in op.patterns.items()
+                }
             for entry in op.entries(site, card, at):
                 if op.kind != "pattern":
                     found[op.kind].append(entry)
@@ -301,13 +439,26 @@ class _Run:
     ):
         self.model, self.fields = model, fields
         self.is_single = isinstance(input, str)
-        self.is_text = self.is_single or (isinstance(input, list | tuple) and bool(input) and all(isinstance(each, str) for each in input))
-        if reserved := sorted({"model", "prompts", "prompt", "steering", "patch", "capture", "lens", "sampling"} & fields.keys()):
-            raise invalid(reserved[0], "is what this call sets", allowed="other fields of a job; edits as hooks")
+        self.is_text = self.is_single or (
+            isinstance(input, list | tuple)
+            and bool(input)
+            and all(isinstance(each, str) for each in input)
+        )
+        if reserved := sorted(
+            {"model", "prompts", "prompt", "steering", "patch", "capture", "lens", "sampling"}
+            & fields.keys()
+        ):
+            raise invalid(
+                reserved[0],
+                "is what this call sets",
+                allowed="other fields of a job; edits as hooks",
+            )
         if self.is_text:
             texts = _texts(input)
             self.prompts = [model._ids(text, prepend_bos) for text in texts]
-            self.given: list[Any] = texts if prepend_bos is None else self.prompts  # text spans need the text
+            self.given: list[Any] = (
+                texts if prepend_bos is None else self.prompts
+            )  # text spans need the text
         else:
             self.prompts = _token_ids(input)
             self.given = self.prompts
@@ -316,7 +467,9 @@ class _Run:
         self.edits = edits_of(hooks, model.card)
         if self.edits["patterns"] and len(self.prompts) != 1:
             raise invalid("fwd_hooks", "ops.attend takes one prompt", allowed="a prompt at a time")
-        self.known = Predictions(self._ask, self.prompts, model.card.vocab_size, model.card.memory_limit_kib)
+        self.known = Predictions(
+            self._ask, self.prompts, model.card.vocab_size, model.card.memory_limit_kib
+        )
         self.refused = model.card.readings.get("lens", "the worker does not offer it")
 
     def send(self, prompts: list[Any], **request: Any) -> JobResult:
@@ -328,7 +481,9 @@ class _Run:
         return call(model=self.model.card.id, progress=False, **self.fields, **edits, **request)
 
     def first(self, **request: Any) -> JobResult:
-        """The run itself, with the most likely tokens of the last position where a lens is served."""
+        """The run itself, with the most likely tokens of the last position where a lens is
+        served.
+        """
         lens = {"lens": self._lens("last_prompt", FIRST_TOP, [])} if not self.refused else {}
         result = self.send(self.given, sampling={"max_tokens": 1}, **lens, **request)
         for reading in result.lens or []:
@@ -336,19 +491,34 @@ class _Run:
         return result
 
     def _lens(self, positions: Any, top: int, tokens: list[int]) -> dict[str, Any]:
-        return {"layers": -1, "hook": "post_block", "positions": positions, "top_k": top, "tokens": tokens, "at": "after"}
+        return {
+            "layers": -1,
+            "hook": "post_block",
+            "positions": positions,
+            "top_k": top,
+            "tokens": tokens,
+            "at": "after",
+        }
 
     def _ask(self, prompt: int, positions: list[int], top: int, tokens: list[int]) -> LensReading:
         if self.refused:
-            raise MidstreamError("not_found", f"this model's logits are not served: {self.refused}", field="logits")
-        result = self.send([self.given[prompt]], sampling={"max_tokens": 1}, lens=self._lens(positions, top, tokens))
+            raise MidstreamError(
+                "not_found", f"this model's logits are not served: {self.refused}", field="logits"
+            )
+        result = self.send(
+            [self.given[prompt]],
+            sampling={"max_tokens": 1},
+            lens=self._lens(positions, top, tokens),
+        )
         (reading,) = result.lens or []
         return reading
 
     def answer(self, return_type: str | None) -> Any:
         """What a run gives back. Raises MidstreamError for another type."""
         if return_type not in ("logits", "loss", "both", None):
-            raise invalid("return_type", f"{return_type!r} is not known", allowed="logits, loss, both, None")
+            raise invalid(
+                "return_type", f"{return_type!r} is not known", allowed="logits, loss, both, None"
+            )
         logits = Logits(self.known)
         if return_type == "both":
             return logits, logits.loss()

@@ -1,4 +1,6 @@
-"""TransformerLens' names of activations, the hook points that hold them, and what a served model has of them."""
+"""TransformerLens' names of activations, the hook points that hold them, and what a served model
+has of them.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +12,8 @@ from ...schemas.banks import BANK, OF_HEADS, RowShape
 from ...schemas.errors import MidstreamError, invalid
 from ...schemas.selectors import FORWARD, INSIDE, Hook
 
-#: Names within a block, in the order in which a forward meets them → the hook points whose rows make the activation.
+#: Names within a block, in the order in which a forward meets them → the hook points whose rows
+#: make the activation.
 BLOCK: dict[str, tuple[Hook, ...]] = {
     "hook_resid_pre": ("pre_attn",),
     "attn.hook_q": ("q_proj",),
@@ -29,14 +32,29 @@ BLOCK: dict[str, tuple[Hook, ...]] = {
 PATTERN = "attn.hook_pattern"
 #: TransformerLens' short names: the part behind `hook_`, and its own other words for some.
 SHORT: dict[str, str] = {name.rpartition("hook_")[2]: name for name in BLOCK} | {
-    "attn": PATTERN, "query": "attn.hook_q", "key": "attn.hook_k", "value": "attn.hook_v", "mlp_post": "mlp.hook_post",
-}  # fmt: skip
-#: Activations that TransformerLens has and Midstream does not: what their names end with → why, and what there is.
+    "attn": PATTERN,
+    "query": "attn.hook_q",
+    "key": "attn.hook_k",
+    "value": "attn.hook_v",
+    "mlp_post": "mlp.hook_post",
+}
+#: Activations that TransformerLens has and Midstream does not: what their names end with → why, and
+#: what there is.
 ABSENT: dict[str, str] = {
-    "hook_embed": "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum",
-    "hook_pos_embed": "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum",
-    "hook_attn_scores": "scores before the softmax are not served: attn.hook_pattern is, and so are attn.hook_rot_q and attn.hook_rot_k",
-    "hook_result": "what each head adds to the stream needs its weights, which are not served: attn.hook_z is what enters them",
+    "hook_embed": (
+        "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum"
+    ),
+    "hook_pos_embed": (
+        "embeddings are served with positions added: blocks.0.hook_resid_pre is their sum"
+    ),
+    "hook_attn_scores": (
+        "scores before the softmax are not served: attn.hook_pattern is, and so are "
+        "attn.hook_rot_q and attn.hook_rot_k"
+    ),
+    "hook_result": (
+        "what each head adds to the stream needs its weights, which are not served: "
+        "attn.hook_z is what enters them"
+    ),
     "hook_pre": "MLPs are read where they enter the down projection: mlp.hook_post",
     "hook_pre_linear": "MLPs are read where they enter the down projection: mlp.hook_post",
     "hook_scale": "the scales of norms are not served",
@@ -44,7 +62,8 @@ ABSENT: dict[str, str] = {
 }
 _FULL = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<name>.+)")
 
-#: As users name an activation: `blocks.3.hook_z`, or a short name with its layer, such as `("z", 3)`.
+#: As users name an activation: `blocks.3.hook_z`, or a short name with its layer, such as `("z",
+#: 3)`.
 Key = str | tuple[Any, ...]
 
 
@@ -94,7 +113,11 @@ class Card(msgspec.Struct):
         start = f"{missing} is not served"
         if missing in self.absent:
             return f"{start}: {self.absent[missing]}"
-        return f"{start}: the worker's setting hooks must name it, or `inside`" if missing in INSIDE else start
+        return (
+            f"{start}: the worker's setting hooks must name it, or `inside`"
+            if missing in INSIDE
+            else start
+        )
 
     def shape(self, hook: Hook) -> tuple[int, ...]:
         """Of one token's row: `[heads, width]` of a hook that has heads, otherwise `[width]`."""
@@ -104,28 +127,47 @@ class Card(msgspec.Struct):
         return (row.heads, row.width) if BANK[hook] in OF_HEADS else (row.size,)
 
     def sites(self) -> list[Site]:
-        """All activations that can be had, layer by layer in the order in which a forward meets them."""
+        """All activations that can be had, layer by layer in the order in which a forward meets
+        them.
+        """
         names = [name for name in BLOCK if self.has(name)]
         return [Site(name, layer) for layer in range(self.num_layers) for name in names]
 
 
 def site_of(key: Key, card: Card, field: str = "name") -> Site:
-    """The activation that a key names. Raises MidstreamError naming `field`: what is wrong with it, and what is valid."""
+    """The activation that a key names.
+
+    Raises MidstreamError naming `field`: what is wrong with it, and what is valid.
+    """
     if isinstance(key, str) and (match := _FULL.fullmatch(key)):
         name, layer = match["name"], int(match["layer"])
-    elif isinstance(key, tuple) and len(key) in (2, 3) and isinstance(key[0], str) and _is_number(key[1]):
+    elif (
+        isinstance(key, tuple)
+        and len(key) in (2, 3)
+        and isinstance(key[0], str)
+        and _is_number(key[1])
+    ):
         name, layer = SHORT.get(key[0], key[0]), int(key[1])
     elif isinstance(key, str) and (why := _absent(key)):
         raise invalid(field, f"{key!r}: {why}")
     else:
-        allowed = 'a full name such as "blocks.0.hook_resid_post", or a short one with its layer such as ("resid_post", 0)'
+        allowed = (
+            'a full name such as "blocks.0.hook_resid_post", or a short one with its layer '
+            'such as ("resid_post", 0)'
+        )
         raise invalid(field, f"{str(key)[:80]!r} does not name an activation", allowed=allowed)
     if name not in BLOCK:
         if why := _absent(name):
             raise invalid(field, f"{name!r}: {why}")
-        raise invalid(field, f"no activation is called {name[:80]!r}", allowed=", ".join(each for each in BLOCK if card.has(each)))
+        raise invalid(
+            field,
+            f"no activation is called {name[:80]!r}",
+            allowed=", ".join(each for each in BLOCK if card.has(each)),
+        )
     if not -card.num_layers <= layer < card.num_layers:
-        raise invalid(field, f"layer {layer} is out of range", allowed=f"0 to {card.num_layers - 1}")
+        raise invalid(
+            field, f"layer {layer} is out of range", allowed=f"0 to {card.num_layers - 1}"
+        )
     if not card.has(name):
         raise MidstreamError("not_found", f"{name}: {card.why_not(name)}", field=field)
     return Site(name, layer % card.num_layers)
@@ -136,7 +178,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _absent(name: str) -> str:
-    """Why there is no such activation; empty for a name that TransformerLens does not have either."""
+    """Why there is no such activation; empty for a name that TransformerLens does not have
+    either.
+    """
     return ABSENT.get(name.rpartition(".")[2], "") or ABSENT.get(f"hook_{name}", "")
 
 
@@ -145,7 +189,10 @@ Filter = None | str | Sequence[Key] | Callable[[str], bool]
 
 
 def chosen(wanted: Filter, card: Card, field: str = "names_filter") -> list[Site]:
-    """The activations that a filter names, in the order of a forward. Raises MidstreamError as `site_of` does, and where there is none."""
+    """The activations that a filter names, in the order of a forward.
+
+    Raises MidstreamError as `site_of` does, and where there is none.
+    """
     if wanted is None:
         return card.sites()
     if callable(wanted):
@@ -155,7 +202,11 @@ def chosen(wanted: Filter, card: Card, field: str = "names_filter") -> list[Site
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         found = [site for site in card.sites() if site in named]
     if not found:
-        raise invalid(field, "names no activation", allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block")
+        raise invalid(
+            field,
+            "names no activation",
+            allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block",
+        )
     return found
 
 

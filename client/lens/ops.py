@@ -1,7 +1,9 @@
-"""Edits that a served model can make at an activation: what `run_with_hooks` takes in the place of Python functions.
+"""Edits that a served model can make at an activation: what `run_with_hooks` takes in the place of
+Python functions.
 
-Each function here returns an `Op`. `pos` names the tokens: a position (negative ones count from the prompt's end), a list, a `slice`,
-a name such as `"all_prompt"`, or a span as in a request; None: all tokens, generated ones included, unless the function says otherwise.
+Each function here returns an `Op`. `pos` names the tokens: a position (negative ones count from the
+prompt's end), a list, a `slice`, a name such as `"all_prompt"`, or a span as in a request; None:
+all tokens, generated ones included, unless the function says otherwise.
 `heads`: only these heads, of an activation that has some. Formulas are those of `docs/steering.md`.
 """
 
@@ -30,7 +32,8 @@ class Op:
     name: str  # of the function that made it
     order: int  # the place of its kind among the edits of one row
     fields: Mapping[str, Any] = field(default_factory=dict)
-    rows: np.ndarray | None = None  # float32, the values that are written, of one token or of several
+    # float32, the values that are written, of one token or of several
+    rows: np.ndarray | None = None
     cache: ActivationCache | None = None
     patterns: Mapping[int, np.ndarray] = field(default_factory=dict)
 
@@ -38,15 +41,26 @@ class Op:
         return f"ops.{self.name}(…)"
 
     def entries(self, site: Site, card: Card, at: str) -> list[dict[str, Any]]:
-        """Entries of the request. Raises MidstreamError naming `at` for what does not fit the activation."""
+        """Entries of the request.
+
+        Raises MidstreamError naming `at` for what does not fit the activation.
+        """
         if (site.name == PATTERN) != (self.kind == "pattern"):
-            allowed = "ops.attend" if site.name == PATTERN else "an op other than ops.attend, which is for attn.hook_pattern"
+            allowed = (
+                "ops.attend"
+                if site.name == PATTERN
+                else "an op other than ops.attend, which is for attn.hook_pattern"
+            )
             raise invalid(at, f"ops.{self.name} cannot edit {site.name}", allowed=allowed)
         (hook, *_) = BLOCK[site.name]
         base = {**self.fields, "layers": site.layer, "hook": hook}
         if self.cache is not None:
             if site not in self.cache.sites:
-                raise invalid(at, f"the cache has no {site.full} to patch from", allowed="a run_with_cache whose names_filter takes it in")
+                raise invalid(
+                    at,
+                    f"the cache has no {site.full} to patch from",
+                    allowed="a run_with_cache whose names_filter takes it in",
+                )
             return [base | {"source": {**self.fields["source"], "run": self.cache.job}}]
         if self.rows is None:
             return [base]
@@ -54,36 +68,57 @@ class Op:
         rows = _as_rows(self.rows, shape, "heads" in self.fields, at)
         if self.kind == "steering":
             if len(rows) > 1:
-                raise invalid(at, f"ops.{self.name} takes one vector, not {len(rows)}", allowed=f"shape {list(shape)}")
+                raise invalid(
+                    at,
+                    f"ops.{self.name} takes one vector, not {len(rows)}",
+                    allowed=f"shape {list(shape)}",
+                )
             return [base | {"vector": rows[0]}]
         if len(rows) == 1:
             return [base | {"source": {"vector": rows[0]}}]
         places = base.pop("positions")
         places = list(range(len(rows))) if places == "all" else places
         if not isinstance(places, list) or len(places) != len(rows):
-            raise invalid(at, f"{len(rows)} rows need as many positions", allowed="pos as a list of numbers, one for each row")
-        return [base | {"positions": [place], "source": {"vector": row}} for place, row in zip(places, rows, strict=True)]
+            raise invalid(
+                at,
+                f"{len(rows)} rows need as many positions",
+                allowed="pos as a list of numbers, one for each row",
+            )
+        return [
+            base | {"positions": [place], "source": {"vector": row}}
+            for place, row in zip(places, rows, strict=True)
+        ]
 
 
 def _as_rows(values: np.ndarray, shape: tuple[int, ...], of_head: bool, at: str) -> np.ndarray:
-    """`[rows, width]`: the trailing axes that make up one row are joined, and so are those before them."""
+    """`[rows, width]`: the trailing axes that make up one row are joined, and so are those before
+    them.
+    """
     widths = [math.prod(shape), *([shape[-1]] if of_head else [])]
     for axes in range(1, values.ndim + 1):
         if math.prod(values.shape[-axes:]) in widths:
             return values.reshape(-1, math.prod(values.shape[-axes:]))
     raise invalid(
-        at, f"an array of shape {list(values.shape)} is not made of rows of this activation", allowed=f"rows of shape {list(shape)}"
+        at,
+        f"an array of shape {list(values.shape)} is not made of rows of this activation",
+        allowed=f"rows of shape {list(shape)}",
     )
 
 
 def _array(values: Any, name: str) -> np.ndarray:
     """float32. Raises MidstreamError for anything but finite numbers."""
     try:
-        found = np.asarray(values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32)
+        found = np.asarray(
+            values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32
+        )
     except (TypeError, ValueError) as error:
         raise invalid(name, f"is not an array of numbers: {error}") from error
     if found.ndim == 0 or not found.size:
-        raise invalid(name, f"has the shape {list(found.shape)}", allowed="one row, or rows for several positions")
+        raise invalid(
+            name,
+            f"has the shape {list(found.shape)}",
+            allowed="one row, or rows for several positions",
+        )
     if not np.isfinite(found).all():
         raise invalid(name, "holds values that are not finite")
     return found
@@ -95,46 +130,93 @@ def positions_of(pos: Any) -> Any:
         return "all"
     if isinstance(pos, slice):
         if pos.step not in (None, 1):
-            raise invalid("pos", f"a slice with step {pos.step} names no range", allowed="a slice without a step, or a list")
-        return {name: value for name, value in (("start", pos.start or 0), ("stop", pos.stop)) if value is not None}
+            raise invalid(
+                "pos",
+                f"a slice with step {pos.step} names no range",
+                allowed="a slice without a step, or a list",
+            )
+        return {
+            name: value
+            for name, value in (("start", pos.start or 0), ("stop", pos.stop))
+            if value is not None
+        }
     if isinstance(pos, str | Mapping):
         return pos
     found = [pos] if np.ndim(pos) == 0 else list(pos)
     if not all(hasattr(each, "__index__") for each in found):
         raise invalid(
-            "pos", f"{str(pos)[:80]!r} names no tokens", allowed="a position, a list of them, a slice, or a name such as all_prompt"
+            "pos",
+            f"{str(pos)[:80]!r} names no tokens",
+            allowed="a position, a list of them, a slice, or a name such as all_prompt",
         )
     return [int(each) for each in found]
 
 
-def _op(kind: Kind, name: str, family: str, pos: Any, heads: Any, rows: Any = None, **fields: Any) -> Op:
-    given = {"positions": positions_of(pos), **({} if heads is None else {"heads": heads}), **fields}
+def _op(
+    kind: Kind, name: str, family: str, pos: Any, heads: Any, rows: Any = None, **fields: Any
+) -> Op:
+    given = {
+        "positions": positions_of(pos),
+        **({} if heads is None else {"heads": heads}),
+        **fields,
+    }
     order = PLACE[family] if kind == "steering" else -1
     return Op(kind, name, order, given, None if rows is None else _array(rows, f"ops.{name}"))
 
 
-def add(vector: Any, *, scale: float = 1.0, pos: Any = None, heads: Any = None, norm_match: bool = False) -> Op:
-    """s + scale · v. `vector`: one row; `norm_match`: it is scaled to the norm of each token's stream first."""
+def add(
+    vector: Any, *, scale: float = 1.0, pos: Any = None, heads: Any = None, norm_match: bool = False
+) -> Op:
+    """s + scale · v.
+
+    `vector`: one row; `norm_match`: it is scaled to the norm of each token's stream first.
+    """
     family = "add_matched" if norm_match else "add"
-    return _op("steering", "add", family, pos, heads, vector, scale=scale, **({"norm_match": True} if norm_match else {}))
+    return _op(
+        "steering",
+        "add",
+        family,
+        pos,
+        heads,
+        vector,
+        scale=scale,
+        **({"norm_match": True} if norm_match else {}),
+    )
 
 
 def ablate(direction: Any, *, strength: float = 1.0, pos: Any = None, heads: Any = None) -> Op:
-    """s − strength · (s·v̂) v̂: the component along a direction is taken out. `direction`: one row, of any length but 0."""
-    return _op("steering", "ablate", "ablate", pos, heads, direction, op="ablate", strength=strength)
+    """s − strength · (s·v̂) v̂: the component along a direction is taken out.
+
+    `direction`: one row, of any length but 0.
+    """
+    return _op(
+        "steering", "ablate", "ablate", pos, heads, direction, op="ablate", strength=strength
+    )
 
 
-def clamp(direction: Any, *, low: float | None = None, high: float | None = None, pos: Any = None, heads: Any = None) -> Op:
-    """The component along a direction is held between `low` and `high`, in units of the stream; None: no bound."""
+def clamp(
+    direction: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    pos: Any = None,
+    heads: Any = None,
+) -> Op:
+    """The component along a direction is held between `low` and `high`, in units of the stream;
+    None: no bound.
+    """
     bounds = {name: value for name, value in (("low", low), ("high", high)) if value is not None}
     return _op("steering", "clamp", "clamp", pos, heads, direction, op="clamp", **bounds)
 
 
-def replace(values: Any, *, alpha: float = 1.0, pos: Any = None, heads: Any = None, dims: Any = None) -> Op:
+def replace(
+    values: Any, *, alpha: float = 1.0, pos: Any = None, heads: Any = None, dims: Any = None
+) -> Op:
     """(1 − alpha) · s + alpha · values; with alpha 1 bit for bit.
 
-    `values`: one row for all of `pos`; or `[positions, …]` with a row for each (without `pos` from the first token on). `dims`: only
-    these dimensions are written, as `"0-63"` or a list; not together with `heads`.
+    `values`: one row for all of `pos`; or `[positions, …]` with a row for each (without `pos` from
+    the first token on). `dims`: only these dimensions are written, as `"0-63"` or a list; not
+    together with `heads`.
     """
     return _op("patch", "replace", "replace", pos, heads, values, alpha=alpha, **_mask(dims))
 
@@ -145,22 +227,45 @@ def zero(*, pos: Any = None, heads: Any = None, dims: Any = None) -> Op:
 
 
 def patch(
-    cache: ActivationCache, *, pos: Any = "all_prompt", source_pos: int | Sequence[int] | None = None, prompt: int | None = None,
-    alpha: float = 1.0, heads: Any = None, dims: Any = None,
-) -> Op:  # fmt: skip
-    """The rows that another run had at the same activation are written. They are on the server already: nothing is uploaded.
+    cache: ActivationCache,
+    *,
+    pos: Any = "all_prompt",
+    source_pos: int | Sequence[int] | None = None,
+    prompt: int | None = None,
+    alpha: float = 1.0,
+    heads: Any = None,
+    dims: Any = None,
+) -> Op:
+    """The rows that another run had at the same activation are written.
 
-    `source_pos`: positions in the cached prompt, one for all or one for each of `pos` in ascending order; None: the same as in this one.
+    They are on the server already: nothing is uploaded.
+
+    `source_pos`: positions in the cached prompt, one for all or one for each of `pos` in ascending
+    order; None: the same as in this one.
     `prompt`: which of the cached prompts, required if there are several.
     """
     if not isinstance(cache, ActivationCache):
-        raise invalid("cache", f"is a {type(cache).__name__}", allowed="what run_with_cache returned; for arrays: ops.replace")
+        raise invalid(
+            "cache",
+            f"is a {type(cache).__name__}",
+            allowed="what run_with_cache returned; for arrays: ops.replace",
+        )
     count = len(cache.prompts)
     if prompt is None and count > 1:
-        raise invalid("prompt", f"the cache has {count} prompts: name one", allowed=f"0 to {count - 1}")
+        raise invalid(
+            "prompt", f"the cache has {count} prompts: name one", allowed=f"0 to {count - 1}"
+        )
     if not 0 <= (prompt or 0) < count:
-        raise invalid("prompt", f"{prompt} is not one of the cache's prompts", allowed=f"0 to {count - 1}")
-    places = None if source_pos is None else source_pos if np.ndim(source_pos) == 0 else [int(each) for each in source_pos]  # type: ignore[union-attr]
+        raise invalid(
+            "prompt", f"{prompt} is not one of the cache's prompts", allowed=f"0 to {count - 1}"
+        )
+    places = (
+        None
+        if source_pos is None
+        else source_pos
+        if np.ndim(source_pos) == 0
+        else [int(each) for each in source_pos]
+    )  # type: ignore[union-attr]
     source = {"prompt": prompt or 0, **({} if places is None else {"position": places})}
     made = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
     return Op(made.kind, made.name, made.order, made.fields, cache=cache)

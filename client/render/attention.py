@@ -1,4 +1,6 @@
-"""Shows attention patterns on a terminal: a small map of tokens by tokens per head, as many side by side as fit."""
+"""Shows attention patterns on a terminal: a small map of tokens by tokens per head, as many side by
+side as fit.
+"""
 
 from collections.abc import Sequence
 
@@ -13,37 +15,53 @@ from rich.text import Text
 from ..captures.patterns import Attention, Behaviour
 from .jobs import count, table
 
-#: Stops of the colour scale, as red, green and blue: white, and darker with more attention (matplotlib's Blues, about).
-_STOPS = np.array(((247, 251, 255), (158, 202, 225), (66, 146, 198), (8, 81, 156), (8, 48, 107)), dtype=np.float64)
+#: Stops of the colour scale, as red, green and blue: white, and darker with more attention
+#: (matplotlib's Blues, about).
+_STOPS = np.array(
+    ((247, 251, 255), (158, 202, 225), (66, 146, 198), (8, 81, 156), (8, 48, 107)), dtype=np.float64
+)
 #: Where there are no colours; the first is of keys that a query sees and hardly attends to.
 _SHADES = "·░▒▓█"
-#: Widest name of a token, lines of a panel, panels drawn unless more are named, cells of the legend's scale, cells between panels.
+#: Widest name of a token, lines of a panel, panels drawn unless more are named, cells of the
+#: legend's scale, cells between panels.
 _LABEL, _LINES, _PANELS, _LEGEND, _GAP = 12, 48, 12, 20, 2
 
 #: A head's (layer, number).
 Panel = tuple[int, int]
 
 
-def panels_of(attention: Attention, most: int = _PANELS, behaviour: Behaviour | None = None) -> list[Panel]:
-    """The heads to draw: all if they are at most so many; else the strongest at `behaviour`, or of every behaviour some, in order."""
+def panels_of(
+    attention: Attention, most: int = _PANELS, behaviour: Behaviour | None = None
+) -> list[Panel]:
+    """The heads to draw: all if they are at most so many; else the strongest at `behaviour`, or of
+    every behaviour some, in order.
+    """
     if len(attention.panels) <= most:
         return attention.panels
     if behaviour is not None:
         return [(each.layer, each.head) for each in attention.scores(behaviour)[:most]]
-    ranked = [[(each.layer, each.head) for each in attention.scores(name)] for name in attention.behaviours()]
+    ranked = [
+        [(each.layer, each.head) for each in attention.scores(name)]
+        for name in attention.behaviours()
+    ]
     mixed = dict.fromkeys(panel for of_rank in zip(*ranked, strict=True) for panel in of_rank)
     return sorted(list(mixed)[:most])
 
 
 class Maps:
-    """The patterns of some heads, as wide as the terminal. A row is a query, a column a key, both in the order of the tokens."""
+    """The patterns of some heads, as wide as the terminal.
+
+    A row is a query, a column a key, both in the order of the tokens.
+    """
 
     def __init__(self, attention: Attention, panels: Sequence[Panel] | None = None):
         """Raises MidstreamError for a head that is not in `attention`."""
         self.attention = attention
         self.panels = panels_of(attention) if panels is None else list(panels)
         self._patterns = [attention.of(*panel) for panel in self.panels]
-        self._most = max((float(pattern.max(initial=0)) for pattern in self._patterns), default=0) or 1.0
+        self._most = (
+            max((float(pattern.max(initial=0)) for pattern in self._patterns), default=0) or 1.0
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = [written(token) for token in self.attention.tokens]
@@ -60,7 +78,10 @@ class Maps:
             yield Text(" " * (label + 1) + (" " * _GAP).join(titles), style="bold", no_wrap=True)
             maps = [coarse(pattern, merged) for pattern in self._patterns[first : first + beside]]
             for line in range(cells):
-                rows = [Text.assemble(*(self._cell(value, wide, colour) for value in each[line])) for each in maps]
+                rows = [
+                    Text.assemble(*(self._cell(value, wide, colour) for value in each[line]))
+                    for each in maps
+                ]
                 name = set_cell_size(names[line * merged], label)
                 yield Text.assemble((name, "dim"), " ", Text(" " * _GAP).join(rows), no_wrap=True)
             yield Text("")
@@ -69,7 +90,9 @@ class Maps:
         if merged > 1:
             yield Text(f"a cell is {merged} × {merged} tokens: the strongest is shown", style="dim")
         if len(self.panels) < len(self.attention.panels):
-            yield Text(f"{len(self.panels)} of {count(len(self.attention.panels), 'head')}", style="dim")
+            yield Text(
+                f"{len(self.panels)} of {count(len(self.attention.panels), 'head')}", style="dim"
+            )
 
     def _cell(self, value: float, width: int, colour: bool) -> Text:
         if np.isnan(value):
@@ -88,11 +111,15 @@ def _title(panel: Panel, width: int) -> str:
 
 
 def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
-    """Of every `merged` × `merged` tokens the strongest: `[cells, cells]`; NaN above the diagonal, where no query sees a key."""
+    """Of every `merged` × `merged` tokens the strongest: `[cells, cells]`; NaN above the diagonal,
+    where no query sees a key.
+    """
     size = -(-len(pattern) // merged) * merged
     padded = np.zeros((size, size), dtype=np.float32)
     padded[: len(pattern), : pattern.shape[1]] = pattern
-    found: np.ndarray = padded.reshape(size // merged, merged, size // merged, merged).max(axis=(1, 3))
+    found: np.ndarray = padded.reshape(size // merged, merged, size // merged, merged).max(
+        axis=(1, 3)
+    )
     found[np.triu_indices(len(found), 1)] = np.nan
     return found
 
@@ -103,17 +130,26 @@ def strongest(attention: Attention, most: int = 3) -> Table:
     for behaviour in attention.behaviours():
         scores = attention.scores(behaviour)[:most]
         shown.add_row(
-            behaviour, ", ".join(f"{each.layer}.{each.head}" for each in scores), ", ".join(f"{each.score:.2f}" for each in scores)
+            behaviour,
+            ", ".join(f"{each.layer}.{each.head}" for each in scores),
+            ", ".join(f"{each.score:.2f}" for each in scores),
         )
     return shown
 
 
 def report(attention: Attention, panels: Sequence[Panel] | None = None) -> RenderableType:
     """Maps, strongest heads, and the layers without a pattern."""
-    absent = [Text(f"layer {layer} has no pattern: {why}", style="yellow") for layer, why in attention.absent.items()]
+    absent = [
+        Text(f"layer {layer} has no pattern: {why}", style="yellow")
+        for layer, why in attention.absent.items()
+    ]
     return Group(Maps(attention, panels), Text(""), strongest(attention), *absent)
 
 
 def written(token: str) -> str:
     """A token in one line: blanks at its ends and line breaks can be seen."""
-    return token.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "⏎").replace(" ", "␣", 1) if token[:1] in " \n\t\r" else token
+    return (
+        token.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "⏎").replace(" ", "␣", 1)
+        if token[:1] in " \n\t\r"
+        else token
+    )

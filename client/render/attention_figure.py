@@ -1,4 +1,6 @@
-"""Attention patterns as a picture: a panel of tokens by tokens per head, one colour scale (matplotlib, extra `plots`)."""
+"""Attention patterns as a picture: a panel of tokens by tokens per head, one colour scale
+(matplotlib, extra `plots`).
+"""
 
 import math
 from collections.abc import Sequence
@@ -25,17 +27,22 @@ _NAMED = 64
 _NAME = 14
 
 
-def figure(attention: Attention, path: Path | str | None = None, panels: Sequence[Panel] | None = None) -> "Figure":
-    """Draw the patterns of `panels`, (layer, head) each; by default of all heads, or of the strongest if they are many.
+def figure(
+    attention: Attention, path: Path | str | None = None, panels: Sequence[Panel] | None = None
+) -> "Figure":
+    """Draw the patterns of `panels`, (layer, head) each; by default of all heads, or of the
+    strongest if they are many.
 
-    `path`: saved there, in the format that its ending names. Raises MidstreamError for a head that is not there, too many panels,
-    a missing matplotlib, or a format that it cannot write; OSError.
+    `path`: saved there, in the format that its ending names. Raises MidstreamError for a head that
+    is not there, too many panels, a missing matplotlib, or a format that it cannot write; OSError.
     """
     if path is not None:
         figures.check(path, "figure")
     chosen = panels_of(attention) if panels is None else list(panels)
     if not 1 <= len(chosen) <= MOST:
-        raise invalid("panels", f"{len(chosen)} panels do not make a picture", allowed=f"1 to {MOST}")
+        raise invalid(
+            "panels", f"{len(chosen)} panels do not make a picture", allowed=f"1 to {MOST}"
+        )
     with figures.styled():
         drawn = _draw(attention, chosen)
         if path is not None:
@@ -56,7 +63,9 @@ def _draw(attention: Attention, panels: Sequence[Panel]) -> "Figure":
     unseen = np.triu(np.ones((len(names), len(names)), dtype=bool), 1)
     for axis, (layer, head), pattern in zip(axes, panels, patterns, strict=False):
         shown = np.where(unseen, np.nan, pattern)
-        image = axis.imshow(shown, cmap="Blues", vmin=0, vmax=most, interpolation="nearest", aspect="equal")
+        image = axis.imshow(
+            shown, cmap="Blues", vmin=0, vmax=most, interpolation="nearest", aspect="equal"
+        )
         axis.set_title(f"layer {layer}, head {head}", fontsize=8)
         axis.tick_params(length=2, width=0.6)
         if len(names) <= _NAMED:

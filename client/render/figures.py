@@ -1,4 +1,6 @@
-"""What all figures share: matplotlib (extra `plots`), style, formats, and how notebooks show them."""
+"""What all figures share: matplotlib (extra `plots`), style, formats, and how notebooks show
+them.
+"""
 
 import io
 from collections.abc import Iterator
@@ -14,10 +16,23 @@ if TYPE_CHECKING:
 
 #: Text stays text in vector files, and a `$` in a token a dollar.
 _STYLE: dict[str, Any] = {
-    "svg.fonttype": "none", "pdf.fonttype": 42, "text.parse_math": False, "font.size": 8, "axes.linewidth": 0.6, "hatch.linewidth": 0.4,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "text.parse_math": False,
+    "font.size": 8,
+    "axes.linewidth": 0.6,
+    "hatch.linewidth": 0.4,
+}
 #: Of scripts that matplotlib's own font lacks; those that are installed.
-_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Noto Sans", "Arial Unicode MS")
+_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Microsoft YaHei",
+    "Noto Sans",
+    "Arial Unicode MS",
+)
 #: Of a saved figure and of one that a notebook shows.
 DPI, _DPI_SHOWN = 200, 110
 
@@ -36,7 +51,10 @@ def matplotlib() -> Any:
 
 @contextmanager
 def styled() -> Iterator[Any]:
-    """matplotlib, with our style and fonts while the context lasts. Raises MidstreamError without it."""
+    """matplotlib, with our style and fonts while the context lasts.
+
+    Raises MidstreamError without it.
+    """
     module = matplotlib()
     fonts = module.font_manager.fontManager.get_font_names()
     family = {"font.family": ["DejaVu Sans", *(font for font in _FONTS if font in fonts)]}
@@ -60,9 +78,15 @@ def figure_class() -> Any:
 
 
 def check(path: Path | str, field: str) -> None:
-    """Raises MidstreamError that names `field` unless a figure can be written there: better said before long work than behind it."""
+    """Raises MidstreamError that names `field` unless a figure can be written there: better said
+    before long work than behind it.
+    """
     formats = matplotlib().figure.Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in formats:
-        raise invalid(field, f"{path}: the extension is not a figure format", allowed=", ".join(f".{name}" for name in sorted(formats)))
+        raise invalid(
+            field,
+            f"{path}: the extension is not a figure format",
+            allowed=", ".join(f".{name}" for name in sorted(formats)),
+        )
     if not Path(path).absolute().parent.is_dir():
         raise invalid(field, f"{path}: no such folder")

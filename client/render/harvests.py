@@ -15,7 +15,14 @@ def harvests(views: Sequence[HarvestView]) -> Table:
         justify: Literal["left", "right"] = "right" if name in ("done", "rows", "size") else "left"
         table.add_column(name, no_wrap=name != "created", justify=justify)
     for view in views:
-        table.add_row(view.id, view.state, f"{view.share:.0%}", f"{view.rows:,}", size(view.bytes), minute(view.created))
+        table.add_row(
+            view.id,
+            view.state,
+            f"{view.share:.0%}",
+            f"{view.rows:,}",
+            size(view.bytes),
+            minute(view.created),
+        )
     return table
 
 
@@ -26,7 +33,10 @@ def harvest(view: HarvestView) -> str:
     lines.append(f"{counts}, {size(view.bytes)} in {view.shards:,} shards")
     if view.units:
         left = "" if view.left_s is None else f", about {_time(view.left_s)} left"
-        lines.append(f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), {view.tokens_s:,.0f} tokens/s{left}")
+        lines.append(
+            f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), "
+            f"{view.tokens_s:,.0f} tokens/s{left}"
+        )
     if view.error is not None:
         lines.append(f"error: {view.error.detail}")
     return "\n".join([*lines, view.uri])

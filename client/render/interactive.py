@@ -1,4 +1,6 @@
-"""Interactive figures of grids, captured rows and logit lenses (plotly, extra `notebook`): values show under the pointer."""
+"""Interactive figures of grids, captured rows and logit lenses (plotly, extra `notebook`): values
+show under the pointer.
+"""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -19,17 +21,33 @@ _WIDTH = 420  # of a panel
 
 
 def grid_figure(grid: Grid) -> Any:
-    """Tokens by layers, one panel for each hook, one diverging scale with the unpatched value in its middle; effects as text."""
+    """Tokens by layers, one panel for each hook, one diverging scale with the unpatched value in
+    its middle; effects as text.
+    """
     module = plotly()
-    drawn = module.subplots.make_subplots(1, len(grid.hooks), shared_yaxes=True, subplot_titles=[titled(hook) for hook in grid.hooks])
+    drawn = module.subplots.make_subplots(
+        1, len(grid.hooks), shared_yaxes=True, subplot_titles=[titled(hook) for hook in grid.hooks]
+    )
     low, high = grid.limits
-    names = [_text(f"{number} {name}") for number, name in enumerate(grid.names)]  # numbered: plotly merges rows of one name
+    # numbered: plotly merges rows of one name
+    names = [_text(f"{number} {name}") for number, name in enumerate(grid.names)]
     for place, hook in enumerate(grid.hooks):
         panel = module.graph_objects.Heatmap(
-            z=grid.values[hook].T, x=grid.layers, y=names, customdata=grid.effects[hook].T, zmin=low, zmax=high,
-            colorscale="RdBu_r", showscale=place == 0, colorbar={"title": MEANING[grid.metric]}, name=hook,
-            hovertemplate="%{y}<br>layer %{x}<br>value %{z:.4g}<br>effect %{customdata:.4g}<extra>%{fullData.name}</extra>",
-        )  # fmt: skip
+            z=grid.values[hook].T,
+            x=grid.layers,
+            y=names,
+            customdata=grid.effects[hook].T,
+            zmin=low,
+            zmax=high,
+            colorscale="RdBu_r",
+            showscale=place == 0,
+            colorbar={"title": MEANING[grid.metric]},
+            name=hook,
+            hovertemplate=(
+                "%{y}<br>layer %{x}<br>value %{z:.4g}<br>effect "
+                "%{customdata:.4g}<extra>%{fullData.name}</extra>"
+            ),
+        )
         drawn.add_trace(panel, row=1, col=place + 1)
     drawn.update_xaxes(title="layer")
     drawn.update_yaxes(autorange="reversed")
@@ -37,15 +55,26 @@ def grid_figure(grid: Grid) -> Any:
 
 
 def capture_figure(reader: "CaptureReader", hook: str | None, request: int) -> Any:
-    """Norms of captured rows: tokens by layers. Logarithmic colours: the first token's rows are often a hundred times as long."""
+    """Norms of captured rows: tokens by layers.
+
+    Logarithmic colours: the first token's rows are often a hundred times as long.
+    """
     module = plotly()
     layers = reader.layers(request, hook)
-    norms = np.stack([np.linalg.norm(reader.array(layer, hook, request), axis=-1) for layer in layers])  # [layers, positions]
+    # [layers, positions]
+    norms = np.stack(
+        [np.linalg.norm(reader.array(layer, hook, request), axis=-1) for layer in layers]
+    )
     names = _tokens(reader.positions(request), reader.words(request))
     panel = module.graph_objects.Heatmap(
-        z=np.log10(np.maximum(norms, np.finfo(np.float32).tiny)).T, x=layers, y=names, customdata=norms.T, colorscale="Viridis",
-        colorbar={"title": "log10 of the norm"}, hovertemplate="%{y}<br>layer %{x}<br>norm %{customdata:.4g}<extra></extra>",
-    )  # fmt: skip
+        z=np.log10(np.maximum(norms, np.finfo(np.float32).tiny)).T,
+        x=layers,
+        y=names,
+        customdata=norms.T,
+        colorscale="Viridis",
+        colorbar={"title": "log10 of the norm"},
+        hovertemplate="%{y}<br>layer %{x}<br>norm %{customdata:.4g}<extra></extra>",
+    )
     drawn = module.graph_objects.Figure(panel)
     drawn.update_xaxes(title="layer")
     drawn.update_yaxes(autorange="reversed")
@@ -53,27 +82,41 @@ def capture_figure(reader: "CaptureReader", hook: str | None, request: int) -> A
 
 
 def lens_figure(lens: "Lens") -> Any:
-    """The probability of the most likely next token: layers by positions; all top tokens under the pointer."""
+    """The probability of the most likely next token: layers by positions; all top tokens under the
+    pointer.
+    """
     module = plotly()
     found = [
         [
-            "<br>".join(f"{_text(repr(lens.word(token)))} {np.exp(logprob):.1%}" for token, logprob in zip(*cell, strict=True))
+            "<br>".join(
+                f"{_text(repr(lens.word(token)))} {np.exp(logprob):.1%}"
+                for token, logprob in zip(*cell, strict=True)
+            )
             for cell in zip(tokens, logprobs, strict=True)
         ]
         for tokens, logprobs in zip(lens.tokens, lens.logprobs, strict=True)
     ]
     names = _tokens(lens.positions, [lens.word(token) for token in lens.token_ids])
     panel = module.graph_objects.Heatmap(
-        z=np.exp(lens.logprobs[:, :, 0]), x=names, y=lens.layers, text=found, zmin=0, zmax=1, colorscale="Viridis",
-        colorbar={"title": "probability"}, hovertemplate="layer %{y} at %{x}<br>%{text}<extra></extra>",
-    )  # fmt: skip
+        z=np.exp(lens.logprobs[:, :, 0]),
+        x=names,
+        y=lens.layers,
+        text=found,
+        zmin=0,
+        zmax=1,
+        colorscale="Viridis",
+        colorbar={"title": "probability"},
+        hovertemplate="layer %{y} at %{x}<br>%{text}<extra></extra>",
+    )
     drawn = module.graph_objects.Figure(panel)
     drawn.update_yaxes(title="layer")
     return _sized(drawn, len(lens.layers), 2)
 
 
 def _sized(drawn: Any, rows: int, panels: int) -> Any:
-    drawn.update_layout(height=_ROW * rows + _AROUND, width=_WIDTH * panels + _AROUND, template="plotly_white")
+    drawn.update_layout(
+        height=_ROW * rows + _AROUND, width=_WIDTH * panels + _AROUND, template="plotly_white"
+    )
     return drawn
 
 
@@ -87,4 +130,8 @@ def _text(text: str) -> str:
 
 
 #: Name of the type → its figure.
-FIGURES: dict[str, Callable[..., Any]] = {"Grid": grid_figure, "CaptureReader": capture_figure, "Lens": lens_figure}
+FIGURES: dict[str, Callable[..., Any]] = {
+    "Grid": grid_figure,
+    "CaptureReader": capture_figure,
+    "Lens": lens_figure,
+}

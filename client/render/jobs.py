@@ -19,12 +19,29 @@ from ...schemas.source_runs import RunPrompt, RunView
 from ..captures.reader import CaptureReader, Check
 
 _COLOURS = {
-    "succeeded": "green", "ok": "green", "running": "cyan", "queued": "blue", "cancelling": "yellow", "partial": "yellow",
-    "pending": "blue", "failed": "red", "error": "red", "timed_out": "red", "cancelled": "magenta", "aborted": "magenta", "expired": "dim",
-    "ready": "green", "deleted": "dim", "delivered": "green", "disabled": "yellow", "refused": "red",
-}  # fmt: skip
+    "succeeded": "green",
+    "ok": "green",
+    "running": "cyan",
+    "queued": "blue",
+    "cancelling": "yellow",
+    "partial": "yellow",
+    "pending": "blue",
+    "failed": "red",
+    "error": "red",
+    "timed_out": "red",
+    "cancelled": "magenta",
+    "aborted": "magenta",
+    "expired": "dim",
+    "ready": "green",
+    "deleted": "dim",
+    "delivered": "green",
+    "disabled": "yellow",
+    "refused": "red",
+}
 #: Columns that are not folded: what is in them is copied.
-_WHOLE = frozenset({"checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"})
+_WHOLE = frozenset(
+    {"checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"}
+)
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24
 #: So much is shown of a segment's name.
@@ -60,12 +77,26 @@ def seconds(start: float | None, end: float | None) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for column in columns:
         if column in _WHOLE:
             made.add_column(column, no_wrap=True)
             continue
-        right = column in ("rank", "request", "req", "step", "acts", "edits", "rows", "bytes", "layers", "positions", "tokens")
+        right = column in (
+            "rank",
+            "request",
+            "req",
+            "step",
+            "acts",
+            "edits",
+            "rows",
+            "bytes",
+            "layers",
+            "positions",
+            "tokens",
+        )
         made.add_column(column, justify="right" if right else "left", overflow="fold")
     return made
 
@@ -93,8 +124,16 @@ def job(view: JobView) -> Table:
         ("generated in", seconds(view.started, view.generated)),
         ("ended after", seconds(view.created, view.finished)),
         ("worker", escape(view.worker or "")),
-        ("captures", coloured(view.capture_status) if view.capture_status != "not_requested" else "none requested"),
-        ("receipts", f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""),
+        (
+            "captures",
+            coloured(view.capture_status)
+            if view.capture_status != "not_requested"
+            else "none requested",
+        ),
+        (
+            "receipts",
+            f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else "",
+        ),
         ("error", f"[red]{escape(view.error.detail)}[/]" if view.error else ""),
     )
 
@@ -106,7 +145,9 @@ def _extent(view: JobView) -> str:
 
 
 def jobs(views: Iterable[JobView]) -> Table:
-    """One line per job, its id whole, also on a terminal of 80 columns: the model's name gives way first."""
+    """One line per job, its id whole, also on a terminal of 80 columns: the model's name gives way
+    first.
+    """
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in ("job", "state", "prompts", "captures", "took"):
         shown.add_column(column, no_wrap=True)
@@ -115,7 +156,14 @@ def jobs(views: Iterable[JobView]) -> Table:
         state = coloured(view.state) + (f" ×{view.attempt}" if view.attempt > 1 else "")
         captures = "" if view.capture_status == "not_requested" else coloured(view.capture_status)
         took = seconds(view.created, view.finished)
-        shown.add_row(view.id, state, str(view.prompts), captures, took, Text(view.model, no_wrap=True, overflow="ellipsis"))
+        shown.add_row(
+            view.id,
+            state,
+            str(view.prompts),
+            captures,
+            took,
+            Text(view.model, no_wrap=True, overflow="ellipsis"),
+        )
     return shown
 
 
@@ -124,7 +172,13 @@ def runs(views: Iterable[RunView]) -> Table:
     shown = table("Source runs", "run", "state", "bytes", "in use", "held by")
     for view in views:
         held = escape(", ".join(view.held_by))
-        shown.add_row(f"{escape(view.name)}\n{view.job}", coloured(view.state), size(view.bytes), str(view.in_use), held)
+        shown.add_row(
+            f"{escape(view.name)}\n{view.job}",
+            coloured(view.state),
+            size(view.bytes),
+            str(view.in_use),
+            held,
+        )
     return shown
 
 
@@ -146,7 +200,10 @@ def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
     """Which rows a run has of each prompt; of the first so many."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
     for prompt in prompts[:TABLE_ROWS]:
-        begin, end = (str(prompt.request), str(prompt.tokens)), (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes))
+        begin, end = (
+            (str(prompt.request), str(prompt.tokens)),
+            (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes)),
+        )
         for hook, layers in prompt.sites.items():
             shown.add_row(*begin, hook, as_ranges(layers), *end)
             begin, end = ("", ""), ("", "", "")
@@ -158,25 +215,43 @@ def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
 def outputs(result: JobResult) -> Table:
     shown = table("Outputs", "request", "text", "tokens", "finish")
     for output in result.outputs:
-        shown.add_row(str(output.index), escape(repr(output.text)), str(len(output.token_ids)), output.finish_reason)
+        shown.add_row(
+            str(output.index),
+            escape(repr(output.text)),
+            str(len(output.token_ids)),
+            output.finish_reason,
+        )
     return shown
 
 
-def receipts(title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]) -> Table:
-    """What every rank said about every request: the proof behind `ok`. `jobs`: (id, captures, determinism)."""
+def receipts(
+    title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]
+) -> Table:
+    """What every rank said about every request: the proof behind `ok`.
+
+    `jobs`: (id, captures, determinism).
+    """
     shown = table(title, "job", "req", "rank", "step", "acts", "checksum", "edits", "rows", "crc32")
     cells = []
     for job_id, captures, determinism in jobs:
         files: dict[tuple[int, int], list[FileEntry]] = {}
         for file in captures.files if captures else []:
             files.setdefault((file.request, file.rank), []).append(file)
-        reports = [report for stage in (determinism.stages if determinism else []) for report in stage.ranks]
+        reports = [
+            report
+            for stage in (determinism.stages if determinism else [])
+            for report in stage.ranks
+        ]
         for report in sorted(reports, key=lambda report: (report.request, report.rank)):
             own = files.get((report.request, report.rank), [])
             crc = f"{own[0].crc32:08x}" if len(own) == 1 else f"{len(own)} files"
             written = (str(sum(file.rows for file in own)), crc) if own else ("", "")
-            numbers = (str(number) for number in (report.request, report.rank, report.step, report.actions))
-            cells.append((f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written))
+            numbers = (
+                str(number) for number in (report.request, report.rank, report.step, report.actions)
+            )
+            cells.append(
+                (f"…{job_id[-4:]}", *numbers, report.checksum, str(report.applied), *written)
+            )
     for row in cells[:TABLE_ROWS]:
         shown.add_row(*row)
     if len(cells) > TABLE_ROWS:
@@ -196,15 +271,31 @@ def determinism_line(determinism: Determinism | None) -> str:
 
 def capture(reader: CaptureReader) -> Table:
     """What rows there are, per request."""
-    shown = table("Captured rows", "request", "hook", "layers", "positions", "shape", "norm, first → last layer")
+    shown = table(
+        "Captured rows",
+        "request",
+        "hook",
+        "layers",
+        "positions",
+        "shape",
+        "norm, first → last layer",
+    )
     for request in reader.requests()[:TABLE_ROWS]:
         positions = reader.positions(request)
         for hook in reader.hooks(request):
             layers = reader.layers(request, hook)
-            first, last = reader.array(layers[0], hook, request), reader.array(layers[-1], hook, request)
+            first, last = (
+                reader.array(layers[0], hook, request),
+                reader.array(layers[-1], hook, request),
+            )
             shape = f"[{len(layers)}, {len(positions)}, {first.shape[-1]}]"
-            norms = " → ".join(f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-" for array in (first, last))
-            shown.add_row(str(request), hook, as_ranges(layers), as_ranges(positions), escape(shape), norms)
+            norms = " → ".join(
+                f"{(array**2).sum(-1).mean() ** 0.5:.4g}" if len(positions) else "-"
+                for array in (first, last)
+            )
+            shown.add_row(
+                str(request), hook, as_ranges(layers), as_ranges(positions), escape(shape), norms
+            )
     if len(reader.requests()) > TABLE_ROWS:
         shown.caption = f"… and {len(reader.requests()) - TABLE_ROWS} more requests"
     return shown
@@ -212,12 +303,18 @@ def capture(reader: CaptureReader) -> Table:
 
 def checks(found: Sequence[Check]) -> Table:
     """What is wrong, and then what is right as far as there is room."""
-    shown = table("Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict")
+    shown = table(
+        "Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict"
+    )
     for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
-        segment = check.path.suffix == ".seg"  # of a long name, of which the end tells one from another
-        name = f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
-        numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")  # none where something is missing
+        # of a long name, of which the end tells one from another
+        segment = check.path.suffix == ".seg"
+        name = (
+            f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
+        )
+        # none where something is missing
+        numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")
         shown.add_row(name, str(check.request), *numbers, verdict)
     right = sum(check.ok for check in found)
     shown.caption = f"{right} of {len(found)} correct"
@@ -228,10 +325,18 @@ def captures(page: CapturePage) -> Table:
     """One line per job, its id whole."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in ("job", "status", "rows", "size"):
-        shown.add_column(column, no_wrap=True, justify="right" if column in ("rows", "size") else "left")
+        shown.add_column(
+            column, no_wrap=True, justify="right" if column in ("rows", "size") else "left"
+        )
     shown.add_column("tags")
     for entry in page.captures:
-        shown.add_row(entry.job, coloured(entry.status), f" {entry.rows}", f" {size(entry.bytes)}", escape(" " + ", ".join(entry.tags)))
+        shown.add_row(
+            entry.job,
+            coloured(entry.status),
+            f" {entry.rows}",
+            f" {size(entry.bytes)}",
+            escape(" " + ", ".join(entry.tags)),
+        )
     return shown
 
 

@@ -1,4 +1,6 @@
-"""The logit lens for people: the top token of each layer and position, coloured by its probability, on the terminal and as a figure."""
+"""The logit lens for people: the top token of each layer and position, coloured by its probability,
+on the terminal and as a figure.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +46,13 @@ def shown(word: str) -> str:
 def table(lens: Lens, last: int = 12) -> Table:
     """The top token by layer (the last layer first) and position, the `last` positions of it."""
     places = range(max(0, len(lens.positions) - last), len(lens.positions))
-    drawn = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=f"top next token at {lens.hook}", title_justify="left")
+    drawn = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=f"top next token at {lens.hook}",
+        title_justify="left",
+    )
     drawn.add_column("layer", justify="right", style="dim")
     for place in places:
         drawn.add_column(Text(shown(lens.word(lens.token_ids[place]))), no_wrap=True)
@@ -55,14 +63,25 @@ def table(lens: Lens, last: int = 12) -> Table:
 
 
 def named_table(lens: Lens, place: int = -1) -> Table:
-    """Rank and probability of the named tokens by layer, at the position of this place in `positions`."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=f"after {lens.word(lens.token_ids[place])!r}", title_justify="left")
+    """Rank and probability of the named tokens by layer, at the position of this place in
+    `positions`.
+    """
+    drawn = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        title=f"after {lens.word(lens.token_ids[place])!r}",
+        title_justify="left",
+    )
     drawn.add_column("layer", justify="right", style="dim")
     for token in lens.named:
         drawn.add_column(Text(repr(lens.word(token))), justify="right")
     for row in reversed(range(len(lens.layers))):
         pairs = zip(lens.ranks[row, place], lens.named_logprobs[row, place], strict=True)
-        drawn.add_row(str(lens.layers[row]), *(f"rank {rank}, {np.exp(logprob):.2%}" for rank, logprob in pairs))
+        drawn.add_row(
+            str(lens.layers[row]),
+            *(f"rank {rank}, {np.exp(logprob):.2%}" for rank, logprob in pairs),
+        )
     return drawn
 
 
@@ -70,7 +89,11 @@ def listed(lenses: Sequence[TunedLens]) -> Table:
     """One line per tuned lens."""
     drawn = columns("Tuned lenses", "name", "reads", "layers", "bytes", "path")
     for each in lenses:
-        drawn.add_row(*map(escape, (each.name, each.hook, as_ranges(each.layers), size(each.bytes), each.path)))
+        drawn.add_row(
+            *map(
+                escape, (each.name, each.hook, as_ranges(each.layers), size(each.bytes), each.path)
+            )
+        )
     return drawn
 
 
@@ -94,8 +117,13 @@ def _cell(lens: Lens, row: int, place: int) -> Text:
     return Text(f"{shown(lens.word(lens.tokens[row, place, 0])):<{_CELL}}", style=style)
 
 
-def figure(lens: Lens, path: Path | str | None = None, places: Sequence[int] | None = None) -> "Figure":
-    """The same as a figure. `path`: saved there, in the format that its ending names. `places`: of positions; by default all.
+def figure(
+    lens: Lens, path: Path | str | None = None, places: Sequence[int] | None = None
+) -> "Figure":
+    """The same as a figure.
+
+    `path`: saved there, in the format that its ending names. `places`: of positions; by default
+    all.
 
     Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
     """
@@ -110,17 +138,27 @@ def figure(lens: Lens, path: Path | str | None = None, places: Sequence[int] | N
 
 def _draw(lens: Lens, places: Sequence[int]) -> "Figure":
     columns, rows = len(places), len(lens.layers)
-    drawn = figures.figure_class()(figsize=(columns * _COLUMN + _AROUND, rows * _ROW + 1.0), layout="constrained")
+    drawn = figures.figure_class()(
+        figsize=(columns * _COLUMN + _AROUND, rows * _ROW + 1.0), layout="constrained"
+    )
     axis = drawn.subplots()
     values = np.exp(lens.logprobs[:, places, 0])
-    mesh = axis.pcolormesh(values, vmin=0, vmax=1, cmap="viridis", edgecolors="white", linewidth=0.3)
+    mesh = axis.pcolormesh(
+        values, vmin=0, vmax=1, cmap="viridis", edgecolors="white", linewidth=0.3
+    )
     for row in range(rows):
         for column, place in enumerate(places):
             colour = "black" if values[row, column] > _LIGHT else "white"
             word = shown(lens.word(lens.tokens[row, place, 0]))
-            axis.text(column + 0.5, row + 0.5, word, ha="center", va="center", fontsize=5.5, color=colour)
+            axis.text(
+                column + 0.5, row + 0.5, word, ha="center", va="center", fontsize=5.5, color=colour
+            )
     axis.set_xticks(
-        np.arange(columns) + 0.5, [shown(lens.word(lens.token_ids[place])) for place in places], rotation=45, ha="right", fontsize=6
+        np.arange(columns) + 0.5,
+        [shown(lens.word(lens.token_ids[place])) for place in places],
+        rotation=45,
+        ha="right",
+        fontsize=6,
     )
     axis.set_yticks(np.arange(rows) + 0.5, [str(layer) for layer in lens.layers], fontsize=6)
     axis.set_ylabel("layer")

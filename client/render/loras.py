@@ -14,7 +14,15 @@ def listed(loras: Sequence[Lora]) -> Table:
     """One line per name."""
     shown = table("Adapters", "name", "digest", "rank", "bytes", "path", "since", "description")
     for lora in loras:
-        cells = (lora.name, lora.digest[:DIGEST], str(lora.rank), size(lora.bytes), lora.path, minute(lora.created), lora.description)
+        cells = (
+            lora.name,
+            lora.digest[:DIGEST],
+            str(lora.rank),
+            size(lora.bytes),
+            lora.path,
+            minute(lora.created),
+            lora.description,
+        )
         shown.add_row(*map(escape, cells))
     return shown
 

@@ -1,4 +1,6 @@
-"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of all that calls return."""
+"""Renders results in notebooks, without any setting there: `_repr_html_` and `_repr_png_` of all
+that calls return.
+"""
 
 import base64
 import io
@@ -36,7 +38,408 @@ if TYPE_CHECKING:
 #: Characters in a line of a table.
 _WIDTH = 110
 _PRE = (
-    "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace\">{code}</pre>"
+    "<pre "
+    "style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu "
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    "Sans Mono',Consolas,monospace\">{code}</pre>"
 )
 
 
@@ -59,12 +462,21 @@ def listing_html(listing: "Listing[Any]") -> str | None:
 
 
 def html(*parts: "RenderableType") -> str:
-    """The terminal's output as HTML, in its colours. No text in it becomes markup, and none a link."""
+    """The terminal's output as HTML, in its colours.
+
+    No text in it becomes markup, and none a link.
+    """
     from rich.console import Console
     from rich.segment import Segment
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
-    console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system="truecolor", highlight=False)
+    console = Console(
+        file=io.StringIO(),
+        width=_WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
     pieces = []
     for part in parts:
         drawn = console.render_str(part) if isinstance(part, str) else part
@@ -89,7 +501,9 @@ def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
 
 
 def sweep_html(result: SweepResult, pair: int | None = None) -> str:
-    """The heatmap, as the terminal draws it where there is no matplotlib, and the strongest cells."""
+    """The heatmap, as the terminal draws it where there is no matplotlib, and the strongest
+    cells.
+    """
     from . import sweeps
 
     drawn = sweep_png(result, pair)
@@ -99,7 +513,10 @@ def sweep_html(result: SweepResult, pair: int | None = None) -> str:
 
 
 def _image(name: str, drawn: bytes) -> str:
-    return f'<img alt="{name}" style="max-width:100%" src="data:image/png;base64,{base64.b64encode(drawn).decode()}"/>'
+    return (
+        f'<img alt="{name}" style="max-width:100%" '
+        f'src="data:image/png;base64,{base64.b64encode(drawn).decode()}"/>'
+    )
 
 
 def _job_html(result: JobResult) -> str:
@@ -110,7 +527,10 @@ def _job_html(result: JobResult) -> str:
     captures = result.capture_results
     parts: list[RenderableType] = [jobs.outputs(result)]
     if captures.status != "not_requested":
-        parts.append(f"captures {jobs.coloured(captures.status)}: {jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}")
+        parts.append(
+            f"captures {jobs.coloured(captures.status)}: "
+            f"{jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
+        )
     if result.determinism is not None:
         parts.append(jobs.determinism_line(result.determinism))
     return html(*parts)
@@ -127,7 +547,10 @@ def answer_html(answer: "Answer") -> str:
         shown.add_row(str(number), escape(repr(text)), str(finish))
     parts: list[RenderableType] = [shown]
     if answer.capture_results is not None:
-        parts.append(f"captures {jobs.coloured(answer.capture_results.status)}: {jobs.count(answer.capture_results.rows, 'row')}")
+        parts.append(
+            f"captures {jobs.coloured(answer.capture_results.status)}: "
+            f"{jobs.count(answer.capture_results.rows, 'row')}"
+        )
     if answer.determinism is not None:
         parts.append(jobs.determinism_line(answer.determinism))
     return html(*parts)
@@ -139,7 +562,10 @@ def reader_html(reader: "CaptureReader") -> str:
 
     from . import jobs
 
-    return html(jobs.capture(reader), *[f"[yellow]missing:[/] {escape(gap.detail)}" for gap in reader.gaps()])
+    return html(
+        jobs.capture(reader),
+        *[f"[yellow]missing:[/] {escape(gap.detail)}" for gap in reader.gaps()],
+    )
 
 
 def attention_figure(attention: "Attention", path: Any, options: dict[str, Any]) -> Any:
@@ -149,7 +575,9 @@ def attention_figure(attention: "Attention", path: Any, options: dict[str, Any])
 
 
 def attention_html(attention: "Attention") -> str:
-    """The maps as a picture, or as the terminal draws them where there is no matplotlib, and what the heads attend to."""
+    """The maps as a picture, or as the terminal draws them where there is no matplotlib, and what
+    the heads attend to.
+    """
     from . import attention as maps
     from .attention_figure import figure
     from .figures import png
@@ -191,7 +619,9 @@ def mapped_html(item: "Mapped") -> str:
     """The prompt, and what a job of it alone would show."""
     from rich.text import Text
 
-    return html(Text(f"{item.index}: {item.prompt!r}" + (" (from the cache)" if item.cached else ""))) + _job_html(item.result)
+    return html(
+        Text(f"{item.index}: {item.prompt!r}" + (" (from the cache)" if item.cached else ""))
+    ) + _job_html(item.result)
 
 
 def grid_html(grid: "Grid") -> str:

@@ -22,13 +22,21 @@ def tokens(result: JobResult) -> list[int]:
 def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]:
     """`words`: token id → its text."""
     many = len(result.outputs) > 1
-    readings = [(each.request, lens.table(lens_of(each, result.id, words))) for each in result.lens or [] if each.request < PROMPTS]
+    readings = [
+        (each.request, lens.table(lens_of(each, result.id, words)))
+        for each in result.lens or []
+        if each.request < PROMPTS
+    ]
     readings += [
-        (each.request, features.table(Features(result.id, each, words))) for each in result.features or [] if each.request < PROMPTS
+        (each.request, features.table(Features(result.id, each, words)))
+        for each in result.features or []
+        if each.request < PROMPTS
     ]
     for request, drawn in sorted(readings, key=lambda reading: reading[0]):
         yield f"{drawn.title}, prompt {request}" if many else str(drawn.title)
         drawn.title = None  # it would be folded to the width of the table
         yield drawn
     if readings and len(result.outputs) > PROMPTS:
-        yield f"… and {len(result.outputs) - PROMPTS} more prompts: midstream job result {result.id}"
+        yield (
+            f"… and {len(result.outputs) - PROMPTS} more prompts: midstream job result {result.id}"
+        )

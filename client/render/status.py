@@ -1,4 +1,6 @@
-"""Terminal output of the service's status, for 80 columns, and of the findings of `midstream doctor`."""
+"""Terminal output of the service's status, for 80 columns, and of the findings of `midstream
+doctor`.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +18,11 @@ from .jobs import count, size
 
 _LEVELS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 #: Columns of the table of jobs: how each state is called there.
-_STATES = {state: "begun" if state is State.RUNNING else state.value for state in State if state not in (State.CANCELLING, State.EXPIRED)}
+_STATES = {
+    state: "begun" if state is State.RUNNING else state.value
+    for state in State
+    if state not in (State.CANCELLING, State.EXPIRED)
+}
 #: Findings are printed as they come, one below the other: so wide is what they are about.
 _ABOUT = 14
 #: Longer names are cut, so that numbers have room on 80 columns.
@@ -32,21 +38,45 @@ def status(now: Status, url: str, before: Status | None = None) -> RenderableTyp
         parts.insert(2, _queues(now.queues))
     if now.last_desync is not None and now.at - now.last_desync.at < DESYNC_SHOWN_S:
         ago = _ago(now.at - now.last_desync.at)
-        parts.append(Text(f"ranks of {now.last_desync.worker} disagreed {ago} ago: {now.last_desync.detail}", style="yellow"))
+        parts.append(
+            Text(
+                (
+                    f"ranks of {now.last_desync.worker} disagreed {ago} ago: "
+                    f"{now.last_desync.detail}"
+                ),
+                style="yellow",
+            )
+        )
     return Group(*parts)
 
 
 def _head(now: Status, url: str) -> Text:
     redis = now.redis
-    memory = f"{size(redis.used_bytes)} of {size(redis.limit_bytes)} ({redis.share:.0%})" if redis.limit_bytes else size(redis.used_bytes)
+    memory = (
+        f"{size(redis.used_bytes)} of {size(redis.limit_bytes)} ({redis.share:.0%})"
+        if redis.limit_bytes
+        else size(redis.used_bytes)
+    )
     line = Text()
     line.append(f"midstream {now.version}", style="bold")
     line.append(f" at {url} · {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now.at))}\n")
-    line.append(f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held\n")
+    line.append(
+        f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held\n"
+    )
     line.append_text(_alive("relay", now.relay.alive, count(now.relay.received, "receipt")))
     line.append(f" · redis {memory}, {redis.milliseconds:.1f} ms\n")
-    late = f", {now.callbacks.webhooks_overdue_s:.0f} s overdue" if now.callbacks.webhooks_overdue_s >= 1 else ""
-    line.append_text(_alive("callbacks", now.callbacks.alive, f"{count(now.callbacks.webhooks_pending, 'webhook')} pending{late}"))
+    late = (
+        f", {now.callbacks.webhooks_overdue_s:.0f} s overdue"
+        if now.callbacks.webhooks_overdue_s >= 1
+        else ""
+    )
+    line.append_text(
+        _alive(
+            "callbacks",
+            now.callbacks.alive,
+            f"{count(now.callbacks.webhooks_pending, 'webhook')} pending{late}",
+        )
+    )
     return line
 
 
@@ -56,9 +86,20 @@ def _alive(name: str, alive: bool, more: str) -> Text:
     return found.append(f", {more}" if alive else "")
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
-    """The first `left` columns contain names, which are truncated to fit; the others numbers, which are not."""
-    made = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1
+) -> Table:
+    """The first `left` columns contain names, which are truncated to fit; the others numbers, which
+    are not.
+    """
+    made = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for place, column in enumerate(columns):
         if place < left:
             made.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
@@ -84,8 +125,19 @@ def _jobs(now: Status, before: Status | None) -> Table:
 def _queues(queues: Iterable[QueueStatus]) -> Table:
     rows = []
     for queue in queues:
-        tenants = ", ".join(f"{tenant} {count}" for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1]))
-        rows.append([queue.model, tenants, queue.priority, str(queue.sent), str(sum(queue.waiting.values()))])
+        tenants = ", ".join(
+            f"{tenant} {count}"
+            for tenant, count in sorted(queue.waiting.items(), key=lambda item: -item[1])
+        )
+        rows.append(
+            [
+                queue.model,
+                tenants,
+                queue.priority,
+                str(queue.sent),
+                str(sum(queue.waiting.values())),
+            ]
+        )
     return _table("queues", ["model", "waiting", "priority", "sent", "waiting"], rows, left=2)
 
 
@@ -96,21 +148,41 @@ def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
     tables: list[RenderableType] = []
     for model in sorted({worker.model for worker in workers}):
         of_model = [worker for worker in workers if worker.model == model]
-        identities = ", ".join(sorted({worker.identity[:SHOWN_IDENTITY] for worker in of_model if worker.identity}))
+        identities = ", ".join(
+            sorted({worker.identity[:SHOWN_IDENTITY] for worker in of_model if worker.identity})
+        )
         title = f"workers of {escape(model)}" + (f", identity {identities}" if identities else "")
         tables.append(_table(title, columns, [_worker(worker) for worker in of_model]))
-    return Group(*tables, *[Text(f"{worker.worker}: {worker.detail}", style="red") for worker in workers if not worker.healthy])
+    return Group(
+        *tables,
+        *[
+            Text(f"{worker.worker}: {worker.detail}", style="red")
+            for worker in workers
+            if not worker.healthy
+        ],
+    )
 
 
 def _worker(worker: WorkerInfo) -> list[str | Text]:
-    name, place = Text(worker.worker, style="green" if worker.healthy else "red"), f"{worker.tp}×{worker.pp}"
+    name, place = (
+        Text(worker.worker, style="green" if worker.healthy else "red"),
+        f"{worker.tp}×{worker.pp}",
+    )
     stats = worker.stats
     if stats is None:
         return [name, place, *["–"] * 8]
     return [
-        name, place, str(stats.jobs), str(stats.running), str(stats.waiting), f"{stats.prompt_tokens_s:.0f}",
-        f"{stats.generated_tokens_s:.0f}", f"{stats.kv_cache:.0%}", f"{stats.rows_used}/{stats.rows}", str(stats.outbox),
-    ]  # fmt: skip
+        name,
+        place,
+        str(stats.jobs),
+        str(stats.running),
+        str(stats.waiting),
+        f"{stats.prompt_tokens_s:.0f}",
+        f"{stats.generated_tokens_s:.0f}",
+        f"{stats.kv_cache:.0%}",
+        f"{stats.rows_used}/{stats.rows}",
+        str(stats.outbox),
+    ]
 
 
 def _ago(seconds: float) -> str:

@@ -11,7 +11,14 @@ from ...schemas.lens import TunedLens
 from ...schemas.loras import Lora
 from ...schemas.saes import Sae
 from ...schemas.selectors import as_ranges
-from ...schemas.steering import Agreement, Dynamic, EntryView, GlobalView, ModuleView, WorkerSteering
+from ...schemas.steering import (
+    Agreement,
+    Dynamic,
+    EntryView,
+    GlobalView,
+    ModuleView,
+    WorkerSteering,
+)
 from .jobs import TABLE_ROWS, count, facts, minute, size, table
 
 #: Shown characters of a digest or hash: enough to distinguish them.
@@ -24,7 +31,14 @@ def modules(views: Sequence[ModuleView]) -> Table:
     shown = table("Modules", "name", "digest", "what", "bytes", "since", "description")
     for view in views:
         since = minute(view.created)
-        shown.add_row(escape(view.name), view.digest[:DIGEST], what(view.entries), size(view.bytes), since, escape(view.description))
+        shown.add_row(
+            escape(view.name),
+            view.digest[:DIGEST],
+            what(view.entries),
+            size(view.bytes),
+            since,
+            escape(view.description),
+        )
     return shown
 
 
@@ -33,7 +47,9 @@ def what(entries: Sequence[EntryView]) -> str:
     sites: dict[tuple[str, str], list[int]] = {}
     for entry in entries:
         sites.setdefault((entry.op, entry.hook), []).extend(entry.layers)
-    return escape("; ".join(f"{op} at {hook} {as_ranges(layers)}" for (op, hook), layers in sites.items()))
+    return escape(
+        "; ".join(f"{op} at {hook} {as_ranges(layers)}" for (op, hook), layers in sites.items())
+    )
 
 
 def module(view: ModuleView) -> Table:
@@ -42,7 +58,13 @@ def module(view: ModuleView) -> Table:
         ("module", escape(view.name)),
         ("model", escape(view.model)),
         ("digest", digest(view)),
-        ("tensors", f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, {size(view.bytes)}"),
+        (
+            "tensors",
+            (
+                f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
+                f"{size(view.bytes)}"
+            ),
+        ),
         ("description", escape(view.description)),
     )
 
@@ -56,11 +78,25 @@ def entries(views: Sequence[EntryView]) -> Table:
     """What is done to which rows; the first so many."""
     shown = table("Entries", "op", "hook", "layers", "positions", "scale", "numbers", "tensors")
     for view in views[:TABLE_ROWS]:
-        positions = view.positions if isinstance(view.positions, str) else to_json(view.positions).decode()
-        op = view.op + (f" of rank {view.rank}" if view.rank else "") + (" norm_match" if view.norm_match else "")
+        positions = (
+            view.positions if isinstance(view.positions, str) else to_json(view.positions).decode()
+        )
+        op = (
+            view.op
+            + (f" of rank {view.rank}" if view.rank else "")
+            + (" norm_match" if view.norm_match else "")
+        )
         numbers = ", ".join(f"{number:g}" for number in view.numbers)
         tensors = ", ".join(tensor[:DIGEST] for tensor in view.tensors)
-        shown.add_row(op, view.hook, as_ranges(view.layers), escape(positions), f"{view.scale:g}", numbers, tensors)
+        shown.add_row(
+            op,
+            view.hook,
+            as_ranges(view.layers),
+            escape(positions),
+            f"{view.scale:g}",
+            numbers,
+            tensors,
+        )
     if len(views) > TABLE_ROWS:
         shown.caption = f"… and {len(views) - TABLE_ROWS} more"
     return shown
@@ -75,29 +111,67 @@ def global_line(view: GlobalView) -> str:
     behind = [worker for worker in view.workers if worker.global_version != view.version]
     if view.applied:
         return f"{line}; [green]applied[/] by {count(len(view.workers), 'worker')} on every rank"
-    late = "; ".join(f"{worker.worker} has version {worker.global_version}, {worker.state} {worker.detail}".rstrip() for worker in behind)
+    late = "; ".join(
+        (
+            f"{worker.worker} has version {worker.global_version}, {worker.state} {worker.detail}"
+        ).rstrip()
+        for worker in behind
+    )
     return f"{line}; [yellow]not applied everywhere[/]: {escape(late) or 'a rank is behind'}"
 
 
 def worker_line(worker: WorkerSteering) -> str:
-    state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (f" ({escape(worker.detail)})" if worker.detail else "")
-    found = f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} repaired" if worker.desyncs else ""
+    state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (
+        f" ({escape(worker.detail)})" if worker.detail else ""
+    )
+    found = (
+        f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} repaired"
+        if worker.desyncs
+        else ""
+    )
     waits = f"{count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
     versions = f"desired state {worker.version}, global {worker.global_version}"
     return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{found}"
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
-    """What each rank of one worker says; those of a stage that does not agree are red. In the queues are receipts, and bytes of rows."""
-    apart = {stage.pp for stage in agreement.stages if stage.worker == worker.worker and not stage.consistent}
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)  # a line for each rank also on a terminal of 80 columns
-    for column in ("rank", "pp", "checksum", "actions", "global", "modules", "rows", "entries", "requests", "queues"):
+    """What each rank of one worker says; those of a stage that does not agree are red.
+
+    In the queues are receipts, and bytes of rows.
+    """
+    apart = {
+        stage.pp
+        for stage in agreement.stages
+        if stage.worker == worker.worker and not stage.consistent
+    }
+    # a line for each rank also on a terminal of 80 columns
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for column in (
+        "rank",
+        "pp",
+        "checksum",
+        "actions",
+        "global",
+        "modules",
+        "rows",
+        "entries",
+        "requests",
+        "queues",
+    ):
         shown.add_column(column, justify="right", no_wrap=True)
     for rank in worker.ranks:
         numbers = (rank.actions, rank.global_version, len(rank.modules))
         room = (f"{rank.rows_used}/{rank.rows}", f"{rank.entries_used}/{rank.entries}")
         queues = f"{rank.outbox}, {size(rank.backlog)}"
-        cells = (str(rank.rank), str(rank.pp), rank.checksum, *map(str, numbers), *room, str(rank.requests), queues)
+        cells = (
+            str(rank.rank),
+            str(rank.pp),
+            rank.checksum,
+            *map(str, numbers),
+            *room,
+            str(rank.requests),
+            queues,
+        )
         shown.add_row(*cells, style="red" if rank.pp in apart else None)
     return shown
 
@@ -106,12 +180,24 @@ def agreement_line(dynamic: Dynamic) -> str:
     """The verdict over all ranks of all workers."""
     agreement = dynamic.determinism
     if not agreement.consistent:
-        return f"determinism: [red]not consistent[/]: {escape(agreement.detail or 'a rank differs from its peers')}"
+        return (
+            "determinism: [red]not consistent[/]: "
+            f"{escape(agreement.detail or 'a rank differs from its peers')}"
+        )
     stages = agreement.stages
     many = sum(len(stage.checksums) for stage in stages)
-    extent = f"{count(many, 'rank')} in {count(len(stages), 'stage')} of {count(len(dynamic.workers), 'worker')}"
+    extent = (
+        f"{count(many, 'rank')} in {count(len(stages), 'stage')} of "
+        f"{count(len(dynamic.workers), 'worker')}"
+    )
     if len(stages) != 1:
-        return f"determinism: [green]consistent[/], {extent}, all checksums and action counts agree within each stage"
+        return (
+            f"determinism: [green]consistent[/], {extent}, all checksums and action counts "
+            "agree within each stage"
+        )
     (stage,) = stages
     checksum, actions = next(iter(stage.checksums.values())), next(iter(stage.actions.values()))
-    return f"determinism: [green]consistent[/], {extent}, checksum {checksum} over {count(actions, 'action')}"
+    return (
+        f"determinism: [green]consistent[/], {extent}, checksum {checksum} over "
+        f"{count(actions, 'action')}"
+    )

@@ -17,19 +17,25 @@ from ..sdk.grid import MEANING, Grid, described, grid_of, titled, written
 from .jobs import count, table
 
 #: Stops of the colour scale, as red, green and blue: blue over white to red.
-_STOPS = np.array(((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)), dtype=np.float64)
+_STOPS = np.array(
+    ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)),
+    dtype=np.float64,
+)
 #: Where there are no colours: from the middle up, and from the middle down.
 _ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
 #: Values below this share of half the scale are drawn as its middle.
 _LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
-#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing cells are shown.
+#: Widest name of a row, rows at most, cells of the legend's scale, and how many reasons for missing
+#: cells are shown.
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
 
 
 class Heatmap:
-    """One pair, or the mean over all, as wide as the terminal: a row for each token or span, a column for each layer."""
+    """One pair, or the mean over all, as wide as the terminal: a row for each token or span, a
+    column for each layer.
+    """
 
     def __init__(self, result: SweepResult, pair: int | None = None):
         self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
@@ -53,7 +59,8 @@ class _Paint:
     def cell(self, value: float, width: int) -> Text:
         if np.isnan(value):
             return Text(_NONE.ljust(width), style="dim")
-        share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))  # of the way from the middle to an end
+        # of the way from the middle to an end
+        share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))
         if not self._colour:
             signs = _BELOW if share < -_LEAST else _ABOVE
             return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
@@ -80,11 +87,28 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
         yield Text(f"{' ' * (label + 1)}{titled(hook)}", style="bold")
         for column in shown:
             name = set_cell_size(names[column], label)
-            yield Text.assemble((name, "dim"), " ", *(paint.cell(value, wide) for value in values[:, column]), no_wrap=True)
-        yield Text(" " * (label + 1) + _layer_numbers(grid.layers[::merged], wide), style="dim", no_wrap=True)
-    yield Text.assemble(" " * (label + 1), paint.legend(), "  ", MEANING[grid.metric] if width >= 80 else grid.metric)
+            yield Text.assemble(
+                (name, "dim"),
+                " ",
+                *(paint.cell(value, wide) for value in values[:, column]),
+                no_wrap=True,
+            )
+        yield Text(
+            " " * (label + 1) + _layer_numbers(grid.layers[::merged], wide),
+            style="dim",
+            no_wrap=True,
+        )
+    yield Text.assemble(
+        " " * (label + 1),
+        paint.legend(),
+        "  ",
+        MEANING[grid.metric] if width >= 80 else grid.metric,
+    )
     if merged > 1:
-        yield Text(f"one column is {merged} layers: the one with the strongest effect is shown", style="dim")
+        yield Text(
+            f"one column is {merged} layers: the one with the strongest effect is shown",
+            style="dim",
+        )
     if len(shown) < len(names):
         yield Text(f"the {len(shown)} of {len(names)} rows with the strongest effects", style="dim")
 
@@ -93,12 +117,16 @@ def _strongest_columns(grid: Grid) -> list[int]:
     """All, in order; or so many as there is room for."""
     if len(grid.labels) <= _ROWS:
         return list(range(len(grid.labels)))
-    reach = np.max([np.nan_to_num(np.abs(each)).max(axis=0) for each in grid.effects.values()], axis=0)
+    reach = np.max(
+        [np.nan_to_num(np.abs(each)).max(axis=0) for each in grid.effects.values()], axis=0
+    )
     return sorted(np.argsort(-reach, kind="stable")[:_ROWS].tolist())
 
 
 def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
-    """Of every `merged` layers the value whose effect is strongest: `[layers, columns]` → `[layers / merged, columns]`."""
+    """Of every `merged` layers the value whose effect is strongest: `[layers, columns]` → `[layers
+    / merged, columns]`.
+    """
     if merged == 1:
         return values
     strength = np.where(np.isnan(values), -1.0, np.nan_to_num(np.abs(effects)))
@@ -129,7 +157,13 @@ def strongest_of(grid: Grid, count: int = 5) -> Table:
     for name in ("layer", "value", "effect"):
         next(column for column in shown.columns if column.header == name).justify = "right"
     for cell in grid.top(count):
-        shown.add_row(escape(grid.names[cell.column]), titled(cell.hook), str(cell.layer), f"{cell.value:.3f}", f"{cell.effect:+.3f}")
+        shown.add_row(
+            escape(grid.names[cell.column]),
+            titled(cell.hook),
+            str(cell.layer),
+            f"{cell.value:.3f}",
+            f"{cell.effect:+.3f}",
+        )
     return shown
 
 
@@ -160,10 +194,16 @@ def _baselines(result: SweepResult) -> Iterator[str]:
                 continue
             said = [
                 f"log P({text.strip()}) = {logprob:.2f}"
-                for text, logprob in ((pair.answer, baseline.logprob), (pair.foil, baseline.foil_logprob))
+                for text, logprob in (
+                    (pair.answer, baseline.logprob),
+                    (pair.foil, baseline.foil_logprob),
+                )
                 if logprob is not None
             ]
-            yield f"{name}{_of(result, number)}, without a patch: {', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
+            yield (
+                f"{name}{_of(result, number)}, without a patch: "
+                f"{', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
+            )
 
 
 def without_value(result: SweepResult) -> list[str]:
@@ -175,7 +215,12 @@ def without_value(result: SweepResult) -> list[str]:
         label = written(result.pairs[each.pair].labels[each.column])
         examples.setdefault(each.reason, f"{each.hook} at “{label}”{_of(result, each.pair)}")
     shown = counts.most_common(_REASONS)
-    lines = [f"{count(cells, 'cell')} without a value: {reason} (such as {examples[reason]})" for reason, cells in shown]
+    lines = [
+        f"{count(cells, 'cell')} without a value: {reason} (such as {examples[reason]})"
+        for reason, cells in shown
+    ]
     if len(counts) > _REASONS:
-        lines.append(f"… and {sum(counts.values()) - sum(cells for _, cells in shown)} for other reasons")
+        lines.append(
+            f"… and {sum(counts.values()) - sum(cells for _, cells in shown)} for other reasons"
+        )
     return lines

@@ -1,6 +1,7 @@
 """Calls that are written once, as coroutines, for both clients.
 
-`AsyncClient` awaits them. `Client` runs each to its end without an event loop: over the blocking transport no call ever suspends.
+`AsyncClient` awaits them. `Client` runs each to its end without an event loop: over the blocking
+transport no call ever suspends.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
@@ -35,7 +36,9 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
-    """The items of an asynchronous generator over the blocking transport; closed with this iterator."""
+    """The items of an asynchronous generator over the blocking transport; closed with this
+    iterator.
+    """
     try:
         while True:
             try:
@@ -48,13 +51,18 @@ def iterate(items: AsyncGenerator[T, None]) -> Iterator[T]:
 
 
 class Blocking:
-    """Base of the client whose calls block. `_awaited`: the same calls as coroutines, over the blocking transport."""
+    """Base of the client whose calls block.
+
+    `_awaited`: the same calls as coroutines, over the blocking transport.
+    """
 
     _awaited: Any
 
 
 class call(Generic[P, T]):
-    """A method that is written as a coroutine: on a `Blocking` client it returns its result, elsewhere a coroutine."""
+    """A method that is written as a coroutine: on a `Blocking` client it returns its result,
+    elsewhere a coroutine.
+    """
 
     def __init__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]):
         @wraps(function)
@@ -75,21 +83,29 @@ class call(Generic[P, T]):
 
 
 class stream(Generic[P, T]):
-    """A method that is written as an asynchronous generator: on a `Blocking` client it returns an iterator of the same items."""
+    """A method that is written as an asynchronous generator: on a `Blocking` client it returns an
+    iterator of the same items.
+    """
 
     def __init__(self, function: Callable[Concatenate[Any, P], AsyncIterator[T]]):
         @wraps(function)
         def blocking(client: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
-            return iterate(cast(AsyncGenerator[T, None], function(client._awaited, *args, **options)))
+            return iterate(
+                cast(AsyncGenerator[T, None], function(client._awaited, *args, **options))
+            )
 
         asked = signature(function)
         (kind,) = get_args(asked.return_annotation)
-        vars(blocking)["__signature__"] = asked.replace(return_annotation=GenericAlias(Iterator, kind))
+        vars(blocking)["__signature__"] = asked.replace(
+            return_annotation=GenericAlias(Iterator, kind)
+        )
         self._awaiting, self._blocking = function, blocking
         self.__doc__ = function.__doc__
 
     @overload
-    def __get__(self, client: None, kind: type[Blocking]) -> Callable[Concatenate[Any, P], Iterator[T]]: ...
+    def __get__(
+        self, client: None, kind: type[Blocking]
+    ) -> Callable[Concatenate[Any, P], Iterator[T]]: ...
     @overload
     def __get__(self, client: Blocking, kind: type[Any]) -> Callable[P, Iterator[T]]: ...
     @overload
@@ -123,7 +139,9 @@ class Calls:
         wire.raise_problem(await self._send(call))
 
     async def _ask_patiently(self, call: Call, kind: type[T]) -> T:
-        """As `_ask`, for calls that are safe to repeat: repeated for a few seconds while the server does not answer."""
+        """As `_ask`, for calls that are safe to repeat: repeated for a few seconds while the server
+        does not answer.
+        """
         patience = wire.Patience(seconds=REPEAT_S)
         while True:
             try:

@@ -19,45 +19,69 @@ from .wire import Call, JobLike, ManifestFile
 class CaptureCalls(JobCalls, TokenCalls):
     @call
     async def capture(
-        self, job_id: JobLike, folder: Path | str | None = None, tag: str | None = None, *, partial: bool = False
+        self,
+        job_id: JobLike,
+        folder: Path | str | None = None,
+        tag: str | None = None,
+        *,
+        partial: bool = False,
     ) -> CaptureReader:
-        """The captured rows of a job, given by id, result or answer: read in place on the server's machine, else downloaded and checked.
+        """The captured rows of a job, given by id, result or answer: read in place on the server's
+        machine, else downloaded and checked.
 
-        `folder`: where to keep a download; by default a folder that is gone when the program ends. `tag`: by default that of
-        the job's own capture; what the operator captures of every request has another. `partial`: whatever is there of a
-        capture that is `pending`, `error` or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
-        The reader's `status` and `detail` are the server's; `gaps()` lists what is missing; `tokens()` uses the server's tokenizer,
-        which `Client` asks when it is called and `AsyncClient` here, so that `tokens()` need not wait.
+        `folder`: where to keep a download; by default a folder that is gone when the program ends.
+        `tag`: by default that of the job's own capture; what the operator captures of every request
+        has another. `partial`: whatever is there of a capture that is `pending`, `error` or
+        `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
+        The reader's `status` and `detail` are the server's; `gaps()` lists what is missing;
+        `tokens()` uses the server's tokenizer, which `Client` asks when it is called and
+        `AsyncClient` here, so that `tokens()` need not wait.
         """
         job_id = wire.id_of(job_id)
         reader = await self._open_capture(job_id, folder, tag, partial)
         if self._io.blocks:
             reader.read_tokens = lambda ids: finish(self._words(job_id, ids))
         else:
-            known = sorted({token for request in reader.requests() for token in reader.token_ids(request)})
+            known = sorted(
+                {token for request in reader.requests() for token in reader.token_ids(request)}
+            )
             words = dict(zip(known, await self._words(job_id, known), strict=True))
             reader.read_tokens = lambda ids: [words[token] for token in ids]
         return reader
 
     @call
-    async def matrix(self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last") -> np.ndarray:
-        """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix` makes it of their captures."""
+    async def matrix(
+        self, jobs: Iterable[JobLike], layer: int, hook: str | None = None, rows: Rows = "last"
+    ) -> np.ndarray:
+        """float32 `[samples, hidden]` over all requests of several jobs, as `midstream.matrix`
+        makes it of their captures.
+        """
         return matrix([await self.capture(job) for job in jobs], layer, hook, rows)
 
     @call
-    async def captures(self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None) -> CapturePage:
+    async def captures(
+        self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None
+    ) -> CapturePage:
         """One page of stored captures, newest first; `next` of the page is the next `cursor`."""
-        return await self._ask(Call("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)), CapturePage)
+        return await self._ask(
+            Call("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)),
+            CapturePage,
+        )
 
     @call
     async def delete_capture(self, job_id: JobLike) -> None:
-        """Delete a job's capture files. Raises `gone` when they were deleted before, `conflict` while the job runs."""
+        """Delete a job's capture files.
+
+        Raises `gone` when they were deleted before, `conflict` while the job runs.
+        """
         await self._do(Call("DELETE", wire.capture_path(job_id)))
 
     async def _words(self, job_id: JobLike, ids: list[int]) -> list[str]:
         return (await self.detokenize((await self.job(job_id)).model, ids)).token_strs
 
-    async def _open_capture(self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool) -> CaptureReader:
+    async def _open_capture(
+        self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool
+    ) -> CaptureReader:
         manifest = await self._ask(Call("GET", wire.capture_path(job_id)), wire.Manifest)
         download.check(manifest, job_id, partial)
         found = download.in_place(manifest, job_id) if folder is None else None
@@ -71,7 +95,9 @@ class CaptureCalls(JobCalls, TokenCalls):
         return download.reader(manifest, job_id, paths, tag, partial)
 
     async def _download(self, target: Path, job_id: str, file: ManifestFile) -> Path:
-        async with self._io.stream(method="GET", url=wire.capture_path(job_id, "files", file.name)) as streamed:
+        async with self._io.stream(
+            method="GET", url=wire.capture_path(job_id, "files", file.name)
+        ) as streamed:
             if streamed.response.status_code >= 400:
                 wire.raise_problem(await streamed.read())
             with download.Saved(target, job_id, file) as saved:

@@ -1,4 +1,6 @@
-"""`Client` blocks, `AsyncClient` awaits; both have the same calls, each of which is written once (`client.sdk.calls`)."""
+"""`Client` blocks, `AsyncClient` awaits; both have the same calls, each of which is written once
+(`client.sdk.calls`).
+"""
 
 from .. import notebook
 from . import discovery, wire
@@ -33,11 +35,14 @@ class AllCalls(
 
 
 class Client(Blocking, AllCalls):
-    """The blocking client. `url`: where the API is; by default that of the running stack, found as the commands find it
+    """The blocking client.
+
+    `url`: where the API is; by default that of the running stack, found as the commands find it
     (`client.sdk.discovery`). `api_key`: else that of MIDSTREAM_API_KEY.
 
-    Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and `field`), VersionMismatch
-    when the two versions do not understand each other, and ServerUnreachable when no server answers.
+    Every call raises MidstreamError for what the server refuses or cannot do (with its `kind` and
+    `field`), VersionMismatch when the two versions do not understand each other, and
+    ServerUnreachable when no server answers.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None):
@@ -58,7 +63,10 @@ class Client(Blocking, AllCalls):
 
 
 class AsyncClient(AllCalls):
-    """The awaiting client: the calls of `Client`, as coroutines. Raises the same. Progress callbacks are called, not awaited."""
+    """The awaiting client: the calls of `Client`, as coroutines.
+
+    Raises the same. Progress callbacks are called, not awaited.
+    """
 
     def __init__(self, url: str | None = None, api_key: str | None = None):
         self.url, api_key = discovery.address(url, api_key)

@@ -1,8 +1,9 @@
 """Finds the stack of a client or a command, and verifies its identity.
 
-In this order: an address that is given; the setting `public_url`; the `midstream up` that runs on the data directory; the settings
-`api_host` and `api_port`. The state file of the data directory is used only when the directory belongs to this user, its `midstream up` is
-alive, and the API reports the same instance.
+In this order: an address that is given; the setting `public_url`; the `midstream up` that runs on
+the data directory; the settings `api_host` and `api_port`. The state file of the data directory is
+used only when the directory belongs to this user, its `midstream up` is alive, and the API reports
+the same instance.
 """
 
 import os
@@ -36,7 +37,8 @@ class Stack:
     model: str
     version: str
     started: float  # seconds since the epoch
-    processes: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → pid and birth, see `processes.birth`
+    # name → pid and birth, see `processes.birth`
+    processes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def data_dir(settings: Settings) -> Path:
@@ -44,7 +46,9 @@ def data_dir(settings: Settings) -> Path:
 
 
 def running(data: Path) -> Stack | None:
-    """The stack that runs on a data directory; None when none does, or when the directory is another user's."""
+    """The stack that runs on a data directory; None when none does, or when the directory is
+    another user's.
+    """
     try:
         state = written(data)
         pid = int(state["pid"])
@@ -52,19 +56,32 @@ def running(data: Path) -> Stack | None:
         if not instance or not (data / STATE_FILE).exists():  # it ended in between
             return None
         return Stack(
-            data=data, pid=pid, instance=instance, url=state.get("url", ""), model=state.get("model", ""), version=state.get("version", ""),
-            started=state.get("started", 0.0), processes=processes_of(state),
-        )  # fmt: skip
+            data=data,
+            pid=pid,
+            instance=instance,
+            url=state.get("url", ""),
+            model=state.get("model", ""),
+            version=state.get("version", ""),
+            started=state.get("started", 0.0),
+            processes=processes_of(state),
+        )
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
 
 def written(data: Path) -> dict[str, Any]:
-    """What the last `midstream up` on a data directory wrote down; empty when there is nothing, or it is another user's."""
+    """What the last `midstream up` on a data directory wrote down; empty when there is nothing, or
+    it is another user's.
+    """
     path = data / STATE_FILE
     try:
-        return from_json(path.read_bytes(), dict[str, Any]) if path.stat().st_uid == os.getuid() else {}
-    except (OSError, AttributeError, msgspec.DecodeError):  # AttributeError: a system without users, and so without `midstream up`
+        return (
+            from_json(path.read_bytes(), dict[str, Any])
+            if path.stat().st_uid == os.getuid()
+            else {}
+        )
+    except (OSError, AttributeError, msgspec.DecodeError):
+        # AttributeError: a system without users, and so without `midstream up`
         return {}
 
 
@@ -77,11 +94,18 @@ def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
     if url:
         return url.rstrip("/"), api_key
     settings = load_settings()
-    return find_url(None, settings).rstrip("/"), settings.api_key or None if api_key is None else api_key
+    return find_url(None, settings).rstrip(
+        "/"
+    ), settings.api_key or None if api_key is None else api_key
 
 
-def find_url(given: str | None = None, settings: Settings | None = None, *, sure: bool = True) -> str:
-    """The API's address. Raises SettingsError, and when `sure` ServerUnreachable if the stack that is meant does not run."""
+def find_url(
+    given: str | None = None, settings: Settings | None = None, *, sure: bool = True
+) -> str:
+    """The API's address.
+
+    Raises SettingsError, and when `sure` ServerUnreachable if the stack that is meant does not run.
+    """
     if given:
         return given
     settings = settings or load_settings()
@@ -97,22 +121,37 @@ def find_url(given: str | None = None, settings: Settings | None = None, *, sure
     is_placed = (settings.api_host, settings.api_port) != (default.api_host, default.api_port)
     if sure and not is_placed and (stack is not None or settings.data_dir != default.data_dir):
         why = "is still starting" if stack is not None else "is not running"
-        raise ServerUnreachable(f"the stack on {data} {why}; `midstream up` starts it, and `midstream status` shows it")
+        raise ServerUnreachable(
+            f"the stack on {data} {why}; `midstream up` starts it, and `midstream status` shows it"
+        )
     url = f"http://{reachable(settings.api_host)}:{settings.api_port}"
-    if sure and is_local(settings.api_host) and (owner := owner_of(settings.api_port)) not in (None, os.getuid()):
-        raise ServerUnreachable(f"the server at {url} belongs to another user (uid {owner}): pass `url` explicitly to use it")
+    if (
+        sure
+        and is_local(settings.api_host)
+        and (owner := owner_of(settings.api_port)) not in (None, os.getuid())
+    ):
+        raise ServerUnreachable(
+            f"the server at {url} belongs to another user (uid {owner}): pass `url` "
+            "explicitly to use it"
+        )
     return url
 
 
 def _same(stack: Stack) -> None:
-    """Raises ServerUnreachable when another stack answers in the place of this one. No answer says nothing: it may be restarting."""
+    """Raises ServerUnreachable when another stack answers in the place of this one.
+
+    No answer says nothing: it may be restarting.
+    """
     try:
         answer = httpx.get(f"{stack.url}/healthz", timeout=ASK_S)
         found = from_json(answer.content, Health).instance
     except (httpx.HTTPError, msgspec.DecodeError):
         return
     if found != stack.instance:
-        raise ServerUnreachable(f"the stack at {stack.url} is not the one on {stack.data}: `midstream status` shows which stack is running")
+        raise ServerUnreachable(
+            f"the stack at {stack.url} is not the one on {stack.data}: `midstream status` "
+            "shows which stack is running"
+        )
 
 
 def reachable(host: str) -> str:
@@ -126,7 +165,8 @@ def is_local(host: str) -> bool:
     return host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "")
 
 
-# --- Who listens where (proc(5), tcp) ----------------------------------------------------------------------------------
+# --- Who listens where (proc(5), tcp)
+# ----------------------------------------------------------------------------------
 
 _LISTEN = "0A"
 
@@ -146,7 +186,9 @@ def _listeners() -> list[tuple[int, int, int]]:
 
 
 def owner_of(port: int) -> int | None:
-    """The user whose process listens on a port; None when no process does, or when its owner is unknown."""
+    """The user whose process listens on a port; None when no process does, or when its owner is
+    unknown.
+    """
     return next((uid for found, uid, _ in _listeners() if found == port), None)
 
 

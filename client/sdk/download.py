@@ -18,28 +18,40 @@ from ..captures.blobs import Place
 from ..captures.reader import CaptureReader
 from .wire import Manifest, ManifestFile
 
-#: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor has a file of its own.
-FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors")
+#: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor
+#: has a file of its own.
+FILE_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors"
+)
 
 #: Seconds without a byte after which a link counts as not working.
 LINK_S = 20.0
-#: Status of a capture that is not all there → the kind of error that says so. (`partial` is whole but for what its detail names.)
+#: Status of a capture that is not all there → the kind of error that says so. (`partial` is whole
+#: but for what its detail names.)
 _REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
 
 
 def check(manifest: Manifest, job_id: str, partial: bool) -> None:
-    """Raises MidstreamError when the job has no files, or not all that it should have and `partial` is not wanted; saying why."""
+    """Raises MidstreamError when the job has no files, or not all that it should have and `partial`
+    is not wanted; saying why.
+    """
     because = f" ({manifest.detail})" if manifest.detail else ""
     if not manifest.files:
-        raise MidstreamError("not_found", f"job {job_id} has no capture files: status {manifest.status}{because}")
+        raise MidstreamError(
+            "not_found", f"job {job_id} has no capture files: status {manifest.status}{because}"
+        )
     if not partial and (kind := _REFUSED.get(manifest.status)):
         detail = f"the capture of job {job_id} is incomplete: status {manifest.status}{because}"
         raise MidstreamError(kind, detail, allowed="partial=True reads the available rows")
 
 
 def in_place(manifest: Manifest, job_id: str) -> list[Place]:
-    """The blobs under the server's capture root if they are on this machine, whole; else nothing."""
-    if manifest.root is None or "://" in manifest.root:  # a bucket: the server gives links, or the bytes
+    """The blobs under the server's capture root if they are on this machine, whole; else
+    nothing.
+    """
+    if (
+        manifest.root is None or "://" in manifest.root
+    ):  # a bucket: the server gives links, or the bytes
         return []
     if any(path_fault(file.path, job_id) for file in manifest.files):
         return []  # downloading raises the server's error
@@ -50,12 +62,20 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
     except (OSError, ValueError):
         return []
     here = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
-    return [Place(store, file.path, file.offset, file.bytes, file.crc32) for file in manifest.files] if here else []
+    return (
+        [Place(store, file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
+        if here
+        else []
+    )
 
 
-def reader(manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool) -> CaptureReader:
+def reader(
+    manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool
+) -> CaptureReader:
     """Of `files`, which are all that the manifest names, here or in place."""
-    return CaptureReader.of_job(files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial)
+    return CaptureReader.of_job(
+        files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial
+    )
 
 
 def target_folder(folder: Path | str | None) -> Path:
@@ -70,7 +90,8 @@ def target_folder(folder: Path | str | None) -> Path:
 
 
 def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
-    """A file downloaded from the store itself, and checked; None where that fails: the API has it too, or says what is wrong.
+    """A file downloaded from the store itself, and checked; None where that fails: the API has it
+    too, or says what is wrong.
 
     The API key is not sent.
     """
@@ -78,7 +99,11 @@ def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
         return None
     try:
         with httpx.stream("GET", file.link, timeout=LINK_S) as response:
-            return save(folder, job_id, file, response.iter_bytes()) if response.status_code == 200 else None
+            return (
+                save(folder, job_id, file, response.iter_bytes())
+                if response.status_code == 200
+                else None
+            )
     except (httpx.HTTPError, httpx.InvalidURL, MidstreamError):
         return None
 
@@ -90,15 +115,19 @@ def downloaded(folder: Path, request: int) -> list[Path]:
 
 
 class Saved:
-    """Writes a downloaded file, chunk by chunk, and a manifest for `verify`; nothing stays of one that is not as promised.
+    """Writes a downloaded file, chunk by chunk, and a manifest for `verify`; nothing stays of one
+    that is not as promised.
 
-    Only names of capture files are accepted, so a server cannot write outside `folder`. Raises MidstreamError for others, and when it
-    is left with another size or CRC32 than the server named.
+    Only names of capture files are accepted, so a server cannot write outside `folder`. Raises
+    MidstreamError for others, and when it is left with another size or CRC32 than the server named.
     """
 
     def __init__(self, folder: Path, job_id: str, file: ManifestFile):
         if not FILE_NAME.fullmatch(file.name):
-            raise MidstreamError("capture_failed", f"the server names a file {file.name!r}, which is not a capture file's name")
+            raise MidstreamError(
+                "capture_failed",
+                f"the server names a file {file.name!r}, which is not a capture file's name",
+            )
         self.path = folder / file.name
         self._partial = self.path.with_name(f".{file.name}.part")
         self._job, self._file = job_id, file
@@ -120,8 +149,14 @@ class Saved:
         if kind is not None:
             return
         if found != (file.bytes, file.crc32):
-            arrived, wanted = (f"{size} bytes with CRC32 {crc:08x}" for size, crc in (found, (file.bytes, file.crc32)))
-            raise MidstreamError("capture_damaged", f"{file.name} of job {self._job} arrived as {arrived}, not {wanted}")
+            arrived, wanted = (
+                f"{size} bytes with CRC32 {crc:08x}"
+                for size, crc in (found, (file.bytes, file.crc32))
+            )
+            raise MidstreamError(
+                "capture_damaged",
+                f"{file.name} of job {self._job} arrived as {arrived}, not {wanted}",
+            )
         described = {"job": self._job, "file": file.name, "bytes": self._size, "crc32": self._crc}
         self.path.with_suffix(".json").write_text(json.dumps(described))
         self._partial.rename(self.path)

@@ -20,24 +20,35 @@ from .tokens import _detokenize
 
 @dataclass(frozen=True)
 class Features:
-    """The most active features of each token of one prompt, and of what was generated for it where positions name that."""
+    """The most active features of each token of one prompt, and of what was generated for it where
+    positions name that.
+    """
 
     job: str
     reading: FeaturesReading
     words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
 
     def word(self, place: int) -> str:
-        """The text of the token at this place of `reading.positions`; its id where that is not known."""
+        """The text of the token at this place of `reading.positions`; its id where that is not
+        known.
+        """
         token = self.reading.token_ids[place]
         return self.words.get(token, f"#{token}")
 
     def of(self, place: int) -> dict[int, float]:
-        """Feature → activation, most active first, of the token at this place of `reading.positions`."""
+        """Feature → activation, most active first, of the token at this place of
+        `reading.positions`.
+        """
         return dict(zip(self.reading.features[place], self.reading.activations[place], strict=True))
 
     def activations(self, feature: int) -> np.ndarray:
-        """float32 `[positions]` of one feature; 0 where it is not among the tokens' most active ones."""
-        return np.array([self.of(place).get(feature, 0.0) for place in range(len(self.reading.positions))], np.float32)
+        """float32 `[positions]` of one feature; 0 where it is not among the tokens' most active
+        ones.
+        """
+        return np.array(
+            [self.of(place).get(feature, 0.0) for place in range(len(self.reading.positions))],
+            np.float32,
+        )
 
     def _repr_html_(self) -> str:
         return str(notebook.rendered("features_html", self))
@@ -57,11 +68,22 @@ TOP_K = 10
 
 
 def _fields(
-    prompt: Any, saes: Saes, positions: Positions, at: str | None, max_tokens: int, sampling: Mapping[str, Any] | None
+    prompt: Any,
+    saes: Saes,
+    positions: Positions,
+    at: str | None,
+    max_tokens: int,
+    sampling: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Of the job."""
-    most = saes if isinstance(saes, Mapping) else dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
-    asked = [wire.given(sae=sae, positions=positions, top_k=top_k, at=at) for sae, top_k in most.items()]
+    most = (
+        saes
+        if isinstance(saes, Mapping)
+        else dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
+    )
+    asked = [
+        wire.given(sae=sae, positions=positions, top_k=top_k, at=at) for sae, top_k in most.items()
+    ]
     return {"features": asked, **one_prompt(prompt, max_tokens, sampling)}
 
 
@@ -79,8 +101,13 @@ def _found(result: JobResult, texts: httpx.Response) -> dict[str, Features]:
 
 class FeatureCalls(JobCalls):
     @call
-    async def features(self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any) -> Features:
-        """The `top_k` most active features of the autoencoder `sae`. `options`: as of `features_of`."""
+    async def features(
+        self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any
+    ) -> Features:
+        """The `top_k` most active features of the autoencoder `sae`.
+
+        `options`: as of `features_of`.
+        """
         return (await self.features_of(prompt, {sae: top_k}, **options))[sae]
 
     @call
@@ -97,10 +124,11 @@ class FeatureCalls(JobCalls):
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> dict[str, Features]:
-        """Name of each autoencoder → the most active features of each token at `positions`, by one request.
+        """Name of each autoencoder → the most active features of each token at `positions`, by one
+        request.
 
-        `prompt`: text, token ids, or a conversation. `at`: after edits of the same place by default. `fields`: of the job: `model`,
-        `steering`, …
+        `prompt`: text, token ids, or a conversation. `at`: after edits of the same place by
+        default. `fields`: of the job: `model`, `steering`, …
         """
         fields |= _fields(prompt, saes, positions, at, max_tokens, sampling)
         result = await self.run(timeout=timeout, progress=False, **fields)

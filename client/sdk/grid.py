@@ -25,7 +25,11 @@ MEANING: dict[Metric, str] = {
     "kl": "KL from the clean prompt, nats",
 }
 #: TransformerLens' short names.
-_ALIAS = {hook: name for name, hook in reversed(ALIASES.items()) if "." not in name and not (hook in HOOKS and name.startswith("hook_"))}
+_ALIAS = {
+    hook: name
+    for name, hook in reversed(ALIASES.items())
+    if "." not in name and not (hook in HOOKS and name.startswith("hook_"))
+}
 #: Of pairs whose columns are called otherwise, so many names are shown.
 _NAMES = 2
 #: Characters of a prompt in a title.
@@ -43,12 +47,17 @@ class Effect(NamedTuple):
     value: float  # in the metric's units
     effect: float  # value less that of the prompt as it is
     head: int = -1  # −1: on an axis without heads
-    neurons: tuple[int, ...] = ()  # that were chosen by their rank, the strongest first; of one pair
+    neurons: tuple[
+        int, ...
+    ] = ()  # that were chosen by their rank, the strongest first; of one pair
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One pair's grids, or the mean over all pairs. Arrays: `[layers, columns]` float64, NaN where a cell has no value."""
+    """One pair's grids, or the mean over all pairs.
+
+    Arrays: `[layers, columns]` float64, NaN where a cell has no value.
+    """
 
     metric: Metric
     hooks: list[Hook]
@@ -60,7 +69,9 @@ class Grid:
     effects: dict[Hook, np.ndarray]  # value less that of the patched prompt as it is
     base: float  # the patched prompt as it is, in the metric's units
     noise_floor: float | None
-    noise_probes: int  # patches that change nothing, of which it is the largest change; 0: not known
+    noise_probes: (
+        int  # patches that change nothing, of which it is the largest change; 0: not known
+    )
     axis: Axis
     heads: list[int]  # of the columns; empty on an axis without
     neurons: dict[Hook, list[list[list[int]]]]  # of one pair's cells, what was chosen by rank
@@ -73,14 +84,23 @@ class Grid:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The ends of a colour scale that serves all hooks, as far on both sides of `base` as any cell lies; −1 to 1 of shares."""
+        """The ends of a colour scale that serves all hooks, as far on both sides of `base` as any
+        cell lies; −1 to 1 of shares.
+        """
         if self.metric == "recovered":
             return -1.0, 1.0
         if math.isnan(self.base):
             known = np.concatenate([each[~np.isnan(each)] for each in self.values.values()])
             low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 1.0)
             return (low, high) if low < high else (low - 1.0, low + 1.0)
-        reach = max((float(np.nanmax(np.abs(each))) for each in self.effects.values() if not np.isnan(each).all()), default=0.0)
+        reach = max(
+            (
+                float(np.nanmax(np.abs(each)))
+                for each in self.effects.values()
+                if not np.isnan(each).all()
+            ),
+            default=0.0,
+        )
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
 
     def cells(self) -> Iterator[Effect]:
@@ -95,20 +115,31 @@ class Grid:
                 )  # fmt: skip
 
     def by_head(self, hook: Hook | None = None) -> np.ndarray:
-        """Values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]` on axis `head_position`, NaN where a cell has
-        none. `hook`: the only one, unless there are several. Raises MidstreamError for other axes.
+        """Values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]` on axis
+        `head_position`, NaN where a cell has none. `hook`: the only one, unless there are several.
+        Raises MidstreamError for other axes.
         """
         if not self.heads:
-            raise invalid("axis", f"a grid of axis {self.axis!r} has no heads", allowed="a sweep of axis head or head_position")
+            raise invalid(
+                "axis",
+                f"a grid of axis {self.axis!r} has no heads",
+                allowed="a sweep of axis head or head_position",
+            )
         values, heads = self.values[hook or self.hooks[0]], len(dict.fromkeys(self.heads))
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A line for each cell that has a value, with the fields of `Effect`. Raises MidstreamError without pandas."""
+        """A line for each cell that has a value, with the fields of `Effect`.
+
+        Raises MidstreamError without pandas.
+        """
         return frames.pandas().DataFrame(self.cells(), columns=list(Effect._fields))
 
     def to_xarray(self) -> "xarray.Dataset":
-        """`value` and `effect` `[hook, layer, column]`, NaN where a cell has none. Raises MidstreamError without xarray."""
+        """`value` and `effect` `[hook, layer, column]`, NaN where a cell has none.
+
+        Raises MidstreamError without xarray.
+        """
         axes = ("hook", "layer", "column")
         columns = {"label": ("column", self.labels), "name": ("column", self.names)} | (
             {"head": ("column", self.heads)} if self.heads else {}
@@ -118,12 +149,25 @@ class Grid:
                 "value": (axes, np.stack([self.values[hook] for hook in self.hooks])),
                 "effect": (axes, np.stack([self.effects[hook] for hook in self.hooks])),
             },
-            coords={"hook": self.hooks, "layer": self.layers, "column": np.arange(len(self.labels)), **columns},
-            attrs={"metric": self.metric, "unit": MEANING[self.metric], "base": self.base, "axis": self.axis},
+            coords={
+                "hook": self.hooks,
+                "layer": self.layers,
+                "column": np.arange(len(self.labels)),
+                **columns,
+            },
+            attrs={
+                "metric": self.metric,
+                "unit": MEANING[self.metric],
+                "base": self.base,
+                "axis": self.axis,
+            },
         )
 
     def plotly(self) -> Any:
-        """An interactive heatmap: `plotly.graph_objects.Figure`. Raises MidstreamError without plotly."""
+        """An interactive heatmap: `plotly.graph_objects.Figure`.
+
+        Raises MidstreamError without plotly.
+        """
         return notebook.rendered("plotly_figure", self)
 
     def _repr_html_(self) -> str:
@@ -135,11 +179,18 @@ class Grid:
 
 
 def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
-    """The grids of one pair, or with None those of their mean. Raises MidstreamError for a pair that there is not."""
+    """The grids of one pair, or with None those of their mean.
+
+    Raises MidstreamError for a pair that there is not.
+    """
     if pair is not None and not 0 <= pair < len(result.pairs):
-        raise invalid("pair", f"no pair {pair}", allowed=f"0 to {len(result.pairs) - 1}, or None for the mean")
+        raise invalid(
+            "pair", f"no pair {pair}", allowed=f"0 to {len(result.pairs) - 1}, or None for the mean"
+        )
     chosen = result.pairs if pair is None else [result.pairs[pair]]
-    values = {hook: np.array([_array(each, hook, result) for each in chosen]) for hook in result.hooks}
+    values = {
+        hook: np.array([_array(each, hook, result) for each in chosen]) for hook in result.hooks
+    }
     bases = np.array([_base(result.metric, each.base) for each in chosen])
     labels = _labels(chosen)
     floors = [each.noise_floor for each in chosen if each.noise_floor is not None]
@@ -152,7 +203,9 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         positions=_positions(chosen[0]),
         values={hook: _mean(each) for hook, each in values.items()},
         effects={hook: _mean(each - bases[:, None, None]) for hook, each in values.items()},
-        base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),  # without one there are no values
+        base=float(np.mean(known))
+        if (known := bases[~np.isnan(bases)]).size
+        else float("nan"),  # without one there are no values
         noise_floor=max(floors, default=None),
         noise_probes=sum(each.noise_probes for each in chosen),
         axis=result.axis,
@@ -163,26 +216,41 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
 
 
 def records(result: SweepResult) -> list[dict[str, Any]]:
-    """One record for each cell of each pair; `value` and `effect` are None where `reason` says why."""
+    """One record for each cell of each pair; `value` and `effect` are None where `reason` says
+    why.
+    """
     reasons = {
-        (skipped.pair, skipped.hook, layer, skipped.column): skipped.reason for skipped in result.skipped for layer in skipped.layers
+        (skipped.pair, skipped.hook, layer, skipped.column): skipped.reason
+        for skipped in result.skipped
+        for layer in skipped.layers
     }
     found = []
     for number, pair in enumerate(result.pairs):
         base, positions = _base(result.metric, pair.base), _positions(pair)
         for hook in result.hooks:
-            for row_number, (layer, row) in enumerate(zip(result.layers, pair.grids[hook], strict=True)):
+            for row_number, (layer, row) in enumerate(
+                zip(result.layers, pair.grids[hook], strict=True)
+            ):
                 for column, value in enumerate(row):
                     found.append(
                         {
-                            "pair": number, "hook": hook, "layer": layer, "column": column, "label": pair.labels[column],
-                            "positions": positions[column], "value": value,
+                            "pair": number,
+                            "hook": hook,
+                            "layer": layer,
+                            "column": column,
+                            "label": pair.labels[column],
+                            "positions": positions[column],
+                            "value": value,
                             "effect": None if value is None or math.isnan(base) else value - base,
                             "reason": reasons.get((number, hook, layer, column), ""),
                             **({"head": pair.heads[column]} if pair.heads else {}),
-                            **({"neurons": pair.neurons[hook][row_number][column]} if hook in pair.neurons else {}),
+                            **(
+                                {"neurons": pair.neurons[hook][row_number][column]}
+                                if hook in pair.neurons
+                                else {}
+                            ),
                         }
-                    )  # fmt: skip
+                    )
     return found
 
 
@@ -197,17 +265,28 @@ def written(label: str) -> str:
 
 
 def described(result: SweepResult, pair: int | None = None) -> list[str]:
-    """What was patched into what, what was asked, and how far values scatter: the lines of a title."""
+    """What was patched into what, what was asked, and how far values scatter: the lines of a
+    title.
+    """
     number = 0 if pair is None and len(result.pairs) == 1 else pair
     lines = []
     if number is None:
         lines.append(f"mean over {len(result.pairs)} pairs of prompts{_ablated(result)}")
     else:
         shown = result.pairs[number]
-        patched, source = (_shortened("".join(tokens)) for tokens in (shown.base_tokens, shown.source_tokens))
-        lines.append(f"“{patched}”{_ablated(result)}" if result.ablation else f"“{source}” patched into “{patched}”")
+        patched, source = (
+            _shortened("".join(tokens)) for tokens in (shown.base_tokens, shown.source_tokens)
+        )
+        lines.append(
+            f"“{patched}”{_ablated(result)}"
+            if result.ablation
+            else f"“{source}” patched into “{patched}”"
+        )
         if shown.answer:
-            lines.append(f"answer “{shown.answer.strip()}”" + (f", foil “{shown.foil.strip()}”" if shown.foil else ""))
+            lines.append(
+                f"answer “{shown.answer.strip()}”"
+                + (f", foil “{shown.foil.strip()}”" if shown.foil else "")
+            )
     return [*lines, " · ".join(_conditions(result, grid_of(result, pair)))]
 
 
@@ -218,7 +297,9 @@ def _shortened(prompt: str) -> str:
 
 
 def _ablated(result: SweepResult) -> str:
-    return {None: "", "zeros": ", rows set to zero", "mean": ", rows set to their mean"}[result.ablation]
+    return {None: "", "zeros": ", rows set to zero", "mean": ", rows set to their mean"}[
+        result.ablation
+    ]
 
 
 def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
@@ -233,8 +314,14 @@ def _conditions(result: SweepResult, grid: Grid) -> Iterator[str]:
     if result.alpha != 1:
         yield f"alpha {result.alpha:g}"
     if grid.noise_floor is not None:
-        floor = f"{grid.noise_floor:.2g}" if grid.noise_floor > grid.resolution else f"< {grid.resolution:.1g}"
-        yield f"noise floor {floor}" + (f" ({grid.noise_probes} probes)" if grid.noise_probes else "")
+        floor = (
+            f"{grid.noise_floor:.2g}"
+            if grid.noise_floor > grid.resolution
+            else f"< {grid.resolution:.1g}"
+        )
+        yield f"noise floor {floor}" + (
+            f" ({grid.noise_probes} probes)" if grid.noise_probes else ""
+        )
 
 
 def described_path(path: SweepPath) -> str:
@@ -243,7 +330,10 @@ def described_path(path: SweepPath) -> str:
     if path.sender is not None:
         return f"path from {_end(path.sender)}{held}"
     receivers = path.receivers or []
-    return f"path to {receivers if isinstance(receivers, str) else ', '.join(map(_end, receivers))}{held}"
+    return (
+        "path to "
+        f"{receivers if isinstance(receivers, str) else ', '.join(map(_end, receivers))}{held}"
+    )
 
 
 def _end(end: PathEnd) -> str:
@@ -251,20 +341,32 @@ def _end(end: PathEnd) -> str:
 
 
 def _array(pair: PairResult, hook: Hook, result: SweepResult) -> np.ndarray:
-    return np.array(pair.grids[hook], dtype=np.float64).reshape(len(result.layers), len(pair.labels))
+    return np.array(pair.grids[hook], dtype=np.float64).reshape(
+        len(result.layers), len(pair.labels)
+    )
 
 
 def _base(metric: Metric, base: Baseline | None) -> float:
-    """In the metric's units, NaN if unknown. Nothing of the difference is recovered where nothing is patched."""
+    """In the metric's units, NaN if unknown.
+
+    Nothing of the difference is recovered where nothing is patched.
+    """
     if metric == "recovered":
         return 0.0
     return float("nan") if base is None else base.value
 
 
 def _resolution(metric: Metric, pair: PairResult) -> float:
-    """The step from one float32 to the next at the largest log-probability that the metric is made of, in the metric's units."""
+    """The step from one float32 to the next at the largest log-probability that the metric is made
+    of, in the metric's units.
+    """
     known = [each for each in (pair.base, pair.source) if each is not None]
-    logprobs = [abs(part) for each in known for part in (each.logprob, each.foil_logprob) if part is not None]
+    logprobs = [
+        abs(part)
+        for each in known
+        for part in (each.logprob, each.foil_logprob)
+        if part is not None
+    ]
     step = float(np.spacing(np.float32(max(logprobs, default=1.0))))
     span = abs(known[1].value - known[0].value) if metric == "recovered" and len(known) > 1 else 1.0
     return step / (span or 1.0)

@@ -21,12 +21,20 @@ HarvestLike = str | HarvestView
 
 
 def _path(harvest: HarvestLike, *more: str) -> str:
-    return "/".join([_HARVESTS, quote(harvest.id if isinstance(harvest, HarvestView) else harvest, safe=""), *more])
+    return "/".join(
+        [
+            _HARVESTS,
+            quote(harvest.id if isinstance(harvest, HarvestView) else harvest, safe=""),
+            *more,
+        ]
+    )
 
 
 def _submission(request: HarvestRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
     body = values.request(request, fields, HarvestRequest)
-    return Call("POST", _HARVESTS, body=body, headers={"idempotency-key": key or wire.idempotency_key()})
+    return Call(
+        "POST", _HARVESTS, body=body, headers={"idempotency-key": key or wire.idempotency_key()}
+    )
 
 
 def _page(limit: int | None) -> Call:
@@ -45,9 +53,16 @@ def _ended(view: HarvestView) -> HarvestView:
 class HarvestCalls(Calls):
     @call
     async def submit_harvest(
-        self, /, request: HarvestRequest | None = None, *, idempotency_key: str | None = None, **fields: Any
+        self,
+        /,
+        request: HarvestRequest | None = None,
+        *,
+        idempotency_key: str | None = None,
+        **fields: Any,
     ) -> HarvestView:
-        """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns at once. Safe to repeat."""
+        """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns
+        at once. Safe to repeat.
+        """
         return await self._ask_patiently(_submission(request, idempotency_key, fields), HarvestView)
 
     @call
@@ -61,13 +76,20 @@ class HarvestCalls(Calls):
         return await self._ask(_page(limit), HarvestPage)
 
     @call
-    async def wait_harvest(self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None) -> HarvestView:
-        """The harvest once it has succeeded; `midstream.harvest.open(view.uri)` reads it. `progress` is called with every look.
+    async def wait_harvest(
+        self, harvest: HarvestLike, progress: Progress | None = None, timeout: float | None = None
+    ) -> HarvestView:
+        """The harvest once it has succeeded; `midstream.harvest.open(view.uri)` reads it.
 
-        Raises what went wrong of one that failed, `conflict` of one that was cancelled, TimeoutError after `timeout` seconds.
-        Survives an API restart.
+        `progress` is called with every look.
+
+        Raises what went wrong of one that failed, `conflict` of one that was cancelled,
+        TimeoutError after `timeout` seconds. Survives an API restart.
         """
-        deadline, patience = None if timeout is None else time.monotonic() + timeout, wire.Patience()
+        deadline, patience = (
+            None if timeout is None else time.monotonic() + timeout,
+            wire.Patience(),
+        )
         while True:
             try:
                 view = await self.harvest(harvest)

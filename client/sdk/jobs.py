@@ -25,28 +25,50 @@ def submission(request: JobRequest | None, key: str | None, fields: dict[str, An
 
 def poll(job_id: JobLike, version: str, seconds: float) -> Call:
     headers = {"if-none-match": version} if version else {}
-    return Call("GET", wire.job_path(job_id), params={"wait": round(seconds, 3)}, headers=headers, timeout=seconds + 30)
+    return Call(
+        "GET",
+        wire.job_path(job_id),
+        params={"wait": round(seconds, 3)},
+        headers=headers,
+        timeout=seconds + 30,
+    )
 
 
 def _events_stream(job_id: JobLike, after: str) -> dict[str, Any]:
     headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
     # The server sends a comment every 15 s: silence for longer means that the connection is dead.
-    return {"method": "GET", "url": wire.job_path(job_id, "events"), "headers": headers, "timeout": httpx.Timeout(10.0, read=45.0)}
+    return {
+        "method": "GET",
+        "url": wire.job_path(job_id, "events"),
+        "headers": headers,
+        "timeout": httpx.Timeout(10.0, read=45.0),
+    }
 
 
 class JobCalls(Calls):
     @call
-    async def submit(self, /, request: JobRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
-        """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…}, steering=[…], patch=[…]`); returns at once.
+    async def submit(
+        self,
+        /,
+        request: JobRequest | None = None,
+        *,
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> JobView:
+        """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…},
+        steering=[…], patch=[…]`); returns at once.
 
-        Safe to retry: a unique key makes a repeated submission return the same job. `model` may be omitted while one is served.
+        Safe to retry: a unique key makes a repeated submission return the same job. `model` may be
+        omitted while one is served.
         """
         try:
             call = submission(request, idempotency_key, fields)
         except MidstreamError as error:
             if request is not None or "model" in fields or error.field != "model":
                 raise
-            call = submission(None, idempotency_key, {"model": wire.only_model(await self.models()), **fields})
+            call = submission(
+                None, idempotency_key, {"model": wire.only_model(await self.models()), **fields}
+            )
         return await self._ask_patiently(call, JobView)
 
     @call
@@ -56,18 +78,38 @@ class JobCalls(Calls):
 
     @call
     async def jobs(
-        self, *, state: str | None = None, model: str | None = None, limit: int | None = None, cursor: str | None = None
+        self,
+        *,
+        state: str | None = None,
+        model: str | None = None,
+        limit: int | None = None,
+        cursor: str | None = None,
     ) -> JobPage:
         """One page of jobs, newest first; `next` of the page is the next `cursor`."""
-        return await self._ask(Call("GET", "/v1/jobs", params=wire.given(state=state, model=model, limit=limit, cursor=cursor)), JobPage)
+        return await self._ask(
+            Call(
+                "GET",
+                "/v1/jobs",
+                params=wire.given(state=state, model=model, limit=limit, cursor=cursor),
+            ),
+            JobPage,
+        )
 
     @call
     async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
-        """The job once it is over, however it ended. Raises TimeoutError after `timeout` seconds; survives an API restart."""
-        job_id, deadline = wire.id_of(job_id), None if timeout is None else time.monotonic() + timeout
+        """The job once it is over, however it ended.
+
+        Raises TimeoutError after `timeout` seconds; survives an API restart.
+        """
+        job_id, deadline = (
+            wire.id_of(job_id),
+            None if timeout is None else time.monotonic() + timeout,
+        )
         etag, state, patience = "", "queued", wire.Patience()
         while True:
-            left = wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
+            left = (
+                wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
+            )
             if left <= 0:
                 raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
             try:
@@ -84,20 +126,31 @@ class JobCalls(Calls):
 
     @call
     async def result(self, job_id: JobLike) -> JobResult:
-        """The result of a job that succeeded; raises what went wrong of one that failed, `conflict` of one not over yet."""
+        """The result of a job that succeeded; raises what went wrong of one that failed, `conflict`
+        of one not over yet.
+        """
         return await self._ask(Call("GET", wire.job_path(job_id, "result")), JobResult)
 
     @call
     async def run(
-        self, /, request: JobRequest | None = None, *, timeout: float | None = None, progress: bool = True, **fields: Any
+        self,
+        /,
+        request: JobRequest | None = None,
+        *,
+        timeout: float | None = None,
+        progress: bool = True,
+        **fields: Any,
     ) -> JobResult:
         """Submit, wait, and return the result: every requested capture is durable then.
 
-        On a terminal and in a notebook a bar counts the prompts, once the job has run for a second; `progress=False` leaves it out.
+        On a terminal and in a notebook a bar counts the prompts, once the job has run for a second;
+        `progress=False` leaves it out.
         """
         view = await self.submit(request, **fields)
         with prompts_bar(view.prompts) if progress else nullcontext() as show:
-            async with nullcontext() if show is None else self._io.beside(self._follow(view.id, show)):
+            async with (
+                nullcontext() if show is None else self._io.beside(self._follow(view.id, show))
+            ):
                 await self.wait(view.id, timeout)
         return await self.result(view.id)
 
@@ -108,7 +161,9 @@ class JobCalls(Calls):
 
     @stream
     async def events(self, job_id: JobLike, after: str = "") -> AsyncIterator[Event]:
-        """The job's events until it is over; after a lost connection it resumes behind the last one seen."""
+        """The job's events until it is over; after a lost connection it resumes behind the last one
+        seen.
+        """
         parser, patience = wire.EventParser(after), wire.Patience()
         while True:
             try:
@@ -140,7 +195,10 @@ class JobCalls(Calls):
     @call
     async def models(self) -> list[str]:
         """Names of the models that are served."""
-        return [entry["id"] for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]]
+        return [
+            entry["id"]
+            for entry in (await self._ask(Call("GET", "/v1/models"), dict[str, Any]))["data"]
+        ]
 
     @call
     async def model(self, name: str) -> dict[str, Any]:
@@ -149,7 +207,10 @@ class JobCalls(Calls):
 
     @call
     async def ready(self) -> bool:
-        """Whether a live worker serves a model. An unreachable server counts as not ready and raises nothing."""
+        """Whether a live worker serves a model.
+
+        An unreachable server counts as not ready and raises nothing.
+        """
         try:
             return (await self._send(Call("GET", "/readyz", timeout=5.0))).status_code == 200
         except MidstreamError:
@@ -169,8 +230,15 @@ class JobCalls(Calls):
         **openai: Any,
     ) -> Answer:
         """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
-        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
-        body = wire.openai_body(CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours})
+        ours = {
+            "steering": steering,
+            "patch": patch,
+            "capture": capture,
+            "capture_wait": capture_wait,
+        }
+        body = wire.openai_body(
+            CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours}
+        )
         return await self._held("/v1/completions", body)
 
     @call
@@ -189,14 +257,25 @@ class JobCalls(Calls):
     ) -> Answer:
         """`POST /v1/chat/completions` with OpenAI's fields and ours.
 
-        `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the text of the last user message.
+        `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the
+        text of the last user message.
         """
-        ours = {"steering": steering, "patch": patch, "capture": capture, "capture_wait": capture_wait}
-        body = wire.openai_body(ChatRequest, {"model": model, "messages": with_images(messages, images), **openai, **ours})
+        ours = {
+            "steering": steering,
+            "patch": patch,
+            "capture": capture,
+            "capture_wait": capture_wait,
+        }
+        body = wire.openai_body(
+            ChatRequest,
+            {"model": model, "messages": with_images(messages, images), **openai, **ours},
+        )
         return await self._held("/v1/chat/completions", body)
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
-        """The answer to a request that the server holds; of the job that it became where that took longer than the server holds it."""
+        """The answer to a request that the server holds; of the job that it became where that took
+        longer than the server holds it.
+        """
         response = await self._send(Call("POST", path, body=body, timeout=wire.HELD_S))
         if response.status_code != 202:
             return wire.answer(response)

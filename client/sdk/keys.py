@@ -2,7 +2,18 @@
 
 from collections.abc import Sequence
 
-from ...schemas.keys import DEFAULT_TENANT, CreatedKey, KeyId, KeyList, KeyRequest, KeyView, Limits, TenantList, TenantName, TenantView
+from ...schemas.keys import (
+    DEFAULT_TENANT,
+    CreatedKey,
+    KeyId,
+    KeyList,
+    KeyRequest,
+    KeyView,
+    Limits,
+    TenantList,
+    TenantName,
+    TenantView,
+)
 from . import wire
 from .calls import Calls, call
 from .wire import Call
@@ -10,9 +21,13 @@ from .wire import Call
 _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
 
 
-def key_request(name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None) -> KeyRequest:
+def key_request(
+    name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
+) -> KeyRequest:
     """Raises MidstreamError naming what is wrong."""
-    return wire.checked({"name": name, "tenant": tenant, "scopes": scopes, "expires_in": expires_in}, KeyRequest)
+    return wire.checked(
+        {"name": name, "tenant": tenant, "scopes": scopes, "expires_in": expires_in}, KeyRequest
+    )
 
 
 def _key(key_id: str) -> Call:
@@ -33,7 +48,10 @@ class KeyCalls(Calls):
         scopes: str | Sequence[str] = ("submit", "read"),
         expires_in: float | str | None = None,
     ) -> CreatedKey:
-        """A new key, which is shown here and never again. `expires_in`: seconds, or a text such as `90d` or `12h`."""
+        """A new key, which is shown here and never again.
+
+        `expires_in`: seconds, or a text such as `90d` or `12h`.
+        """
         body = key_request(name, tenant, scopes, expires_in)
         return await self._ask(Call("POST", _KEYS, body=body), CreatedKey)
 
@@ -55,7 +73,9 @@ class KeyCalls(Calls):
     @call
     async def tenant(self, name: str | None = None) -> TenantView:
         """Limits as they hold and what is used; of the key's own tenant where no name is given."""
-        return await self._ask(Call("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView)
+        return await self._ask(
+            Call("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
+        )
 
     @call
     async def set_tenant(self, name: str, limits: Limits) -> TenantView:

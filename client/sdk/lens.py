@@ -42,14 +42,19 @@ class Lens:
         return self.words.get(int(token), f"#{int(token)}")
 
     def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:
-        """The heat map of top tokens (matplotlib, extra `plots`). `path`: saved there. `places`: of `positions`; by default all.
+        """The heat map of top tokens (matplotlib, extra `plots`).
+
+        `path`: saved there. `places`: of `positions`; by default all.
 
         Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
         """
         return notebook.rendered("lens_figure", self, path, places)
 
     def plotly(self) -> Any:
-        """An interactive heatmap: `plotly.graph_objects.Figure`. Raises MidstreamError without plotly."""
+        """An interactive heatmap: `plotly.graph_objects.Figure`.
+
+        Raises MidstreamError without plotly.
+        """
         return notebook.rendered("plotly_figure", self)
 
     def _repr_html_(self) -> str:
@@ -68,8 +73,12 @@ def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None
         tokens=np.array(reading.top_tokens, dtype=np.int64).reshape(*shape, -1),
         logprobs=np.array(reading.top_logprobs, dtype=np.float32).reshape(*shape, -1),
         named=reading.named_tokens,
-        ranks=np.array(reading.named_ranks, dtype=np.int64).reshape(*shape, len(reading.named_tokens)),
-        named_logprobs=np.array(reading.named_logprobs, dtype=np.float32).reshape(*shape, len(reading.named_tokens)),
+        ranks=np.array(reading.named_ranks, dtype=np.int64).reshape(
+            *shape, len(reading.named_tokens)
+        ),
+        named_logprobs=np.array(reading.named_logprobs, dtype=np.float32).reshape(
+            *shape, len(reading.named_tokens)
+        ),
         words=words or {},
     )
 
@@ -78,13 +87,22 @@ def known_tokens(readings: Sequence[LensReading]) -> list[int]:
     """All token ids in these, ascending."""
     found: set[int] = set()
     for reading in readings:
-        found.update(reading.token_ids, reading.named_tokens, *(row for layer in reading.top_tokens for row in layer))
+        found.update(
+            reading.token_ids,
+            reading.named_tokens,
+            *(row for layer in reading.top_tokens for row in layer),
+        )
     return sorted(found)
 
 
-def _fields(prompt: Any, spec: dict[str, Any], max_tokens: int, sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+def _fields(
+    prompt: Any, spec: dict[str, Any], max_tokens: int, sampling: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Of the job."""
-    return {"lens": {**spec, "tokens": list(spec["tokens"])}, **one_prompt(prompt, max_tokens, sampling)}
+    return {
+        "lens": {**spec, "tokens": list(spec["tokens"])},
+        **one_prompt(prompt, max_tokens, sampling),
+    }
 
 
 def _tokens(result: JobResult) -> list[int]:
@@ -117,12 +135,25 @@ class LensCalls(JobCalls):
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Lens:
-        """What each layer's rows say of the next token, through the model's own final norm and output matrix.
+        """What each layer's rows say of the next token, through the model's own final norm and
+        output matrix.
 
-        `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose rank and log-probability are wanted.
-        `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through first. `at`: after edits of the same
-        place by default. `fields`: of the job: `model`, `steering`, …
+        `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose
+        rank and log-probability are wanted.
+        `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through
+        first. `at`: after edits of the same place by default. `fields`: of the job: `model`,
+        `steering`, …
         """
-        spec = wire.given(layers=layers, positions=positions, top_k=top_k, tokens=tokens, hook=hook, tuned=tuned, at=at)
-        result = await self.run(timeout=timeout, progress=False, **fields | _fields(prompt, spec, max_tokens, sampling))
+        spec = wire.given(
+            layers=layers,
+            positions=positions,
+            top_k=top_k,
+            tokens=tokens,
+            hook=hook,
+            tuned=tuned,
+            at=at,
+        )
+        result = await self.run(
+            timeout=timeout, progress=False, **fields | _fields(prompt, spec, max_tokens, sampling)
+        )
         return _found(result, await self._send(_detokenize(result.model, _tokens(result))))

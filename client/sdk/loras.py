@@ -26,8 +26,11 @@ class LoraCalls(Calls):
     """`model` may be left out where one is served."""
 
     @call
-    async def register_lora(self, name: str, path: str, model: str | None = None, description: str = "") -> Lora:
-        """Give the adapter in this folder below the server's `lora_dir` a name: requests say `lora=name`.
+    async def register_lora(
+        self, name: str, path: str, model: str | None = None, description: str = ""
+    ) -> Lora:
+        """Give the adapter in this folder below the server's `lora_dir` a name: requests say
+        `lora=name`.
 
         A name that is taken is replaced (`replaced`).
         """
@@ -36,7 +39,9 @@ class LoraCalls(Calls):
     @call
     async def loras(self, model: str | None = None) -> list[Lora]:
         """The adapters of a model."""
-        return Listing((await self._ask(Call("GET", _LORAS, params=of_model(model)), LoraPage)).loras)
+        return Listing(
+            (await self._ask(Call("GET", _LORAS, params=of_model(model)), LoraPage)).loras
+        )
 
     @call
     async def lora(self, name: str, model: str | None = None) -> Lora:

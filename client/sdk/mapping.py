@@ -1,4 +1,6 @@
-"""`map`: a request over any number of prompts, as jobs of many prompts each, with retries and a cache that survives kills."""
+"""`map`: a request over any number of prompts, as jobs of many prompts each, with retries and a
+cache that survives kills.
+"""
 
 import itertools
 import re
@@ -32,11 +34,21 @@ from .source_runs import RunCalls
 from .steering import SteeringCalls
 from .tuned_lenses import TunedLensCalls
 
-#: Bytes of the prompts of one job, as JSON; a longer prompt is a job of its own. Far below the server's `max_body_mib`, and few enough
-#: token ids for `MAX_JSON_VALUES`.
+#: Bytes of the prompts of one job, as JSON; a longer prompt is a job of its own. Far below the
+#: server's `max_body_mib`, and few enough token ids for `MAX_JSON_VALUES`.
 JOB_BYTES = 1 << 20
 #: Ways in which a job fails that another worker, or another time, may not repeat.
-AGAIN = frozenset({"worker_lost", "engine_failed", "not_started_in_time", "receipts_timed_out", "not_found", "gone", "conflict"})
+AGAIN = frozenset(
+    {
+        "worker_lost",
+        "engine_failed",
+        "not_started_in_time",
+        "receipts_timed_out",
+        "not_found",
+        "gone",
+        "conflict",
+    }
+)
 #: Seconds of one look at the oldest job while others run.
 LOOK_S = 1.0
 #: The longest pause before a refused request is repeated.
@@ -66,9 +78,11 @@ class Mapped:
 
     @property
     def reader(self) -> CaptureReader:
-        """Its captured rows: from the cache (`keep_captures`), or those that the consumer `memory` returned; request `self.request`.
+        """Its captured rows: from the cache (`keep_captures`), or those that the consumer `memory`
+        returned; request `self.request`.
 
-        Raises MidstreamError where they are only on the server: `client.capture(item.result.id)` reads them there.
+        Raises MidstreamError where they are only on the server: `client.capture(item.result.id)`
+        reads them there.
         """
         if self.rows is not None:
             return CaptureReader(download.downloaded(self.rows, self.request), tag=self.tag)
@@ -115,7 +129,9 @@ class _Plan:
     steering: int  # version of global steering
 
 
-class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls, ProbeCalls, RunCalls):
+class MapCalls(
+    CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls, ProbeCalls, RunCalls
+):
     @stream
     async def map(
         self,
@@ -132,38 +148,65 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
         progress: bool = True,
         **fields: Any,
     ) -> AsyncIterator[Mapped]:
-        """The result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts with `in_flight` of them at a time.
+        """The result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts
+        with `in_flight` of them at a time.
 
-        `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as needed. `fields`: as of `submit`,
-        the same for all. Results come in the order of the input, or with `ordered=False` as they are complete.
+        `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as
+        needed. `fields`: as of `submit`, the same for all. Results come in the order of the input,
+        or with `ordered=False` as they are complete.
 
-        `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A second call computes what is
-        missing; so does one after the first was killed, which also finds the jobs that were running. The key covers: the name and
-        the identity of the model; the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`) and
-        `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses, probes, source runs); extensions;
-        global steering, and the probes that watch all traffic. Every job must report the same, with or without a cache: otherwise
-        `conflict` is raised. The versions of Midstream and vLLM are not covered. Equal prompts share one result. `keep_captures`:
-        download the captured rows into the cache; without it, they stay on the server.
+        `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A
+        second call computes what is missing; so does one after the first was killed, which also
+        finds the jobs that were running. The key covers: the name and the identity of the model;
+        the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`)
+        and `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses,
+        probes, source runs); extensions; global steering, and the probes that watch all traffic.
+        Every job must report the same, with or without a cache: otherwise `conflict` is raised. The
+        versions of Midstream and vLLM are not covered. Equal prompts share one result.
+        `keep_captures`: download the captured rows into the cache; without it, they stay on the
+        server.
 
-        A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to `patience` seconds without any
-        progress; a job that fails for no fault of its own is submitted up to `attempts` times. Other errors are raised with the index
-        of the prompt where the server names one; what was complete before is in the cache. If it is left early, jobs that run are
-        cancelled, except with a `cache`, where the next call finds them.
+        A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to
+        `patience` seconds without any progress; a job that fails for no fault of its own is
+        submitted up to `attempts` times. Other errors are raised with the index of the prompt where
+        the server names one; what was complete before is in the cache. If it is left early, jobs
+        that run are cancelled, except with a `cache`, where the next call finds them.
         """
         if isinstance(prompts, str | bytes | Mapping):
-            raise invalid("prompts", f"is a {type(prompts).__name__}", allowed="an iterable of prompts, such as a list of texts")
-        for name, value, most in (("job_prompts", job_prompts, MAX_PROMPTS), ("in_flight", in_flight, 64), ("attempts", attempts, 100)):
+            raise invalid(
+                "prompts",
+                f"is a {type(prompts).__name__}",
+                allowed="an iterable of prompts, such as a list of texts",
+            )
+        for name, value, most in (
+            ("job_prompts", job_prompts, MAX_PROMPTS),
+            ("in_flight", in_flight, 64),
+            ("attempts", attempts, 100),
+        ):
             if not 1 <= value <= most:
                 raise invalid(name, f"is {value}", allowed=f"1 to {most}")
         if keep_captures and (cache is None or not fields.get("capture")):
-            raise invalid("keep_captures", "needs a cache and a capture", allowed="cache=…, capture=…")
+            raise invalid(
+                "keep_captures", "needs a cache and a capture", allowed="cache=…, capture=…"
+            )
         if "model" not in fields:
             fields["model"] = wire.only_model(await self.models())
         total = len(prompts) if isinstance(prompts, Sized) else None
         store = await self._io.work(MapCache, cache) if cache is not None else None
         try:
             plan = await self._plan(fields)
-            mapping = _Mapping(self, plan, iter(prompts), store, ordered, job_prompts, in_flight, keep_captures, attempts, patience)
+            mapping = _Mapping(
+                self,
+                plan,
+                iter(prompts),
+                store,
+                ordered,
+                job_prompts,
+                in_flight,
+                keep_captures,
+                attempts,
+                patience,
+            )
             with mapped_bar(total) if progress else nullcontext() as show:
                 async with aclosing(mapping.items()) as items:
                     async for item in items:
@@ -180,16 +223,28 @@ class MapCalls(CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls,
                 raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
         request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
         identity, names, steering = await self._standing(request)
-        return _Plan(request, map_key.base(request, identity, names, steering.digest), identity, names, steering.version)
+        return _Plan(
+            request,
+            map_key.base(request, identity, names, steering.digest),
+            identity,
+            names,
+            steering.version,
+        )
 
     @call
-    async def _standing(self, request: map_key.Request) -> tuple[str, dict[map_key.Named, str], GlobalView]:
-        """What decides the results of a request beside itself, now: the model's identity, the content of what it names and of what
-        applies to every request, and global steering. Raises `not_found`."""
+    async def _standing(
+        self, request: map_key.Request
+    ) -> tuple[str, dict[map_key.Named, str], GlobalView]:
+        """What decides the results of a request beside itself, now: the model's identity, the
+        content of what it names and of what applies to every request, and global steering. Raises
+        `not_found`.
+        """
         model = request.model
         card = await self.model(model)
         identity, names = map_key.identity(card), map_key.operators(card, await self.probes(model))
-        names |= {named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))}
+        names |= {
+            named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))
+        }
         return identity, names, await self.global_steering(model)
 
     async def _digest(self, named: map_key.Named, model: str) -> str:
@@ -225,13 +280,26 @@ class _Mapping:
         attempts: int,
         patience: float,
     ):
-        self._calls, self._plan, self._prompts, self._cache, self._ordered = calls, plan, prompts, cache, ordered
-        self._size, self._in_flight, self._keep, self._attempts, self._patience = size, in_flight, keep, attempts, patience
+        self._calls, self._plan, self._prompts, self._cache, self._ordered = (
+            calls,
+            plan,
+            prompts,
+            cache,
+            ordered,
+        )
+        self._size, self._in_flight, self._keep, self._attempts, self._patience = (
+            size,
+            in_flight,
+            keep,
+            attempts,
+            patience,
+        )
         self._room = 2 * size * in_flight  # prompts that are held at a time
         self._read = 0
         self._exhausted = False
         self._chat: bool | None = None  # whether the prompts are conversations
-        self._window: deque[_Entry] = deque()  # read and not yet given out, in the order of the input
+        # read and not yet given out, in the order of the input
+        self._window: deque[_Entry] = deque()
         self._wanted: dict[str, list[_Entry]] = {}  # key → those that wait for its result
         self._filling: list[_Entry] = []
         self._waiting: deque[_Chunk] = deque()  # to be submitted
@@ -269,12 +337,24 @@ class _Mapping:
                 self._window.append(entry)
 
     async def _fill(self) -> None:
-        """Read as many prompts as there is room for, and submit jobs of those that are not in the cache."""
-        while not self._exhausted and len(self._flying) + len(self._waiting) < self._in_flight and len(self._window) < self._room:
+        """Read as many prompts as there is room for, and submit jobs of those that are not in the
+        cache.
+        """
+        while (
+            not self._exhausted
+            and len(self._flying) + len(self._waiting) < self._in_flight
+            and len(self._window) < self._room
+        ):
             wanted = min(self._size, self._room - len(self._window))
             entries = [self._entry(prompt) for prompt in itertools.islice(self._prompts, wanted)]
             self._exhausted = len(entries) < wanted
-            found = await self._calls._io.work(self._cache.load, [each.key for each in entries], self._keep) if self._cache else {}
+            found = (
+                await self._calls._io.work(
+                    self._cache.load, [each.key for each in entries], self._keep
+                )
+                if self._cache
+                else {}
+            )
             for entry in entries:
                 self._window.append(entry)
                 if entry.key in found:
@@ -285,22 +365,42 @@ class _Mapping:
                 else:
                     self._wanted[entry.key] = [entry]
                     self._add(entry)
-        if self._filling and not self._waiting and (self._exhausted or len(self._window) >= self._room):
+        if (
+            self._filling
+            and not self._waiting
+            and (self._exhausted or len(self._window) >= self._room)
+        ):
             self._close_chunk()
-        while self._waiting and len(self._flying) < self._in_flight and time.monotonic() >= self._not_before:
+        while (
+            self._waiting
+            and len(self._flying) < self._in_flight
+            and time.monotonic() >= self._not_before
+        ):
             await self._launch(self._waiting.popleft())
 
     def _entry(self, prompt: Any) -> _Entry:
         number, self._read = self._read, self._read + 1
-        is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        is_chat = (
+            isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        )
         if self._chat not in (None, is_chat):
-            raise invalid(f"prompts[{number}]", "conversations and other prompts are mixed", allowed="one of the two")
+            raise invalid(
+                f"prompts[{number}]",
+                "conversations and other prompts are mixed",
+                allowed="one of the two",
+            )
         self._chat = is_chat
         try:
-            plain = prompt if isinstance(prompt, str) or is_chat else [int(token) for token in prompt]
+            plain = (
+                prompt if isinstance(prompt, str) or is_chat else [int(token) for token in prompt]
+            )
             encoded = to_json(plain)
         except (TypeError, ValueError) as error:
-            raise invalid(f"prompts[{number}]", f"is not a prompt: {error}", allowed="a text, token ids, or a conversation") from error
+            raise invalid(
+                f"prompts[{number}]",
+                f"is not a prompt: {error}",
+                allowed="a text, token ids, or a conversation",
+            ) from error
         key = map_key.of_prompt(self._plan.base, encoded) if self._cache else str(number)
         return _Entry(number, prompt, plain, len(encoded), key)
 
@@ -317,7 +417,10 @@ class _Mapping:
 
     async def _launch(self, chunk: _Chunk) -> None:
         prompts = [entry.plain for entry in chunk.entries]
-        body = msgspec.structs.replace(self._plan.request, **{"prompts": None, "messages": prompts} if self._chat else {"prompts": prompts})
+        body = msgspec.structs.replace(
+            self._plan.request,
+            **{"prompts": None, "messages": prompts} if self._chat else {"prompts": prompts},
+        )
         try:
             view = await self._submitted(chunk, body)
             while wire.is_over(view) and view.state != State.SUCCEEDED:  # of a former run
@@ -327,7 +430,9 @@ class _Mapping:
             if error.kind == "payload_too_large" and len(chunk.entries) > 1:
                 half = len(chunk.entries) // 2
                 self._size = max(1, min(self._size, half))
-                self._waiting.extendleft([_Chunk(chunk.entries[half:]), _Chunk(chunk.entries[:half])])
+                self._waiting.extendleft(
+                    [_Chunk(chunk.entries[half:]), _Chunk(chunk.entries[:half])]
+                )
             elif _passes(error):
                 self._waiting.appendleft(chunk)
                 self._hold(error)
@@ -341,7 +446,11 @@ class _Mapping:
     async def _submitted(self, chunk: _Chunk, body: JobRequest) -> JobView:
         """The job of this attempt: a new one, or with a cache that of a run that was killed."""
         keys = [entry.key for entry in chunk.entries]
-        token = f"map-{map_key.of_job(self._plan.base, keys, chunk.attempt)}" if self._cache else f"map-{chunk.token}-{chunk.attempt}"
+        token = (
+            f"map-{map_key.of_job(self._plan.base, keys, chunk.attempt)}"
+            if self._cache
+            else f"map-{chunk.token}-{chunk.attempt}"
+        )
         return await self._calls._ask(jobs.submission(body, token, {}), JobView)
 
     def _hold(self, error: MidstreamError) -> None:
@@ -395,7 +504,10 @@ class _Mapping:
             raise _located(MidstreamError("internal", f"job {view.id} was cancelled"), chunk)
         result = await self._calls.result(view.id)
         map_key.check(view, self._plan.identity, self._plan.names, self._plan.steering)
-        results = {entry.key: sliced(result, number, len(chunk.entries)) for number, entry in enumerate(chunk.entries)}
+        results = {
+            entry.key: sliced(result, number, len(chunk.entries))
+            for number, entry in enumerate(chunk.entries)
+        }
         rows = await self._rows(chunk, view) if self._keep else None
         if self._cache is not None:
             await self._calls._io.work(self._cache.store, results, rows)
@@ -413,11 +525,21 @@ class _Mapping:
     def _mapped(self, entry: _Entry, result: JobResult, rows: Path | None, cached: bool) -> Mapped:
         capture = self._plan.request.capture
         tag = capture.tag if capture is not None else None
-        return Mapped(entry.index, entry.prompt, result, result.outputs[0].index, cached, rows if self._keep else None, tag)
+        return Mapped(
+            entry.index,
+            entry.prompt,
+            result,
+            result.outputs[0].index,
+            cached,
+            rows if self._keep else None,
+            tag,
+        )
 
 
 def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
-    """The part of a job's result that is about prompt `number` of `prompts`; `index` and `request` in it remain the job's."""
+    """The part of a job's result that is about prompt `number` of `prompts`; `index` and `request`
+    in it remain the job's.
+    """
 
     def own(values: list[Any] | None) -> list[Any] | None:
         """Of a list that has equally many for each prompt."""
@@ -435,7 +557,9 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
     )
     if determinism is not None:
         stages = [
-            msgspec.structs.replace(stage, ranks=[report for report in stage.ranks if report.request == number])
+            msgspec.structs.replace(
+                stage, ranks=[report for report in stage.ranks if report.request == number]
+            )
             for stage in determinism.stages
         ]
         determinism = msgspec.structs.replace(determinism, stages=stages)
@@ -460,7 +584,10 @@ def _located(error: MidstreamError, chunk: _Chunk) -> MidstreamError:
     """The error with the place in the input instead of that in the job."""
     match = _OF_PROMPT.fullmatch(error.field or "")
     if match is None or int(match[1]) >= len(chunk.entries):
-        error.add_note(f"in a job of prompts {chunk.entries[0].index} to {chunk.entries[-1].index} of the input")
+        error.add_note(
+            f"in a job of prompts {chunk.entries[0].index} to {chunk.entries[-1].index} of "
+            "the input"
+        )
         return error
     place = f"prompts[{chunk.entries[int(match[1])].index}]{match[2]}"
     return MidstreamError(error.kind, error.detail, field=place, allowed=error.allowed)

@@ -17,7 +17,13 @@ _PROBES = "/v1/probes"
 
 def _register(name: str, fit: "Fit | None", fields: dict[str, Any]) -> Call:
     if fit is not None:
-        fields = {"weight": fit.weight, "bias": fit.bias, "labels": fit.labels, "thresholds": fit.thresholds, **fields}
+        fields = {
+            "weight": fit.weight,
+            "bias": fit.bias,
+            "labels": fit.labels,
+            "thresholds": fit.thresholds,
+            **fields,
+        }
     return Call("PUT", _path(name), body=wire.checked(fields, ProbeRequest, ""))
 
 
@@ -27,7 +33,9 @@ def _path(name: str) -> str:
 
 
 def _watch(name: str, action: Action, model: str | None) -> Call:
-    return Call("PUT", f"{_path(name)}/watch", body=WatchRequest(action=action), params=of_model(model))
+    return Call(
+        "PUT", f"{_path(name)}/watch", body=WatchRequest(action=action), params=of_model(model)
+    )
 
 
 class ProbeCalls(Calls):
@@ -35,16 +43,21 @@ class ProbeCalls(Calls):
 
     @call
     async def register_probe(self, /, name: str, fit: "Fit | None" = None, **fields: Any) -> Probe:
-        """Give a probe a name: requests say `probes=[name]`. A name that is taken is replaced (`replaced`).
+        """Give a probe a name: requests say `probes=[name]`.
 
-        `fields`: of `PUT /v1/probes/{name}`, tensors as arrays; those of `fit` (see `midstream.probes.fit`) are taken from it.
+        A name that is taken is replaced (`replaced`).
+
+        `fields`: of `PUT /v1/probes/{name}`, tensors as arrays; those of `fit` (see
+        `midstream.probes.fit`) are taken from it.
         """
         return await self._ask(_register(name, fit, fields), Probe)
 
     @call
     async def probes(self, model: str | None = None) -> list[Probe]:
         """The probes of a model."""
-        return Listing((await self._ask(Call("GET", _PROBES, params=of_model(model)), ProbePage)).probes)
+        return Listing(
+            (await self._ask(Call("GET", _PROBES, params=of_model(model)), ProbePage)).probes
+        )
 
     @call
     async def probe(self, name: str, model: str | None = None) -> Probe:
@@ -52,14 +65,18 @@ class ProbeCalls(Calls):
         return await self._ask(Call("GET", _path(name), params=of_model(model)), Probe)
 
     @call
-    async def watch_probe(self, name: str, action: Action = "flag", model: str | None = None) -> Probe:
+    async def watch_probe(
+        self, name: str, action: Action = "flag", model: str | None = None
+    ) -> Probe:
         """Let it score every request to the model from now on."""
         return await self._ask(_watch(name, action, model), Probe)
 
     @call
     async def unwatch_probe(self, name: str, model: str | None = None) -> Probe:
         """Let it score only requests that name it. Raises `not_found`."""
-        return await self._ask(Call("DELETE", f"{_path(name)}/watch", params=of_model(model)), Probe)
+        return await self._ask(
+            Call("DELETE", f"{_path(name)}/watch", params=of_model(model)), Probe
+        )
 
     @call
     async def unregister_probe(self, name: str, model: str | None = None) -> None:

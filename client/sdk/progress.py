@@ -1,4 +1,6 @@
-"""Shows how far a sweep or a job is: a tqdm bar on a terminal or in a notebook, nothing elsewhere."""
+"""Shows how far a sweep or a job is: a tqdm bar on a terminal or in a notebook, nothing
+elsewhere.
+"""
 
 import sys
 import warnings
@@ -21,33 +23,46 @@ DELAY_S = 1.0
 
 @contextmanager
 def bar(title: str = "sweep") -> Iterator[Progress | None]:
-    """A bar to call with a sweep's events; None, and nothing is drawn, outside of terminals (standard error) and notebooks."""
+    """A bar to call with a sweep's events; None, and nothing is drawn, outside of terminals
+    (standard error) and notebooks.
+    """
     with _drawn(desc=title, unit="cell") as drawn:
         yield None if drawn is None else _Cells(drawn)
 
 
 @contextmanager
 def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
-    """A bar to call with a job's events: counts finished prompts, and appears after `DELAY_S`. None as for `bar`."""
+    """A bar to call with a job's events: counts finished prompts, and appears after `DELAY_S`.
+
+    None as for `bar`.
+    """
     with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else _Prompts(drawn)
 
 
 @contextmanager
 def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
-    """A bar to call with each prompt of a dataset. `total`: None where it is not known. None as for `bar`."""
+    """A bar to call with each prompt of a dataset.
+
+    `total`: None where it is not known. None as for `bar`.
+    """
     with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else lambda: drawn.update(1)
 
 
 @contextmanager
 def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
-    """A bar to call with looks at a harvest: the share of the source, tokens/s and time left. None as for `bar`."""
+    """A bar to call with looks at a harvest: the share of the source, tokens/s and time left.
+
+    None as for `bar`.
+    """
     with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
 
         def show(view: HarvestView) -> None:
             drawn.n = view.share
-            drawn.set_description_str(view.state + (f" ({view.reason})" if view.reason else ""), refresh=False)
+            drawn.set_description_str(
+                view.state + (f" ({view.reason})" if view.reason else ""), refresh=False
+            )
             left = "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
             drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{left}")
 
@@ -89,7 +104,11 @@ class _Cells:
     def __call__(self, event: SweepEvent) -> None:
         before = len(self._seen)
         if isinstance(event, SweepStart):
-            self._seen |= {(each.pair, each.hook, layer, each.column) for each in event.skipped for layer in each.layers}
+            self._seen |= {
+                (each.pair, each.hook, layer, each.column)
+                for each in event.skipped
+                for layer in each.layers
+            }
             self._drawn.total = event.total
             self._drawn.refresh()
         elif isinstance(event, SweepCell):

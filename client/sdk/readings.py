@@ -15,7 +15,10 @@ Positions = str | Sequence[Any] | Mapping[str, Any]
 def one_prompt(prompt: Any, max_tokens: int, sampling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fields of a job of one prompt: text, token ids, or a conversation."""
     chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
-    return {("messages" if chat else "prompts"): [prompt], "sampling": {"max_tokens": max_tokens, **(sampling or {})}}
+    return {
+        ("messages" if chat else "prompts"): [prompt],
+        "sampling": {"max_tokens": max_tokens, **(sampling or {})},
+    }
 
 
 def words(tokens: Iterable[int], texts: httpx.Response) -> dict[int, str]:

@@ -12,8 +12,17 @@ _SAES = "/v1/saes"
 REGISTER_S = 600.0
 
 
-def _register(name: str, path: str, hook: str | None, layer: int | None, model: str | None, description: str) -> Call:
-    fields = {"name": name, "path": path, "hook": hook, "layer": layer, "model": model, "description": description}
+def _register(
+    name: str, path: str, hook: str | None, layer: int | None, model: str | None, description: str
+) -> Call:
+    fields = {
+        "name": name,
+        "path": path,
+        "hook": hook,
+        "layer": layer,
+        "model": model,
+        "description": description,
+    }
     return Call("POST", _SAES, body=wire.checked(fields, SaeRequest, ""), timeout=REGISTER_S)
 
 
@@ -27,11 +36,19 @@ class SaeCalls(Calls):
 
     @call
     async def register_sae(
-        self, name: str, path: str, hook: str | None = None, layer: int | None = None, model: str | None = None, description: str = ""
+        self,
+        name: str,
+        path: str,
+        hook: str | None = None,
+        layer: int | None = None,
+        model: str | None = None,
+        description: str = "",
     ) -> Sae:
-        """Give the sparse autoencoder in this folder below the server's `sae_dir` a name: requests say `"sae": name`.
+        """Give the sparse autoencoder in this folder below the server's `sae_dir` a name: requests
+        say `"sae": name`.
 
-        `hook` and `layer`: only for files that do not name them (Gemma Scope's). A name that is taken is replaced (`replaced`).
+        `hook` and `layer`: only for files that do not name them (Gemma Scope's). A name that is
+        taken is replaced (`replaced`).
         """
         return await self._ask(_register(name, path, hook, layer, model, description), Sae)
 

@@ -10,5 +10,8 @@ _STATUS = Call("GET", "/v1/status", timeout=10.0)
 class ServiceCalls(Calls):
     @call
     async def status(self) -> Status:
-        """Queues, workers, relay, webhooks and Redis. Raises `forbidden` without the scope `observe`."""
+        """Queues, workers, relay, webhooks and Redis.
+
+        Raises `forbidden` without the scope `observe`.
+        """
         return await self._ask(_STATUS, Status)

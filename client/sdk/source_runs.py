@@ -22,8 +22,12 @@ class RunCalls(Calls):
     """`model` may be left out where one is served; `name` may be the id of a job that captured."""
 
     @call
-    async def source_runs(self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None) -> RunPage:
-        """One page of the runs that have a name, newest first; `next` of the page is the next `cursor`."""
+    async def source_runs(
+        self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None
+    ) -> RunPage:
+        """One page of the runs that have a name, newest first; `next` of the page is the next
+        `cursor`.
+        """
         return await self._ask(_page(model, limit, cursor), RunPage)
 
     @call
@@ -33,5 +37,8 @@ class RunCalls(Calls):
 
     @call
     async def delete_run(self, name: str, model: str | None = None) -> None:
-        """Delete its captures and its name. Raises `not_found`, and `conflict` while its job runs."""
+        """Delete its captures and its name.
+
+        Raises `not_found`, and `conflict` while its job runs.
+        """
         await self._do(_one("DELETE", name, model))

@@ -1,7 +1,8 @@
 """Calls on modules, global steering and rank agreement.
 
-Steering is given as a list of entries or as one, as a mapping from site to array (`{"post_block.12": vector}`), or as a file in one of
-the formats of `client.vectors`: `schemas.module_files` says how the mapping and safetensors files name their tensors.
+Steering is given as a list of entries or as one, as a mapping from site to array
+(`{"post_block.12": vector}`), or as a file in one of the formats of `client.vectors`:
+`schemas.module_files` says how the mapping and safetensors files name their tensors.
 """
 
 import dataclasses
@@ -15,7 +16,15 @@ import numpy as np
 from ...schemas.errors import invalid
 from ...schemas.limits import PathName
 from ...schemas.specs import SteeringSpec
-from ...schemas.steering import MODEL_HEADER, Dynamic, GlobalRequest, GlobalView, ModulePage, ModuleRequest, ModuleView
+from ...schemas.steering import (
+    MODEL_HEADER,
+    Dynamic,
+    GlobalRequest,
+    GlobalView,
+    ModulePage,
+    ModuleRequest,
+    ModuleView,
+)
 from ..notebook import Listing
 from ..values import packed
 from . import wire
@@ -25,13 +34,17 @@ from .wire import Call, Steering, of_model
 #: What a module or global steering may be given as.
 Wanted = Steering | Sequence[Steering] | Mapping[str, np.ndarray | list[Any]] | Path | str
 
-#: A change to global steering is answered when every worker has validated and applied it, or one of them took too long.
+#: A change to global steering is answered when every worker has validated and applied it, or one of
+#: them took too long.
 CHANGE_S = 120.0
 _MODULES, _GLOBAL, _DYNAMIC = "/v1/steering/modules", "/v1/steering/global", "/v1/steering/dynamic"
 
 
 def entries_of(wanted: Wanted) -> list[SteeringSpec]:
-    """The entries in whatever was given, tensors packed. Raises MidstreamError naming the field, FileNotFoundError."""
+    """The entries in whatever was given, tensors packed.
+
+    Raises MidstreamError naming the field, FileNotFoundError.
+    """
     is_entry = isinstance(wanted, Mapping) and wanted.keys() <= set(SteeringSpec.__struct_fields__)
     if is_entry or not isinstance(wanted, str | Path | Mapping):
         return wire.pack_steering(cast(Steering | Sequence[Steering], wanted))
@@ -40,19 +53,34 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
 
     try:
         if isinstance(wanted, Mapping):
-            return of_sites({site: packed(values, f"steering.{site}") for site, values in wanted.items()})
+            return of_sites(
+                {site: packed(values, f"steering.{site}") for site, values in wanted.items()}
+            )
         return vectors.read(wanted)
     except ValueError as error:
-        raise invalid("steering", str(error) if isinstance(wanted, Mapping) else f"{wanted}: {error}") from error
+        raise invalid(
+            "steering", str(error) if isinstance(wanted, Mapping) else f"{wanted}: {error}"
+        ) from error
 
 
 def _module(method: str, name: str, model: str | None, body: Any = None) -> Call:
     """Raises MidstreamError for what cannot be a name: it is a part of the path."""
-    return Call(method, f"{_MODULES}/{wire.checked(name, PathName, 'name')}", body=body, params=of_model(model), timeout=CHANGE_S)
+    return Call(
+        method,
+        f"{_MODULES}/{wire.checked(name, PathName, 'name')}",
+        body=body,
+        params=of_model(model),
+        timeout=CHANGE_S,
+    )
 
 
 def _register(name: str, wanted: Wanted, model: str | None, description: str) -> Call:
-    return _module("PUT", name, None, ModuleRequest(steering=entries_of(wanted), model=model, description=description))
+    return _module(
+        "PUT",
+        name,
+        None,
+        ModuleRequest(steering=entries_of(wanted), model=model, description=description),
+    )
 
 
 def _file(name: str, model: str | None) -> Call:
@@ -66,13 +94,20 @@ def _written(answer: httpx.Response, path: str | Path, format: str | None) -> st
 
     wire.raise_problem(answer)
     try:
-        return vectors.write(path, specs_of(answer.content), format, answer.headers.get(MODEL_HEADER, ""))
+        return vectors.write(
+            path, specs_of(answer.content), format, answer.headers.get(MODEL_HEADER, "")
+        )
     except ValueError as error:
         raise invalid("format", str(error)) from error
 
 
 def _set(wanted: Wanted, model: str | None) -> Call:
-    return Call("PUT", _GLOBAL, body=GlobalRequest(steering=entries_of(wanted), model=model), timeout=CHANGE_S)
+    return Call(
+        "PUT",
+        _GLOBAL,
+        body=GlobalRequest(steering=entries_of(wanted), model=model),
+        timeout=CHANGE_S,
+    )
 
 
 def _about(method: str, path: str, model: str | None) -> Call:
@@ -87,8 +122,13 @@ class SteeringCalls(Calls):
     """
 
     @call
-    async def register_module(self, name: str, steering: Wanted, model: str | None = None, description: str = "") -> ModuleView:
-        """Give steering a name: requests say `{"module": name, "scale": 2}`. A name that is taken is replaced (`replaced`)."""
+    async def register_module(
+        self, name: str, steering: Wanted, model: str | None = None, description: str = ""
+    ) -> ModuleView:
+        """Give steering a name: requests say `{"module": name, "scale": 2}`.
+
+        A name that is taken is replaced (`replaced`).
+        """
         return await self._ask(_register(name, steering, model, description), ModuleView)
 
     @call
@@ -102,8 +142,11 @@ class SteeringCalls(Calls):
         return await self._ask(_module("GET", name, model), ModuleView)
 
     @call
-    async def export_module(self, name: str, path: str | Path, format: str | None = None, model: str | None = None) -> str:
-        """Write a module to a file; returns the format: `safetensors`, `gguf`, `npz`, `pt` or `vllm-lens`, by default that of the suffix.
+    async def export_module(
+        self, name: str, path: str | Path, format: str | None = None, model: str | None = None
+    ) -> str:
+        """Write a module to a file; returns the format: `safetensors`, `gguf`, `npz`, `pt` or
+        `vllm-lens`, by default that of the suffix.
 
         Raises MidstreamError for what the format cannot hold (see `docs/vectors.md`), OSError.
         """
@@ -118,7 +161,8 @@ class SteeringCalls(Calls):
     async def set_global(self, steering: Wanted, model: str | None = None) -> GlobalView:
         """Steer every request to the model that begins from now on; instead of what was set before.
 
-        Raises when a rank of any worker refuses it, with worker, rank and reason; nothing has changed anywhere then.
+        Raises when a rank of any worker refuses it, with worker, rank and reason; nothing has
+        changed anywhere then.
         """
         return await self._ask(_set(steering, model), GlobalView)
 

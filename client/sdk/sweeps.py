@@ -12,7 +12,15 @@ import msgspec
 
 from ...schemas.errors import MidstreamError
 from ...schemas.jobs import Event, JobResult, JobView
-from ...schemas.sweeps import Metric, SweepCell, SweepPair, SweepRequest, SweepResult, SweepStart, SweepSummary
+from ...schemas.sweeps import (
+    Metric,
+    SweepCell,
+    SweepPair,
+    SweepRequest,
+    SweepResult,
+    SweepStart,
+    SweepSummary,
+)
 from .. import values
 from . import wire
 from .calls import call, stream
@@ -27,9 +35,11 @@ _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {
 
 
 def sweep_request(request: SweepRequest | None, fields: dict[str, Any]) -> SweepRequest:
-    """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the field.
+    """The body of a sweep from a struct or from keyword arguments; raises MidstreamError naming the
+    field.
 
-    An ablation without a metric asks for the metric that its pairs allow: `recovered` needs two prompts.
+    An ablation without a metric asks for the metric that its pairs allow: `recovered` needs two
+    prompts.
     """
     made = values.request(request, fields, SweepRequest)
     if request is not None or made.ablation is None or "metric" in fields:
@@ -50,7 +60,9 @@ def sweep_event(event: Event) -> SweepEvent | None:
     try:
         return msgspec.convert(event.data, _KINDS[event.event])
     except msgspec.ValidationError as error:
-        raise MidstreamError("version_mismatch", f"the server's event {event.event} cannot be read: {error}") from error
+        raise MidstreamError(
+            "version_mismatch", f"the server's event {event.event} cannot be read: {error}"
+        ) from error
 
 
 def _submission(request: SweepRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
@@ -67,23 +79,49 @@ def _grid(result: JobResult) -> SweepResult:
 def _stopped(interrupt: BaseException, job_id: JobLike, error: MidstreamError | None) -> None:
     """The message for a user who interrupts the wait for a sweep."""
     sweep = f"sweep {wire.id_of(job_id)}"
-    interrupt.add_note(f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}")
+    interrupt.add_note(
+        f"{sweep} was cancelled" if error is None else f"{sweep} could not be cancelled: {error}"
+    )
 
 
 class SweepCalls(JobCalls):
     @call
-    async def submit_sweep(self, /, request: SweepRequest | None = None, *, idempotency_key: str | None = None, **fields: Any) -> JobView:
-        """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns at once. Safe to repeat."""
+    async def submit_sweep(
+        self,
+        /,
+        request: SweepRequest | None = None,
+        *,
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> JobView:
+        """Submit a sweep, by struct or by its fields (`model=…, pairs=[…], hooks=[…]`); returns at
+        once. Safe to repeat.
+        """
         return await self._ask_patiently(_submission(request, idempotency_key, fields), JobView)
 
     @call
-    async def sweep(self, /, request: SweepRequest | None = None, *, progress: Progress | None = None, **fields: Any) -> SweepResult:
-        """Submit a sweep, wait, and return its grids. `progress` is called with every event; interrupting the wait cancels the sweep."""
-        return await self.sweep_result((await self.submit_sweep(request, **fields)).id, progress, cancel=True)
+    async def sweep(
+        self,
+        /,
+        request: SweepRequest | None = None,
+        *,
+        progress: Progress | None = None,
+        **fields: Any,
+    ) -> SweepResult:
+        """Submit a sweep, wait, and return its grids.
+
+        `progress` is called with every event; interrupting the wait cancels the sweep.
+        """
+        return await self.sweep_result(
+            (await self.submit_sweep(request, **fields)).id, progress, cancel=True
+        )
 
     @call
-    async def sweep_result(self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False) -> SweepResult:
-        """The grids of a sweep once it is over; raises what went wrong of one that failed, `not_found` of another job.
+    async def sweep_result(
+        self, job_id: JobLike, progress: Progress | None = None, *, cancel: bool = False
+    ) -> SweepResult:
+        """The grids of a sweep once it is over; raises what went wrong of one that failed,
+        `not_found` of another job.
 
         `cancel`: who interrupts the wait cancels the sweep.
         """
@@ -104,7 +142,9 @@ class SweepCalls(JobCalls):
 
     @stream
     async def sweep_events(self, job_id: JobLike, after: str = "") -> AsyncIterator[SweepEvent]:
-        """The events of a sweep, from its beginning (or behind the event `after`) to its end; outlives lost connections."""
+        """The events of a sweep, from its beginning (or behind the event `after`) to its end;
+        outlives lost connections.
+        """
         async with aclosing(self.events(job_id, after)) as events:
             async for event in events:
                 each = sweep_event(event)

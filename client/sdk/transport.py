@@ -1,4 +1,6 @@
-"""How the calls of both clients reach the server, wait, and have work done: blocking, and in an event loop."""
+"""How the calls of both clients reach the server, wait, and have work done: blocking, and in an
+event loop.
+"""
 
 import asyncio
 import threading
@@ -31,7 +33,10 @@ class Streamed(Protocol):
 
 
 class Transport(Protocol):
-    """What calls do besides computing. All methods of the blocking one return without suspending."""
+    """What calls do besides computing.
+
+    All methods of the blocking one return without suspending.
+    """
 
     url: str
     blocks: bool
@@ -40,7 +45,10 @@ class Transport(Protocol):
         """Raises httpx.TransportError."""
 
     def stream(self, **arguments: Any) -> AbstractAsyncContextManager[Streamed]:
-        """`arguments`: of `httpx.Client.stream`. Raises httpx.TransportError, here and while the body is read."""
+        """`arguments`: of `httpx.Client.stream`.
+
+        Raises httpx.TransportError, here and while the body is read.
+        """
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -58,7 +66,9 @@ class BlockingTransport:
 
     def __init__(self, url: str, headers: dict[str, str]):
         self.url = url
-        self._http = httpx.Client(base_url=url, headers=headers, limits=httpx.Limits(max_connections=256))
+        self._http = httpx.Client(
+            base_url=url, headers=headers, limits=httpx.Limits(max_connections=256)
+        )
 
     def close(self) -> None:
         self._http.close()

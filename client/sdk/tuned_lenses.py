@@ -12,9 +12,20 @@ _LENSES = "/v1/lenses"
 REGISTER_S = 600.0
 
 
-def _register(name: str, path: str, hook: str, residual: bool, model: str | None, description: str) -> Call:
-    fields = {"name": name, "path": path, "hook": hook, "residual": residual, "model": model, "description": description}
-    return Call("POST", _LENSES, body=wire.checked(fields, TunedLensRequest, ""), timeout=REGISTER_S)
+def _register(
+    name: str, path: str, hook: str, residual: bool, model: str | None, description: str
+) -> Call:
+    fields = {
+        "name": name,
+        "path": path,
+        "hook": hook,
+        "residual": residual,
+        "model": model,
+        "description": description,
+    }
+    return Call(
+        "POST", _LENSES, body=wire.checked(fields, TunedLensRequest, ""), timeout=REGISTER_S
+    )
 
 
 def _about(method: str, name: str, model: str | None) -> Call:
@@ -27,18 +38,28 @@ class TunedLensCalls(Calls):
 
     @call
     async def register_lens(
-        self, name: str, path: str, hook: str = "post_block", residual: bool = False, model: str | None = None, description: str = ""
+        self,
+        name: str,
+        path: str,
+        hook: str = "post_block",
+        residual: bool = False,
+        model: str | None = None,
+        description: str = "",
     ) -> TunedLens:
-        """Give the tuned lens in this folder below the server's `lens_dir` a name: requests say `"tuned": name`.
+        """Give the tuned lens in this folder below the server's `lens_dir` a name: requests say
+        `"tuned": name`.
 
-        `hook`: whose rows its maps take. `residual`: h + W h + b instead of W h + b. A name that is taken is replaced (`replaced`).
+        `hook`: whose rows its maps take. `residual`: h + W h + b instead of W h + b. A name that is
+        taken is replaced (`replaced`).
         """
         return await self._ask(_register(name, path, hook, residual, model, description), TunedLens)
 
     @call
     async def tuned_lenses(self, model: str | None = None) -> list[TunedLens]:
         """The tuned lenses of a model."""
-        return Listing((await self._ask(Call("GET", _LENSES, params=of_model(model)), TunedLensPage)).lenses)
+        return Listing(
+            (await self._ask(Call("GET", _LENSES, params=of_model(model)), TunedLensPage)).lenses
+        )
 
     @call
     async def tuned_lens(self, name: str, model: str | None = None) -> TunedLens:

@@ -15,7 +15,16 @@ import msgspec
 
 from ...schemas.base import to_json
 from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
-from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, CaptureResults, Determinism, Event, JobRequest, JobResult, JobView
+from ...schemas.jobs import (
+    PROBLEM_EVENT,
+    TERMINAL,
+    CaptureResults,
+    Determinism,
+    Event,
+    JobRequest,
+    JobResult,
+    JobView,
+)
 from ...schemas.openai import OpenAIRequest
 from ...schemas.probes import ProbeResult
 from ...schemas.secret_files import is_exposed
@@ -31,7 +40,8 @@ VERSION_HEADER = "x-midstream-version"
 JOB_HEADER = "x-midstream-job"
 #: One long poll; shorter than what proxies commonly allow.
 POLL_S = 25.0
-#: A held response may take this long before the client gives up on the connection (the server's `max_wait_s` and some).
+#: A held response may take this long before the client gives up on the connection (the server's
+#: `max_wait_s` and some).
 HELD_S = 660.0
 #: How long a waiting client puts up with an API that does not answer (it may be restarting).
 PATIENCE_S = 60.0
@@ -39,7 +49,8 @@ PAUSE_S = 0.5
 #: Statuses after which the same call may simply be made again.
 RETRYABLE = frozenset({502, 503, 504})
 
-#: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists of numbers.
+#: A steering entry as users write it: a struct, or its fields with tensors as numpy arrays or lists
+#: of numbers.
 Steering = SteeringSpec | Mapping[str, Any]
 #: A patch, likewise; its `source` may be a run's name or an array instead of fields.
 Patch = PatchSpec | Mapping[str, Any]
@@ -61,7 +72,10 @@ class VersionMismatch(MidstreamError):
     """Client and server cannot understand each other because their versions differ."""
 
     def __init__(self, server: str, problem: str):
-        super().__init__("version_mismatch", f"client {__version__} and server {server} are incompatible: {problem}")
+        super().__init__(
+            "version_mismatch",
+            f"client {__version__} and server {server} are incompatible: {problem}",
+        )
         self.server = server
 
 
@@ -83,7 +97,14 @@ class Call:
         if self.body is not None:
             content, headers["content-type"] = to_json(self.body), "application/json"
         timeout = httpx.Timeout(10.0, read=self.timeout)
-        return {"method": self.method, "url": self.path, "content": content, "params": self.params, "headers": headers, "timeout": timeout}
+        return {
+            "method": self.method,
+            "url": self.path,
+            "content": content,
+            "params": self.params,
+            "headers": headers,
+            "timeout": timeout,
+        }
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,8 @@ class Answer:
     capture_results: CaptureResults | None
     determinism: Determinism | None
     raw: dict[str, Any]  # the whole answer as it came
-    probes: list[ProbeResult] = field(default_factory=list)  # the scores, if the request named probes
+    # the scores, if the request named probes
+    probes: list[ProbeResult] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -137,7 +159,9 @@ class Manifest(msgspec.Struct):
 
 
 def job_request(request: JobRequest | None, fields: dict[str, Any]) -> JobRequest:
-    """The body of a submission from a struct or from keyword arguments; raises MidstreamError naming the field."""
+    """The body of a submission from a struct or from keyword arguments; raises MidstreamError
+    naming the field.
+    """
     return values.request(request, fields, JobRequest)
 
 
@@ -159,39 +183,71 @@ def pack_capture(capture: Capture) -> CaptureSpec:
 def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, Any]:
     """The body of an OpenAI-style call with Midstream's fields, which are left out when not used.
 
-    Raises MidstreamError naming a field that does not fit, UnknownArgument for one that there is not.
+    Raises MidstreamError naming a field that does not fit, UnknownArgument for one that there is
+    not.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     values.known_keywords(given, kind)
     body: dict[str, Any] = values.plain(given, kind)
-    for name, pack in (("steering", pack_steering), ("patch", pack_patch), ("capture", pack_capture)):
+    for name, pack in (
+        ("steering", pack_steering),
+        ("patch", pack_patch),
+        ("capture", pack_capture),
+    ):
         if name in body:
             body[name] = pack(body[name])
-    return {name: value for name, value in body.items() if value is not False and not (name in ("steering", "patch") and not value)}
+    return {
+        name: value
+        for name, value in body.items()
+        if value is not False and not (name in ("steering", "patch") and not value)
+    }
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Of every request. `api_key`: None takes MIDSTREAM_API_KEY, or what is in the file of MIDSTREAM_API_KEY_FILE; empty: none.
+    """Of every request.
+
+    `api_key`: None takes MIDSTREAM_API_KEY, or what is in the file of MIDSTREAM_API_KEY_FILE;
+    empty: none.
 
     Raises MidstreamError naming it, OSError.
     """
     if api_key is None:
-        api_key, file = os.environ.get("MIDSTREAM_API_KEY", ""), os.environ.get("MIDSTREAM_API_KEY_FILE", "")
+        api_key, file = (
+            os.environ.get("MIDSTREAM_API_KEY", ""),
+            os.environ.get("MIDSTREAM_API_KEY_FILE", ""),
+        )
         if not api_key and file:
             if is_exposed(Path(file)):
-                raise invalid("MIDSTREAM_API_KEY_FILE", f"every account of this machine can read {file}", allowed="run chmod o-r on it")
+                raise invalid(
+                    "MIDSTREAM_API_KEY_FILE",
+                    f"every account of this machine can read {file}",
+                    allowed="run chmod o-r on it",
+                )
             api_key = Path(file).read_text().strip()
     if not (api_key.isascii() and api_key.isprintable()):
-        raise invalid("api_key", "is not printable ASCII", allowed="ms_<id>_<secret>, as `midstream keys create` prints it")
-    return {"user-agent": f"midstream/{__version__}"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        raise invalid(
+            "api_key",
+            "is not printable ASCII",
+            allowed="ms_<id>_<secret>, as `midstream keys create` prints it",
+        )
+    return {"user-agent": f"midstream/{__version__}"} | (
+        {"authorization": f"Bearer {api_key}"} if api_key else {}
+    )
 
 
 def id_of(job: JobLike) -> str:
-    """The id of a job that is given by its id, or by what a call returned about it. Raises MidstreamError for anything else."""
-    found = next((given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job)
+    """The id of a job that is given by its id, or by what a call returned about it.
+
+    Raises MidstreamError for anything else.
+    """
+    found = next(
+        (given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job
+    )
     if not isinstance(found, str) or not found:
         raise invalid(
-            "job", f"{type(job).__name__} does not identify a job", allowed="a job's id, or what submit, run, completion or job returned"
+            "job",
+            f"{type(job).__name__} does not identify a job",
+            allowed="a job's id, or what submit, run, completion or job returned",
         )
     return found
 
@@ -213,7 +269,9 @@ def job_path(job: JobLike, *parts: str) -> str:
 
 def capture_path(job: JobLike, *parts: str) -> str:
     """`/v1/captures/<id>/<parts>`, likewise."""
-    return "/".join(["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)])
+    return "/".join(
+        ["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)]
+    )
 
 
 def idempotency_key() -> str:
@@ -221,20 +279,30 @@ def idempotency_key() -> str:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
-    return ServerUnreachable(f"no Midstream server answers at {url} ({error or type(error).__name__}); `midstream up` starts one")
+    return ServerUnreachable(
+        f"no Midstream server answers at {url} ({error or type(error).__name__}); "
+        "`midstream up` starts one"
+    )
 
 
 def decode(response: httpx.Response, kind: type[T]) -> T:
-    """The body of a good answer as `kind`; raises what `raise_problem` does, or VersionMismatch when it cannot be read."""
+    """The body of a good answer as `kind`; raises what `raise_problem` does, or VersionMismatch
+    when it cannot be read.
+    """
     raise_problem(response)
     try:
         return msgspec.json.decode(response.content, type=kind)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise not_understood(response, f"the response from {response.request.url.path} is not a {kind.__name__}: {error}") from error
+        raise not_understood(
+            response,
+            (f"the response from {response.request.url.path} is not a {kind.__name__}: {error}"),
+        ) from error
 
 
 def raise_problem(response: httpx.Response) -> None:
-    """Raises MidstreamError when the answer is an error; a problem document keeps its kind, field and advice."""
+    """Raises MidstreamError when the answer is an error; a problem document keeps its kind, field
+    and advice.
+    """
     if response.status_code < 400:
         return
     try:
@@ -245,8 +313,12 @@ def raise_problem(response: httpx.Response) -> None:
     kind = problem.type.rpartition(":")[2]
     server = response.headers.get(VERSION_HEADER)
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
-        # The other version may have other fields: say so, or the message sends the user looking for a mistake of their own.
-        raise VersionMismatch(server or "of unknown version", f"{problem.field + ': ' if problem.field else ''}{problem.detail}")
+        # The other version may have other fields: say so, or the message sends the user looking for
+        # a mistake of their own.
+        raise VersionMismatch(
+            server or "of unknown version",
+            f"{problem.field + ': ' if problem.field else ''}{problem.detail}",
+        )
     refused = told(problem)
     if (seconds := response.headers.get("retry-after", "")).isdecimal():
         refused.retry_after = float(seconds)
@@ -256,7 +328,12 @@ def raise_problem(response: httpx.Response) -> None:
 def told(problem: Problem) -> MidstreamError:
     """The error that a problem document describes."""
     kind = problem.type.rpartition(":")[2]
-    return MidstreamError(kind if kind in STATUS_OF_KIND else "internal", problem.detail, field=problem.field, allowed=problem.allowed)
+    return MidstreamError(
+        kind if kind in STATUS_OF_KIND else "internal",
+        problem.detail,
+        field=problem.field,
+        allowed=problem.allowed,
+    )
 
 
 def _lenient(content: bytes | str) -> dict[str, Any]:
@@ -271,7 +348,9 @@ def not_understood(response: httpx.Response, problem: str) -> MidstreamError:
     """The error for an answer that cannot be read: it names both versions when they differ."""
     server = response.headers.get(VERSION_HEADER)
     if server is None:
-        return MidstreamError("unavailable", f"the server at {response.request.url} is not Midstream: {problem}")
+        return MidstreamError(
+            "unavailable", f"the server at {response.request.url} is not Midstream: {problem}"
+        )
     if server != __version__:
         return VersionMismatch(server, problem)
     return MidstreamError("internal", problem)
@@ -284,19 +363,31 @@ def answer(response: httpx.Response) -> Answer:
         choices = sorted(raw["choices"], key=lambda choice: choice["index"])
         return Answer(
             job=response.headers.get(JOB_HEADER, ""),
-            texts=[choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices],
+            texts=[
+                choice["message"]["content"] if "message" in choice else choice["text"]
+                for choice in choices
+            ],
             finish_reasons=[choice["finish_reason"] for choice in choices],
-            capture_results=msgspec.convert(raw["capture_results"], CaptureResults) if raw.get("capture_results") else None,
-            determinism=msgspec.convert(raw["determinism"], Determinism) if raw.get("determinism") else None,
+            capture_results=msgspec.convert(raw["capture_results"], CaptureResults)
+            if raw.get("capture_results")
+            else None,
+            determinism=msgspec.convert(raw["determinism"], Determinism)
+            if raw.get("determinism")
+            else None,
             raw=raw,
             probes=msgspec.convert(raw.get("probes", []), list[ProbeResult]),
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise not_understood(response, f"the response from {response.request.url.path} has an unexpected shape: {error!r}") from error
+        raise not_understood(
+            response,
+            (f"the response from {response.request.url.path} has an unexpected shape: {error!r}"),
+        ) from error
 
 
 def answer_from_result(result: JobResult) -> Answer:
-    """The same from a job's result: for a response that was held until the server's limit and then became a job."""
+    """The same from a job's result: for a response that was held until the server's limit and then
+    became a job.
+    """
     captures = result.capture_results if result.capture_results.status != "not_requested" else None
     return Answer(
         job=result.id,
@@ -310,18 +401,26 @@ def answer_from_result(result: JobResult) -> Answer:
 
 
 def returned_rows(results: CaptureResults | None) -> CaptureReader:
-    """The rows that consumer `memory` returned, as numpy by (hook, layer, position); of the user's capture.
+    """The rows that consumer `memory` returned, as numpy by (hook, layer, position); of the user's
+    capture.
 
-    Raises MidstreamError: `not_found` when none came back, `capture_failed` with the reason when a rank could not return them.
+    Raises MidstreamError: `not_found` when none came back, `capture_failed` with the reason when a
+    rank could not return them.
     """
     reports = [report for report in results.consumers if report.name == "memory"] if results else []
     for report in reports:
         if not report.ok:
-            raise MidstreamError("capture_failed", f"the rows of prompt {report.request} could not be returned: {report.message}")
+            raise MidstreamError(
+                "capture_failed",
+                f"the rows of prompt {report.request} could not be returned: {report.message}",
+            )
     blobs = [report.rows for report in reports if report.rows]
     if not blobs:
         status = results.status if results else "not_requested"
-        detail = f'the response contains no rows (captures: {status}); request them with "consumers": ["memory"]'
+        detail = (
+            f"the response contains no rows (captures: {status}); request them with "
+            '"consumers": ["memory"]'
+        )
         raise MidstreamError("not_found", detail)
     return CaptureReader.from_bytes(blobs)
 
@@ -355,14 +454,22 @@ class EventParser:
             raise told(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
-        return msgspec.convert({"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id}, Event)
+        return msgspec.convert(
+            {"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id},
+            Event,
+        )
 
 
 def only_model(served: list[str]) -> str:
-    """The model to use where the caller names none. Raises MidstreamError unless exactly one is served."""
+    """The model to use where the caller names none.
+
+    Raises MidstreamError unless exactly one is served.
+    """
     if len(served) != 1:
         raise invalid(
-            "model", "no model is served" if not served else "is required: several models are served", allowed=", ".join(served) or None
+            "model",
+            "no model is served" if not served else "is required: several models are served",
+            allowed=", ".join(served) or None,
         )
     return served[0]
 
@@ -372,7 +479,9 @@ PASSING = frozenset({"unavailable", "too_many_connections", "too_many_streams"})
 
 
 class Patience:
-    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one that is gone is not."""
+    """Decides, after a failed poll, whether to try again; an API that restarts is waited for, one
+    that is gone is not.
+    """
 
     def __init__(self, seconds: float = PATIENCE_S):
         self._seconds = seconds

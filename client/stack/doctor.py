@@ -1,6 +1,7 @@
 """The checks of `midstream doctor`, each with advice.
 
-Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is left behind.
+Redis is asked as an operator would ask it, the rest as it is seen from outside; nothing is left
+behind.
 """
 
 import asyncio
@@ -29,11 +30,13 @@ from ..sdk.client import Client
 Level = Literal["ok", "warn", "fail"]
 
 LEAST_REDIS = (6, 2)
-#: Milliseconds of a round trip to Redis beyond which held responses and receipts get slow, or everything does.
+#: Milliseconds of a round trip to Redis beyond which held responses and receipts get slow, or
+#: everything does.
 PING_WARN_MS, PING_FAIL_MS = 5.0, 50.0
 #: Share of Redis' memory.
 MEMORY_WARN = 0.7
-#: Seconds by which two clocks may differ before leases and deadlines are noticeably wrong, and when they are useless.
+#: Seconds by which two clocks may differ before leases and deadlines are noticeably wrong, and when
+#: they are useless.
 SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
 #: HTTP's `Date` has whole seconds, and servers write the same for another second.
 DATE_SKEW_S = 3.0
@@ -66,7 +69,10 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
             "warn",
             "redis",
             "Redis URL not configured, and no `midstream up` is running on the data directory",
-            "set MIDSTREAM_REDIS_URL, or set MIDSTREAM_DATA_DIR to the data directory of a running `midstream up`",
+            (
+                "set MIDSTREAM_REDIS_URL, or set MIDSTREAM_DATA_DIR to the data directory of a "
+                "running `midstream up`"
+            ),
         )
     headers = wire.headers(settings.api_key)
     yield from _api(url, headers)
@@ -75,7 +81,10 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
         yield from _parts(status, settings)
     else:
         yield Finding(
-            "fail", "service", f"cannot read the service's status: {status}", "fix the problems above, or use a key with scope observe"
+            "fail",
+            "service",
+            f"cannot read the service's status: {status}",
+            "fix the problems above, or use a key with scope observe",
         )
     yield from _models(url, headers)
     yield from _vllm(settings)
@@ -85,7 +94,8 @@ def examine(settings: Settings, redis_url: str, url: str) -> Iterator[Finding]:
     yield from _keys(url, headers)
 
 
-# --- Redis ------------------------------------------------------------------------------------------------------------------
+# --- Redis
+# --------------------------------------------------------------------------------------------------
 
 
 def _redis(url: str, settings: Settings) -> Iterator[Finding]:
@@ -97,10 +107,20 @@ def _redis(url: str, settings: Settings) -> Iterator[Finding]:
     try:
         info: dict[str, Any] = client.info()
     except redis.AuthenticationError as error:
-        yield Finding("fail", "redis", f"access denied: {error}", "set MIDSTREAM_REDIS_PASSWORD, or the user in MIDSTREAM_REDIS_URL")
+        yield Finding(
+            "fail",
+            "redis",
+            f"access denied: {error}",
+            "set MIDSTREAM_REDIS_PASSWORD, or the user in MIDSTREAM_REDIS_URL",
+        )
         return
     except (redis.RedisError, OSError) as error:
-        yield Finding("fail", "redis", f"it does not answer: {error}", "start it, and check MIDSTREAM_REDIS_URL and the network")
+        yield Finding(
+            "fail",
+            "redis",
+            f"it does not answer: {error}",
+            "start it, and check MIDSTREAM_REDIS_URL and the network",
+        )
         return
     version = str(info["redis_version"])
     known = tuple(int(part) for part in version.split(".")[:2])
@@ -123,19 +143,42 @@ def _latency(client: Any) -> Iterator[Finding]:
         took.append((time.perf_counter() - began) * 1000)
     middle = statistics.median(took)
     level: Level = "fail" if middle > PING_FAIL_MS else "warn" if middle > PING_WARN_MS else "ok"
-    advice = "" if level == "ok" else "move it closer, and check for slow commands: `redis-cli slowlog get`"
-    yield Finding(level, "redis latency", f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {PINGS} pings", advice)
+    advice = (
+        ""
+        if level == "ok"
+        else "move it closer, and check for slow commands: `redis-cli slowlog get`"
+    )
+    yield Finding(
+        level,
+        "redis latency",
+        f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {PINGS} pings",
+        advice,
+    )
 
 
 def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
-    policy, used, limit = str(info["maxmemory_policy"]), int(info["used_memory"]), int(info["maxmemory"])
+    policy, used, limit = (
+        str(info["maxmemory_policy"]),
+        int(info["used_memory"]),
+        int(info["maxmemory"]),
+    )
     if policy != "noeviction":
         advice = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration"
-        yield Finding("fail", "redis eviction", f"maxmemory-policy is {policy}: accepted jobs are lost when memory is full", advice)
+        yield Finding(
+            "fail",
+            "redis eviction",
+            f"maxmemory-policy is {policy}: accepted jobs are lost when memory is full",
+            advice,
+        )
     else:
         yield Finding("ok", "redis eviction", "maxmemory-policy is noeviction")
     if gone := int(info["evicted_keys"]):
-        yield Finding("fail", "redis eviction", f"keys evicted since its start: {gone}; jobs are lost", "resubmit the missing jobs")
+        yield Finding(
+            "fail",
+            "redis eviction",
+            f"keys evicted since its start: {gone}; jobs are lost",
+            "resubmit the missing jobs",
+        )
     if not limit:
         yield Finding("ok", "redis memory", f"{used / 2**20:.0f} MiB used, no limit (maxmemory 0)")
         return
@@ -149,27 +192,59 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
             "raise maxmemory, or let results expire sooner (result_ttl_s)",
         )
     elif share >= MEMORY_WARN:
-        yield Finding("warn", "redis memory", said, f"submissions are rejected at {settings.redis_fill_limit:.0%}: raise maxmemory")
+        yield Finding(
+            "warn",
+            "redis memory",
+            said,
+            f"submissions are rejected at {settings.redis_fill_limit:.0%}: raise maxmemory",
+        )
     else:
         yield Finding("ok", "redis memory", said)
 
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
     if int(info.get("loading", 0)):  # the AOF counts as off meanwhile
-        yield Finding("warn", "redis AOF", f"is being loaded: {info.get('loading_loaded_perc', 0)} %", "wait until it is loaded")
+        yield Finding(
+            "warn",
+            "redis AOF",
+            f"is being loaded: {info.get('loading_loaded_perc', 0)} %",
+            "wait until it is loaded",
+        )
         return
     if not int(info["aof_enabled"]):
         advice = "`CONFIG SET appendonly yes`, and the same in its configuration"
-        yield Finding("fail", "redis AOF", "off: jobs accepted since the last snapshot are lost on restart", advice)
+        yield Finding(
+            "fail",
+            "redis AOF",
+            "off: jobs accepted since the last snapshot are lost on restart",
+            advice,
+        )
         return
-    if info.get("aof_last_write_status", "ok") != "ok" or info.get("aof_last_bgrewrite_status", "ok") != "ok":
-        yield Finding("fail", "redis AOF", "the last write or rewrite failed", "check its log and its free disk space")
+    if (
+        info.get("aof_last_write_status", "ok") != "ok"
+        or info.get("aof_last_bgrewrite_status", "ok") != "ok"
+    ):
+        yield Finding(
+            "fail",
+            "redis AOF",
+            "the last write or rewrite failed",
+            "check its log and its free disk space",
+        )
     if appendfsync is None:
         yield Finding("ok", "redis AOF", "on; this user is not allowed to read appendfsync")
     elif appendfsync == "no":
-        yield Finding("fail", "redis AOF", "appendfsync is no: the last 30 seconds may be lost", "`CONFIG SET appendfsync everysec`")
+        yield Finding(
+            "fail",
+            "redis AOF",
+            "appendfsync is no: the last 30 seconds may be lost",
+            "`CONFIG SET appendfsync everysec`",
+        )
     else:
-        loses = "nothing" if appendfsync == "always" else "up to a second of accepted jobs if its machine fails"
+        loses = (
+            "nothing"
+            if appendfsync == "always"
+            else "up to a second of accepted jobs if its machine fails"
+        )
         yield Finding("ok", "redis AOF", f"on, appendfsync {appendfsync}: may lose {loses}")
 
 
@@ -187,10 +262,16 @@ def _config(client: Any, name: str) -> str | None:
 def _clock(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
     level: Level = "fail" if abs(ahead) > SKEW_FAIL_S else "warn" if abs(ahead) > warn else "ok"
     said = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
-    return Finding(level, about, said, "" if level == "ok" else "leases and deadlines depend on clocks: run NTP on both machines")
+    return Finding(
+        level,
+        about,
+        said,
+        "" if level == "ok" else "leases and deadlines depend on clocks: run NTP on both machines",
+    )
 
 
-# --- API --------------------------------------------------------------------------------------------------------------------
+# --- API
+# --------------------------------------------------------------------------------------------------
 
 
 def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
@@ -199,7 +280,10 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         ready = httpx.get(f"{url}/readyz", headers=headers, timeout=TIMEOUT_S)
     except httpx.HTTPError as error:
         yield Finding(
-            "fail", "api", f"no answer from {url}: {error}", "start it (`midstream up`, or `python -m midstream.api`), or give --url"
+            "fail",
+            "api",
+            f"no answer from {url}: {error}",
+            "start it (`midstream up`, or `python -m midstream.api`), or give --url",
         )
         return
     version = answer.headers.get(wire.VERSION_HEADER)
@@ -208,26 +292,40 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         return
     if answer.status_code == MISDIRECTED:
         problem = answer.json()
-        yield Finding("fail", "api", problem["detail"], f"give --url with one of: {problem['allowed']}")
+        yield Finding(
+            "fail", "api", problem["detail"], f"give --url with one of: {problem['allowed']}"
+        )
         return
     yield _version("api", version, f"at {url}")
     if date := answer.headers.get("date"):
-        yield _clock("api clock", parsedate_to_datetime(date).timestamp() + 0.5 - time.time(), DATE_SKEW_S)
+        yield _clock(
+            "api clock", parsedate_to_datetime(date).timestamp() + 0.5 - time.time(), DATE_SKEW_S
+        )
     if ready.status_code == 200:
         yield Finding("ok", "ready", "a job would run now")
     else:
-        missing = "; ".join(ready.json().get("missing", [])) or f"/readyz answers {ready.status_code}"
-        yield Finding("fail", "ready", f"no job would run now: {missing}", "start a worker, and check its log")
+        missing = (
+            "; ".join(ready.json().get("missing", [])) or f"/readyz answers {ready.status_code}"
+        )
+        yield Finding(
+            "fail", "ready", f"no job would run now: {missing}", "start a worker, and check its log"
+        )
 
 
 def _version(about: str, version: str, more: str = "") -> Finding:
     said = f"version {version}{' ' + more if more else ''}"
     if version == __version__:
         return Finding("ok", about, said)
-    return Finding("warn", about, f"{said}; this one is {__version__}", "run one version everywhere: see the notes on upgrades")
+    return Finding(
+        "warn",
+        about,
+        f"{said}; this one is {__version__}",
+        "run one version everywhere: see the notes on upgrades",
+    )
 
 
-# --- What goes on -----------------------------------------------------------------------------------------------------------
+# --- What goes on
+# --------------------------------------------------------------------------------------------------
 
 
 def _status(redis_url: str, url: str, api_key: str) -> Status | str:
@@ -258,40 +356,79 @@ async def _from_redis(redis_url: str) -> Status:
 def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
     yield from _workers(status, settings)
     if status.relay.alive:
-        yield _version("relay", status.relay.version, f"at {status.relay.url}, receipts accepted: {status.relay.received}")
+        yield _version(
+            "relay",
+            status.relay.version,
+            f"at {status.relay.url}, receipts accepted: {status.relay.received}",
+        )
     else:
         found = "not seen for 15 s: captures and interventions wait for it, then time out"
-        yield Finding("fail", "relay", found, "start it (`python -m midstream.broker.relay`), and check its log")
+        yield Finding(
+            "fail",
+            "relay",
+            found,
+            "start it (`python -m midstream.broker.relay`), and check its log",
+        )
     if status.callbacks.alive:
         ago = (
-            f", the reaper's last pass {max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago" if status.callbacks.last_sweep else ""
+            (
+                ", the reaper's last pass "
+                f"{max(0.0, status.at - status.callbacks.last_sweep):.1f} s ago"
+            )
+            if status.callbacks.last_sweep
+            else ""
         )
         yield Finding("ok", "callbacks", f"alive{ago}")
     else:
         found = (
-            "the reaper has not completed a pass recently: lost messages and dead workers' jobs are not recovered, "
+            "the reaper has not completed a pass recently: lost messages and dead workers' "
+            "jobs are not recovered, "
             "and webhooks are not sent"
         )
-        yield Finding("fail", "callbacks", found, "start it (`python -m midstream.broker.callbacks`), and check its log")
+        yield Finding(
+            "fail",
+            "callbacks",
+            found,
+            "start it (`python -m midstream.broker.callbacks`), and check its log",
+        )
     pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
     late = overdue > OVERDUE_WARN_S
-    advice = "`midstream webhooks list --state pending` lists receivers that do not answer" if late else ""
+    advice = (
+        "`midstream webhooks list --state pending` lists receivers that do not answer"
+        if late
+        else ""
+    )
     more = f", the oldest overdue by {overdue:.0f} s" if overdue >= 1 else ""
     yield Finding("warn" if late else "ok", "webhooks", f"{pending} pending{more}", advice)
     served = {worker.model for worker in status.workers if worker.healthy}
     for queue in status.queues:
         if queue.model not in served:
             waiting = queue.sent + sum(queue.waiting.values())
-            yield Finding("fail", "queue", f"no worker serves {queue.model}; jobs waiting: {waiting}", f"start a worker for {queue.model}")
+            yield Finding(
+                "fail",
+                "queue",
+                f"no worker serves {queue.model}; jobs waiting: {waiting}",
+                f"start a worker for {queue.model}",
+            )
 
 
 def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
     if not status.workers:
-        yield Finding("fail", "workers", "none is running", "start one (`python -m midstream.workers`), and check its log")
+        yield Finding(
+            "fail",
+            "workers",
+            "none is running",
+            "start one (`python -m midstream.workers`), and check its log",
+        )
     for worker in status.workers:
         about, stats = f"worker {worker.worker}", worker.stats
         if not worker.healthy:
-            yield Finding("fail", about, f"{worker.model}: {worker.detail or 'unhealthy'}", "check its log; restarting it loses no jobs")
+            yield Finding(
+                "fail",
+                about,
+                f"{worker.model}: {worker.detail or 'unhealthy'}",
+                "check its log; restarting it loses no jobs",
+            )
         else:
             more = f"serves {worker.model} (TP {worker.tp}, PP {worker.pp}) on {worker.host}"
             yield _version(about, worker.version, more)
@@ -301,9 +438,15 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
         if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
             yield _clock(f"{about} clock", ahead)
         if stats.last_desync_at is not None and status.at - stats.last_desync_at < DESYNC_WARN_S:
-            said = f"its ranks have disagreed (count: {stats.desyncs}), most recently {(status.at - stats.last_desync_at) / 60:.0f} min ago"
+            said = (
+                f"its ranks have disagreed (count: {stats.desyncs}), most recently "
+                f"{(status.at - stats.last_desync_at) / 60:.0f} min ago"
+            )
             yield Finding(
-                "warn", about, f"{said}: {stats.last_desync}", "the affected jobs were retried; if it recurs, suspect the hardware"
+                "warn",
+                about,
+                f"{said}: {stats.last_desync}",
+                "the affected jobs were retried; if it recurs, suspect the hardware",
             )
         if stats.outbox > OUTBOX_WARN:
             yield Finding(
@@ -314,11 +457,15 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
             )
 
 
-# --- vLLM -------------------------------------------------------------------------------------------------------------------
+# --- vLLM
+# --------------------------------------------------------------------------------------------------
 
 
 def _vllm(settings: Settings) -> Iterator[Finding]:
-    """Of this environment; nothing where vLLM is not installed. The options are checked only if there are any: that imports vLLM."""
+    """Of this environment; nothing where vLLM is not installed.
+
+    The options are checked only if there are any: that imports vLLM.
+    """
     from ...workers.engines import check_options
     from ...workers.runner.seams import WINDOW, SeamError, verify
     from ...workers.runner.vllm_source import installed
@@ -329,60 +476,106 @@ def _vllm(settings: Settings) -> Iterator[Finding]:
         return
     try:
         caveats = verify(source, unproven=settings.engine_unproven)
-        yield Finding("warn" if caveats else "ok", "vllm", "; ".join(caveats) or f"version {source.version}")
+        yield Finding(
+            "warn" if caveats else "ok", "vllm", "; ".join(caveats) or f"version {source.version}"
+        )
     except SeamError as error:
-        yield Finding("fail", "vllm", str(error), f"install an unchanged build of one of {', '.join(WINDOW)}")
+        yield Finding(
+            "fail", "vllm", str(error), f"install an unchanged build of one of {', '.join(WINDOW)}"
+        )
         return
     try:
         for caveat in check_options(settings):
-            yield Finding("warn", "vllm options", caveat, "remove it from the table [engine], or compare its rows yourself")
+            yield Finding(
+                "warn",
+                "vllm options",
+                caveat,
+                "remove it from the table [engine], or compare its rows yourself",
+            )
     except SettingsError as error:
-        yield Finding("fail", "vllm options", str(error), "docs/engine-options.md lists what is accepted")
+        yield Finding(
+            "fail", "vllm options", str(error), "docs/engine-options.md lists what is accepted"
+        )
 
 
 def _extensions(settings: Settings) -> Iterator[Finding]:
-    """What packages of this environment offer, and whether the setting names them; nothing of them is imported."""
+    """What packages of this environment offer, and whether the setting names them; nothing of them
+    is imported.
+    """
     from ...workers.runner.extensions import check_installed, named, offered
 
     try:
         check_installed(settings.extensions)
     except SettingsError as error:
         yield Finding(
-            "fail", "extensions", str(error), "install the package where the worker runs, or take it out of the setting extensions"
+            "fail",
+            "extensions",
+            str(error),
+            ("install the package where the worker runs, or take it out of the setting extensions"),
         )
     for offer in offered():
         about = f"{offer.package} {offer.version} offers the {offer.kind} {offer.name}"
         if offer.package in named(settings.extensions):
             yield Finding("ok", "extensions", about)
         else:
-            yield Finding("ok", "extensions", f"{about}; a worker with these settings does not load it: extensions does not name it")
+            yield Finding(
+                "ok",
+                "extensions",
+                (
+                    f"{about}; a worker with these settings does not load it: extensions does not "
+                    "name it"
+                ),
+            )
 
 
-# --- This machine -----------------------------------------------------------------------------------------------------------
+# --- This machine
+# --------------------------------------------------------------------------------------------------
 
 
 def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     """What is proven of each model's hook points, and what is not served."""
     try:
         listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
-        names = [entry["id"] for entry in listed.json()["data"]] if listed.status_code == 200 else []
-        cards = [httpx.get(f"{url}/v1/models/{name}", headers=headers, timeout=TIMEOUT_S).json() for name in names]
+        names = (
+            [entry["id"] for entry in listed.json()["data"]] if listed.status_code == 200 else []
+        )
+        cards = [
+            httpx.get(f"{url}/v1/models/{name}", headers=headers, timeout=TIMEOUT_S).json()
+            for name in names
+        ]
     except (httpx.HTTPError, ValueError, KeyError):
         return  # said above
     for card in cards:
         for one in card.get("extensions") or []:
-            code = f"{one['kind']} {one['name']} of {one['package']} {one['version']}, code {one['digest'][:12]}"
+            code = (
+                f"{one['kind']} {one['name']} of {one['package']} {one['version']}, code "
+                f"{one['digest'][:12]}"
+            )
             yield Finding("ok", f"model {card.get('id')}", f"{code}: {', '.join(one['checked'])}")
-        about, made, absent = f"model {card.get('id')}", card.get("certificate"), card.get("absent") or {}
+        about, made, absent = (
+            f"model {card.get('id')}",
+            card.get("certificate"),
+            card.get("absent") or {},
+        )
         reasons = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
         if made is None:
-            yield Finding("warn", about, "its hook points were not certified", "start the worker with the setting certify=true")
+            yield Finding(
+                "warn",
+                about,
+                "its hook points were not certified",
+                "start the worker with the setting certify=true",
+            )
             continue
         found = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven']) or 'no hook'}"
         if made.get("unproven"):
             found += f"; served unproven: {', '.join(made['unproven'])}"
         if made["absent"]:
-            yield Finding("warn", about, f"{found}; not served: {reasons}", "see docs/architectures.md, and the worker's log")
+            yield Finding(
+                "warn",
+                about,
+                f"{found}; not served: {reasons}",
+                "see docs/architectures.md, and the worker's log",
+            )
         else:
             yield Finding("ok", about, f"{found}; absent: {reasons}" if reasons else found)
 
@@ -393,21 +586,43 @@ def _disk(data: Path) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(data).free
     level: Level = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
-    advice = "" if level == "ok" else "delete captures (`midstream capture delete`, capture_ttl_s), or set capture_quota_mib"
+    advice = (
+        ""
+        if level == "ok"
+        else (
+            "delete captures (`midstream capture delete`, capture_ttl_s), or set capture_quota_mib"
+        )
+    )
     yield Finding(level, "disk space", f"{free / 2**30:.1f} GiB free in {data}", advice)
     try:
         took = _fsyncs(data)
     except OSError as error:
-        yield Finding("fail", "disk", f"{data} cannot be written: {error}", "make it writable by the worker's user")
+        yield Finding(
+            "fail",
+            "disk",
+            f"{data} cannot be written: {error}",
+            "make it writable by the worker's user",
+        )
         return
     middle = statistics.median(took)
     level = "fail" if middle > FSYNC_FAIL_MS else "warn" if middle > FSYNC_WARN_MS else "ok"
-    advice = "" if level == "ok" else "receipts and captures wait for the disk: use a local SSD for data_dir"
-    yield Finding(level, "disk fsync", f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {len(took)} writes", advice)
+    advice = (
+        ""
+        if level == "ok"
+        else "receipts and captures wait for the disk: use a local SSD for data_dir"
+    )
+    yield Finding(
+        level,
+        "disk fsync",
+        f"median {middle:.2f} ms, maximum {max(took):.2f} ms in {len(took)} writes",
+        advice,
+    )
 
 
 def _store(settings: Settings) -> Iterator[Finding]:
-    """A small object in a bucket, written, read and deleted; or the disk of a folder beside `data_dir`."""
+    """A small object in a bucket, written, read and deleted; or the disk of a folder beside
+    `data_dir`.
+    """
     if "://" not in settings.artifact_store:
         if settings.artifact_store:
             yield from _disk(Path(settings.artifact_store))
@@ -427,19 +642,42 @@ def _store(settings: Settings) -> Iterator[Finding]:
         unfit = store.unfit() if isinstance(store, Demanding) else ""
     except (OSError, ValueError, MidstreamError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        yield Finding("fail", "artifact store", reason, "docs/object-storage.md says what each reason means")
+        yield Finding(
+            "fail", "artifact store", reason, "docs/object-storage.md says what each reason means"
+        )
         return
     if read != b"midstream":
-        yield Finding("fail", "artifact store", f"{settings.artifacts} gives back other bytes than were written", "do not use it")
+        yield Finding(
+            "fail",
+            "artifact store",
+            f"{settings.artifacts} gives back other bytes than were written",
+            "do not use it",
+        )
         return
     if unfit:
-        yield Finding("fail", "artifact store", unfit, "use another server: docs/object-storage.md names those that were tried")
+        yield Finding(
+            "fail",
+            "artifact store",
+            unfit,
+            "use another server: docs/object-storage.md names those that were tried",
+        )
         return
-    if settings.artifact_endpoint.startswith("http://") and not is_loopback(urlsplit(settings.artifact_endpoint).hostname or ""):
-        yield Finding("warn", "artifact store", f"{settings.artifact_endpoint} is not encrypted", "use https:// outside a private network")
+    if settings.artifact_endpoint.startswith("http://") and not is_loopback(
+        urlsplit(settings.artifact_endpoint).hostname or ""
+    ):
+        yield Finding(
+            "warn",
+            "artifact store",
+            f"{settings.artifact_endpoint} is not encrypted",
+            "use https:// outside a private network",
+        )
     level: Level = "warn" if took > STORE_WARN_MS else "ok"
-    advice = "receipts of captures wait for it: use a store that is nearer" if level == "warn" else ""
-    yield Finding(level, "artifact store", f"{settings.artifacts} holds an object after {took:.0f} ms", advice)
+    advice = (
+        "receipts of captures wait for it: use a store that is nearer" if level == "warn" else ""
+    )
+    yield Finding(
+        level, "artifact store", f"{settings.artifacts} holds an object after {took:.0f} ms", advice
+    )
 
 
 def _fsyncs(folder: Path) -> list[float]:
@@ -454,12 +692,16 @@ def _fsyncs(folder: Path) -> list[float]:
     return took
 
 
-# --- Keys -------------------------------------------------------------------------------------------------------------------
+# --- Keys
+# --------------------------------------------------------------------------------------------------
 
 
 def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
     try:
-        stranger, we = (httpx.get(f"{url}/v1/tenant", headers=given, timeout=TIMEOUT_S).status_code for given in ({}, headers))
+        stranger, we = (
+            httpx.get(f"{url}/v1/tenant", headers=given, timeout=TIMEOUT_S).status_code
+            for given in ({}, headers)
+        )
     except httpx.HTTPError:
         return  # said above
     if stranger == MISDIRECTED:
@@ -469,8 +711,15 @@ def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
             yield Finding("ok", "keys", "not required; the address is loopback")
         else:
             found = f"{url} requires no keys: anyone who can reach it has full access"
-            yield Finding("fail", "keys", found, "`midstream keys create`, then unset MIDSTREAM_AUTH")
+            yield Finding(
+                "fail", "keys", found, "`midstream keys create`, then unset MIDSTREAM_AUTH"
+            )
     elif we == 401:
-        yield Finding("warn", "keys", "required; the configured key is missing or not valid", "set MIDSTREAM_API_KEY")
+        yield Finding(
+            "warn",
+            "keys",
+            "required; the configured key is missing or not valid",
+            "set MIDSTREAM_API_KEY",
+        )
     else:
         yield Finding("ok", "keys", "required; the configured key is valid")

@@ -1,4 +1,6 @@
-"""`midstream doctor --plan`: what an engine of a checkpoint would take, before anything is started."""
+"""`midstream doctor --plan`: what an engine of a checkpoint would take, before anything is
+started.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,8 +18,18 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-def planned(checkpoint: str, settings: Settings, *, gpu: bool, tokens_per_second: float, gpu_memory_gib: float) -> "Plan":
-    """For a folder with a config.json, or the model that the settings name. Raises MidstreamError."""
+def planned(
+    checkpoint: str,
+    settings: Settings,
+    *,
+    gpu: bool,
+    tokens_per_second: float,
+    gpu_memory_gib: float,
+) -> "Plan":
+    """For a folder with a config.json, or the model that the settings name.
+
+    Raises MidstreamError.
+    """
     from ...workers.engine.plan import model_of, plan
     from ...workers.runner.architectures import UnsupportedArchitectureError
 
@@ -26,10 +38,17 @@ def planned(checkpoint: str, settings: Settings, *, gpu: bool, tokens_per_second
         config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         model = model_of(config, settings.dtype)
         return plan(
-            model, settings, gpu=gpu, tokens_per_second=tokens_per_second, gpu_bytes=int(gpu_memory_gib * 2**30), host_bytes=_host_bytes()
+            model,
+            settings,
+            gpu=gpu,
+            tokens_per_second=tokens_per_second,
+            gpu_bytes=int(gpu_memory_gib * 2**30),
+            host_bytes=_host_bytes(),
         )
     except OSError as error:
-        raise MidstreamError("not_found", f"{file}: {error.strerror}", allowed="the folder of a checkpoint") from error
+        raise MidstreamError(
+            "not_found", f"{file}: {error.strerror}", allowed="the folder of a checkpoint"
+        ) from error
     except (msgspec.DecodeError, KeyError, UnsupportedArchitectureError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise MidstreamError("invalid_request", f"{file}: {missing}") from error
@@ -41,7 +60,11 @@ def _host_bytes() -> int:
 
 def facts(found: "Plan") -> dict[str, Any]:
     """For machines."""
-    model = {name: value for name, value in found.model._asdict().items() if name not in ("variant", "linears", "inside")}
+    model = {
+        name: value
+        for name, value in found.model._asdict().items()
+        if name not in ("variant", "linears", "inside")
+    }
     return {
         "model": model,
         "hooks": found.hooks,
@@ -58,28 +81,50 @@ def facts(found: "Plan") -> dict[str, Any]:
 def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
     """For people: tables in Markdown."""
     model = found.model
-    weights = f", {model.parameters * model.weight_bytes / (1 << 30):.1f} GiB quantised" if model.weight_bytes else ""
+    weights = (
+        f", {model.parameters * model.weight_bytes / (1 << 30):.1f} GiB quantised"
+        if model.weight_bytes
+        else ""
+    )
     parameters = f"{model.parameters / 1e9:.2f} B parameters{weights}"
-    yield f"{model.architecture}: {model.layers} layers × {model.hidden_size}, {model.dtype}, {parameters}"
+    yield (
+        f"{model.architecture}: {model.layers} layers × {model.hidden_size}, "
+        f"{model.dtype}, {parameters}"
+    )
     yield f"hooks: {', '.join(found.hooks)}"
     yield ""
     yield "Memory of each rank, at most:"
     yield ""
-    rows = [[part.name, part.where, _mib(part.bytes), part.about, part.setting] for part in found.memory]
+    rows = [
+        [part.name, part.where, _mib(part.bytes), part.about, part.setting] for part in found.memory
+    ]
     for where in ("GPU", "host"):
         if total := sum(part.bytes for part in found.memory if part.where == where):
             rows.append(["**total**", where, _mib(total), "", ""])
     yield from _table(["part", "in", "MiB", "holds", "setting"], rows)
     if found.work:
         yield ""
-        yield f"Added to a decode step, estimated for an H200, where stock vLLM takes {found.step_s * 1e3:.1f} ms:"
+        yield (
+            "Added to a decode step, estimated for an H200, where stock vLLM takes "
+            f"{found.step_s * 1e3:.1f} ms:"
+        )
         yield ""
-        rows = [[work.hooks, work.step, str(work.cost.launches), *_cost(work)] for work in found.work]
-        yield from _table(["hooks", "step", "launches", "MB on the GPU", "MB to the host", "ms", "share"], rows)
+        rows = [
+            [work.hooks, work.step, str(work.cost.launches), *_cost(work)] for work in found.work
+        ]
+        yield from _table(
+            ["hooks", "step", "launches", "MB on the GPU", "MB to the host", "ms", "share"], rows
+        )
     yield ""
-    yield f"Written to the disk, if every request is captured at every token ({tokens_per_second:.0f} tokens/s):"
+    yield (
+        "Written to the disk, if every request is captured at every token "
+        f"({tokens_per_second:.0f} tokens/s):"
+    )
     yield ""
-    rows = [[stream.captured, f"{stream.token_bytes / 1024:.0f}", f"{stream.bytes_per_s / 1e6:.0f}"] for stream in found.streams]
+    rows = [
+        [stream.captured, f"{stream.token_bytes / 1024:.0f}", f"{stream.bytes_per_s / 1e6:.0f}"]
+        for stream in found.streams
+    ]
     yield from _table(["captured", "KiB per token", "MB/s"], rows)
     yield ""
     yield "Limits:"
@@ -89,7 +134,12 @@ def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
 
 def _cost(work: "Work") -> list[str]:
     cost = work.cost
-    return [f"{cost.bytes / 1e6:.1f}", f"{cost.host_bytes / 1e6:.1f}", f"{cost.seconds * 1e3:.2f}", f"{work.share:.1%}"]
+    return [
+        f"{cost.bytes / 1e6:.1f}",
+        f"{cost.host_bytes / 1e6:.1f}",
+        f"{cost.seconds * 1e3:.2f}",
+        f"{work.share:.1%}",
+    ]
 
 
 def _mib(count: int) -> str:
@@ -100,4 +150,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Aligned, so that it reads well without being rendered."""
     wide = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, ["---"] * len(wide), *rows):
-        yield "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)) + " |"
+        yield (
+            "| "
+            + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True))
+            + " |"
+        )

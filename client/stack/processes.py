@@ -15,28 +15,35 @@ from ...schemas.engine_errors import in_our_settings
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
-#: Pause before a dead child is started again, doubled with each death, and the longest unless the child has another; a child that ran
-#: this long starts over at the first.
+#: Pause before a dead child is started again, doubled with each death, and the longest unless the
+#: child has another; a child that ran this long starts over at the first.
 BACKOFF_S = (1.0, 4.0)
 HEALTHY_AFTER_S = 10.0
-#: In the environment of every child, and of what it starts: the data directory of its supervisor, so that the next supervisor finds them.
+#: In the environment of every child, and of what it starts: the data directory of its supervisor,
+#: so that the next supervisor finds them.
 MARK = "SUPERVISED_BY_MIDSTREAM"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-#: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR …`.
+#: What a line of a dying process looks like that says why: `ValueError: …`, `error: …`, `… ERROR
+#: …`.
 _COMPLAINT = re.compile(r"\b\w*(error|exception|refused|fatal|failed)\b", re.IGNORECASE)
 #: Noise that may follow the reason.
 _NOISE = re.compile(
-    r"^(During handling|For further information visit|The above exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )",
+    (
+        r"^(During handling|For further information visit|The above "
+        r"exception|Traceback|\s*File |\s*\^|sys:1|.*ResourceWarning|.*leaked )"
+    ),
     re.IGNORECASE,
 )
 
-#: What vLLM's first process says when another of its processes failed, and how that one's reason looks in the log.
+#: What vLLM's first process says when another of its processes failed, and how that one's reason
+#: looks in the log.
 _POINTS_ABOVE = "See root cause above"
 _LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
 _RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
 
-#: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and name).
+#: Places in `/proc/<pid>/stat`, counted from behind the name (proc(5) counts from 1 with pid and
+#: name).
 _STATE, _SESSION, _STARTTIME = 0, 3, 19
 
 _PR_SET_PDEATHSIG = 1
@@ -46,8 +53,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Child:
     """A process of ours: its command, its log file, and how often it has died.
 
-    It runs in its own session, so that Ctrl-C in the terminal reaches only the supervisor, which then stops
-    everything in order; the kernel signals it if the supervisor is killed.
+    It runs in its own session, so that Ctrl-C in the terminal reaches only the supervisor, which
+    then stops everything in order; the kernel signals it if the supervisor is killed.
     """
 
     def __init__(
@@ -72,7 +79,9 @@ class Child:
         self._not_before = 0.0  # monotonic time of the next start
 
     def start(self) -> None:
-        """Start it; its output goes to the end of its log, or nowhere where the log cannot be opened. Raises OSError."""
+        """Start it; its output goes to the end of its log, or nowhere where the log cannot be
+        opened. Raises OSError.
+        """
         with self._open_log() as handle:
             self._log_start = handle.tell()
             self.process = subprocess.Popen(
@@ -119,10 +128,17 @@ class Child:
             return ""
 
     def last_words(self) -> str:
-        """The log line that best explains its end: the last error, else the last line. Empty for a killed process."""
+        """The log line that best explains its end: the last error, else the last line.
+
+        Empty for a killed process.
+        """
         if self.exit_code == -signal.SIGKILL:
             return "it was killed, possibly by the kernel for lack of memory"
-        lines = [line.strip() for line in self.output().splitlines() if line.strip() and not _NOISE.match(line)]
+        lines = [
+            line.strip()
+            for line in self.output().splitlines()
+            if line.strip() and not _NOISE.match(line)
+        ]
         complaints = [line for line in lines if _COMPLAINT.search(line)]
         words = (complaints or lines or ["no output"])[-1]
         if _POINTS_ABOVE in words:
@@ -130,7 +146,9 @@ class Child:
         return in_our_settings(words)[:500]
 
     def died(self) -> float:
-        """Note a death, or a start that failed; returns the pause in seconds before it should be started again."""
+        """Note a death, or a start that failed; returns the pause in seconds before it should be
+        started again.
+        """
         if time.monotonic() - self._started > HEALTHY_AFTER_S:
             self._deaths = 0
         pause: float = min(self.longest_pause_s, BACKOFF_S[0] * 2.0 ** min(self._deaths, 30))
@@ -147,12 +165,19 @@ class Child:
         return self.process is None and time.monotonic() >= self._not_before
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """SIGTERM, wait, and after `stop_timeout_s` (or when `hurry()`) SIGKILL. Whether it went of its own accord."""
+        """SIGTERM, wait, and after `stop_timeout_s` (or when `hurry()`) SIGKILL.
+
+        Whether it went of its own accord.
+        """
         if self.process is None:
             return True
         if self.process.poll() is None:
             self.process.terminate()
-        willing = wait_for(lambda: self.process is None or self.process.poll() is not None, self.stop_timeout_s, hurry)
+        willing = wait_for(
+            lambda: self.process is None or self.process.poll() is not None,
+            self.stop_timeout_s,
+            hurry,
+        )
         if not willing:
             self.process.kill()
         self.process.wait()
@@ -161,21 +186,28 @@ class Child:
         return willing
 
     def sweep_group(self) -> None:
-        """Kill what the dead process left behind in its process group (engine ranks, pool children)."""
+        """Kill what the dead process left behind in its process group (engine ranks, pool
+        children).
+        """
         assert self.process is not None
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its pid is its group's id: it leads its session
+            # its pid is its group's id: it leads its session
+            os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
 
 def _root_cause(lines: Sequence[str]) -> str:
-    """The end of the first traceback that vLLM logged: the exception, with the statement that raised it if it has no message."""
+    """The end of the first traceback that vLLM logged: the exception, with the statement that
+    raised it if it has no message.
+    """
     logged = [found[1] for line in lines if (found := _LOGGED_ERROR.search(line))]
     for number, text in enumerate(logged):
         if (raised := _RAISED.match(text)) is None:
             continue
-        statement = next((before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), "")
+        statement = next(
+            (before.strip() for before in reversed(logged[:number]) if before.strip(" ^~")), ""
+        )
         return text if raised[1] else f"{text}: {statement}"
     return ""
 
@@ -184,7 +216,12 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def wait_for(condition: Callable[[], bool], timeout: float, hurry: Callable[[], bool] = lambda: False, step: float = 0.05) -> bool:
+def wait_for(
+    condition: Callable[[], bool],
+    timeout: float,
+    hurry: Callable[[], bool] = lambda: False,
+    step: float = 0.05,
+) -> bool:
     """Poll `condition` until it holds; False after `timeout` seconds, or as soon as `hurry()`."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -195,7 +232,10 @@ def wait_for(condition: Callable[[], bool], timeout: float, hurry: Callable[[], 
 
 
 def birth(pid: int) -> int:
-    """When the process was started, in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    """When the process was started, in clock ticks since boot; 0 if there is none.
+
+    With the pid it names a process for good.
+    """
     fields = _stat(pid)
     return int(fields[_STARTTIME]) if fields else 0
 
@@ -207,7 +247,9 @@ def members(session: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """`/proc/<pid>/stat` behind the name, which may hold anything; empty for a process that is gone or a zombie."""
+    """`/proc/<pid>/stat` behind the name, which may hold anything; empty for a process that is gone
+    or a zombie.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -217,7 +259,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
-    """Stop a process of a supervisor that was killed, and its session, if it still runs. Returns whether it did."""
+    """Stop a process of a supervisor that was killed, and its session, if it still runs.
+
+    Returns whether it did.
+    """
     if not born or birth(pid) != born:
         return False
     _signal(pid, signal.SIGTERM)
@@ -230,7 +275,9 @@ def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Pids of other processes that have the file open; those of other accounts are seen by root alone."""
+    """Pids of other processes that have the file open; those of other accounts are seen by root
+    alone.
+    """
     try:
         wanted = path.stat()
     except OSError:
@@ -252,7 +299,11 @@ def marked(value: str) -> list[int]:
 
 
 def _others() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and int(entry.name) != os.getpid()]
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and int(entry.name) != os.getpid()
+    ]
 
 
 def _has_open(pid: int, wanted: os.stat_result) -> bool:

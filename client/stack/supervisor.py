@@ -1,4 +1,6 @@
-"""The whole stack on one machine: Redis, relay, worker, API, callbacks and Flower as children of one process."""
+"""The whole stack on one machine: Redis, relay, worker, API, callbacks and Flower as children of
+one process.
+"""
 
 import asyncio
 import contextlib
@@ -25,10 +27,27 @@ import msgspec
 from ...schemas.base import now
 from ...schemas.disk import disk_trouble, probe
 from ...schemas.errors import MidstreamError
-from ...schemas.settings import FILE_VARIABLE, PREFIX, Settings, SettingsError, asks_for_keys, to_environment
+from ...schemas.settings import (
+    FILE_VARIABLE,
+    PREFIX,
+    Settings,
+    SettingsError,
+    asks_for_keys,
+    to_environment,
+)
 from ...schemas.version import __version__
 from ..sdk.discovery import STATE_FILE, reachable
-from .processes import BACKOFF_S, MARK, Child, birth, end_leftover, exit_name, holders, marked, members
+from .processes import (
+    BACKOFF_S,
+    MARK,
+    Child,
+    birth,
+    end_leftover,
+    exit_name,
+    holders,
+    marked,
+    members,
+)
 
 if TYPE_CHECKING:
     from ...broker.ops.redis_server import RedisServer
@@ -47,18 +66,25 @@ class Part(NamedTuple):
 #: Started in this order, after Redis.
 MODULES = {
     "relay": Part("midstream.broker.relay", 15.0),
-    "worker": Part("midstream.workers", 60.0, longest_pause_s=30.0),  # finishes the jobs it holds; each start loads the model
+    # finishes the jobs it holds; each start loads the model
+    "worker": Part("midstream.workers", 60.0, longest_pause_s=30.0),
     "api": Part("midstream.api", 15.0),
     "callbacks": Part("midstream.broker.callbacks", 15.0),
 }
 FLOWER = Part("midstream.broker.flower", 5.0, longest_pause_s=30.0)
 #: Secrets that these children alone need: a worker runs what comes with its model.
-WHOSE = {f"{PREFIX}ADMIN_KEY": {"api"}, f"{PREFIX}OBSERVE_KEY": {"api", "flower"}, f"{PREFIX}FLOWER_AUTH": {"flower"}}
+WHOSE = {
+    f"{PREFIX}ADMIN_KEY": {"api"},
+    f"{PREFIX}OBSERVE_KEY": {"api", "flower"},
+    f"{PREFIX}FLOWER_AUTH": {"flower"},
+}
 #: Above `metrics_port`; the API serves its own at /metrics.
 METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2}
-#: Those who give work stop first, then those who do it, then those who carry its results; Redis goes last.
+#: Those who give work stop first, then those who do it, then those who carry its results; Redis
+#: goes last.
 STOP_ORDER = ("api", "callbacks", "flower", "worker", "relay")
-#: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say so too early.
+#: The worker prints this once its engine is up; an old heartbeat in Redis could make `/readyz` say
+#: so too early.
 WORKER_READY = "worker ready"
 #: With what follows, before that line: see `ModelInfo.caveats`.
 WORKER_CAVEAT = "worker caveat: "
@@ -71,14 +97,19 @@ LOCK_FILE = "up.lock"
 
 
 class Supervisor:
-    """The stack on this machine. `start()` returns when it is ready, `watch()` keeps it so, `stop()` ends it.
+    """The stack on this machine.
 
-    `settings` may leave out the model (the demo model is fetched), ports (0: free ones) and Redis (one of its own).
-    Raises SettingsError for a setting that cannot work, MidstreamError("conflict") when the data directory is in use, and
-    MidstreamError with a child's last error line when the stack does not come up.
+    `start()` returns when it is ready, `watch()` keeps it so, `stop()` ends it.
+
+    `settings` may leave out the model (the demo model is fetched), ports (0: free ones) and Redis
+    (one of its own). Raises SettingsError for a setting that cannot work,
+    MidstreamError("conflict") when the data directory is in use, and MidstreamError with a child's
+    last error line when the stack does not come up.
     """
 
-    def __init__(self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None):
+    def __init__(
+        self, settings: Settings, say: Say = print, waiting: Callable[[], None] = lambda: None
+    ):
         self._print = say
         self._waiting = waiting  # called several times a second while the stack starts
         self.data = Path(settings.data_dir).expanduser().resolve()
@@ -106,15 +137,27 @@ class Supervisor:
 
     @property
     def flower_url(self) -> str:
-        return f"http://{reachable(self.settings.flower_host)}:{self.settings.flower_port}" if "flower" in self._children else ""
+        return (
+            f"http://{reachable(self.settings.flower_host)}:{self.settings.flower_port}"
+            if "flower" in self._children
+            else ""
+        )
 
     def ready_line(self) -> str:
         """The line printed once everything is up: addresses, without secrets."""
         from ...broker.ops.logs import redacted
 
-        parts = [f"api {self.url}", f"openapi {self.url}/schema", f"flower {self.flower_url}" if self.flower_url else ""]
+        parts = [
+            f"api {self.url}",
+            f"openapi {self.url}/schema",
+            f"flower {self.flower_url}" if self.flower_url else "",
+        ]
         parts += [f"page {self.url}/"]
-        parts += [f"redis {redacted(self.settings.redis_url)}", f"model {self.settings.served_model}", f"data {self.data}"]
+        parts += [
+            f"redis {redacted(self.settings.redis_url)}",
+            f"model {self.settings.served_model}",
+            f"data {self.data}",
+        ]
         return f"midstream {__version__} ready: " + " · ".join(part for part in parts if part)
 
     def __enter__(self) -> "Supervisor":
@@ -125,7 +168,10 @@ class Supervisor:
         self.stop()
 
     def run(self) -> int:
-        """Start, watch until SIGINT or SIGTERM, stop in order; a second signal kills what is left. The exit code."""
+        """Start, watch until SIGINT or SIGTERM, stop in order; a second signal kills what is left.
+
+        The exit code.
+        """
         with _signals(self._on_signal):
             try:
                 self.start()
@@ -133,23 +179,30 @@ class Supervisor:
             except KeyboardInterrupt:
                 pass  # a signal during the start: everything is stopped already
             except MidstreamError:
-                if not self._stopping.is_set():  # a Ctrl-C also reaches a fetch of the model, which then fails
+                if not self._stopping.is_set():
+                    # a Ctrl-C also reaches a fetch of the model, which then fails
                     raise
             finally:
                 self.stop()
         return 0
 
     def start(self, timeout: float = READY_TIMEOUT_S) -> None:
-        """Start everything and wait until a live worker serves the model. On any failure everything is stopped again."""
+        """Start everything and wait until a live worker serves the model.
+
+        On any failure everything is stopped again.
+        """
         from ...broker.ops.install import with_secrets
         from ...broker.ops.private_files import private_folder
 
         try:
             self._take_folder()
-            self.settings = with_secrets(prepare(self.settings, self.data, self._say), self.data, self._say)
+            self.settings = with_secrets(
+                prepare(self.settings, self.data, self._say), self.data, self._say
+            )
             logs = private_folder(self.data / "logs")
             self._say(
-                f"midstream {__version__} starting with {self.settings.served_model}; loading a model takes about a minute (logs: {logs})"
+                f"midstream {__version__} starting with {self.settings.served_model}; loading a "
+                f"model takes about a minute (logs: {logs})"
             )
             if self._own_redis:
                 self._start_redis(self._while_starting)
@@ -164,7 +217,9 @@ class Supervisor:
             raise
         for line in self._children["worker"].output().splitlines():
             if line.startswith(WORKER_CAVEAT):
-                self._say(f"caveat for {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}")
+                self._say(
+                    f"caveat for {self.settings.served_model}: {line.removeprefix(WORKER_CAVEAT)}"
+                )
         self._say(self.ready_line())
 
     def _say_how_to_make_a_key(self) -> None:
@@ -177,11 +232,15 @@ class Supervisor:
         try:
             if asyncio.run(any_key(self.settings)):
                 return
-        except MidstreamError:  # Redis is unreachable just now: the hint is not worth failing the start
+        except MidstreamError:
+            # Redis is unreachable just now: the hint is not worth failing the start
             return
         here = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
-        self._say(f"no API key exists; create the first one: {here}midstream keys create first --scope admin --redis-url {redis_url}")
+        self._say(
+            f"no API key exists; create the first one: {here}midstream keys create first "
+            f"--scope admin --redis-url {redis_url}"
+        )
 
     def watch(self) -> None:
         """Until a signal: restart, after a growing pause, whatever has died."""
@@ -189,8 +248,15 @@ class Supervisor:
             self.tend()
 
     def tend(self) -> None:
-        """One look at every child and at the disk; says what died and what is started again. A full disk ends nothing here."""
-        if self._redis is not None and self._redis.process.poll() is not None and time.monotonic() >= self._redis_due:
+        """One look at every child and at the disk; says what died and what is started again.
+
+        A full disk ends nothing here.
+        """
+        if (
+            self._redis is not None
+            and self._redis.process.poll() is not None
+            and time.monotonic() >= self._redis_due
+        ):
             self._restart_redis()
         self._tend_children()
 
@@ -200,12 +266,17 @@ class Supervisor:
             if child.exit_code is not None:
                 ending, words = child.ending, child.last_words()
                 pause = child.died()
-                self._say(f"{child.name} ended with {ending}; restarting in {pause:.0f} s ({words}; log: {child.log})")
+                self._say(
+                    f"{child.name} ended with {ending}; restarting in {pause:.0f} s ({words}; log: "
+                    f"{child.log})"
+                )
             elif child.due:
                 try:
                     child.start()
                 except OSError as error:  # no process or no memory is left
-                    self._say(f"{child.name} could not be started; retrying in {child.died():.0f} s: {error}")
+                    self._say(
+                        f"{child.name} could not be started; retrying in {child.died():.0f} s: {error}"
+                    )
                     continue
                 self._say(f"{child.name} restarted")
                 self._unwritten = True
@@ -225,10 +296,14 @@ class Supervisor:
         self._disk = trouble
 
     def _restart_redis(self) -> None:
-        """Once, and again after a growing pause when it fails: the others wait for it and lose nothing."""
+        """Once, and again after a growing pause when it fails: the others wait for it and lose
+        nothing.
+        """
         assert self._redis is not None
         if not self._redis_trouble:
-            self._say(f"redis ended with {exit_name(self._redis.process.returncode)}; restarting it")
+            self._say(
+                f"redis ended with {exit_name(self._redis.process.returncode)}; restarting it"
+            )
         try:
             self._start_redis(self._while_redis_starts)
         except (MidstreamError, OSError) as error:
@@ -258,16 +333,23 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def _say(self, line: str) -> None:
-        """Print a line for the user; an output that fails (a full disk, a closed terminal) is ignored."""
+        """Print a line for the user; an output that fails (a full disk, a closed terminal) is
+        ignored.
+        """
         with contextlib.suppress(OSError, ValueError):
             self._print(line)
 
     def stop(self) -> None:
-        """End everything, in order; harmless when repeated. Nothing of the stack is left running."""
+        """End everything, in order; harmless when repeated.
+
+        Nothing of the stack is left running.
+        """
         for name in STOP_ORDER:
             child = self._children.get(name)
             if child is not None and not child.stop(lambda: self._hurry):
-                why = "" if self._hurry else f": it did not stop within {child.stop_timeout_s:.0f} s"
+                why = (
+                    "" if self._hurry else f": it did not stop within {child.stop_timeout_s:.0f} s"
+                )
                 self._say(f"{name} was killed{why}")
         if self._redis is not None:
             self._redis.stop()
@@ -293,7 +375,10 @@ class Supervisor:
         self._stopping.set()
 
     def _take_folder(self) -> None:
-        """Close the data directory to others and lock it. Raises MidstreamError("unavailable") where it cannot be written."""
+        """Close the data directory to others and lock it.
+
+        Raises MidstreamError("unavailable") where it cannot be written.
+        """
         from ...broker.ops.install import close_folder
 
         try:
@@ -314,7 +399,11 @@ class Supervisor:
             lock.close()
             other = read_state(self.data)
             where = f"pid {other.get('pid', 'unknown')}, {other.get('url') or 'not ready yet'}"
-            raise MidstreamError("conflict", f"{self.data} is in use by another `midstream up` ({where})", field="data_dir") from None
+            raise MidstreamError(
+                "conflict",
+                f"{self.data} is in use by another `midstream up` ({where})",
+                field="data_dir",
+            ) from None
         self._lock = lock
         for name, pid, born in self._leftovers():
             if end_leftover(pid, born):
@@ -322,10 +411,11 @@ class Supervisor:
         self._write_state()
 
     def _leftovers(self) -> Iterator[tuple[str, int, int]]:
-        """(name, pid, birth) of what a former supervisor of this data directory left, those first who give work, Redis last.
+        """(name, pid, birth) of what a former supervisor of this data directory left, those first
+        who give work, Redis last.
 
-        What it wrote down, and what it had no time to write down: its children carry a mark, and Redis, which removes its environment,
-        holds the lock of its folder.
+        What it wrote down, and what it had no time to write down: its children carry a mark, and
+        Redis, which removes its environment, holds the lock of its folder.
         """
         left = read_state(self.data).get("processes", {})
         for name in (*STOP_ORDER, "redis"):
@@ -342,7 +432,9 @@ class Supervisor:
         port = self._redis.port if self._redis else _port_of(self.settings.redis_url)
         limits = (self.settings.redis_maxmemory_mib, self.settings.redis_appendfsync)
         password = install.redis_password(self.data)
-        self._redis = redis_server.start(self.data / "redis", port, *limits, password, say=self._say, waiting=waiting)
+        self._redis = redis_server.start(
+            self.data / "redis", port, *limits, password, say=self._say, waiting=waiting
+        )
         self.settings = msgspec.structs.replace(self.settings, redis_url=self._redis.url)
         self._write_state()
 
@@ -355,12 +447,25 @@ class Supervisor:
             parts["flower"] = FLOWER
         for name, part in parts.items():
             command = [sys.executable, "-P", "-m", part.module]
-            yield Child(name, command, self._environment(name), logs / f"{name}.log", part.stop_s, part.longest_pause_s)
+            yield Child(
+                name,
+                command,
+                self._environment(name),
+                logs / f"{name}.log",
+                part.stop_s,
+                part.longest_pause_s,
+            )
 
     def _environment(self, name: str) -> dict[str, str]:
         """Of a child: with its own port for metrics, and without the secrets that are others'."""
-        environment = child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
-        return {variable: value for variable, value in environment.items() if name in WHOSE.get(variable, {name})}
+        environment = (
+            child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
+        )
+        return {
+            variable: value
+            for variable, value in environment.items()
+            if name in WHOSE.get(variable, {name})
+        }
 
     def _metrics_port(self, name: str) -> dict[str, str]:
         """Each process that serves metrics has its own port, counted from `metrics_port`."""
@@ -375,15 +480,25 @@ class Supervisor:
             while not (WORKER_READY in worker.output() and _answers(http, f"{self.url}/readyz")):
                 for child in self._children.values():
                     if child.exit_code is not None:
-                        detail = f"{child.name} ended with {child.ending} while starting: {child.last_words()} (log: {child.log})"
-                        raise MidstreamError("engine_failed" if child is worker else "unavailable", detail)
+                        detail = (
+                            f"{child.name} ended with {child.ending} while starting: {child.last_words()} "
+                            f"(log: {child.log})"
+                        )
+                        raise MidstreamError(
+                            "engine_failed" if child is worker else "unavailable", detail
+                        )
                 if time.monotonic() > deadline:
-                    raise MidstreamError("unavailable", f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}")
+                    raise MidstreamError(
+                        "unavailable",
+                        f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}",
+                    )
                 self._while_starting()
                 self._stopping.wait(TICK_S)
 
     def _write_state(self) -> None:
-        """Write the running processes to the state file: for a second `up`, the CLI, and a successor that has to clean up."""
+        """Write the running processes to the state file: for a second `up`, the CLI, and a
+        successor that has to clean up.
+        """
         pids = {name: child.pid for name, child in self._children.items() if child.pid}
         if self._redis is not None:
             pids["redis"] = self._redis.pid
@@ -408,7 +523,10 @@ class Supervisor:
 
 
 def prepare(settings: Settings, data: Path, say: Say) -> Settings:
-    """Settings with everything decided: absolute folders, free ports, a model. Raises SettingsError naming the setting."""
+    """Settings with everything decided: absolute folders, free ports, a model.
+
+    Raises SettingsError naming the setting.
+    """
     changes: dict[str, Any] = {"data_dir": str(data)}
     if settings.engine == "fake":
         changes["model_name"] = settings.served_model or "fake"
@@ -422,14 +540,19 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
     if settings.draft_model:
         changes["draft_model"] = _checkpoint("draft_model", settings.draft_model)
     changes["api_port"] = _decided_port("api_port", settings.api_host, settings.api_port, say)
-    changes["flower_port"] = _decided_port("flower_port", settings.flower_host, settings.flower_port, say)
+    changes["flower_port"] = _decided_port(
+        "flower_port", settings.flower_host, settings.flower_port, say
+    )
     if not settings.relay_url:
         changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     return msgspec.structs.replace(settings, **changes)
 
 
 def _checkpoint(name: str, value: str) -> str:
-    """The folder that a setting names, absolute; a hub name stays as it is. Raises SettingsError."""
+    """The folder that a setting names, absolute; a hub name stays as it is.
+
+    Raises SettingsError.
+    """
     folder = Path(value).expanduser().resolve()
     if (folder / "config.json").is_file():
         return str(folder)
@@ -440,12 +563,19 @@ def _checkpoint(name: str, value: str) -> str:
 
 def child_environment(settings: Settings) -> dict[str, str]:
     """This process's environment with exactly these settings, read from nowhere else."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != FILE_VARIABLE}
-    environment |= to_environment(msgspec.structs.replace(settings, api_key=""))  # that is of who calls
-    environment |= {"PYTHONSAFEPATH": "1"}  # what lies in the working directory is no module of theirs, nor of the processes they start
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIX) and name != FILE_VARIABLE
+    }
+    # that is of who calls
+    environment |= to_environment(msgspec.structs.replace(settings, api_key=""))
+    # what lies in the working directory is no module of theirs, nor of the processes they start
+    environment |= {"PYTHONSAFEPATH": "1"}
     environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if all(Path(each).is_dir() for each in (settings.model, settings.draft_model) if each):
-        environment["HF_HUB_OFFLINE"] = "1"  # everything is there: a hub that does not answer must not hold up the start
+        # everything is there: a hub that does not answer must not hold up the start
+        environment["HF_HUB_OFFLINE"] = "1"
     return environment
 
 
@@ -458,7 +588,9 @@ def read_state(data: Path) -> dict[str, Any]:
 
 
 def own_redis_url(data: Path) -> str:
-    """The Redis that a `midstream up` runs on `data`, with its password; empty when none runs there."""
+    """The Redis that a `midstream up` runs on `data`, with its password; empty when none runs
+    there.
+    """
     from ...broker.ops.install import with_redis_password
 
     return with_redis_password(str(read_state(data).get("redis_url", "")), data)

@@ -1,12 +1,19 @@
 """Patch studies of two prompts: sweep, zoom in, draw, save.
 
-study = PatchStudy("The Eiffel Tower is in the city of", "The Colosseum is in the city of", " Paris", " Rome")
-study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"])
-study.heatmap("eiffel.png")
+study = PatchStudy("The Eiffel Tower is in the city of", "The Colosseum is in the city of", "
+Paris", " Rome") study.sweep(hooks=["resid_pre", "attn_out", "mlp_out"]) study.heatmap("eiffel.png")
 study.top(5)
 """
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
@@ -16,7 +23,15 @@ import msgspec
 from ...schemas.base import Record, from_json, to_json
 from ...schemas.errors import MidstreamError, invalid, misfit
 from ...schemas.selectors import HookName, LayerSelector
-from ...schemas.sweeps import HEAD_AXES, PairResult, PairSpan, PatchWindow, SweepPair, SweepRequest, SweepResult
+from ...schemas.sweeps import (
+    HEAD_AXES,
+    PairResult,
+    PairSpan,
+    PatchWindow,
+    SweepPair,
+    SweepRequest,
+    SweepResult,
+)
 from ...schemas.version import __version__
 from .. import frames, values
 from ..render import heatmap, notebook
@@ -81,7 +96,10 @@ class _study_call(call[P, Any]):
 
 
 class _Study(Generic[C]):
-    """Base of both kinds of study: the request and its result. Its calls are written once, see `client.sdk.calls`."""
+    """Base of both kinds of study: the request and its result.
+
+    Its calls are written once, see `client.sdk.calls`.
+    """
 
     def __init__(
         self,
@@ -95,37 +113,57 @@ class _Study(Generic[C]):
     ):
         self._client: C | None = client
         self._pairs = [_pair({"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil})]
-        self._unzoomed: list[SweepPair] | None = None  # the pairs of the study of which this one is a part
+        # the pairs of the study of which this one is a part
+        self._unzoomed: list[SweepPair] | None = None
         self._model = model
         self._request: SweepRequest | None = None
         self._result: SweepResult | None = None
-        #: The last sweep's job. Its captures under the tags `base` and `source` are the rows of the prompts as they are.
+        #: The last sweep's job. Its captures under the tags `base` and `source` are the rows of the
+        #: prompts as they are.
         self.job = ""
 
     @classmethod
-    def pairs(cls, pairs: Sequence[Pair], *, client: C | None = None, model: str | None = None) -> Self:
-        """A study of several pairs at once: their grids must have the same number of columns (see `spans`)."""
+    def pairs(
+        cls, pairs: Sequence[Pair], *, client: C | None = None, model: str | None = None
+    ) -> Self:
+        """A study of several pairs at once: their grids must have the same number of columns (see
+        `spans`).
+        """
         study = cls("", client=client, model=model)
         study._pairs = _pairs(pairs)
         return study
 
     @classmethod
-    def of(cls, job: str, request: SweepRequest, result: SweepResult, client: C | None = None) -> Self:
+    def of(
+        cls, job: str, request: SweepRequest, result: SweepResult, client: C | None = None
+    ) -> Self:
         """A study of a sweep that was submitted by other means."""
-        return cls.pairs(request.pairs, client=client, model=request.model)._keep(job, request, result)
+        return cls.pairs(request.pairs, client=client, model=request.model)._keep(
+            job, request, result
+        )
 
     @classmethod
     def load(cls, path: Path | str, client: C | None = None) -> Self:
-        """What `save` wrote. Raises MidstreamError for another file, or one of another version; OSError."""
+        """What `save` wrote.
+
+        Raises MidstreamError for another file, or one of another version; OSError.
+        """
         return cls("", client=client)._read(path)
 
     def __repr__(self) -> str:
         first = self._pairs[0]
-        what = f"{first.clean!r}, {first.corrupt!r}" if len(self._pairs) == 1 else f"{len(self._pairs)} pairs"
+        what = (
+            f"{first.clean!r}, {first.corrupt!r}"
+            if len(self._pairs) == 1
+            else f"{len(self._pairs)} pairs"
+        )
         if self._result is None:
             return f"{type(self).__name__}({what}): no sweep yet"
         summary = self._result.summary
-        return f"{type(self).__name__}({what}): {summary.metric} of {summary.cells} cells, {summary.skipped} skipped"
+        return (
+            f"{type(self).__name__}({what}): {summary.metric} of {summary.cells} cells, "
+            f"{summary.skipped} skipped"
+        )
 
     def _repr_png_(self) -> bytes | None:
         return None if self._result is None else notebook.sweep_png(self._result)
@@ -156,7 +194,9 @@ class _Study(Generic[C]):
         return self.grid(pair).top(count)
 
     def heatmap(self, path: Path | str | None = None, *, pair: int | None = None) -> "Figure":
-        """Tokens by layers, one panel for each hook; of one pair, or of the mean over all. Saved at `path`, by its ending.
+        """Tokens by layers, one panel for each hook; of one pair, or of the mean over all.
+
+        Saved at `path`, by its ending.
 
         Raises MidstreamError when matplotlib is missing.
         """
@@ -171,18 +211,28 @@ class _Study(Generic[C]):
         Console(highlight=False).print(report(self.result, pair))
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One dict for each cell of each pair: pair, hook, layer, column, label, positions, value, effect, reason."""
+        """One dict for each cell of each pair: pair, hook, layer, column, label, positions, value,
+        effect, reason.
+        """
         return grids.records(self.result)
 
     def to_dataframe(self) -> "pandas.DataFrame":
-        """The records as a table. Raises MidstreamError when pandas is missing; `to_records` needs nothing."""
+        """The records as a table.
+
+        Raises MidstreamError when pandas is missing; `to_records` needs nothing.
+        """
         return frames.pandas().DataFrame(self.to_records())
 
     def save(self, path: Path | str) -> None:
         """Request and result as JSON, for `load`."""
         saved = _Saved(
-            format=_FORMAT, version=_VERSION, midstream=__version__, job=self.job, request=self.request, result=self.result
-        )  # fmt: skip
+            format=_FORMAT,
+            version=_VERSION,
+            midstream=__version__,
+            job=self.job,
+            request=self.request,
+            result=self.result,
+        )
         Path(path).write_bytes(to_json(saved))
 
     def _read(self, path: Path | str) -> Self:
@@ -194,12 +244,18 @@ class _Study(Generic[C]):
         if header.format != _FORMAT:
             raise invalid("path", f"{path} is not a saved study")
         if header.version != _VERSION:
-            detail = f"{path} was written by {header.midstream} in format {header.version}; {__version__} reads format {_VERSION}"
+            detail = (
+                f"{path} was written by {header.midstream} in format {header.version}; "
+                f"{__version__} reads format {_VERSION}"
+            )
             raise MidstreamError("version_mismatch", detail)
         try:
             saved = from_json(raw, _Saved)
         except msgspec.ValidationError as error:
-            raise invalid("path", f"{path}, written by {header.midstream}: {': '.join(reversed(misfit(error)))}") from error
+            raise invalid(
+                "path",
+                f"{path}, written by {header.midstream}: {': '.join(reversed(misfit(error)))}",
+            ) from error
         self._pairs, self._model = saved.request.pairs, saved.request.model
         return self._keep(saved.job, saved.request, saved.result)
 
@@ -207,43 +263,81 @@ class _Study(Generic[C]):
         self.job, self._request, self._result = job, request, result
         return self
 
-    def _asked(self, model: str, spans: Sequence[PairSpan | Mapping[str, Any]] | None, fields: dict[str, Any]) -> SweepRequest:
+    def _asked(
+        self,
+        model: str,
+        spans: Sequence[PairSpan | Mapping[str, Any]] | None,
+        fields: dict[str, Any],
+    ) -> SweepRequest:
         """The pairs with what is asked of them now."""
         pairs = self._pairs
-        if spans is not None or "positions" in fields:  # instead of what a pair says of its own, after `zoom` above all
+        if spans is not None or "positions" in fields:
+            # instead of what a pair says of its own, after `zoom` above all
             columns = {"spans": None if spans is None else list(spans), "positions": None}
-            pairs = [_pair({**_fields(pair), **columns}, f"pairs[{number}]") for number, pair in enumerate(self._unzoomed or pairs)]
+            pairs = [
+                _pair({**_fields(pair), **columns}, f"pairs[{number}]")
+                for number, pair in enumerate(self._unzoomed or pairs)
+            ]
         return sweeps.sweep_request(None, {"model": model, "pairs": pairs, **fields})
 
     def _closer(
-        self, region: "Region | Effect | None", hooks: Any, layers: Any, columns: Any, fields: dict[str, Any]
+        self,
+        region: "Region | Effect | None",
+        hooks: Any,
+        layers: Any,
+        columns: Any,
+        fields: dict[str, Any],
     ) -> tuple[list[SweepPair], dict[str, Any]]:
-        """The pairs and the fields of a sweep over each token of a region by itself, each with the counterpart that it had here."""
+        """The pairs and the fields of a sweep over each token of a region by itself, each with the
+        counterpart that it had here.
+        """
         last, result = self.request, self.result
-        turned = fields.get("direction", result.direction) != result.direction  # the other prompt is patched then
+        # the other prompt is patched then
+        turned = fields.get("direction", result.direction) != result.direction
         if isinstance(region, Effect):
             region = _around(region, result)
         if region is not None:
-            hooks, layers, columns = hooks or region.hooks, layers if layers is not None else region.layers, columns or region.columns
+            hooks, layers, columns = (
+                hooks or region.hooks,
+                layers if layers is not None else region.layers,
+                columns or region.columns,
+            )
         pairs = []
         for number, pair in enumerate(last.pairs):
             found = result.pairs[number]
-            numbers = range(len(found.labels)) if columns is None else [_column(found.labels, wanted) for wanted in columns]
+            numbers = (
+                range(len(found.labels))
+                if columns is None
+                else [_column(found.labels, wanted) for wanted in columns]
+            )
             places = _places(found, numbers)
             if not places:
                 raise invalid("columns", f"none of them could be patched in pair {number}")
-            own: dict[str, Any] = {"spans": None, "positions": sorted({other if turned else place for place, other in places})}
+            own: dict[str, Any] = {
+                "spans": None,
+                "positions": sorted({other if turned else place for place, other in places}),
+            }
             if any(found.sources) and "alignment" not in fields:
                 clean_first = result.direction == "noise"
-                own["alignment"] = [(place, other) if clean_first else (other, place) for place, other in places]
+                own["alignment"] = [
+                    (place, other) if clean_first else (other, place) for place, other in places
+                ]
             pairs.append(msgspec.structs.replace(pair, **own))
         axis = _closer_axis(result, columns)
         asked = (
             _fields(last)
             | axis
-            | {"window": PatchWindow(), "hooks": hooks or last.hooks, "layers": last.layers if layers is None else layers}
+            | {
+                "window": PatchWindow(),
+                "hooks": hooks or last.hooks,
+                "layers": last.layers if layers is None else layers,
+            }
         )
-        return pairs, {name: value for name, value in asked.items() if name not in ("model", "pairs", "positions")} | fields
+        return pairs, {
+            name: value
+            for name, value in asked.items()
+            if name not in ("model", "pairs", "positions")
+        } | fields
 
     @_study_call
     async def sweep(
@@ -254,11 +348,14 @@ class _Study(Generic[C]):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """Ask, wait, and keep the result; returns the study. `fields`: hooks, layers, positions, axis, heads, neurons, path, metric,
-        window, direction, ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of several tokens, for all
-        pairs.
+        """Ask, wait, and keep the result; returns the study.
 
-        `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event of the sweep.
+        `fields`: hooks, layers, positions, axis, heads, neurons, path, metric, window, direction,
+        ablation, alignment, alpha, mask, noise, as in `POST /v1/sweeps`. `spans`: columns of
+        several tokens, for all pairs.
+
+        `progress`: True: a bar on a terminal or in a notebook; or a callable that gets every event
+        of the sweep.
         """
         return await self._swept(progress, spans, **fields)
 
@@ -274,10 +371,11 @@ class _Study(Generic[C]):
         progress: bool | sweeps.Progress = True,
         **fields: Any,
     ) -> Self:
-        """A study of a part of this one's grid: each token of these columns and each of these layers separately (window 1).
+        """A study of a part of this one's grid: each token of these columns and each of these
+        layers separately (window 1).
 
-        `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it. `fields`: what else is to
-        be otherwise than in this study's sweep.
+        `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it.
+        `fields`: what else is to be otherwise than in this study's sweep.
         """
         pairs, asked = self._closer(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
@@ -285,10 +383,15 @@ class _Study(Generic[C]):
         return await study._swept(progress, **asked)
 
     async def _swept(
-        self, progress: bool | sweeps.Progress, spans: Sequence[PairSpan | Mapping[str, Any]] | None = None, **fields: Any
+        self,
+        progress: bool | sweeps.Progress,
+        spans: Sequence[PairSpan | Mapping[str, Any]] | None = None,
+        **fields: Any,
     ) -> Self:
         async with self._connected() as client:
-            request = self._asked(self._model or wire.only_model(await client.models()), spans, fields)
+            request = self._asked(
+                self._model or wire.only_model(await client.models()), spans, fields
+            )
             with _shown(progress) as show:
                 job = (await client.submit_sweep(request)).id
                 return self._keep(job, request, await client.sweep_result(job, show, cancel=True))
@@ -299,9 +402,11 @@ class _Study(Generic[C]):
 
 
 class PatchStudy(Blocking, _Study[Client]):
-    """Two prompts that differ in what they ask, the answer after `clean` and the foil after `corrupt`; without `corrupt`: an ablation.
+    """Two prompts that differ in what they ask, the answer after `clean` and the foil after
+    `corrupt`; without `corrupt`: an ablation.
 
-    `client`: by default one of its own at the default address. `model`: by default the one that is served.
+    `client`: by default one of its own at the default address. `model`: by default the one that is
+    served.
     """
 
     @property
@@ -345,7 +450,9 @@ def _fields(record: Record) -> dict[str, Any]:
 
 
 def _around(cell: Effect, result: SweepResult) -> Region:
-    """A cell's hook and tokens, and the layers that were patched together with its own or lie between it and the next ones asked."""
+    """A cell's hook and tokens, and the layers that were patched together with its own or lie
+    between it and the next ones asked.
+    """
     place, reach = result.layers.index(cell.layer), result.window.layers
     first = min(result.layers[max(place - 1, 0)], cell.layer - reach)
     last = max(result.layers[min(place + 1, len(result.layers) - 1)], cell.layer + reach)
@@ -354,24 +461,42 @@ def _around(cell: Effect, result: SweepResult) -> Region:
 
 
 def _closer_axis(result: SweepResult, columns: Sequence[str | int] | None) -> dict[str, Any]:
-    """The axis of a closer look at these columns, and its fields: positions one by one, of heads those that the columns are of."""
+    """The axis of a closer look at these columns, and its fields: positions one by one, of heads
+    those that the columns are of.
+    """
     if result.axis == "neuron":
-        raise invalid("axis", "a sweep over neurons has no closer look", allowed="sweep(axis='neuron', neurons={'sets': …})")
+        raise invalid(
+            "axis",
+            "a sweep over neurons has no closer look",
+            allowed="sweep(axis='neuron', neurons={'sets': …})",
+        )
     if result.axis not in HEAD_AXES:
         return {"axis": "position"}
     found = result.pairs[0]
-    numbers = range(len(found.labels)) if columns is None else [_column(found.labels, wanted) for wanted in columns]
+    numbers = (
+        range(len(found.labels))
+        if columns is None
+        else [_column(found.labels, wanted) for wanted in columns]
+    )
     return {"axis": "head_position", "heads": sorted({found.heads[number] for number in numbers})}
 
 
 def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
-    """Position in the patched prompt → whose row is written there, ascending. Raises MidstreamError where that is not one."""
+    """Position in the patched prompt → whose row is written there, ascending.
+
+    Raises MidstreamError where that is not one.
+    """
     places: dict[int, int] = {}
-    sources = found.sources if any(found.sources) else found.positions  # of an ablation there is no other prompt
+    # of an ablation there is no other prompt
+    sources = found.sources if any(found.sources) else found.positions
     for column in columns if found.positions else ():
         for place, other in zip(found.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
-                raise invalid("columns", f"position {place} gets rows of both positions {places[place]} and {other}", allowed="one of them")
+                raise invalid(
+                    "columns",
+                    f"position {place} gets rows of both positions {places[place]} and {other}",
+                    allowed="one of them",
+                )
     return sorted(places.items())
 
 
@@ -381,9 +506,13 @@ def _column(labels: list[str], wanted: str | int) -> int:
         if -len(labels) <= wanted < len(labels):
             return wanted % len(labels)
         raise invalid("columns", f"no column {wanted}", allowed=f"0 to {len(labels) - 1}")
-    found = [number for number, label in enumerate(labels) if wanted in (label, grids.written(label))]
+    found = [
+        number for number, label in enumerate(labels) if wanted in (label, grids.written(label))
+    ]
     if len(found) != 1:
-        detail = f"{len(found)} columns are called {wanted!r}" + (": give the column's number" if found else "")
+        detail = f"{len(found)} columns are called {wanted!r}" + (
+            ": give the column's number" if found else ""
+        )
         raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
     return found[0]
 

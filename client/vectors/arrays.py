@@ -26,16 +26,24 @@ class Array(NamedTuple):
     def rows(self) -> "list[Array]":
         """Along the first dimension."""
         size = ITEM_BYTES[self.dtype] * math.prod(self.shape[1:])
-        return [Array(self.dtype, self.shape[1:], self.data[at : at + size]) for at in range(0, len(self.data), size)]
+        return [
+            Array(self.dtype, self.shape[1:], self.data[at : at + size])
+            for at in range(0, len(self.data), size)
+        ]
 
     def numpy(self) -> np.ndarray:
         """bfloat16 as float32, exactly."""
-        return widened(np.frombuffer(self.data, DTYPES[self.dtype].raw), self.dtype).reshape(self.shape)
+        return widened(np.frombuffer(self.data, DTYPES[self.dtype].raw), self.dtype).reshape(
+            self.shape
+        )
 
     def tensor(self) -> Tensor:
         """Raises ValueError for what a request cannot hold."""
         if len(self.data) > MAX_TENSOR_BYTES or not 1 <= len(self.shape) <= 2:
-            raise ValueError(f"it has a tensor of shape {list(self.shape)}; valid: one or two dimensions, at most {MAX_TENSOR_BYTES} bytes")
+            raise ValueError(
+                f"it has a tensor of shape {list(self.shape)}; valid: one or two dimensions, at "
+                f"most {MAX_TENSOR_BYTES} bytes"
+            )
         return Tensor(dtype=self.dtype, shape=list(self.shape), data=self.data)
 
 
@@ -55,7 +63,10 @@ class Archive(NamedTuple):
 
 
 def opened(raw: bytes, stored: bool) -> Archive:
-    """`stored`: its members must not be compressed. Raises ValueError, also for one that holds more than MAX_VECTOR_FILE unpacked."""
+    """`stored`: its members must not be compressed.
+
+    Raises ValueError, also for one that holds more than MAX_VECTOR_FILE unpacked.
+    """
     if raw.count(b"PK\x01\x02") > MAX_FILE_TENSORS + _BESIDE:
         raise ValueError(f"its archive has more than {MAX_FILE_TENSORS} members")
     try:
@@ -69,19 +80,34 @@ def opened(raw: bytes, stored: bool) -> Archive:
         raise ValueError("its archive is compressed: torch.save does not do that")
     most = len(raw) if stored else MAX_VECTOR_FILE
     if sum(sizes.values()) > most:
-        raise ValueError(f"its archive has {sum(sizes.values())} bytes unpacked; valid: at most {most}")
+        raise ValueError(
+            f"its archive has {sum(sizes.values())} bytes unpacked; valid: at most {most}"
+        )
     return Archive(archive, sizes)
 
 
 def member(archive: Archive, name: str) -> bytes:
-    """Its bytes. Raises ValueError for one that is missing or has another size than the archive says."""
+    """Its bytes.
+
+    Raises ValueError for one that is missing or has another size than the archive says.
+    """
     if name not in archive.sizes:
         raise ValueError(f"its archive has no {name!r:.80}")
     try:
         with archive.zip.open(name) as stream:
             raw = stream.read(archive.sizes[name] + 1)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, RuntimeError, zlib.error) as error:
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        ValueError,
+        EOFError,
+        OSError,
+        RuntimeError,
+        zlib.error,
+    ) as error:
         raise ValueError(f"its archive is damaged at {name!r:.80}: {error}") from error
     if len(raw) != archive.sizes[name]:
-        raise ValueError(f"its archive is damaged at {name!r:.80}: it is shorter than the archive says")
+        raise ValueError(
+            f"its archive is damaged at {name!r:.80}: it is shorter than the archive says"
+        )
     return raw

@@ -1,4 +1,6 @@
-"""Reads and writes steering vectors in the formats of other tools; the format of a file is recognised by its content."""
+"""Reads and writes steering vectors in the formats of other tools; the format of a file is
+recognised by its content.
+"""
 
 import math
 import re
@@ -21,8 +23,12 @@ from .arrays import Array
 
 #: Name of a format on export → the suffixes that imply it.
 FORMATS: dict[str, tuple[str, ...]] = {
-    "safetensors": (".safetensors",), "gguf": (".gguf",), "npz": (".npz",), "pt": (".pt", ".pth"), "vllm-lens": (".json",),
-}  # fmt: skip
+    "safetensors": (".safetensors",),
+    "gguf": (".gguf",),
+    "npz": (".npz",),
+    "pt": (".pt", ".pth"),
+    "vllm-lens": (".json",),
+}
 _ZIP = b"PK\x03\x04"
 #: A key that is a layer.
 _LAYER = re.compile(r"(?:direction\.|layer[._]?)?(?P<layer>[0-9]{1,6})")
@@ -30,12 +36,15 @@ _LAYER = re.compile(r"(?:direction\.|layer[._]?)?(?P<layer>[0-9]{1,6})")
 _LOREFT = ("rotate_layer", "weight", "bias")
 
 
-def read(path: str | Path, layers: LayerSelector | None = None, **options: Any) -> list[SteeringSpec]:
+def read(
+    path: str | Path, layers: LayerSelector | None = None, **options: Any
+) -> list[SteeringSpec]:
     """The entries in a file.
 
-    `layers`: of a file that names layers, those that are taken, counted from 0 (null: all); else where its vector is applied, which is
-    required: `[hidden_size]` at each of them, or `[layers, hidden_size]` one row at each. `options`: fields of every entry, such as
-    `scale` or `op`, instead of the file's own.
+    `layers`: of a file that names layers, those that are taken, counted from 0 (null: all); else
+    where its vector is applied, which is required: `[hidden_size]` at each of them, or `[layers,
+    hidden_size]` one row at each. `options`: fields of every entry, such as `scale` or `op`,
+    instead of the file's own.
 
     Raises ValueError naming what is wrong, OSError.
     """
@@ -51,12 +60,16 @@ def content(path: str | Path) -> bytes:
     return raw
 
 
-def from_bytes(raw: bytes, layers: LayerSelector | None = None, **options: Any) -> list[SteeringSpec]:
+def from_bytes(
+    raw: bytes, layers: LayerSelector | None = None, **options: Any
+) -> list[SteeringSpec]:
     """As `read`, of a file's content."""
     specs = _placed(_parsed(raw), layers)
     if len(specs) > MAX_ENTRIES:
         raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
-    given = checked({name: value for name, value in options.items() if value is not None}, SteeringSpec)
+    given = checked(
+        {name: value for name, value in options.items() if value is not None}, SteeringSpec
+    )
     chosen = {name: getattr(given, name) for name in options if options[name] is not None}
     if "hook" in chosen and any(spec.hook is not None for spec in specs):
         raise ValueError("the file names its hook points: leave the hook out")
@@ -69,12 +82,22 @@ def from_bytes(raw: bytes, layers: LayerSelector | None = None, **options: Any) 
     return specs
 
 
-def write(path: str | Path, specs: Sequence[SteeringSpec], format: str | None = None, model: str = "") -> str:
-    """Write entries to a file; returns the format, which is by default that of the suffix. Raises ValueError, OSError."""
+def write(
+    path: str | Path, specs: Sequence[SteeringSpec], format: str | None = None, model: str = ""
+) -> str:
+    """Write entries to a file; returns the format, which is by default that of the suffix.
+
+    Raises ValueError, OSError.
+    """
     suffix = Path(path).suffix
-    wanted = format or next((name for name, suffixes in FORMATS.items() if suffix in suffixes), None)
+    wanted = format or next(
+        (name for name, suffixes in FORMATS.items() if suffix in suffixes), None
+    )
     if wanted is None:
-        raise ValueError(f"the suffix {suffix!r} is of no format; valid: {', '.join(FORMATS)}, given as the format")
+        raise ValueError(
+            f"the suffix {suffix!r} is of no format; valid: {', '.join(FORMATS)}, given as "
+            "the format"
+        )
     raw = to_bytes(specs, wanted, model)
     Path(path).write_bytes(raw)
     return wanted
@@ -83,9 +106,9 @@ def write(path: str | Path, specs: Sequence[SteeringSpec], format: str | None = 
 def to_bytes(specs: Sequence[SteeringSpec], format: str, model: str = "") -> bytes:
     """Entries as a file's content. `model`: the hint that a GGUF file carries.
 
-    `safetensors` holds anything. The others hold `add` at all positions: `gguf` and `vllm-lens` at `post_block`; `gguf`, `npz` and `pt`
-    with the scale multiplied into the vector (in float32), `vllm-lens` with `norm_match` too. Raises ValueError naming what the format
-    cannot hold.
+    `safetensors` holds anything. The others hold `add` at all positions: `gguf` and `vllm-lens` at
+    `post_block`; `gguf`, `npz` and `pt` with the scale multiplied into the vector (in float32),
+    `vllm-lens` with `norm_match` too. Raises ValueError naming what the format cannot hold.
     """
     if format == "safetensors":
         return module_files.to_bytes(specs)
@@ -100,13 +123,17 @@ def to_bytes(specs: Sequence[SteeringSpec], format: str, model: str = "") -> byt
     sites = _scaled_sites(specs)
     if format == "gguf":
         if wrong := next((hook for hook, _ in sites if hook != "post_block"), None):
-            raise ValueError(f"a GGUF control vector cannot hold {wrong}: its directions are applied at post_block")
+            raise ValueError(
+                f"a GGUF control vector cannot hold {wrong}: its directions are applied at "
+                "post_block"
+            )
         return gguf.write({layer: vector for (_, layer), vector in sorted(sites.items())}, model)
     named = {f"{hook}.{layer}": vector for (hook, layer), vector in sites.items()}
     return numpy_file.write_npz(named) if format == "npz" else torch_file.write(named)
 
 
-# --- Reading -----------------------------------------------------------------------------------------------------------
+# --- Reading
+# --------------------------------------------------------------------------------------------------
 
 
 class _Format(NamedTuple):
@@ -118,11 +145,16 @@ class _Format(NamedTuple):
 def _parsed(raw: bytes) -> list[SteeringSpec]:
     """The entries as the file has them; without `layers` where it names none."""
     if raw.startswith(torch_file.OLD_MAGIC):
-        raise ValueError("it is a pickle, or a file of torch before 1.6: save tensors with a newer torch.save, or with safetensors")
+        raise ValueError(
+            "it is a pickle, or a file of torch before 1.6: save tensors with a newer "
+            "torch.save, or with safetensors"
+        )
     for form in _READERS:
         if form.fits(raw):
             return form.read(raw)
-    raise ValueError(f"it is in no format that is read here; valid: {', '.join(form.what for form in _READERS)}")
+    raise ValueError(
+        f"it is in no format that is read here; valid: {', '.join(form.what for form in _READERS)}"
+    )
 
 
 def _of_zip(raw: bytes) -> list[SteeringSpec]:
@@ -135,12 +167,19 @@ def _of_value(value: Any) -> list[SteeringSpec]:
     """Of what a torch file holds."""
     if isinstance(value, Array):
         return [_bare({"vector": value})]
-    if isinstance(value, dict) and {"activations", "layer_indices"} <= value.keys() and isinstance(value["activations"], Array):
+    if (
+        isinstance(value, dict)
+        and {"activations", "layer_indices"} <= value.keys()
+        and isinstance(value["activations"], Array)
+    ):
         array = value["activations"]
         fields = value | {"activations": lens_vectors.packed(array.dtype, array.shape, array.data)}
         return _of_lens([{name: field for name, field in fields.items() if field is not None}])
     if not isinstance(value, dict) or not any(isinstance(item, Array) for item in value.values()):
-        raise ValueError("it holds no tensors by name: save a tensor, or a dictionary from a layer or site to a tensor")
+        raise ValueError(
+            "it holds no tensors by name: save a tensor, or a dictionary from a layer or "
+            "site to a tensor"
+        )
     arrays: dict[str, Array] = {}
     for key, item in value.items():
         if not isinstance(item, Array):
@@ -168,7 +207,10 @@ def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
 
 def _bare(arrays: Mapping[str, Array]) -> SteeringSpec:
     """An entry without layers."""
-    fields: dict[str, Any] = {name: (_flat(array) if name == "vector" else array).tensor() for name, array in arrays.items()}
+    fields: dict[str, Any] = {
+        name: (_flat(array) if name == "vector" else array).tensor()
+        for name, array in arrays.items()
+    }
     return SteeringSpec(**fields)
 
 
@@ -186,10 +228,18 @@ def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
         raise ValueError(f"its LoReFT has {', '.join(sorted(arrays))}; valid: {', '.join(_LOREFT)}")
     rotation = arrays["rotate_layer"]
     if len(rotation.shape) != 2:
-        raise ValueError(f"its rotate_layer has shape {list(rotation.shape)}; valid: [hidden_size, rank]")
+        raise ValueError(
+            f"its rotate_layer has shape {list(rotation.shape)}; valid: [hidden_size, rank]"
+        )
     size = len(rotation.data) // math.prod(rotation.shape)
     turned = np.frombuffer(rotation.data, f"<u{size}").reshape(rotation.shape).T
-    return _bare({"rotation": Array(rotation.dtype, turned.shape, turned.tobytes()), "weight": arrays["weight"], "bias": arrays["bias"]})
+    return _bare(
+        {
+            "rotation": Array(rotation.dtype, turned.shape, turned.tobytes()),
+            "weight": arrays["weight"],
+            "bias": arrays["bias"],
+        }
+    )
 
 
 def _of_json(raw: bytes) -> list[SteeringSpec]:
@@ -203,7 +253,11 @@ def _of_json(raw: bytes) -> list[SteeringSpec]:
 
 def _of_lens(vectors: list[Any]) -> list[SteeringSpec]:
     try:
-        return [spec for vector in msgspec.convert(vectors, lens_vectors.LensVectors) for spec in lens_vectors.specs_of(vector)]
+        return [
+            spec
+            for vector in msgspec.convert(vectors, lens_vectors.LensVectors)
+            for spec in lens_vectors.specs_of(vector)
+        ]
     except msgspec.ValidationError as error:
         raise ValueError(f"it is not a SteeringVector of vllm-lens: {error}") from error
 
@@ -212,9 +266,15 @@ def _of_lens(vectors: list[Any]) -> list[SteeringSpec]:
 _READERS: tuple[_Format, ...] = (
     _Format("a GGUF control vector", lambda raw: raw.startswith(gguf.MAGIC), gguf.read),
     _Format(".npz or torch.save's .pt", lambda raw: raw.startswith(_ZIP), _of_zip),
-    _Format(".npy", lambda raw: raw.startswith(numpy_file.MAGIC), lambda raw: [_bare({"vector": numpy_file.read_npy(raw)})]),
+    _Format(
+        ".npy",
+        lambda raw: raw.startswith(numpy_file.MAGIC),
+        lambda raw: [_bare({"vector": numpy_file.read_npy(raw)})],
+    ),
     _Format("safetensors", lambda raw: raw[8:9] == b"{", module_files.specs_of),
-    _Format("JSON of vllm-lens' SteeringVector", lambda raw: raw.lstrip()[:1] in (b"{", b"["), _of_json),
+    _Format(
+        "JSON of vllm-lens' SteeringVector", lambda raw: raw.lstrip()[:1] in (b"{", b"["), _of_json
+    ),
 )
 
 
@@ -231,11 +291,17 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
         raise ValueError(f"layers: {error}") from error
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")
-    if isinstance(layers, int | list) and (missing := [layer for layer in wanted if layer not in present]):
-        raise ValueError(f"it has no layer {missing[0]}; it has {', '.join(map(str, sorted(present)))}")
+    if isinstance(layers, int | list) and (
+        missing := [layer for layer in wanted if layer not in present]
+    ):
+        raise ValueError(
+            f"it has no layer {missing[0]}; it has {', '.join(map(str, sorted(present)))}"
+        )
     chosen = [spec for spec in specs if spec.layers in wanted]
     if not chosen:
-        raise ValueError(f"it has none of the layers {layers}; it has {', '.join(map(str, sorted(present)))}")
+        raise ValueError(
+            f"it has none of the layers {layers}; it has {', '.join(map(str, sorted(present)))}"
+        )
     return chosen
 
 
@@ -258,17 +324,33 @@ def _given(spec: SteeringSpec, layers: LayerSelector | None) -> list[SteeringSpe
     if len(where) != vector.shape[0]:
         raise ValueError(f"it has {vector.shape[0]} rows for {len(where)} layers: name as many")
     rows = Array(vector.dtype, tuple(vector.shape), vector.data).rows()
-    return [SteeringSpec(layers=layer, vector=row.tensor()) for layer, row in zip(where, rows, strict=True)]
+    return [
+        SteeringSpec(layers=layer, vector=row.tensor())
+        for layer, row in zip(where, rows, strict=True)
+    ]
 
 
-# --- Writing -----------------------------------------------------------------------------------------------------------
+# --- Writing
+# --------------------------------------------------------------------------------------------------
 
 
 def _check_plain(index: int, spec: SteeringSpec, format: str) -> None:
     """Raises ValueError for an entry that only our own format holds."""
     lens = format == "vllm-lens"
-    known = {"layers", "hook", "op", "positions", "scale", "vector", *(("norm_match",) if lens else ())}
-    extra = [name for name in spec.__struct_fields__ if name not in known and getattr(spec, name) not in (None, False)]
+    known = {
+        "layers",
+        "hook",
+        "op",
+        "positions",
+        "scale",
+        "vector",
+        *(("norm_match",) if lens else ()),
+    }
+    extra = [
+        name
+        for name in spec.__struct_fields__
+        if name not in known and getattr(spec, name) not in (None, False)
+    ]
     if spec.op not in (None, "add"):
         extra.insert(0, f"op {spec.op}")
     if spec.positions not in (None, "all"):
@@ -276,14 +358,20 @@ def _check_plain(index: int, spec: SteeringSpec, format: str) -> None:
     if lens and resolve_hook(spec.hook or "post_block") != "post_block":
         extra.append(f"hook {spec.hook}")
     if extra:
-        raise ValueError(f"entry {index} has {extra[0]}, which {format} cannot hold: export it as safetensors")
+        raise ValueError(
+            f"entry {index} has {extra[0]}, which {format} cannot hold: export it as safetensors"
+        )
     if _layers(spec) is None:
         raise ValueError(f"entry {index} has layers {spec.layers!r}: give numbers from 0")
 
 
 def _layers(spec: SteeringSpec) -> list[int] | None:
     found = [spec.layers] if isinstance(spec.layers, int) else spec.layers
-    return found if isinstance(found, list) and all(isinstance(layer, int) and layer >= 0 for layer in found) else None
+    return (
+        found
+        if isinstance(found, list) and all(isinstance(layer, int) and layer >= 0 for layer in found)
+        else None
+    )
 
 
 def _scaled_sites(specs: Sequence[SteeringSpec]) -> dict[tuple[str, int], np.ndarray]:
@@ -297,7 +385,9 @@ def _scaled_sites(specs: Sequence[SteeringSpec]) -> dict[tuple[str, int], np.nda
         for layer in _layers(spec) or []:
             site = (resolve_hook(spec.hook or "post_block"), layer)
             if site in sites:
-                raise ValueError(f"two entries are at {site[0]} of layer {layer}: export them as safetensors")
+                raise ValueError(
+                    f"two entries are at {site[0]} of layer {layer}: export them as safetensors"
+                )
             sites[site] = vector
     return sites
 
@@ -307,7 +397,9 @@ def _lens_vector(spec: SteeringSpec) -> dict[str, Any]:
     layers = _layers(spec) or []
     tensor = spec.vector
     return {
-        "activations": lens_vectors.packed(tensor.dtype, [len(layers), *tensor.shape], tensor.data * len(layers)),
+        "activations": lens_vectors.packed(
+            tensor.dtype, [len(layers), *tensor.shape], tensor.data * len(layers)
+        ),
         "layer_indices": layers,
         "scale": 1.0 if spec.scale is None else spec.scale,
         "norm_match": bool(spec.norm_match),

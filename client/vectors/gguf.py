@@ -1,7 +1,9 @@
-"""Control vectors in GGUF files, as llama.cpp, repeng and EasySteer write them: tensors `direction.{layer}`, `[hidden_size]`.
+"""Control vectors in GGUF files, as llama.cpp, repeng and EasySteer write them: tensors
+`direction.{layer}`, `[hidden_size]`.
 
-llama.cpp adds `direction.N` to the output of layer N, counted from 0 (`l_out-N`), and has none for layer 0: it is `post_block` of layer N.
-repeng and EasySteer name their layers alike, and may write one for layer 0.
+llama.cpp adds `direction.N` to the output of layer N, counted from 0 (`l_out-N`), and has none for
+layer 0: it is `post_block` of layer N. repeng and EasySteer name their layers alike, and may write
+one for layer 0.
 """
 
 import re
@@ -23,7 +25,19 @@ _ALIGNMENT = 32
 #: ggml's number of a tensor's type → ours.
 _DTYPES: dict[int, DType] = {0: "float32", 1: "float16", 30: "bfloat16"}
 #: GGUF's numbers of values → their struct codes; of texts and arrays the numbers themselves.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _TEXT, _ARRAY, _UINT32 = 8, 9, 4
 _MAX_KEYS = 1024
 _DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
@@ -68,14 +82,23 @@ class _Reader:
 
 
 def read(raw: bytes) -> list[SteeringSpec]:
-    """One entry per direction, ascending by layer, hook left open. Raises ValueError naming what is wrong."""
+    """One entry per direction, ascending by layer, hook left open.
+
+    Raises ValueError naming what is wrong.
+    """
     reader = _Reader(raw)
     reader.take(len(MAGIC))
     if (version := reader.number("I")) not in _VERSIONS:
-        raise ValueError(f"it is a GGUF file of version {version}; valid: {', '.join(map(str, _VERSIONS))}, little-endian")
+        raise ValueError(
+            f"it is a GGUF file of version {version}; valid: "
+            f"{', '.join(map(str, _VERSIONS))}, little-endian"
+        )
     tensors, keys = reader.number("Q"), reader.number("Q")
     if tensors > MAX_FILE_TENSORS or keys > _MAX_KEYS:
-        raise ValueError(f"it has {tensors} tensors and {keys} keys; valid: at most {MAX_FILE_TENSORS} and {_MAX_KEYS}")
+        raise ValueError(
+            f"it has {tensors} tensors and {keys} keys; valid: at most {MAX_FILE_TENSORS} "
+            f"and {_MAX_KEYS}"
+        )
     metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
     if (found := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
         raise ValueError(f"its general.architecture is {found!r:.80}; valid: {_ARCHITECTURE!r}")
@@ -88,36 +111,49 @@ def read(raw: bytes) -> list[SteeringSpec]:
     for name, dtype, elements, offset in places:
         match = _DIRECTION.fullmatch(name)
         if match is None:
-            raise ValueError(f"its tensor {name!r:.80} is not a direction; valid: direction.N, N a layer")
+            raise ValueError(
+                f"its tensor {name!r:.80} is not a direction; valid: direction.N, N a layer"
+            )
         layer = int(match[1])
         if layer in directions:
             raise ValueError(f"it has two directions for layer {layer}")
         reader.at = data + offset
         values = reader.take(elements * ITEM_BYTES[dtype])
         directions[layer] = Tensor(dtype=dtype, shape=[elements], data=values)
-    return [SteeringSpec(layers=layer, vector=tensor) for layer, tensor in sorted(directions.items())]
+    return [
+        SteeringSpec(layers=layer, vector=tensor) for layer, tensor in sorted(directions.items())
+    ]
 
 
 def _place(reader: _Reader) -> tuple[str, DType, int, int]:
     """Name, dtype, elements and offset of the next tensor."""
     name, dimensions = reader.text(), reader.number("I")
     if dimensions != 1:
-        raise ValueError(f"its tensor {name!r:.80} has {dimensions} dimensions; valid: one, [hidden_size]")
+        raise ValueError(
+            f"its tensor {name!r:.80} has {dimensions} dimensions; valid: one, [hidden_size]"
+        )
     elements, kind, offset = reader.number("Q"), reader.number("I"), reader.number("Q")
     if kind not in _DTYPES:
         raise ValueError(f"its tensor {name!r:.80} has ggml type {kind}; valid: F32, F16 and BF16")
     if elements * ITEM_BYTES[_DTYPES[kind]] > MAX_TENSOR_BYTES:
-        raise ValueError(f"its tensor {name!r:.80} has {elements} elements: more than {MAX_TENSOR_BYTES} bytes")
+        raise ValueError(
+            f"its tensor {name!r:.80} has {elements} elements: more than {MAX_TENSOR_BYTES} bytes"
+        )
     return name, _DTYPES[kind], elements, offset
 
 
 def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
-    """A control vector that llama.cpp, repeng and EasySteer read. `directions`: layer → float32 `[hidden_size]`.
+    """A control vector that llama.cpp, repeng and EasySteer read.
+
+    `directions`: layer → float32 `[hidden_size]`.
 
     Raises ValueError for layer 0, which llama.cpp does not take.
     """
     if 0 in directions:
-        raise ValueError("layer 0 cannot be in a GGUF control vector: llama.cpp refuses direction.0; valid formats: safetensors, npz, pt")
+        raise ValueError(
+            "layer 0 cannot be in a GGUF control vector: llama.cpp refuses direction.0; "
+            "valid formats: safetensors, npz, pt"
+        )
     names = [f"direction.{layer}" for layer in directions]
     infos, offset = b"", 0
     blocks: list[bytes] = []
@@ -130,7 +166,9 @@ def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
         _text("controlvector.model_hint") + struct.pack("<I", _TEXT) + _text(model),
         _text("controlvector.layer_count") + struct.pack("<II", _UINT32, len(names)),
     ]
-    head = MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)) + b"".join(keys) + infos
+    head = (
+        MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)) + b"".join(keys) + infos
+    )
     return _padded(head) + b"".join(blocks)
 
 

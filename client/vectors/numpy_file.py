@@ -1,4 +1,6 @@
-"""Arrays in `.npy` and `.npz` files: an array's declared size is compared with its bytes before any memory is taken for it."""
+"""Arrays in `.npy` and `.npz` files: an array's declared size is compared with its bytes before any
+memory is taken for it.
+"""
 
 import io
 import math
@@ -23,8 +25,12 @@ def read_npy(raw: bytes) -> Array:
         raise ValueError(f"it holds {dtype}; valid: numbers")
     left = len(raw) - stream.tell()
     if min(shape, default=1) < 1 or left != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"its header says {dtype} of shape {list(shape)!r:.80}, but {left} bytes follow")
-    values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+        raise ValueError(
+            f"its header says {dtype} of shape {list(shape)!r:.80}, but {left} bytes follow"
+        )
+    values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(
+        shape, order="F" if fortran else "C"
+    )
     return array_of(values)
 
 

@@ -1,8 +1,10 @@
-"""Tensors in files of `torch.save`, read and written without torch, and without running anything that a file names.
+"""Tensors in files of `torch.save`, read and written without torch, and without running anything
+that a file names.
 
-Such a file is a zip archive: `{name}/data.pkl`, a pickle that describes tensors, and one member `{name}/data/{key}` for the bytes of each
-storage. The pickle is interpreted here: containers, numbers, texts and torch's constructors of tensors, nothing else; as
-`torch.load(…, weights_only=True)` allows.
+Such a file is a zip archive: `{name}/data.pkl`, a pickle that describes tensors, and one member
+`{name}/data/{key}` for the bytes of each storage. The pickle is interpreted here: containers,
+numbers, texts and torch's constructors of tensors, nothing else; as `torch.load(…,
+weights_only=True)` allows.
 """
 
 import io
@@ -25,8 +27,11 @@ PICKLE = "data.pkl"
 #: Files of torch before 1.6, and pickles of anything else.
 OLD_MAGIC = b"\x80"
 _STORAGES: dict[str, DType | None] = {
-    "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16", "DoubleStorage": None,
-}  # fmt: skip
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "DoubleStorage": None,
+}
 _TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _PARAMETER = ("torch._utils", "_rebuild_parameter")
 _ORDERED = ("collections", "OrderedDict")
@@ -63,7 +68,8 @@ class _View:
 
 
 def read(raw: bytes) -> Any:
-    """What was saved: an `Array`, or a dictionary or list with `Array`s, numbers and texts in it; float64 is rounded to float32.
+    """What was saved: an `Array`, or a dictionary or list with `Array`s, numbers and texts in it;
+    float64 is rounded to float32.
 
     Raises ValueError naming what is wrong.
     """
@@ -75,11 +81,14 @@ def read(raw: bytes) -> Any:
     if f"{folder}byteorder" in archive.sizes and member(archive, f"{folder}byteorder") != b"little":
         raise ValueError("it is a big-endian file of torch.save; valid: little-endian")
     if archive.sizes[pickles[0]] > MAX_FILE_HEADER:
-        raise ValueError(f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}")
+        raise ValueError(
+            f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}"
+        )
     return _Storages(archive, f"{folder}data/").resolved(_interpret(member(archive, pickles[0])))
 
 
-# --- The pickle --------------------------------------------------------------------------------------------------------
+# --- The pickle
+# --------------------------------------------------------------------------------------------------
 
 
 def _interpret(pickle: bytes) -> Any:
@@ -98,7 +107,16 @@ def _interpret(pickle: bytes) -> Any:
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+_LITERALS = (
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+)
 _FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -149,7 +167,10 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
         arguments = stack.pop()
         stack.append(_reduced(stack.pop(), arguments))
     elif name not in ("PROTO", "FRAME"):
-        raise ValueError(f"its pickle has the instruction {name}: save tensors, or dictionaries of tensors, with torch.save")
+        raise ValueError(
+            f"its pickle has the instruction {name}: save tensors, or dictionaries of "
+            "tensors, with torch.save"
+        )
 
 
 def _marked(stack: list[Any]) -> list[Any]:
@@ -172,7 +193,13 @@ def _of(value: Any, kind: type) -> Any:
 
 def _storage(reference: Any) -> _Storage:
     match reference:
-        case ("storage", _Global(module="torch", name=name), str() as key, str(), int() as elements) if name in _STORAGES:
+        case (
+            "storage",
+            _Global(module="torch", name=name),
+            str() as key,
+            str(),
+            int() as elements,
+        ) if name in _STORAGES:
             return _Storage(_STORAGES[name], key, elements)
         case ("storage", _Global(name=name), *_):
             raise ValueError(f"it has tensors of {name!r:.80}; valid: {', '.join(_STORAGES)}")
@@ -187,13 +214,18 @@ def _reduced(called: Any, arguments: Any) -> Any:
             return arguments[0]
         if called.key == _TENSOR:
             match arguments:
-                case (_Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_) if _are_counts(
-                    (offset, *shape, *strides)
-                ):
+                case (
+                    _Storage() as storage,
+                    int() as offset,
+                    tuple() as shape,
+                    tuple() as strides,
+                    *_,
+                ) if _are_counts((offset, *shape, *strides)):
                     return _View(storage, offset, shape, strides)
             raise ValueError("its pickle is damaged: a tensor has no shape")
         raise ValueError(
-            f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200] + ": save tensors, or dictionaries of tensors"
+            f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200]
+            + ": save tensors, or dictionaries of tensors"
         )
     raise ValueError("its pickle is damaged: it calls what is no name")
 
@@ -202,7 +234,8 @@ def _are_counts(numbers: tuple[Any, ...]) -> bool:
     return all(type(number) is int and number >= 0 for number in numbers)
 
 
-# --- The bytes ---------------------------------------------------------------------------------------------------------
+# --- The bytes
+# --------------------------------------------------------------------------------------------------
 
 
 class _Storages:
@@ -217,32 +250,51 @@ class _Storages:
         """`value`, or what it holds directly, with arrays in place of views."""
         if isinstance(value, dict):
             return {key: self._one(item) for key, item in value.items()}
-        return [self._one(item) for item in value] if isinstance(value, list | tuple) else self._one(value)
+        return (
+            [self._one(item) for item in value]
+            if isinstance(value, list | tuple)
+            else self._one(value)
+        )
 
     def _one(self, value: Any) -> Any:
         return self._array(value) if isinstance(value, _View) else value
 
     def _array(self, view: _View) -> Array:
-        """Contiguous. Raises ValueError for one whose elements are not all there, or that repeats what is stored."""
+        """Contiguous.
+
+        Raises ValueError for one whose elements are not all there, or that repeats what is stored.
+        """
         key, dtype = view.storage.key, view.storage.dtype
         if key not in self._read:
             self._read[key] = member(self._archive, self._folder + key)
         raw, size = self._read[key], ITEM_BYTES[dtype] if dtype else 8
         needed = math.prod(view.shape) * size
         if len(view.strides) != len(view.shape) or not 0 < needed <= len(raw):
-            raise ValueError(f"it has a tensor of shape {list(view.shape)!r:.80} with {len(raw)} bytes: a contiguous one is needed")
-        last = view.offset + sum((length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True))
+            raise ValueError(
+                f"it has a tensor of shape {list(view.shape)!r:.80} with {len(raw)} bytes: a "
+                "contiguous one is needed"
+            )
+        last = view.offset + sum(
+            (length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True)
+        )
         if (last + 1) * size > len(raw):
             raise ValueError("it has a tensor whose bytes are not all there")
         self._left -= needed
         if self._left < 0:
             raise ValueError(f"its tensors have more than {MAX_VECTOR_FILE} bytes")
-        stored = np.frombuffer(raw, {8: "<f8", 4: "<u4", 2: "<u2"}[size], count=len(raw) // size)[view.offset :]
-        values = np.lib.stride_tricks.as_strided(stored, view.shape, [stride * size for stride in view.strides], writeable=False)
-        return Array(dtype or "float32", view.shape, (values if dtype else values.astype("<f4")).tobytes())
+        stored = np.frombuffer(raw, {8: "<f8", 4: "<u4", 2: "<u2"}[size], count=len(raw) // size)[
+            view.offset :
+        ]
+        values = np.lib.stride_tricks.as_strided(
+            stored, view.shape, [stride * size for stride in view.strides], writeable=False
+        )
+        return Array(
+            dtype or "float32", view.shape, (values if dtype else values.astype("<f4")).tobytes()
+        )
 
 
-# --- Writing -----------------------------------------------------------------------------------------------------------
+# --- Writing
+# --------------------------------------------------------------------------------------------------
 
 
 def write(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -253,8 +305,19 @@ def write(arrays: Mapping[str, np.ndarray]) -> bytes:
         for key, (name, values) in enumerate(arrays.items()):
             strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]
             pickle += _pickled(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(("
-            pickle += _pickled("storage") + b"ctorch\nFloatStorage\n" + _pickled(str(key)) + _pickled("cpu") + _pickled(values.size)
-            pickle += b"tQK\x00" + _pickled(values.shape) + _pickled(tuple(strides)) + b"\x89ccollections\nOrderedDict\n)RtR"
+            pickle += (
+                _pickled("storage")
+                + b"ctorch\nFloatStorage\n"
+                + _pickled(str(key))
+                + _pickled("cpu")
+                + _pickled(values.size)
+            )
+            pickle += (
+                b"tQK\x00"
+                + _pickled(values.shape)
+                + _pickled(tuple(strides))
+                + b"\x89ccollections\nOrderedDict\n)RtR"
+            )
             archive.writestr(_entry(f"{folder}data/{key}"), values.astype("<f4").tobytes())
         archive.writestr(_entry(folder + PICKLE), pickle + b"u.")
         archive.writestr(_entry(f"{folder}byteorder"), b"little")
@@ -270,4 +333,8 @@ def _entry(name: str) -> zipfile.ZipInfo:
 def _pickled(value: str | int | tuple[int, ...]) -> bytes:
     if isinstance(value, str):
         return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
-    return b"J" + struct.pack("<i", value) if isinstance(value, int) else b"(" + b"".join(map(_pickled, value)) + b"t"
+    return (
+        b"J" + struct.pack("<i", value)
+        if isinstance(value, int)
+        else b"(" + b"".join(map(_pickled, value)) + b"t"
+    )

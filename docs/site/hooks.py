@@ -1,4 +1,6 @@
-"""Builds the site's pages that are no files of `docs/`: its navigation, the references, and files of the repository that pages link to."""
+"""Builds the site's pages that are no files of `docs/`: its navigation, the references, and files
+of the repository that pages link to.
+"""
 
 import posixpath
 import re
@@ -61,7 +63,10 @@ def _target(link: re.Match[str], path: str) -> str:
 def navigation() -> list[dict[str, list[str]]]:
     """The sections of the index with the pages that they link to."""
     index = (ROOT / INDEX).read_text()
-    sections = {title: [uri(path) for path in targets(text, INDEX) if uri(path).endswith(".md")] for title, text in SECTION.findall(index)}
+    sections = {
+        title: [uri(path) for path in targets(text, INDEX) if uri(path).endswith(".md")]
+        for title, text in SECTION.findall(index)
+    }
     return [{title: [*pages, *GENERATED.get(title, ())]} for title, pages in sections.items()]
 
 
@@ -72,12 +77,18 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the references and, from link to link, every file outside `docs/` that a page leads to."""
+    """Adds the references and, from link to link, every file outside `docs/` that a page leads
+    to.
+    """
     _origins.clear()
     for pages in GENERATED.values():
         for page, write in pages.items():
             files.append(File.generated(config, page, content=write()))
-    waiting = [f"docs/{file.src_uri}" for file in files if file.is_documentation_page() and file.abs_src_path]
+    waiting = [
+        f"docs/{file.src_uri}"
+        for file in files
+        if file.is_documentation_page() and file.abs_src_path
+    ]
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
@@ -86,7 +97,11 @@ def on_files(files: Files, config: Any) -> Files:
         if not path.startswith("docs/"):
             files.append(File.generated(config, uri(path), content=_shown(path, text)))
         if path.endswith(PROSE):
-            outside = {target for target in targets(_shown(path, text), path) if not target.startswith("docs/")} - seen
+            outside = {
+                target
+                for target in targets(_shown(path, text), path)
+                if not target.startswith("docs/")
+            } - seen
             waiting += outside
             seen |= outside
     return files
@@ -98,11 +113,16 @@ def _shown(path: str, text: str) -> str:
         return text
     if path.endswith(".ipynb"):
         return notebook.markdown(text)
-    return f"---\nsearch:\n  exclude: true\n---\n# `{path}`\n\n`````{Path(path).suffix.removeprefix('.')}\n{text}\n`````\n"
+    return (
+        "---\nsearch:\n  exclude: true\n---\n# "
+        f"`{path}`\n\n`````{Path(path).suffix.removeprefix('.')}\n{text}\n`````\n"
+    )
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Leads links to files of the repository to their pages; those to folders outside `docs/` become text."""
+    """Leads links to files of the repository to their pages; those to folders outside `docs/`
+    become text.
+    """
     path = _origins.get(page.file.src_uri)
     if path is None or not path.endswith(PROSE):
         return markdown

@@ -5,7 +5,9 @@ from typing import Any
 
 
 def markdown(text: str) -> str:
-    """The cells of the notebook `text` (nbformat 4), each code cell followed by its outputs: text, and pictures in place."""
+    """The cells of the notebook `text` (nbformat 4), each code cell followed by its outputs: text,
+    and pictures in place.
+    """
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])

@@ -1,4 +1,6 @@
-"""Writes the references as Markdown: Python from docstrings, the command line from its commands, HTTP from its description."""
+"""Writes the references as Markdown: Python from docstrings, the command line from its commands,
+HTTP from its description.
+"""
 
 import json
 import re
@@ -14,8 +16,16 @@ OR = " or "
 
 
 def python() -> str:
-    """Every public name of the package, for mkdocstrings, which reads its docstring without importing it."""
-    parts = ["# Python", "Every name of `midstream` and `midstream.lens`; [the client's page](../client.md) shows their use."]
+    """Every public name of the package, for mkdocstrings, which reads its docstring without
+    importing it.
+    """
+    parts = [
+        "# Python",
+        (
+            "Every name of `midstream` and `midstream.lens`; [the client's "
+            "page](../client.md) shows their use."
+        ),
+    ]
     for package in map(import_module, ("midstream", "midstream.lens")):
         values = [getattr(package, name) for name in package.__all__ if not name.startswith("__")]
         parts += [f"::: {_home(value)}" for value in values]
@@ -24,34 +34,54 @@ def python() -> str:
 
 def _home(value: Any) -> str:
     """Where a class, a function or a module is defined."""
-    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value.__name__
+    return (
+        f"{value.__module__}.{value.__qualname__}"
+        if hasattr(value, "__qualname__")
+        else value.__name__
+    )
 
 
 def cli() -> str:
     """Every command with its arguments and options."""
     app = import_module("midstream.client.cli.main").app
     command = typer.main.get_command(app)
-    written = get_docs_for_click(obj=command, ctx=typer.Context(command), name="midstream", title="Command line")
+    written = get_docs_for_click(
+        obj=command, ctx=typer.Context(command), name="midstream", title="Command line"
+    )
     return re.sub(r"(?<!`)\[(?=[^\]`]*\])", r"\\[", written)  # `HOOK[:LAYERS]` is no link
 
 
 def http(description: Path) -> str:
-    """Every endpoint of the OpenAPI document `description`, then the shapes that they take and give."""
+    """Every endpoint of the OpenAPI document `description`, then the shapes that they take and
+    give.
+    """
     document = json.loads(description.read_text())
     parts = [
         "# HTTP endpoints",
-        "[The HTTP page](../http.md) shows requests and responses; [openapi.json](../openapi.json) is the source of this one.",
+        (
+            "[The HTTP page](../http.md) shows requests and responses; "
+            "[openapi.json](../openapi.json) is the source of this one."
+        ),
     ]
     for path, item in document["paths"].items():
         parts += [_operation(path, method, item[method]) for method in METHODS if method in item]
     parts.append("## Shapes")
-    parts += [_shape(name, schema) for name, schema in sorted(document["components"]["schemas"].items())]
+    parts += [
+        _shape(name, schema) for name, schema in sorted(document["components"]["schemas"].items())
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
-    parts = [f"## `{method.upper()} {path}`", operation.get("summary", ""), operation.get("description", "")]
-    rows = [(f"`{p['name']}`", p["in"], _type(p["schema"]), _cell(p.get("description", ""))) for p in operation.get("parameters", ())]
+    parts = [
+        f"## `{method.upper()} {path}`",
+        operation.get("summary", ""),
+        operation.get("description", ""),
+    ]
+    rows = [
+        (f"`{p['name']}`", p["in"], _type(p["schema"]), _cell(p.get("description", "")))
+        for p in operation.get("parameters", ())
+    ]
     parts.append(_table(("parameter", "in", "type", ""), rows))
     bodies = operation.get("requestBody", {}).get("content", {})
     parts += [f"Body (`{media}`): {_type(body['schema'])}" for media, body in bodies.items()]
@@ -73,12 +103,20 @@ def _shape(name: str, schema: dict[str, Any]) -> str:
         (
             f"`{field}`",
             _type(of),
-            "" if field in required else f"`{json.dumps(of['default'])}`" if "default" in of else "optional",
+            ""
+            if field in required
+            else f"`{json.dumps(of['default'])}`"
+            if "default" in of
+            else "optional",
             _cell(of.get("description", "")),
         )
         for field, of in schema.get("properties", {}).items()
     ]
-    parts = [f"### {name}", schema.get("description", ""), _table(("field", "type", "default", ""), rows) or _type(schema)]
+    parts = [
+        f"### {name}",
+        schema.get("description", ""),
+        _table(("field", "type", "default", ""), rows) or _type(schema),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -91,7 +129,9 @@ def _type(schema: dict[str, Any]) -> str:
         if choice in schema:
             return OR.join(dict.fromkeys(map(_type, schema[choice])))
     if "enum" in schema or "const" in schema:
-        return OR.join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+        return OR.join(
+            f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")])
+        )
     kind = schema.get("type", "any")
     if kind == "array":
         return f"array of {_type(schema.get('items') or {})}" + _bounds(schema)
@@ -102,9 +142,15 @@ def _type(schema: dict[str, Any]) -> str:
 
 #: Bound of a schema → how it is written.
 BOUNDS = {
-    "minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}", "minLength": "≥ {} characters",
-    "maxLength": "≤ {} characters", "minItems": "≥ {} items", "maxItems": "≤ {} items",
-}  # fmt: skip
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
+    "minLength": "≥ {} characters",
+    "maxLength": "≤ {} characters",
+    "minItems": "≥ {} items",
+    "maxItems": "≤ {} items",
+}
 
 
 def _bounds(schema: dict[str, Any]) -> str:
@@ -117,4 +163,8 @@ def _cell(text: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ("---",) * len(head), *rows]) if rows else ""
+    return (
+        "\n".join(f"| {' | '.join(row)} |" for row in [head, ("---",) * len(head), *rows])
+        if rows
+        else ""
+    )

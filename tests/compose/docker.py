@@ -1,7 +1,10 @@
-"""Which Docker is talked to, and how? The machine's own engine, or one that is started for the test alone.
+"""Which Docker is talked to, and how?
 
-Without an engine that answers, root's `dockerd` is started on a folder of its own, without a hand in the machine's firewall, and
-stopped again. Both generations of Compose are known: the plugin `docker compose` and the older program `docker-compose`.
+The machine's own engine, or one that is started for the test alone.
+
+Without an engine that answers, root's `dockerd` is started on a folder of its own, without a hand
+in the machine's firewall, and stopped again. Both generations of Compose are known: the plugin
+`docker compose` and the older program `docker-compose`.
 """
 
 import contextlib
@@ -25,16 +28,35 @@ class Failed(Exception):
     """A command did not do what it was for; the message ends with what it wrote."""
 
 
-def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = COMMAND_S, check: bool = True, stdin: str = "") -> str:
-    """What the command wrote to stdout. Raises Failed when it ends with another code than 0 (`check`), or not in time."""
+def run(
+    *command: str,
+    env: Mapping[str, str] | None = None,
+    timeout: float = COMMAND_S,
+    check: bool = True,
+    stdin: str = "",
+) -> str:
+    """What the command wrote to stdout.
+
+    Raises Failed when it ends with another code than 0 (`check`), or not in time.
+    """
     try:
         done = subprocess.run(
-            command, env=dict(env or os.environ), cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            env=dict(env or os.environ),
+            cwd=ROOT,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise Failed(f"{' '.join(command)} did not end in {timeout:.0f} s") from error
     if check and done.returncode:
-        raise Failed(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stderr + done.stdout)[-3000:]}")
+        raise Failed(
+            f"{' '.join(command)} ended with "
+            f"{done.returncode}:\n{(done.stderr + done.stdout)[-3000:]}"
+        )
     return done.stdout
 
 
@@ -48,20 +70,39 @@ def succeeds(*command: str, env: Mapping[str, str] | None = None, timeout: float
 
 @contextlib.contextmanager
 def engine(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which `docker` reaches an engine; `folder` takes the images of one that is started here."""
+    """The environment in which `docker` reaches an engine; `folder` takes the images of one that is
+    started here.
+    """
     environment = {**os.environ, "DOCKER_BUILDKIT": "1", "COMPOSE_DOCKER_CLI_BUILD": "1"}
     if succeeds("docker", "version", env=environment):
         yield _able_to_build(environment)
         return
     if shutil.which("dockerd") is None or os.geteuid() != 0:
-        raise Failed("no Docker engine answers, and none can be started here: that takes root and `dockerd`")
+        raise Failed(
+            "no Docker engine answers, and none can be started here: that takes root and `dockerd`"
+        )
     socket = folder / "docker.sock"
     environment["DOCKER_HOST"] = f"unix://{socket}"
     folder.mkdir(parents=True, exist_ok=True)
-    options = ["--data-root", str(folder / "root"), "--exec-root", str(folder / "exec"), "--pidfile", str(folder / "docker.pid")]
+    options = [
+        "--data-root",
+        str(folder / "root"),
+        "--exec-root",
+        str(folder / "exec"),
+        "--pidfile",
+        str(folder / "docker.pid"),
+    ]
     with (folder / "dockerd.log").open("w") as log:
         daemon = subprocess.Popen(
-            ["dockerd", *options, "--host", environment["DOCKER_HOST"], "--iptables=false", "--ip6tables=false", "--bridge=none"],
+            [
+                "dockerd",
+                *options,
+                "--host",
+                environment["DOCKER_HOST"],
+                "--iptables=false",
+                "--ip6tables=false",
+                "--bridge=none",
+            ],
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -70,7 +111,9 @@ def engine(folder: Path) -> Iterator[dict[str, str]]:
         deadline = time.monotonic() + START_S
         while not succeeds("docker", "version", env=environment):
             if daemon.poll() is not None or time.monotonic() > deadline:
-                raise Failed(f"dockerd did not start:\n{(folder / 'dockerd.log').read_text()[-2000:]}")
+                raise Failed(
+                    f"dockerd did not start:\n{(folder / 'dockerd.log').read_text()[-2000:]}"
+                )
             time.sleep(0.5)
         yield _able_to_build(environment)
     finally:
@@ -83,7 +126,9 @@ def engine(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _able_to_build(environment: dict[str, str]) -> dict[str, str]:
-    """With that `docker` first in PATH which has BuildKit: a client of another generation than its engine may lack it."""
+    """With that `docker` first in PATH which has BuildKit: a client of another generation than its
+    engine may lack it.
+    """
     folders = environment["PATH"].split(os.pathsep)
     for folder in folders:
         if (Path(folder) / "docker").exists():
@@ -95,7 +140,15 @@ def _able_to_build(environment: dict[str, str]) -> dict[str, str]:
 
 def _builds(environment: Mapping[str, str]) -> bool:
     try:
-        run("docker", "build", "--quiet", "-", env=environment, stdin="FROM scratch\nLABEL probe=1\n", timeout=120)
+        run(
+            "docker",
+            "build",
+            "--quiet",
+            "-",
+            env=environment,
+            stdin="FROM scratch\nLABEL probe=1\n",
+            timeout=120,
+        )
     except Failed:
         return False
     return True

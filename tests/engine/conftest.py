@@ -1,4 +1,7 @@
-"""Engines that tests share: each starts once, and an idle one costs memory only. Others are forked from a process that imported all."""
+"""Engines that tests share: each starts once, and an idle one costs memory only.
+
+Others are forked from a process that imported all.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,20 +18,41 @@ from reference import Reference
 from tiny import checkpoint
 from xdist.scheduler import LoadFileScheduling
 
-#: Engines of several ranks wait for one another in loops; beside another engine each waits for the other's time slice. Whatever asks
-#: for one of these is marked `ranks`, and runs alone.
+#: Engines of several ranks wait for one another in loops; beside another engine each waits for the
+#: other's time slice. Whatever asks for one of these is marked `ranks`, and runs alone.
 RANKS = {"tp2", "pp2", "overlapped", "two_ranks"}
 #: Engines of one rank that several files use.
 ENGINES = {"v1", "cached", "v2", "compiled"}
-#: The files that use them run in one process, one after the other, so that each of those engines starts once.
+#: The files that use them run in one process, one after the other, so that each of those engines
+#: starts once.
 SHARING = tuple(
     f"test_{name}.py"
     for name in (
-        "attention", "block_keys", "capture_rows", "global_order", "graded_tokens", "inside", "installed_ops", "interventions",
-        "lens", "lora", "modes", "executed", "features", "patching", "patching_cells", "prefix_cache", "probes", "non_finite",
-        "rank_calls", "readers", "reentry", "steering_rows", "token_ranges",
+        "attention",
+        "block_keys",
+        "capture_rows",
+        "global_order",
+        "graded_tokens",
+        "inside",
+        "installed_ops",
+        "interventions",
+        "lens",
+        "lora",
+        "modes",
+        "executed",
+        "features",
+        "patching",
+        "patching_cells",
+        "prefix_cache",
+        "probes",
+        "non_finite",
+        "rank_calls",
+        "readers",
+        "reentry",
+        "steering_rows",
+        "token_ranges",
     )
-)  # fmt: skip
+)
 
 
 class FilesTogether(LoadFileScheduling):
@@ -46,12 +70,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in (item for item in items if item.path.parent == Path(__file__).parent):
         # Parameters may name the engine.
-        named = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-        asked = {*getattr(item, "fixturenames", ()), *(name for name in named if isinstance(name, str))}
+        named = (
+            item.callspec.params.values()
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else ()
+        )
+        asked = {
+            *getattr(item, "fixturenames", ()),
+            *(name for name in named if isinstance(name, str)),
+        }
         if RANKS & asked:
             item.add_marker("ranks")
         elif ENGINES & asked and item.path.name not in SHARING:
-            raise pytest.UsageError(f"{item.path.name} uses an engine that files share: say so in SHARING ({__file__})")
+            raise pytest.UsageError(
+                f"{item.path.name} uses an engine that files share: say so in SHARING ({__file__})"
+            )
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +104,9 @@ def reference(llama: Path) -> Reference:
 
 @pytest.fixture(scope="session")
 def nurseries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Nursery]]:
-    """Of each runner the process that engines are forked from: what is imported is imported once."""
+    """Of each runner the process that engines are forked from: what is imported is imported
+    once.
+    """
     started: list[Nursery] = []
 
     @cache
@@ -94,14 +129,21 @@ EXTENSIONS = "row_geometry, unruly"
 
 
 def with_extensions(site: Path, env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of an engine beside which packages with readers and ops are installed; `env`: what it has otherwise."""
+    """Environment of an engine beside which packages with readers and ops are installed; `env`:
+    what it has otherwise.
+    """
     install_unruly(install_example(site))
-    return {**env, "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [env.get("PYTHONPATH")])])}
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [env.get("PYTHONPATH")])]),
+    }
 
 
 @pytest.fixture(scope="session")
 def v1(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in chunks. Packages with extensions."""
+    """Eager, v1 runner, steps of at most 64 tokens: prompts longer than that are prefilled in
+    chunks. Packages with extensions.
+    """
     directory = tmp_path_factory.mktemp("v1")
     host = Host(
         directory,
@@ -137,9 +179,16 @@ def cached(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
 
 
 def interpreted() -> dict[str, str]:
-    """Environment of an engine with the v2 runner, through Triton's interpreter: right, and slow."""
+    """Environment of an engine with the v2 runner, through Triton's interpreter: right, and
+    slow.
+    """
     backend = Path(__file__).with_name("triton_cpu")
-    return {"PYTHONPATH": os.pathsep.join([str(backend), *filter(None, [os.environ.get("PYTHONPATH")])]), "TRITON_INTERPRET": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [str(backend), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+        "TRITON_INTERPRET": "1",
+    }
 
 
 @pytest.fixture(scope="session")
@@ -162,8 +211,13 @@ def v2(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture(scope="session")
 def overlapped(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that requests preempt one another."""
-    env = with_extensions(tmp_path_factory.mktemp("site"), interpreted()) | {"OVERLAP_STEPS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    """The v2 runner on two pipeline stages, three steps under way, and so few KV blocks that
+    requests preempt one another.
+    """
+    env = with_extensions(tmp_path_factory.mktemp("site"), interpreted()) | {
+        "OVERLAP_STEPS": "1",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
     host = Host(
         tmp_path_factory.mktemp("overlapped"),
         qwen3,

@@ -1,7 +1,9 @@
-"""Tiny targets whose text repeats, and drafters for them that propose the last token again: some drafts are accepted, some are not.
+"""Tiny targets whose text repeats, and drafters for them that propose the last token again: some
+drafts are accepted, some are not.
 
-A random model never accepts the drafts of a random head. These targets have tied embeddings and faint layers, so that a token mostly
-follows itself, until the layers decide otherwise; an edit decides so too.
+A random model never accepts the drafts of a random head. These targets have tied embeddings and
+faint layers, so that a token mostly follows itself, until the layers decide otherwise; an edit
+decides so too.
 """
 
 import json
@@ -15,7 +17,8 @@ from transformers import LlamaConfig
 
 #: How faint: at 0 a token follows itself for ever, at 1 hardly ever.
 FAINT = 0.17
-#: What the head sees of the target: the stream before layer 1, before layer 3, and behind the last layer.
+#: What the head sees of the target: the stream before layer 1, before layer 3, and behind the last
+#: layer.
 AUX_LAYERS = [1, 3, LAYERS]
 _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
@@ -25,7 +28,9 @@ _EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
 }
-_ECHO = Checkpoint("LlamaForCausalLM", "LlamaConfig", _GROUPED | {"head_dim": 32, "tie_word_embeddings": True})
+_ECHO = Checkpoint(
+    "LlamaForCausalLM", "LlamaConfig", _GROUPED | {"head_dim": 32, "tie_word_embeddings": True}
+)
 
 
 def echo_target(path: Path) -> Path:
@@ -37,15 +42,22 @@ def echo_target(path: Path) -> Path:
 
 
 def mimo(path: Path) -> Path:
-    """MiMo, a Qwen 2 with a layer that predicts one token more. transformers reads it as the Qwen 2 that it is."""
+    """MiMo, a Qwen 2 with a layer that predicts one token more.
+
+    transformers reads it as the Qwen 2 that it is.
+    """
     if (path / "config.json").exists():
         return path
     made = CHECKPOINTS["qwen2"]
-    Checkpoint("Qwen2ForCausalLM", "Qwen2Config", made.options | {"tie_word_embeddings": True}).make(path)
+    Checkpoint(
+        "Qwen2ForCausalLM", "Qwen2Config", made.options | {"tie_word_embeddings": True}
+    ).make(path)
     _make_faint(path)
     file = path / "model.safetensors"
     weights = load_file(file)
-    heads, kv_heads = (made.options[name] * 32 for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (
+        made.options[name] * 32 for name in ("num_attention_heads", "num_key_value_heads")
+    )
     noise = _Noise()
     input_proj = noise(HIDDEN, 2 * HIDDEN, size=0.002)
     input_proj[:, :HIDDEN] += torch.eye(HIDDEN)
@@ -55,7 +67,10 @@ def mimo(path: Path) -> Path:
         "input_proj.weight": input_proj,
         "final_layernorm.weight": weights["model.norm.weight"].clone(),
         **_layer(noise, HIDDEN, heads, kv_heads),
-        **{f"self_attn.{name}_proj.bias": noise(size) for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads))},
+        **{
+            f"self_attn.{name}_proj.bias": noise(size)
+            for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        },
     }
     weights |= {f"model.mtp_layers.0.{name}": weight for name, weight in layer.items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -68,11 +83,15 @@ def mimo(path: Path) -> Path:
 def glm4_moe(path: Path) -> Path:
     """GLM-4 MoE, with experts."""
     heads = {"head_dim": 32, "partial_rotary_factor": 0.5}
-    return _with_next_layer(Checkpoint("Glm4MoeForCausalLM", "Glm4MoeConfig", _GROUPED | _EXPERTS | heads), path)
+    return _with_next_layer(
+        Checkpoint("Glm4MoeForCausalLM", "Glm4MoeConfig", _GROUPED | _EXPERTS | heads), path
+    )
 
 
 def _with_next_layer(made: Checkpoint, path: Path) -> Path:
-    """The checkpoint with a layer more, which transformers does not read, and which proposes the last token again."""
+    """The checkpoint with a layer more, which transformers does not read, and which proposes the
+    last token again.
+    """
     if (path / "config.json").exists():
         return path
     made.make(path)
@@ -83,9 +102,19 @@ def _with_next_layer(made: Checkpoint, path: Path) -> Path:
     _make_faint(path)
     weights, noise = load_file(file), _Noise()
     last, after = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
-    copied = {name.replace(last, after): weight for name, weight in weights.items() if name.startswith(last)}
-    weights |= {name: weight * (0.05 if "o_proj" in name or "down_proj" in name else 1) for name, weight in copied.items()}
-    weights |= {f"{after}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+    copied = {
+        name.replace(last, after): weight
+        for name, weight in weights.items()
+        if name.startswith(last)
+    }
+    weights |= {
+        name: weight * (0.05 if "o_proj" in name or "down_proj" in name else 1)
+        for name, weight in copied.items()
+    }
+    weights |= {
+        f"{after}{name}.weight": torch.ones(HIDDEN)
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     weights[f"{after}eh_proj.weight"] = noise(HIDDEN, 2 * HIDDEN, size=0.002)
     weights[f"{after}eh_proj.weight"][:, HIDDEN:] += torch.eye(HIDDEN)
     for name, source in (("shared_head.head", "lm_head"), ("embed_tokens", "model.embed_tokens")):
@@ -129,7 +158,8 @@ def _make_faint(path: Path) -> None:
 
 
 def eagle3_head(path: Path, target: Path, **options: Any) -> Path:
-    """An EAGLE-3 head: what leaves the target's last layer decides nearly alone, through the target's own output matrix.
+    """An EAGLE-3 head: what leaves the target's last layer decides nearly alone, through the
+    target's own output matrix.
 
     `options`: of its config.
     """
@@ -151,7 +181,10 @@ def eagle3_head(path: Path, target: Path, **options: Any) -> Path:
         {
             "fc.weight": fc,
             "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
-            **{f"midlayer.{name}": weight for name, weight in _layer(noise, 2 * HIDDEN, 4 * 32, 2 * 32).items()},
+            **{
+                f"midlayer.{name}": weight
+                for name, weight in _layer(noise, 2 * HIDDEN, 4 * 32, 2 * 32).items()
+            },
             "norm.weight": own["model.norm.weight"].clone(),
             "lm_head.weight": own["model.embed_tokens.weight"].clone(),
         },

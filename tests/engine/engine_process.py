@@ -1,4 +1,5 @@
-"""A real `VllmEngine` in a process of its own, driven by JSON lines: each engine needs an environment of its own.
+"""A real `VllmEngine` in a process of its own, driven by JSON lines: each engine needs an
+environment of its own.
 
 Run as `python engine_process.py`; settings come from the environment. Used through `host.Host`.
 """
@@ -31,8 +32,9 @@ from midstream.workers.runner.probe_news import Scored
 
 
 class Command(msgspec.Struct, omit_defaults=True):
-    """`jobs` run all at once; `cancel_after` aborts the named job after that many tokens; `call` is a collective
-    RPC, or by another name than `midstream_…` a method of the engine."""
+    """`jobs` run all at once; `cancel_after` aborts the named job after that many tokens; `call` is
+    a collective RPC, or by another name than `midstream_…` a method of the engine.
+    """
 
     jobs: list[Job] = []
     vectors: dict[str, Tensor] = {}
@@ -61,19 +63,25 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 def overlap_steps() -> None:
-    """Have the engine schedule steps ahead, as on an accelerator; vLLM's CPU platform turns that off, though its executor can."""
+    """Have the engine schedule steps ahead, as on an accelerator; vLLM's CPU platform turns that
+    off, though its executor can.
+    """
     from midstream.workers.engine import vllm, vllm_options
 
     def on_an_accelerator(config: Any) -> str:
         config.scheduler_config.async_scheduling = True
-        with unittest.mock.patch.object(vllm_options.current_platform, "is_cpu", return_value=False):
+        with unittest.mock.patch.object(
+            vllm_options.current_platform, "is_cpu", return_value=False
+        ):
             return vllm_options.scheduler_class(config)
 
     vllm.scheduler_class = on_an_accelerator
 
 
 def keep_aux(folder: str) -> None:
-    """Have every call of an EAGLE-3 head leave a file there: `positions` and, of each, the `hidden` states that the head was given."""
+    """Have every call of an EAGLE-3 head leave a file there: `positions` and, of each, the `hidden`
+    states that the head was given.
+    """
     import itertools
 
     import numpy as np
@@ -84,28 +92,47 @@ def keep_aux(folder: str) -> None:
     numbers = itertools.count()
 
     def keep(positions: Any, hidden: Any) -> None:
-        np.savez(os.path.join(folder, f"{next(numbers):06d}"), positions=positions.numpy(), hidden=hidden.float().numpy())
+        np.savez(
+            os.path.join(folder, f"{next(numbers):06d}"),
+            positions=positions.numpy(),
+            hidden=hidden.float().numpy(),
+        )
 
     def of_v1(self: Any, *args: Any, propose: Any = EagleProposer.propose, **options: Any) -> Any:
         keep(options["target_positions"], options["target_hidden_states"])
         return propose(self, *args, **options)
 
-    def of_v2(self: Any, batch: Any, *args: Any, propose: Any = EagleSpeculator.propose, **options: Any) -> Any:
+    def of_v2(
+        self: Any, batch: Any, *args: Any, propose: Any = EagleSpeculator.propose, **options: Any
+    ) -> Any:
         if args[3]:
-            keep(batch.positions[: batch.num_tokens], torch.cat(args[3], dim=-1)[: batch.num_tokens])
+            keep(
+                batch.positions[: batch.num_tokens], torch.cat(args[3], dim=-1)[: batch.num_tokens]
+            )
         return propose(self, batch, *args, **options)
 
     EagleProposer.propose, EagleSpeculator.propose = of_v1, of_v2
 
 
 def route_in_one_group() -> None:
-    """Have vLLM choose experts by sigmoid without groups, which it refuses on CPUs, as with one group: it is the same function."""
+    """Have vLLM choose experts by sigmoid without groups, which it refuses on CPUs, as with one
+    group: it is the same function.
+    """
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
     def computed(
-        self: Any, hidden: Any, logits: Any, *args: Any, compute: Any = cpu_router.CPURouter._compute_routing, **options: Any
+        self: Any,
+        hidden: Any,
+        logits: Any,
+        *args: Any,
+        compute: Any = cpu_router.CPURouter._compute_routing,
+        **options: Any,
     ) -> Any:
-        if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function is not None:
+        if (
+            self.scoring_func != "sigmoid"
+            or self.use_grouped_topk
+            or self.custom_routing_function is not None
+        ):
             return compute(self, hidden, logits, *args, **options)
         return cpu_router._grouped_topk(
             gating_output=logits,
@@ -122,14 +149,19 @@ def route_in_one_group() -> None:
 
 
 def draw_weights() -> None:
-    """Have vLLM's loader of dummy weights draw them as `tiny` does: its own are so small that nothing of a branch shows in the stream."""
+    """Have vLLM's loader of dummy weights draw them as `tiny` does: its own are so small that
+    nothing of a branch shows in the stream.
+    """
     import torch
     from tiny import INITIALIZER
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     def draw(self: Any, model: Any, config: Any) -> None:
         generator = torch.Generator().manual_seed(0)
-        for name, each in (*model.named_parameters(), *((name, each) for name, each in model.named_buffers() if name.endswith("bias"))):
+        for name, each in (
+            *model.named_parameters(),
+            *((name, each) for name, each in model.named_buffers() if name.endswith("bias")),
+        ):
             if each.is_floating_point():
                 norm = each.ndim == 1 and ("norm" in name or "ln_" in name)
                 size = 0.2 if norm else 0.1 if each.ndim == 1 else INITIALIZER
@@ -158,13 +190,23 @@ async def serve(reply: Any) -> None:
         command = from_json(line, Command)
         if command.call:
             on_ranks = command.call.startswith("midstream_")
-            result = engine._call(command.call, tuple(command.arguments)) if on_ranks else getattr(engine, command.call)(*command.arguments)
+            result = (
+                engine._call(command.call, tuple(command.arguments))
+                if on_ranks
+                else getattr(engine, command.call)(*command.arguments)
+            )
             reply(Answer(result=await result))
             continue
         answer, before = Answer(), len(called)
         if command.together:
             await engine._llm.pause_generation(mode="keep", clear_cache=False)
-        beside = [look(engine)] if command.look else [resume(engine, command, answer)] if command.together else []
+        beside = (
+            [look(engine)]
+            if command.look
+            else [resume(engine, command, answer)]
+            if command.together
+            else []
+        )
         await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *beside)
         answer.rank_calls = len(called) - before
         reply(answer)
@@ -225,7 +267,9 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
         grade = command.grades[job.id][request] if job.id in command.grades else None
         base = command.bases.get(job.id) or (entry.run if entry else "")
         made = prompt_request(job, request, 1, files=command.files)
-        return dataclasses.replace(made, entry=entry, grade=grade, base=base, keep_blocks=command.blocks.get(job.id, ""))
+        return dataclasses.replace(
+            made, entry=entry, grade=grade, base=base, keep_blocks=command.blocks.get(job.id, "")
+        )
 
     async def one(request: int) -> Output | None:
         tokens = 0
@@ -243,7 +287,11 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     steering = [entry for entries in job.steering for entry in entries]
     tensors = {name for each in (*steering, *command.everyone.entries) for name in each.tensors}
     tensors |= {name for probe in job.probes for name in probe.content.tensors}
-    names = sorted(name for name in tensors if name != ZEROS and not is_row(name) and not name.startswith(DIMS_PREFIX))
+    names = sorted(
+        name
+        for name in tensors
+        if name != ZEROS and not is_row(name) and not name.startswith(DIMS_PREFIX)
+    )
     entry = command.entries.get(job.id)
     runs = sorted({*runs_named(tensors), *([entry.run] if entry else [])})
     try:
@@ -252,7 +300,9 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
             await engine.hold_vectors(names, fetch)
             try:
                 async with adapter(engine, job):
-                    outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
+                    outputs = await asyncio.gather(
+                        *(one(request) for request in range(len(job.prompts)))
+                    )
             finally:
                 await engine.release_vectors(names)
         finally:

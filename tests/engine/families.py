@@ -1,4 +1,6 @@
-"""Families beyond the table of architectures: a tiny checkpoint of each, whose config is generated, with all hooks found by the probe."""
+"""Families beyond the table of architectures: a tiny checkpoint of each, whose config is generated,
+with all hooks found by the probe.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -34,7 +36,18 @@ FAMILIES: Mapping[str, str] = {
     "minimax-m2": "MiniMaxM2ForCausalLM",
 }
 #: Their experts are chosen by a router, see `fidelity.ROUTED`.
-ROUTED = frozenset({"llama4", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe", "qwen3-next", "granite4", "minimax-m2"})
+ROUTED = frozenset(
+    {
+        "llama4",
+        "gpt-oss",
+        "deepseek-v2",
+        "deepseek-v3",
+        "glm4-moe",
+        "qwen3-next",
+        "granite4",
+        "minimax-m2",
+    }
+)
 #: What must be replaced in vLLM for them to run here, tests only: see `engine_process`.
 CHANGED: Mapping[str, dict[str, str]] = {"minimax-m2": {"ROUTE_IN_ONE_GROUP": "1"}}
 #: vLLM computes their linear attention in bf16 only.
@@ -42,5 +55,12 @@ BF16_ONLY = frozenset({"qwen3-next", "qwen3.5"})
 
 
 def checkpoint(name: str, path: Path, **more: Any) -> Path:
-    """Write the named checkpoint, of a family or of `tiny`, to `path`, unless it is there. `more`: fields of a family's text config."""
-    return configs.checkpoint(FAMILIES[name], path, **more) if name in FAMILIES else tiny.checkpoint(name, path)
+    """Write the named checkpoint, of a family or of `tiny`, to `path`, unless it is there.
+
+    `more`: fields of a family's text config.
+    """
+    return (
+        configs.checkpoint(FAMILIES[name], path, **more)
+        if name in FAMILIES
+        else tiny.checkpoint(name, path)
+    )

@@ -1,10 +1,12 @@
-"""How far are captured rows, plain and edited, from transformers' rows: for every architecture, hook, runner, mode and dtype?
+"""How far are captured rows, plain and edited, from transformers' rows: for every architecture,
+hook, runner, mode and dtype?
 
     python tests/engine/fidelity.py            # all of it, tens of minutes; writes docs/fidelity.md
 
-The engine captures every hook of every layer of a batch of requests: one plain, and one for each hook with two edits there,
-an addition in layer 1 and a replacement in layer 2. All rows of all of them, edited, downstream of an edit or neither, are
-compared with transformers on the same checkpoint and the same tokens. A part of this runs in `test_fidelity.py`.
+The engine captures every hook of every layer of a batch of requests: one plain, and one for each
+hook with two edits there, an addition in layer 1 and a replacement in layer 2. All rows of all of
+them, edited, downstream of an edit or neither, are compared with transformers on the same
+checkpoint and the same tokens. A part of this runs in `test_fidelity.py`.
 """
 
 import os
@@ -36,8 +38,9 @@ ALL = list(range(LAYERS))
 PROMPT = 40
 ADD_LAYER, ADDED = 1, [2, 5]
 REPLACE_LAYER, REPLACED = 2, [3, PROMPT - 1]
-#: In bf16 an early token near a router's tie may take other experts, and every later token attends to it: where a router chooses, the
-#: trials are made with so many prompts, and the median of their figures counts.
+#: In bf16 an early token near a router's tie may take other experts, and every later token attends
+#: to it: where a router chooses, the trials are made with so many prompts, and the median of their
+#: figures counts.
 ROUTED, DRAWS = {"mixtral", "qwen3-moe", *ROUTED_FAMILIES}, 5
 #: There, one generated token in so many may be another than transformers' (measured: 2 of 140).
 OTHER_TOKENS = 20
@@ -54,12 +57,17 @@ class Truth:
         self._rounded = reference(path, DTYPES[dtype]) if dtype != "float32" else None
         self._distance = _of_median if self._truth.has_router else _of_all
         self.hooks, self.has_router = self._truth.hooks, self._truth.has_router
-        self._tokens = self._others = 0  # generated; of those that transformers does not give the best score, with the same edits
+        # generated; of those that transformers does not give the best score, with the same edits
+        self._tokens = self._others = 0
 
     def errors(self, got: Rows, tokens: list[int], edits: Sequence[Edit] = ()) -> dict[str, float]:
         """Hook → error of the rows, see `Figure`. Rows of the first layers may be missing."""
         hooks, lowest = {hook for hook, _ in got}, min(layer for _, layer in got)
-        wanted = {place: rows for place, rows in self._truth.rows(tokens, edits).items() if place[0] in hooks and place[1] >= lowest}
+        wanted = {
+            place: rows
+            for place, rows in self._truth.rows(tokens, edits).items()
+            if place[0] in hooks and place[1] >= lowest
+        }
         assert got.keys() == wanted.keys()
         if self._rounded is None:
             self._count(tokens)
@@ -67,19 +75,39 @@ class Truth:
         rounded = self._rounded.rows(tokens, edits)
         self._count(tokens)
         rounded = {place: rounded[place] for place in wanted}
-        return {hook: self._distance(got, wanted, hook) / self._distance(rounded, wanted, hook) for hook in hooks}
+        return {
+            hook: self._distance(got, wanted, hook) / self._distance(rounded, wanted, hook)
+            for hook in hooks
+        }
 
     def _count(self, tokens: list[int]) -> None:
-        """Of the last run. In bf16 a score may be as far from the best as two of them are by rounding."""
+        """Of the last run.
+
+        In bf16 a score may be as far from the best as two of them are by rounding.
+        """
         scores, chosen = self._truth.logits[PROMPT - 1 : -1], np.array(tokens[PROMPT:], dtype=int)
-        rounding = 0.0 if self._rounded is None else np.abs(self._rounded.logits[PROMPT - 1 : -1] - scores).max(-1)
+        rounding = (
+            0.0
+            if self._rounded is None
+            else np.abs(self._rounded.logits[PROMPT - 1 : -1] - scores).max(-1)
+        )
         self._tokens += len(chosen)
-        self._others += int((scores.max(-1) - scores[np.arange(len(chosen)), chosen] > 2 * BF16_EXCESS * rounding).sum())
+        self._others += int(
+            (
+                scores.max(-1) - scores[np.arange(len(chosen)), chosen] > 2 * BF16_EXCESS * rounding
+            ).sum()
+        )
 
     @property
     def other_tokens(self) -> int:
         """More than there may be, see `OTHER_TOKENS`."""
-        return max(0, self._others - (self._tokens // OTHER_TOKENS if self._rounded is not None and self.has_router else 0))
+        return max(
+            0,
+            self._others
+            - (
+                self._tokens // OTHER_TOKENS if self._rounded is not None and self.has_router else 0
+            ),
+        )
 
 
 def _stack(rows: Rows, hook: str) -> np.ndarray:
@@ -121,7 +149,8 @@ class Outcome:
 
 
 def trials(host: Host, hooks: Iterable[str], draw: int) -> Iterator[Trial]:
-    """One without edits, and for each hook one with an addition at two positions and a replacement at two others.
+    """One without edits, and for each hook one with an addition at two positions and a replacement
+    at two others.
 
     `draw`: each has other prompts.
     """
@@ -130,10 +159,18 @@ def trials(host: Host, hooks: Iterable[str], draw: int) -> Iterator[Trial]:
     yield Trial("", host.job(prompt_of(PROMPT, seed=first), max_tokens=3, capture=everything), [])
     for number, hook in enumerate(hooks):
         added, put = 4 * np.random.default_rng(number).normal(size=(2, HIDDEN)).astype(np.float32)
-        edits = [Edit(ADD_LAYER, added, ADDED, hook), Edit(REPLACE_LAYER, put, REPLACED, hook, "replace")]
-        after = StoredCapture(sites={hook: [REPLACE_LAYER]}, positions=REPLACED, tag="after", at="after")
+        edits = [
+            Edit(ADD_LAYER, added, ADDED, hook),
+            Edit(REPLACE_LAYER, put, REPLACED, hook, "replace"),
+        ]
+        after = StoredCapture(
+            sites={hook: [REPLACE_LAYER]}, positions=REPLACED, tag="after", at="after"
+        )
         job = host.job(
-            prompt_of(PROMPT, seed=first + 1 + number), max_tokens=3, capture=[everything, after], steering=host.steering(*edits)
+            prompt_of(PROMPT, seed=first + 1 + number),
+            max_tokens=3,
+            capture=[everything, after],
+            steering=host.steering(*edits),
         )
         yield Trial(hook, job, edits)
 
@@ -146,28 +183,52 @@ def capture(host: Host, hooks: tuple[str, ...], draw: int = 0) -> dict[str, Outc
     for trial in asked:
         reader = host.capture(trial.job)
         rows = {(hook, layer): reader.array(layer, hook) for hook in hooks for layer in ALL}
-        replaced = host.capture(trial.job, 1).array(REPLACE_LAYER, trial.hook) if trial.hook else None
+        replaced = (
+            host.capture(trial.job, 1).array(REPLACE_LAYER, trial.hook) if trial.hook else None
+        )
         outcomes[trial.hook] = Outcome(trial.edits, reader.token_ids(), rows, replaced)
     return outcomes
 
 
 def judge(draws: Sequence[Mapping[str, Outcome]], truth: Truth, dtype: str) -> dict[str, Figure]:
-    """Hook → figure, the median over the draws. Raises AssertionError when a replaced row is not, bit for bit, what replaces it."""
+    """Hook → figure, the median over the draws.
+
+    Raises AssertionError when a replaced row is not, bit for bit, what replaces it.
+    """
     found = [_judge(outcomes, truth, dtype) for outcomes in draws]
     return {
-        hook: Figure(*(float(np.median([getattr(figures[hook], name) for figures in found])) for name in ("rows", "edits")))
+        hook: Figure(
+            *(
+                float(np.median([getattr(figures[hook], name) for figures in found]))
+                for name in ("rows", "edits")
+            )
+        )
         for hook in found[0]
     }
 
 
 def _judge(outcomes: Mapping[str, Outcome], truth: Truth, dtype: str) -> dict[str, Figure]:
-    errors = {hook: truth.errors(outcome.rows, outcome.token_ids, outcome.edits) for hook, outcome in outcomes.items()}
+    errors = {
+        hook: truth.errors(outcome.rows, outcome.token_ids, outcome.edits)
+        for hook, outcome in outcomes.items()
+    }
     for hook, outcome in outcomes.items():
         if hook:
-            put = np.stack([edit.vector for edit in outcome.edits if edit.op == "replace" for _ in edit.positions])
+            put = np.stack(
+                [
+                    edit.vector
+                    for edit in outcome.edits
+                    if edit.op == "replace"
+                    for _ in edit.positions
+                ]
+            )
             vectors = torch.from_numpy(put).to(DTYPES[dtype]).float().numpy()
             assert (outcome.replaced == vectors).all(), f"{hook}: a replaced row is not the vector"
-    return {hook: Figure(errors[""][hook], max(errors[hook].values())) for hook in HOOKS if hook in errors[""]}
+    return {
+        hook: Figure(errors[""][hook], max(errors[hook].values()))
+        for hook in HOOKS
+        if hook in errors[""]
+    }
 
 
 def options_of(way: Way) -> dict[str, object]:
@@ -194,10 +255,19 @@ def nursery_for(runner: str, directory: Path) -> Nursery:
     return Nursery(directory, {"PYTHONPATH": path, "TRITON_INTERPRET": "1"})
 
 
-def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> list[dict[str, Outcome]]:
+def run(
+    nursery: Nursery, directory: Path, name: str, path: Path, way: Way
+) -> list[dict[str, Outcome]]:
     """All trials of checkpoint `name`, which lies at `path`, in one way."""
-    blocks = {"block_size": 32} if name in FAMILIES else {}  # of which chunks of attention are a multiple
-    host = nursery.host(directory / f"{name} {way.name}".replace(" ", "-"), path, CHANGED.get(name), **options_of(way), **blocks)
+    # of which chunks of attention are a multiple
+    blocks = {"block_size": 32} if name in FAMILIES else {}
+    host = nursery.host(
+        directory / f"{name} {way.name}".replace(" ", "-"),
+        path,
+        CHANGED.get(name),
+        **options_of(way),
+        **blocks,
+    )
     try:
         assert host.info["runner"] == way.runner
         draws = DRAWS if name in ROUTED and way.dtype == "bfloat16" else 1
@@ -207,9 +277,13 @@ def run(nursery: Nursery, directory: Path, name: str, path: Path, way: Way) -> l
 
 
 def ways_of(name: str) -> Iterator[Way]:
-    """The ways in which checkpoint `name` is measured; families in one of both dtypes, as far as vLLM computes them."""
+    """The ways in which checkpoint `name` is measured; families in one of both dtypes, as far as
+    vLLM computes them.
+    """
     for way in WAYS:
-        plain = (way.runner, way.mode) == ("v1", "eager") and (name not in BF16_ONLY or way.dtype == "bfloat16")
+        plain = (way.runner, way.mode) == ("v1", "eager") and (
+            name not in BF16_ONLY or way.dtype == "bfloat16"
+        )
         if name not in FAMILIES or plain:
             yield way
 
@@ -227,12 +301,23 @@ def main(names: Sequence[str]) -> None:
                     for way in (way for way in ways_of(name) if way.runner == runner):
                         started = time.monotonic()
                         outcomes = run(nursery, Path(folder) / runner, name, path, way)
-                        for hook, figure in judge(outcomes, Truth(path, way.dtype), way.dtype).items():
+                        for hook, figure in judge(
+                            outcomes, Truth(path, way.dtype), way.dtype
+                        ).items():
                             table.setdefault((name, hook), {})[way.name] = str(figure)
                             if figure.worst > way.tolerance:
-                                exceeded.append(f"{name} {hook} {way.name}: {figure}, tolerance {way.tolerance}")
-                        worst = {hook: table[name, hook][way.name] for hook in HOOKS if (name, hook) in table}
-                        print(f"{name}, {way.name}: {worst}, {time.monotonic() - started:.1f} s", flush=True)
+                                exceeded.append(
+                                    f"{name} {hook} {way.name}: {figure}, tolerance {way.tolerance}"
+                                )
+                        worst = {
+                            hook: table[name, hook][way.name]
+                            for hook in HOOKS
+                            if (name, hook) in table
+                        }
+                        print(
+                            f"{name}, {way.name}: {worst}, {time.monotonic() - started:.1f} s",
+                            flush=True,
+                        )
                         PAGE.write_text(write_page(PAGE.read_text(), table))
     if exceeded:
         sys.exit("beyond their tolerance:\n" + "\n".join(exceeded))

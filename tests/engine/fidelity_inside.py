@@ -1,9 +1,11 @@
-"""How far are rows inside attention and MLP from transformers' rows, plain and edited: for every architecture and hook? v1, eager, fp32.
+"""How far are rows inside attention and MLP from transformers' rows, plain and edited: for every
+architecture and hook? v1, eager, fp32.
 
     python tests/engine/fidelity_inside.py [NAME …]    # writes the last table of docs/fidelity.md; a part of `make fidelity`
 
-The engine proves its hooks at the start, as in service. One request is plain; for each hook another has an addition there in layer 1
-and a replacement in layer 2. Every row at every hook inside, and what leaves each layer, is compared.
+The engine proves its hooks at the start, as in service. One request is plain; for each hook another
+has an addition there in layer 1 and a replacement in layer 2. Every row at every hook inside, and
+what leaves each layer, is compared.
 """
 
 import sys
@@ -32,7 +34,8 @@ from midstream.schemas.specs import CaptureSpec
 #: The part of the page between these lines is written here.
 BEGIN, END = "<!-- written by `make fidelity`: hooks inside -->", "<!-- end of the hooks inside -->"
 WAY = Way("v1", "eager", "float32")
-#: In a cell: the model does not have the hook; or it has, and the tests' reference does not find it in transformers' layers.
+#: In a cell: the model does not have the hook; or it has, and the tests' reference does not find it
+#: in transformers' layers.
 NONE, UNCOMPARED = "–", "not compared"
 #: Checkpoint → hook → its figure.
 Table = Mapping[str, Mapping[str, str]]
@@ -51,50 +54,93 @@ def measure(host: Host, reference: InsideReference) -> dict[str, str]:
     jobs, edits = {}, {"": list[Edit]()}
     for number, hook in enumerate(hooks, 1):
         shape = host.info["inside"][hook]
-        added, put = 4 * np.random.default_rng(number).normal(size=(2, shape["heads"] * shape["width"])).astype(np.float32)
-        edits[hook] = [Edit(ADD_LAYER, added, ADDED, hook), Edit(REPLACE_LAYER, put, REPLACED, hook, "replace")]
+        added, put = 4 * np.random.default_rng(number).normal(
+            size=(2, shape["heads"] * shape["width"])
+        ).astype(np.float32)
+        edits[hook] = [
+            Edit(ADD_LAYER, added, ADDED, hook),
+            Edit(REPLACE_LAYER, put, REPLACED, hook, "replace"),
+        ]
     for number, hook in enumerate(edits):
-        jobs[hook] = _capturing(host, hooks, host.job(prompt_of(PROMPT, seed=number), max_tokens=3, steering=host.steering(*edits[hook])))
+        jobs[hook] = _capturing(
+            host,
+            hooks,
+            host.job(
+                prompt_of(PROMPT, seed=number), max_tokens=3, steering=host.steering(*edits[hook])
+            ),
+        )
     host.run(*jobs.values())
     errors = {hook: _errors(host, job, reference, edits[hook]) for hook, job in jobs.items()}
     compared = [hook for hook in hooks if hook in errors[""]]
-    return {hook: str(Figure(errors[""][hook], max(errors[hook].values()))) if hook in compared else UNCOMPARED for hook in hooks}
+    return {
+        hook: str(Figure(errors[""][hook], max(errors[hook].values())))
+        if hook in compared
+        else UNCOMPARED
+        for hook in hooks
+    }
 
 
 def _capturing(host: Host, hooks: Sequence[str], job: Job) -> Job:
     spec = CaptureSpec(hooks=dict.fromkeys((*hooks, "post_block"), "all"), positions="all")
-    bounds = Bounds(msgspec.convert(host.info, ModelInfo), [PromptFacts(PROMPT)], job.sampling.max_tokens)
+    bounds = Bounds(
+        msgspec.convert(host.info, ModelInfo), [PromptFacts(PROMPT)], job.sampling.max_tokens
+    )
     return msgspec.structs.replace(job, captures=resolve_captures(spec, bounds))
 
 
-def _errors(host: Host, job: Job, reference: InsideReference, edits: Sequence[Edit]) -> dict[str, float]:
+def _errors(
+    host: Host, job: Job, reference: InsideReference, edits: Sequence[Edit]
+) -> dict[str, float]:
     """Hook → largest error of a row, of those that the reference has."""
     reader = host.capture(job)
     rows = reference.rows(reader.token_ids(), *edits)
     hooks = [hook for hook in reader.hooks() if (hook, 0) in rows]
-    return {hook: max(relative_error(reader.array(layer, hook), rows[hook, layer]) for layer in ALL) for hook in hooks}
+    return {
+        hook: max(relative_error(reader.array(layer, hook), rows[hook, layer]) for layer in ALL)
+        for hook in hooks
+    }
 
 
 def read_table(text: str) -> dict[str, dict[str, str]]:
     """The figures of the page: only hooks that the model has."""
-    lines = [line for line in text[text.index(BEGIN) : text.index(END)].splitlines() if line.startswith("| `")]
+    lines = [
+        line
+        for line in text[text.index(BEGIN) : text.index(END)].splitlines()
+        if line.startswith("| `")
+    ]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0].strip("`"): {hook: cell for hook, cell in zip(INSIDE, row[1:], strict=True) if cell != NONE} for row in cells}
+    return {
+        row[0].strip("`"): {
+            hook: cell for hook, cell in zip(INSIDE, row[1:], strict=True) if cell != NONE
+        }
+        for row in cells
+    }
 
 
 def write_table(text: str, table: Table) -> str:
     """The page with these figures, in the order of `CHECKPOINTS` and `FAMILIES`."""
-    lines = ["| checkpoint | " + " | ".join(f"`{hook}`" for hook in INSIDE) + " |", "|---|" + "---|" * len(INSIDE)]
+    lines = [
+        "| checkpoint | " + " | ".join(f"`{hook}`" for hook in INSIDE) + " |",
+        "|---|" + "---|" * len(INSIDE),
+    ]
     names = [name for name in [*CHECKPOINTS, *FAMILIES] if name in table]
-    lines += [f"| `{name}` | " + " | ".join(table[name].get(hook, NONE) for hook in INSIDE) + " |" for name in names]
+    lines += [
+        f"| `{name}` | " + " | ".join(table[name].get(hook, NONE) for hook in INSIDE) + " |"
+        for name in names
+    ]
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     return f"{before}\n\n" + "\n".join(lines) + f"\n\n{after}"
 
 
 def main(names: Sequence[str]) -> None:
-    """Measure the named checkpoints, or all of the table of architectures; other rows of the page stay."""
+    """Measure the named checkpoints, or all of the table of architectures; other rows of the page
+    stay.
+    """
     table, exceeded = read_table(PAGE.read_text()), []
-    with tempfile.TemporaryDirectory() as folder, nursery_for(WAY.runner, Path(folder) / "nursery") as nursery:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nursery_for(WAY.runner, Path(folder) / "nursery") as nursery,
+    ):
         for name in (name for name in names or CHECKPOINTS if name not in BF16_ONLY):
             started, path = time.monotonic(), checkpoint(name, Path(folder) / "checkpoints" / name)
             host = engine(nursery, Path(folder) / name, name, path)
@@ -102,8 +148,16 @@ def main(names: Sequence[str]) -> None:
                 table[name] = measure(host, InsideReference(path))
             finally:
                 host.close()
-            exceeded += [f"{name} {hook}: {cell}" for hook, cell in table[name].items() if beyond(cell)]
-            print(f"{name}: {table[name]}, {time.monotonic() - started:.1f} s; absent: {host.info['absent']}", flush=True)
+            exceeded += [
+                f"{name} {hook}: {cell}" for hook, cell in table[name].items() if beyond(cell)
+            ]
+            print(
+                (
+                    f"{name}: {table[name]}, {time.monotonic() - started:.1f} s; absent: "
+                    f"{host.info['absent']}"
+                ),
+                flush=True,
+            )
             PAGE.write_text(write_table(PAGE.read_text(), table))
     if exceeded:
         sys.exit("beyond their tolerance:\n" + "\n".join(exceeded))

@@ -1,4 +1,6 @@
-"""The tests' side of `engine_process`: start an engine, run jobs on it, read its receipts and files."""
+"""The tests' side of `engine_process`: start an engine, run jobs on it, read its receipts and
+files.
+"""
 
 import contextlib
 import itertools
@@ -35,7 +37,8 @@ from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 _numbers = itertools.count()
 #: Nobody listens there: receipts stay in the outbox, where the tests read them.
 NO_RELAY = "tcp://127.0.0.1:9"
-#: Of every engine here, unless a test says otherwise. Block boundaries are spelled out in tests: 128 tokens.
+#: Of every engine here, unless a test says otherwise. Block boundaries are spelled out in tests:
+#: 128 tokens.
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -47,30 +50,55 @@ DEFAULTS: dict[str, Any] = {
 
 
 def capture_of(
-    layers: list[int], positions: PositionSelector, tag: str = "default", hook: Hook = "post_block", **options: Any
+    layers: list[int],
+    positions: PositionSelector,
+    tag: str = "default",
+    hook: Hook = "post_block",
+    **options: Any,
 ) -> StoredCapture:
     """`layers` at one hook; `sites` instead for several."""
-    return StoredCapture(**({"sites": {hook: layers}, "positions": positions, "tag": tag} | options))
+    return StoredCapture(
+        **({"sites": {hook: layers}, "positions": positions, "tag": tag} | options)
+    )
 
 
 def steer(
-    vector: str, layers: list[int], scale: float = 1.0, positions: PositionSelector = "all", hook: Hook = "post_block"
+    vector: str,
+    layers: list[int],
+    scale: float = 1.0,
+    positions: PositionSelector = "all",
+    hook: Hook = "post_block",
 ) -> StoredSteering:
     """Add `scale` times a vector."""
-    return StoredSteering(layers=layers, hook=hook, positions=positions, family="add", tensors=[vector], scale=scale)
+    return StoredSteering(
+        layers=layers, hook=hook, positions=positions, family="add", tensors=[vector], scale=scale
+    )
 
 
 class Host:
     """One engine process."""
 
-    def __init__(self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any):
+    def __init__(
+        self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any
+    ):
         options: dict[str, Any] = {**DEFAULTS, **settings}
-        self.settings = Settings(model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options)
+        self.settings = Settings(
+            model=str(model),
+            data_dir=str(directory),
+            relay_url=NO_RELAY,
+            worker_id="test-worker",
+            **options,
+        )
         self.root = self.settings.capture_root
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("engine_process.py"))],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **to_environment(self.settings), **(env or {})},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                **to_environment(self.settings),
+                **(env or {}),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -110,9 +138,14 @@ class Host:
         return content_hash(tensor)
 
     def steering(self, *specs: SteeringSpec | Edit) -> list[StoredSteering]:
-        """As the API stores what a user writes; the tensors are registered. Positions count from the prompt's start."""
+        """As the API stores what a user writes; the tensors are registered.
+
+        Positions count from the prompt's start.
+        """
         wished = [_spec(spec) if isinstance(spec, Edit) else spec for spec in specs]
-        bounds = Bounds(msgspec.convert(self.info, ModelInfo), [PromptFacts(self.settings.max_model_len or 0)])
+        bounds = Bounds(
+            msgspec.convert(self.info, ModelInfo), [PromptFacts(self.settings.max_model_len or 0)]
+        )
         per_prompt, blobs = resolve_edits([], wished, bounds)
         self._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
         return per_prompt[0] if per_prompt else []
@@ -143,25 +176,40 @@ class Host:
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **sampling),
             created=0.0,
             steering=[steering for _ in prompts] if steering else [],
-            captures=[[_resolved(each, prompt) for each in captures] for prompt in prompts] if captures else [],
+            captures=[[_resolved(each, prompt) for each in captures] for prompt in prompts]
+            if captures
+            else [],
             lora=lora,
             probes=probes or [],
         )
 
-    def run(self, *jobs: Job, cancel_after: dict[str, int] | None = None) -> dict[str, list[Output]]:
+    def run(
+        self, *jobs: Job, cancel_after: dict[str, int] | None = None
+    ) -> dict[str, list[Output]]:
         """Run all at once; raises AssertionError with the reason when one fails."""
         answer = self.run_any(*jobs, cancel_after=cancel_after)
         assert not answer.errors, answer.errors
         return answer.outputs
 
-    def run_any(self, *jobs: Job, cancel_after: dict[str, int] | None = None, **options: Any) -> Answer:
+    def run_any(
+        self, *jobs: Job, cancel_after: dict[str, int] | None = None, **options: Any
+    ) -> Answer:
         """`options`: fields of `Command`."""
         return self.send(
-            Command(jobs=list(jobs), vectors=self._vectors, runs=self.runs, files=self.files, cancel_after=cancel_after or {}, **options)
+            Command(
+                jobs=list(jobs),
+                vectors=self._vectors,
+                runs=self.runs,
+                files=self.files,
+                cancel_after=cancel_after or {},
+                **options,
+            )
         )
 
     def run_together(self, *jobs: Job, **options: Any) -> dict[str, list[Output]]:
-        """As `run`, all requests in one step, in this order: the same jobs give the same numbers bit for bit."""
+        """As `run`, all requests in one step, in this order: the same jobs give the same numbers
+        bit for bit.
+        """
         answer = self.run_any(*jobs, together=True, **options)
         assert not answer.errors, answer.errors
         return answer.outputs
@@ -169,11 +217,22 @@ class Host:
     def keep(self, job: Job, request: int = 0) -> str:
         """Make the first capture of a finished job's prompt a source run; its key."""
         reader, tag = self.capture(job), job.captures[request][0].tag
-        files = [file for receipt in self.receipts(job) if receipt.request == request for file in receipt.files if file.tag == tag]
+        files = [
+            file
+            for receipt in self.receipts(job)
+            if receipt.request == request
+            for file in receipt.files
+            if file.tag == tag
+        ]
         key = run_key(job.id, request, tag)
         self.runs[key] = RunFiles(
             key=key,
-            sites={hook: layers for capture in job.captures[request] if capture.tag == tag for hook, layers in capture.sites.items()},
+            sites={
+                hook: layers
+                for capture in job.captures[request]
+                if capture.tag == tag
+                for hook, layers in capture.sites.items()
+            },
             positions=reader.positions(request),
             hidden_size=self.info["hidden_size"],
             bytes=sum(file.bytes for file in files),
@@ -186,28 +245,41 @@ class Host:
         world = self.settings.tensor_parallel_size * self.settings.pipeline_parallel_size
         deadline = time.monotonic() + timeout
         while True:
-            found = sorted((r for r in self.all_receipts() if r.job == job.id), key=lambda r: (r.request, r.rank))
+            found = sorted(
+                (r for r in self.all_receipts() if r.job == job.id),
+                key=lambda r: (r.request, r.rank),
+            )
             if len(found) >= world * len(job.prompts):
                 return found
-            assert time.monotonic() < deadline, f"{len(found)} of {world * len(job.prompts)} receipts came"
+            assert time.monotonic() < deadline, (
+                f"{len(found)} of {world * len(job.prompts)} receipts came"
+            )
             time.sleep(0.02)
 
     def all_receipts(self) -> list[Receipt]:
         receipts = []
         for file in sorted((Path(self.settings.data_dir) / "outbox").glob("*.sqlite")):
             with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
-                receipts += [from_msgpack(row[0], Receipt) for row in database.execute("SELECT payload FROM receipts ORDER BY seq")]
+                receipts += [
+                    from_msgpack(row[0], Receipt)
+                    for row in database.execute("SELECT payload FROM receipts ORDER BY seq")
+                ]
         return receipts
 
     def capture(self, job: Job, number: int = 0) -> CaptureReader:
-        """The job's files of its `number`-th capture, once every rank has reported that it is done."""
+        """The job's files of its `number`-th capture, once every rank has reported that it is
+        done.
+        """
         for receipt in self.receipts(job):
             assert receipt.status == "ok", receipt
         assert job.captures
         return CaptureReader(self.root / job.captures[0][number].tag, job.id)
 
     def close(self) -> None:
-        """At once: the ranks end with their parent. How an engine stops in order is tested with the service."""
+        """At once: the ranks end with their parent.
+
+        How an engine stops in order is tested with the service.
+        """
         self._process.kill()
         self._process.wait()
         self._log.close()
@@ -216,7 +288,10 @@ class Host:
 def _spec(edit: Edit) -> SteeringSpec:
     """What the reference is told, in a user's words: a field is said where its op takes it."""
     takes = STEERING_FIELDS[edit.op]  # type: ignore[index]
-    given: dict[str, Any] = {name: from_numpy(np.asarray(getattr(edit, name), dtype=np.float32)) for name in takes.tensors}
+    given: dict[str, Any] = {
+        name: from_numpy(np.asarray(getattr(edit, name), dtype=np.float32))
+        for name in takes.tensors
+    }
     given |= {name: getattr(edit, name) for name in takes.options}
     positions = "all" if edit.positions is None else edit.positions
     return SteeringSpec(layers=edit.layer, hook=edit.hook, positions=positions, op=edit.op, **given)  # type: ignore[arg-type]

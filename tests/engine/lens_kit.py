@@ -12,20 +12,31 @@ from midstream.schemas.jobs import Job
 from midstream.schemas.readings import READER, LensReading, StoredLens
 from midstream.schemas.specs import StoredCapture
 
-#: Of log-probabilities, nats, in fp32: what the product with the output matrix in another batch differs by.
+#: Of log-probabilities, nats, in fp32: what the product with the output matrix in another batch
+#: differs by.
 LENS_NATS = 1e-4
 
 
 def lens(
-    layers: list[int], positions: Any = "all_prompt", *, top_k: int = 5, tokens: tuple[int, ...] = (), **options: Any
+    layers: list[int],
+    positions: Any = "all_prompt",
+    *,
+    top_k: int = 5,
+    tokens: tuple[int, ...] = (),
+    **options: Any,
 ) -> StoredCapture:
     sites = options.pop("sites", {"post_block": layers})
     reading = StoredLens(top_k=top_k, tokens=list(tokens), tuned=options.pop("tuned", None))
-    return StoredCapture(sites=sites, positions=positions, tag="", consumers=[READER], reading=reading, **options)
+    return StoredCapture(
+        sites=sites, positions=positions, tag="", consumers=[READER], reading=reading, **options
+    )
 
 
 def lenses(host: Host, job: Job) -> list[LensReading]:
-    """Of every prompt, once all ranks have reported. Raises AssertionError with the reason of one that failed."""
+    """Of every prompt, once all ranks have reported.
+
+    Raises AssertionError with the reason of one that failed.
+    """
     receipts = host.receipts(job)
     for receipt in receipts:
         assert receipt.status == "ok", receipt
@@ -38,30 +49,46 @@ class Truth:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
-        """float32 `[layers, tokens, vocabulary]`: hidden states through final norm and output matrix; the last are its own."""
+        """float32 `[layers, tokens, vocabulary]`: hidden states through final norm and output
+        matrix; the last are its own.
+        """
         with torch.no_grad():
             out = self.model(torch.tensor([tokens]), output_hidden_states=True)
             norm = self.norm()
-            rows = [self.head(norm(state[0])) for state in out.hidden_states[1:-1]] + [out.logits[0]]
+            rows = [self.head(norm(state[0])) for state in out.hidden_states[1:-1]] + [
+                out.logits[0]
+            ]
             return torch.stack([row.float().log_softmax(dim=-1) for row in rows]).numpy()
 
     def norm(self) -> Any:
         inner = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model.model
-        found = [getattr(inner, name) for name in ("norm", "ln_f", "final_layer_norm", "norm_f") if getattr(inner, name, None) is not None]
+        found = [
+            getattr(inner, name)
+            for name in ("norm", "ln_f", "final_layer_norm", "norm_f")
+            if getattr(inner, name, None) is not None
+        ]
         return found[0]
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
-        logits = self.model.lm_head(normed) if hasattr(self.model, "lm_head") else self.model.embed_out(normed)
+        logits = (
+            self.model.lm_head(normed)
+            if hasattr(self.model, "lm_head")
+            else self.model.embed_out(normed)
+        )
         config = self.model.config.get_text_config()
         if getattr(config, "logits_scaling", None):
             logits = logits / config.logits_scaling
         if getattr(config, "logit_scale", None):
             logits = logits * config.logit_scale
         if getattr(config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+            logits = (
+                torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+            )
         return logits
 
 
@@ -72,9 +99,19 @@ def check(reading: LensReading, wanted: np.ndarray, nats: float = LENS_NATS) -> 
         for j, position in enumerate(reading.positions):
             truth = wanted[layer, position]
             assert np.abs(truth[top[i, j]] - values[i, j]).max() <= nats, (layer, position)
-            assert np.abs(np.sort(truth)[::-1][: top.shape[2]] - values[i, j]).max() <= nats, "others are larger"
+            assert np.abs(np.sort(truth)[::-1][: top.shape[2]] - values[i, j]).max() <= nats, (
+                "others are larger"
+            )
             assert (np.diff(values[i, j]) <= 0).all()
             for k, token in enumerate(reading.named_tokens):
-                assert abs(truth[token] - reading.named_logprobs[i][j][k]) <= nats, (layer, position, token)
+                assert abs(truth[token] - reading.named_logprobs[i][j][k]) <= nats, (
+                    layer,
+                    position,
+                    token,
+                )
                 rank = reading.named_ranks[i][j][k]
-                assert (truth > truth[token] + nats).sum() <= rank <= (truth > truth[token] - nats).sum(), (layer, position, token)
+                assert (
+                    (truth > truth[token] + nats).sum()
+                    <= rank
+                    <= (truth > truth[token] - nats).sum()
+                ), (layer, position, token)

@@ -1,11 +1,13 @@
-"""How do many engines start in a short time? One process imports everything once and is forked for each of them.
+"""How do many engines start in a short time?
+
+One process imports everything once and is forked for each of them.
 
     with Nursery(folder) as nursery:
         host = nursery.host(folder / "llama", checkpoint, dtype="bfloat16")
 
-A fork runs `engine_process.serve` as a process of its own does, with one difference: the engine core lives in it too,
-instead of in a third process that would import everything again. So nothing is left over from one engine to the next.
-One rank only: more ranks are processes that vLLM starts.
+A fork runs `engine_process.serve` as a process of its own does, with one difference: the engine
+core lives in it too, instead of in a third process that would import everything again. So nothing
+is left over from one engine to the next. One rank only: more ranks are processes that vLLM starts.
 """
 
 import asyncio
@@ -50,7 +52,12 @@ class Nursery:
         self._log = open(directory / "nursery.log", "wb")  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                **(env or {}),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -71,15 +78,23 @@ class Nursery:
         self._process.wait()
         self._log.close()
 
-    def host(self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any) -> Host:
-        """An engine in a new fork; `directory` is made. Raises AssertionError with its log when it does not start."""
+    def host(
+        self, directory: Path, model: Path, env: dict[str, str] | None = None, **settings: Any
+    ) -> Host:
+        """An engine in a new fork; `directory` is made.
+
+        Raises AssertionError with its log when it does not start.
+        """
         directory.mkdir(parents=True)
         host = _ForkedHost(self, directory, model, env, **settings)
         self._hosts.append(host)
         return host
 
     def fork(self, environment: dict[str, str], log: Path) -> "_Fork":
-        names = [str(self._directory / f"{name}-{next(self._numbers)}") for name in ("commands", "answers")]
+        names = [
+            str(self._directory / f"{name}-{next(self._numbers)}")
+            for name in ("commands", "answers")
+        ]
         for name in names:
             os.mkfifo(name)
         birth = Birth(environment, names[0], names[1], str(log))
@@ -88,7 +103,9 @@ class Nursery:
         self._process.stdin.write(to_json(birth) + b"\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, f"the nursery ended:\n{Path(self._log.name).read_text(errors='replace')[-3000:]}"
+        assert line, (
+            f"the nursery ended:\n{Path(self._log.name).read_text(errors='replace')[-3000:]}"
+        )
         # A fork opens them in this order too.
         return _Fork(int(line), open(names[0], "wb", buffering=0), open(names[1], "rb"))
 
@@ -112,12 +129,27 @@ class _Fork:
 
 
 class _ForkedHost(Host):
-    def __init__(self, nursery: Nursery, directory: Path, model: Path, env: dict[str, str] | None, **settings: Any):
+    def __init__(
+        self,
+        nursery: Nursery,
+        directory: Path,
+        model: Path,
+        env: dict[str, str] | None,
+        **settings: Any,
+    ):
         options: dict[str, Any] = {**DEFAULTS, **settings}
-        self.settings = Settings(model=str(model), data_dir=str(directory), relay_url=NO_RELAY, worker_id="test-worker", **options)
+        self.settings = Settings(
+            model=str(model),
+            data_dir=str(directory),
+            relay_url=NO_RELAY,
+            worker_id="test-worker",
+            **options,
+        )
         self.root = self.settings.capture_root
         self._log = open(directory / "engine.log", "wb")  # noqa: SIM115 - as in Host
-        self._process = nursery.fork({**to_environment(self.settings), **(env or {})}, Path(self._log.name))  # type: ignore[assignment]
+        self._process = nursery.fork(
+            {**to_environment(self.settings), **(env or {})}, Path(self._log.name)
+        )  # type: ignore[assignment]
         self._vectors: dict[str, Tensor] = {}
         self.runs, self.files = {}, {}
         try:
@@ -127,11 +159,15 @@ class _ForkedHost(Host):
             raise
 
 
-# -- in the nursery and its forks ----------------------------------------------------------------------------------------
+# -- in the nursery and its forks
+# ----------------------------------------------------------------------------------------
 
 
 class InprocLLM:
-    """What `VllmEngine` uses of vLLM's AsyncLLM, with the engine core in this process. One thread does all of its work."""
+    """What `VllmEngine` uses of vLLM's AsyncLLM, with the engine core in this process.
+
+    One thread does all of its work.
+    """
 
     def __init__(self, llm: Any, thread: ThreadPoolExecutor):
         self._llm, self._thread = llm, thread
@@ -150,15 +186,24 @@ class InprocLLM:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         thread = ThreadPoolExecutor(1)
-        return cls(thread.submit(LLMEngine.from_vllm_config, config, disable_log_stats=disable_log_stats).result(), thread)
+        return cls(
+            thread.submit(
+                LLMEngine.from_vllm_config, config, disable_log_stats=disable_log_stats
+            ).result(),
+            thread,
+        )
 
     async def _in_thread(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
         queue = self._outputs[request_id] = asyncio.Queue()
         try:
-            self._internal[request_id] = await self._in_thread(self._llm.add_request, request_id, prompt, params, None, lora_request)
+            self._internal[request_id] = await self._in_thread(
+                self._llm.add_request, request_id, prompt, params, None, lora_request
+            )
             self._go_on()
             while True:
                 output = await queue.get()
@@ -217,7 +262,9 @@ class InprocLLM:
 
 
 def know_models(names: Iterable[str]) -> None:
-    """Let vLLM inspect the classes of these architectures here; by itself it starts a Python process for each."""
+    """Let vLLM inspect the classes of these architectures here; by itself it starts a Python
+    process for each.
+    """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
     for name in names:

@@ -1,4 +1,5 @@
-"""The calls that `benchmarks/openai_compare.py` sends to stock vLLM's server and to Midstream: a name, a path and a body each.
+"""The calls that `benchmarks/openai_compare.py` sends to stock vLLM's server and to Midstream: a
+name, a path and a body each.
 
 `REFUSED`, `STRICT` and `LENIENT` are differences by design.
 """
@@ -11,7 +12,9 @@ MODEL = "demo"
 COMPLETION, CHAT = "completions", "chat/completions"
 
 #: Why an answer differs by design; the page lists the calls under it.
-REFUSED = "a field that Midstream does not serve is a 400 that names it; stock serves it, or ignores it"
+REFUSED = (
+    "a field that Midstream does not serve is a 400 that names it; stock serves it, or ignores it"
+)
 STRICT = "an unknown field is a 400 that names it; stock ignores it"
 LENIENT = "an empty `suffix` asks for nothing; stock refuses any"
 
@@ -33,11 +36,17 @@ PROMPTS = (
 )
 TALKS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Name a colour."}],
-    [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What is the capital of France?"}],
+    [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": "What is the capital of France?"},
+    ],
     [
         {"role": "user", "content": "Say a number."},
         {"role": "assistant", "content": "Seven."},
-        {"role": "user", "content": [{"type": "text", "text": "Another"}, {"type": "text", "text": "one."}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Another"}, {"type": "text", "text": "one."}],
+        },
     ],
 )
 WEATHER = {
@@ -45,7 +54,11 @@ WEATHER = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 9}},
+            "required": ["city"],
+        },
     },
 }
 STRICT_WEATHER = {
@@ -69,21 +82,38 @@ CALLED = [
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}],
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+            }
+        ],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "Sunny, 21 degrees."},
 ]
 #: What the model is made to write, so that the parser has calls to read.
-ONE_CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Paris|Rome)"\}\}\n</tool_call>'
+ONE_CALL = (
+    r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": '
+    r'"(Paris|Rome)"\}\}\n</tool_call>'
+)
 TEXT_AND_CALL = "Let me look\\." + ONE_CALL
 BROKEN_CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": </tool_call>'
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 3}
+COLOURS = {
+    "type": "array",
+    "items": {"enum": ["red", "green", "blue"]},
+    "minItems": 2,
+    "maxItems": 3,
+}
 
 
 def _schema(schema: Any) -> dict[str, Any]:
@@ -130,9 +160,19 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "choice": {"structured_outputs": {"choice": ["red", "green", "blue"]}},
     "grammar": {"structured_outputs": {"grammar": 'root ::= "a" ("b" | "c") "d"'}},
     "structured json": {"structured_outputs": {"json": PERSON}, "max_tokens": 40},
-    "json text": {"structured_outputs": {"json": '{"type": "integer", "minimum": 5, "maximum": 7}'}},
-    "compact": {"structured_outputs": {"json": COLOURS, "disable_any_whitespace": True}, "max_tokens": 30},
-    "choice, n": {"structured_outputs": {"choice": ["red", "green", "blue"]}, "n": 4, "temperature": 1.5, "seed": 2},
+    "json text": {
+        "structured_outputs": {"json": '{"type": "integer", "minimum": 5, "maximum": 7}'}
+    },
+    "compact": {
+        "structured_outputs": {"json": COLOURS, "disable_any_whitespace": True},
+        "max_tokens": 30,
+    },
+    "choice, n": {
+        "structured_outputs": {"choice": ["red", "green", "blue"]},
+        "n": 4,
+        "temperature": 1.5,
+        "seed": 2,
+    },
 }
 ALTERNATIVES: dict[str, dict[str, Any]] = {
     "logprobs 0": {"logprobs": 0},
@@ -155,7 +195,11 @@ CHAT_ALTERNATIVES: dict[str, dict[str, Any]] = {
     "top_logprobs 3": {"logprobs": True, "top_logprobs": 3},
     "top_logprobs 20": {"logprobs": True, "top_logprobs": 20, "max_tokens": 4},
     "top_logprobs sampled": {"logprobs": True, "top_logprobs": 2, "temperature": 1.8, "seed": 4},
-    "top_logprobs as ids": {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True},
+    "top_logprobs as ids": {
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_tokens_as_token_ids": True,
+    },
     "top_logprobs, n": {"logprobs": True, "top_logprobs": 1, "n": 2, "temperature": 1, "seed": 9},
     "max_completion_tokens": {"max_completion_tokens": 3},
     "continued": {"continue_final_message": True, "add_generation_prompt": False},
@@ -168,46 +212,115 @@ TOOLS: dict[str, dict[str, Any]] = {
     "required": {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60},
     "required of two": {"tools": [WEATHER, CLOCK], "tool_choice": "required", "max_tokens": 60},
     "required, strict": {"tools": [STRICT_WEATHER], "tool_choice": "required", "max_tokens": 60},
-    "required, one": {"tools": [STRICT_WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60},
+    "required, one": {
+        "tools": [STRICT_WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 60,
+    },
     "required, cut": {"tools": [STRICT_WEATHER], "tool_choice": "required", "max_tokens": 12},
     "named": {"tools": [STRICT_WEATHER, CLOCK], "tool_choice": NAMED, "max_tokens": 60},
     "auto, strict": {"tools": [STRICT_WEATHER], "max_tokens": 30},
-    "auto, a call": {"tools": [WEATHER], "structured_outputs": {"regex": ONE_CALL}, "max_tokens": 60},
-    "auto, text and a call": {"tools": [WEATHER], "structured_outputs": {"regex": TEXT_AND_CALL}, "max_tokens": 60},
-    "auto, two calls": {"tools": [WEATHER], "structured_outputs": {"regex": ONE_CALL + r"\n" + ONE_CALL}, "max_tokens": 100},
-    "auto, broken call": {"tools": [WEATHER], "structured_outputs": {"regex": BROKEN_CALL}, "max_tokens": 60},
-    "none, a call": {"tools": [WEATHER], "tool_choice": "none", "structured_outputs": {"regex": ONE_CALL}, "max_tokens": 60},
-    "call, logprobs": {"tools": [WEATHER], "structured_outputs": {"regex": ONE_CALL}, "max_tokens": 60, "logprobs": True},
-    "required, n": {"tools": [STRICT_WEATHER], "tool_choice": "required", "max_tokens": 60, "n": 2, "temperature": 1, "seed": 3},
+    "auto, a call": {
+        "tools": [WEATHER],
+        "structured_outputs": {"regex": ONE_CALL},
+        "max_tokens": 60,
+    },
+    "auto, text and a call": {
+        "tools": [WEATHER],
+        "structured_outputs": {"regex": TEXT_AND_CALL},
+        "max_tokens": 60,
+    },
+    "auto, two calls": {
+        "tools": [WEATHER],
+        "structured_outputs": {"regex": ONE_CALL + r"\n" + ONE_CALL},
+        "max_tokens": 100,
+    },
+    "auto, broken call": {
+        "tools": [WEATHER],
+        "structured_outputs": {"regex": BROKEN_CALL},
+        "max_tokens": 60,
+    },
+    "none, a call": {
+        "tools": [WEATHER],
+        "tool_choice": "none",
+        "structured_outputs": {"regex": ONE_CALL},
+        "max_tokens": 60,
+    },
+    "call, logprobs": {
+        "tools": [WEATHER],
+        "structured_outputs": {"regex": ONE_CALL},
+        "max_tokens": 60,
+        "logprobs": True,
+    },
+    "required, n": {
+        "tools": [STRICT_WEATHER],
+        "tool_choice": "required",
+        "max_tokens": 60,
+        "n": 2,
+        "temperature": 1,
+        "seed": 3,
+    },
     "answered": {"messages": CALLED, "tools": [WEATHER]},
 }
 #: What both refuse, with the same status.
 BAD: dict[str, dict[str, Any]] = {
-    "n 0": {"n": 0}, "n greedy": {"n": 2}, "n text": {"n": "two"}, "temperature": {"temperature": -1},
-    "very hot": {"temperature": 5}, "top_p 0": {"top_p": 0},
-    "top_p": {"top_p": 1.5}, "min_p": {"min_p": 2}, "repetition": {"repetition_penalty": 0}, "presence": {"presence_penalty": 3},
-    "frequency": {"frequency_penalty": -3}, "max_tokens": {"max_tokens": 5000}, "negative": {"max_tokens": -1},
-    "min_tokens": {"min_tokens": 9, "max_tokens": 8}, "bias": {"logit_bias": {"99999999": 1}}, "bias key": {"logit_bias": {"a": 1}},
-    "allowed none": {"allowed_token_ids": []}, "allowed": {"allowed_token_ids": [99999999]}, "stop": {"stop": [""]},
-    "stream_options": {"stream_options": {"include_usage": True}}, "format": {"response_format": {"type": "xml"}},
-    "no schema": {"response_format": {"type": "json_schema"}}, "bad schema": {"response_format": _schema({"type": "nonsense"})},
-    "deep schema": {"response_format": _schema(nested(80))}, "bad regex": {"structured_outputs": {"regex": "[("}},
-    "bad grammar": {"structured_outputs": {"grammar": "root ::= nothing"}}, "no choice": {"structured_outputs": {"choice": []}},
-    "two constraints": {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "no constraint": {"structured_outputs": {}},
-    "model": {"model": "nobody"}, "prompt_logprobs": {"prompt_logprobs": 1, "stream": True}, "seed": {"seed": 1 << 64},
-}  # fmt: skip
+    "n 0": {"n": 0},
+    "n greedy": {"n": 2},
+    "n text": {"n": "two"},
+    "temperature": {"temperature": -1},
+    "very hot": {"temperature": 5},
+    "top_p 0": {"top_p": 0},
+    "top_p": {"top_p": 1.5},
+    "min_p": {"min_p": 2},
+    "repetition": {"repetition_penalty": 0},
+    "presence": {"presence_penalty": 3},
+    "frequency": {"frequency_penalty": -3},
+    "max_tokens": {"max_tokens": 5000},
+    "negative": {"max_tokens": -1},
+    "min_tokens": {"min_tokens": 9, "max_tokens": 8},
+    "bias": {"logit_bias": {"99999999": 1}},
+    "bias key": {"logit_bias": {"a": 1}},
+    "allowed none": {"allowed_token_ids": []},
+    "allowed": {"allowed_token_ids": [99999999]},
+    "stop": {"stop": [""]},
+    "stream_options": {"stream_options": {"include_usage": True}},
+    "format": {"response_format": {"type": "xml"}},
+    "no schema": {"response_format": {"type": "json_schema"}},
+    "bad schema": {"response_format": _schema({"type": "nonsense"})},
+    "deep schema": {"response_format": _schema(nested(80))},
+    "bad regex": {"structured_outputs": {"regex": "[("}},
+    "bad grammar": {"structured_outputs": {"grammar": "root ::= nothing"}},
+    "no choice": {"structured_outputs": {"choice": []}},
+    "two constraints": {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    "no constraint": {"structured_outputs": {}},
+    "model": {"model": "nobody"},
+    "prompt_logprobs": {"prompt_logprobs": 1, "stream": True},
+    "seed": {"seed": 1 << 64},
+}
 BAD_COMPLETION: dict[str, dict[str, Any]] = {
-    "no prompt": {"prompt": None}, "empty": {"prompt": ""}, "ids": {"prompt": [99999999]}, "mixed": {"prompt": [1, "a"]},
-    "long": {"prompt": "word " * 1100}, "logprobs": {"logprobs": 21}, "logprobs -2": {"logprobs": -2}, "max_tokens 0": {"max_tokens": 0},
+    "no prompt": {"prompt": None},
+    "empty": {"prompt": ""},
+    "ids": {"prompt": [99999999]},
+    "mixed": {"prompt": [1, "a"]},
+    "long": {"prompt": "word " * 1100},
+    "logprobs": {"logprobs": 21},
+    "logprobs -2": {"logprobs": -2},
+    "max_tokens 0": {"max_tokens": 0},
     "suffix": {"suffix": "end"},
-}  # fmt: skip
+}
 BAD_CHAT: dict[str, dict[str, Any]] = {
-    "no messages": {"messages": []}, "role": {"messages": [{"role": 7, "content": "a"}]}, "top_logprobs": {"top_logprobs": 2},
-    "top_logprobs 21": {"logprobs": True, "top_logprobs": 21}, "tools none": {"tools": []},
-    "no tools": {"tool_choice": "auto"}, "other tool": {"tools": [CLOCK], "tool_choice": NAMED}, "tool": {"tools": [{"type": "function"}]},
+    "no messages": {"messages": []},
+    "role": {"messages": [{"role": 7, "content": "a"}]},
+    "top_logprobs": {"top_logprobs": 2},
+    "top_logprobs 21": {"logprobs": True, "top_logprobs": 21},
+    "tools none": {"tools": []},
+    "no tools": {"tool_choice": "auto"},
+    "other tool": {"tools": [CLOCK], "tool_choice": NAMED},
+    "tool": {"tools": [{"type": "function"}]},
     "continued": {"continue_final_message": True, "add_generation_prompt": True},
     "choice": {"tools": [WEATHER], "tool_choice": "always"},
-}  # fmt: skip
+}
 BY_DESIGN: dict[str, tuple[dict[str, Any], str]] = {
     "beam search": ({"use_beam_search": True, "n": 2}, REFUSED),
     "truncated": ({"truncate_prompt_tokens": 2}, REFUSED),
@@ -226,7 +339,9 @@ def _completions() -> Iterator[Call]:
         body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 10, "temperature": 0, **body}
         yield Call(f"completion: {name}", COMPLETION, body, differs)
         if "prompt_logprobs" not in body:
-            yield Call(f"completion, streamed: {name}", COMPLETION, {**body, "stream": True}, differs)
+            yield Call(
+                f"completion, streamed: {name}", COMPLETION, {**body, "stream": True}, differs
+            )
 
     for prompt in PROMPTS:
         yield from call(f"{prompt!r}", prompt=prompt)
@@ -255,7 +370,13 @@ def _chats() -> Iterator[Call]:
     yield from call("prompt_logprobs", prompt_logprobs=1)
     for name, body in {**SAMPLING, **CHAT_ALTERNATIVES}.items():
         yield from call(
-            name, **({"messages": [*TALKS[0], {"role": "assistant", "content": "Colours like"}]} if name == "continued" else {}), **body
+            name,
+            **(
+                {"messages": [*TALKS[0], {"role": "assistant", "content": "Colours like"}]}
+                if name == "continued"
+                else {}
+            ),
+            **body,
         )
     for name, body in TOOLS.items():
         yield from call(f"tools, {name}", **{"messages": ASK, **body})
@@ -272,4 +393,9 @@ def _refused() -> Iterator[Call]:
             yield Call(f"{path}, refused: {name}", path, {**plain[path], **body})
         for name, (body, why) in BY_DESIGN.items():
             yield Call(f"{path}, by design: {name}", path, {**plain[path], **body}, why)
-    yield Call("chat/completions, by design: reasoning_effort", CHAT, {**plain[CHAT], "reasoning_effort": "low"}, REFUSED)
+    yield Call(
+        "chat/completions, by design: reasoning_effort",
+        CHAT,
+        {**plain[CHAT], "reasoning_effort": "low"},
+        REFUSED,
+    )

@@ -1,7 +1,8 @@
-"""Cases in which an option of vLLM is proven: with it, the engine gives transformers' rows at every hook, plain and edited.
+"""Cases in which an option of vLLM is proven: with it, the engine gives transformers' rows at every
+hook, plain and edited.
 
-Every option in the list `PROVEN` has at least one case, and every value that the list names. A case says on which checkpoint and with
-which settings the option does something.
+Every option in the list `PROVEN` has at least one case, and every value that the list names. A case
+says on which checkpoint and with which settings the option does something.
 """
 
 import json
@@ -40,11 +41,16 @@ class Case:
     @property
     def id(self) -> str:
         shown = self.value if not callable(self.value) else "…"
-        return f"{self.option}={json.dumps(shown, default=str)} {self.name}" + (f" TP={self.ranks}" if self.ranks > 1 else "")
+        return f"{self.option}={json.dumps(shown, default=str)} {self.name}" + (
+            f" TP={self.ranks}" if self.ranks > 1 else ""
+        )
 
     def options(self, folder: Path, path: Path) -> dict[str, Any]:
         """What the engine is asked for."""
-        return {self.option: self.value(folder, path) if callable(self.value) else self.value, **self.also}
+        return {
+            self.option: self.value(folder, path) if callable(self.value) else self.value,
+            **self.also,
+        }
 
 
 def copied(folder: Path, path: Path) -> Path:
@@ -77,7 +83,11 @@ def remote(folder: Path, path: Path) -> Path:
     """The same weights, with a config class that only code beside them knows."""
     made = copied(folder, path)
     (made / "configuration_remote.py").write_text(_REMOTE_CONFIG)
-    return changed(made, model_type="midstream_remote", auto_map={"AutoConfig": "configuration_remote.RemoteConfig"})
+    return changed(
+        made,
+        model_type="midstream_remote",
+        auto_map={"AutoConfig": "configuration_remote.RemoteConfig"},
+    )
 
 
 def hub(folder: Path, path: Path) -> str:
@@ -108,7 +118,9 @@ CASES: tuple[Case, ...] = (
     Case("safetensors_load_strategy", "eager"),
     Case("safetensors_load_strategy", "prefetch"),
     Case("safetensors_prefetch_num_threads", 2, also={"safetensors_load_strategy": "prefetch"}),
-    Case("safetensors_prefetch_block_size", 1 << 20, also={"safetensors_load_strategy": "prefetch"}),
+    Case(
+        "safetensors_prefetch_block_size", 1 << 20, also={"safetensors_load_strategy": "prefetch"}
+    ),
     Case("load_format", "auto"),
     Case("load_format", "hf"),
     Case("load_format", "safetensors"),
@@ -118,7 +130,12 @@ CASES: tuple[Case, ...] = (
     Case("use_tqdm_on_load", False),
     Case("model_impl", "auto"),
     Case("model_impl", "vllm"),
-    Case("hf_overrides", SCALED, truth=lambda folder, path: changed(copied(folder, path), **SCALED), fast=True),
+    Case(
+        "hf_overrides",
+        SCALED,
+        truth=lambda folder, path: changed(copied(folder, path), **SCALED),
+        fast=True,
+    ),
     # Numbers and memory
     Case("seed", 1234),
     Case("kv_cache_dtype", "auto", name="qwen3"),
@@ -165,4 +182,4 @@ CASES: tuple[Case, ...] = (
     Case("distributed_timeout_seconds", 300, ranks=2),
     Case("cpu_distributed_timeout_seconds", 300, ranks=2),
     Case("enable_shm_tensor_arena", True, ranks=2),
-)  # fmt: skip
+)

@@ -1,4 +1,7 @@
-"""What do the tests of patching share? Patch entries as the API resolves them, and a batch of patched requests with their truth."""
+"""What do the tests of patching share?
+
+Patch entries as the API resolves them, and a batch of patched requests with their truth.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +22,9 @@ EVERYTHING: dict[Hook, list[int]] = {hook: ALL for hook in HOOKS}
 
 
 class Cell(NamedTuple):
-    """The row at (hook, layer, position), and which position of the source it comes from (None: the same)."""
+    """The row at (hook, layer, position), and which position of the source it comes from (None: the
+    same).
+    """
 
     hook: Hook
     layer: int
@@ -31,7 +36,14 @@ def patches(key: str, cells: Iterable[Cell], alpha: float = 1.0) -> list[StoredS
     """One entry per cell, from the run `key`."""
     return [
         patch(
-            row_name(RunRow(key, cell.hook, cell.layer, cell.position if cell.source is None else cell.source)),
+            row_name(
+                RunRow(
+                    key,
+                    cell.hook,
+                    cell.layer,
+                    cell.position if cell.source is None else cell.source,
+                )
+            ),
             cell.hook,
             [cell.layer],
             [cell.position],
@@ -41,10 +53,24 @@ def patches(key: str, cells: Iterable[Cell], alpha: float = 1.0) -> list[StoredS
     ]
 
 
-def patch(tensor: str, hook: Hook, layers: list[int], positions: PositionSelector, alpha: float = 1.0, mask: str = "") -> StoredSteering:
+def patch(
+    tensor: str,
+    hook: Hook,
+    layers: list[int],
+    positions: PositionSelector,
+    alpha: float = 1.0,
+    mask: str = "",
+) -> StoredSteering:
     """Write the tensor of this name; `mask`: a tensor's name, too."""
     family, tensors = ("replace_masked", [tensor, mask]) if mask else ("replace", [tensor])
-    return StoredSteering(layers=layers, hook=hook, positions=positions, family=family, tensors=tensors, numbers=[alpha])  # type: ignore[arg-type]
+    return StoredSteering(
+        layers=layers,
+        hook=hook,
+        positions=positions,
+        family=family,
+        tensors=tensors,
+        numbers=[alpha],
+    )  # type: ignore[arg-type]
 
 
 def everything(positions: PositionSelector = "all", **options: Any) -> StoredCapture:
@@ -56,17 +82,23 @@ def rows_of(host: Host, job: Job, request: int = 0) -> dict[tuple[str, int], np.
     """(hook, layer) → captured rows."""
     reader = host.capture(job)
     return {
-        (hook, layer): reader.array(layer, hook, request) for hook, layers in job.captures[request][0].sites.items() for layer in layers
+        (hook, layer): reader.array(layer, hook, request)
+        for hook, layers in job.captures[request][0].sites.items()
+        for layer in layers
     }
 
 
-def edits(cells: Iterable[Cell], rows: dict[tuple[str, int], np.ndarray], alpha: float = 1.0) -> list[Edit]:
+def edits(
+    cells: Iterable[Cell], rows: dict[tuple[str, int], np.ndarray], alpha: float = 1.0
+) -> list[Edit]:
     """What `patches` asks for, to the reference. `rows`: the source run's."""
 
     def row(cell: Cell) -> np.ndarray:
         return rows[cell.hook, cell.layer][cell.position if cell.source is None else cell.source]
 
-    return [Edit(cell.layer, row(cell), [cell.position], cell.hook, "replace", alpha) for cell in cells]
+    return [
+        Edit(cell.layer, row(cell), [cell.position], cell.hook, "replace", alpha) for cell in cells
+    ]
 
 
 def in_one_step(host: Host, jobs: Sequence[Job]) -> None:
@@ -80,8 +112,11 @@ class Patched(NamedTuple):
     edits: list[Edit]
 
 
-def patched_batch(host: Host, reference: Reference, longest: int = 100, max_tokens: int = 4) -> list[Patched]:
-    """Many kinds of patches, steered and plain requests in one batch; every row of each is what transformers says it is.
+def patched_batch(
+    host: Host, reference: Reference, longest: int = 100, max_tokens: int = 4
+) -> list[Patched]:
+    """Many kinds of patches, steered and plain requests in one batch; every row of each is what
+    transformers says it is.
 
     `longest`: tokens of the source's prompt; more than a step holds are prefilled in chunks.
     """
@@ -102,22 +137,44 @@ def patched_batch(host: Host, reference: Reference, longest: int = 100, max_toke
     made: list[Patched] = []
 
     def add(length: int, steering: list[StoredSteering], *wanted: Edit) -> None:
-        job = host.job(prompt_of(length, seed=length), max_tokens=max_tokens, capture=everything(), steering=steering)
+        job = host.job(
+            prompt_of(length, seed=length),
+            max_tokens=max_tokens,
+            capture=everything(),
+            steering=steering,
+        )
         made.append(Patched(job, list(wanted)))
 
     add(20, patches(key, scattered), *edits(scattered, rows))
     add(longest, patches(key, many), *edits(many, rows))
     add(21, patches(key, meeting, 0.25), *edits(meeting, rows, 0.25))
     add(22, [])
-    add(24, [patch(ZEROS, "mlp_out", [1, 2], [5])], *(Edit(layer, 0 * vector, [5], "mlp_out", "replace") for layer in (1, 2)))
+    add(
+        24,
+        [patch(ZEROS, "mlp_out", [1, 2], [5])],
+        *(Edit(layer, 0 * vector, [5], "mlp_out", "replace") for layer in (1, 2)),
+    )
     add(
         25,
-        [patch(row_name(RunRow(key, "post_attn", 2, None, (0, 1, 2, 3, 4))), "post_attn", [2], [9])],
+        [
+            patch(
+                row_name(RunRow(key, "post_attn", 2, None, (0, 1, 2, 3, 4))), "post_attn", [2], [9]
+            )
+        ],
         Edit(2, mean, [9], "post_attn", "replace"),
     )
-    add(23, [*patches(key, many[:3]), *host.steering(Edit(1, vector))], *edits(many[:3], rows), Edit(1, vector))
+    add(
+        23,
+        [*patches(key, many[:3]), *host.steering(Edit(1, vector))],
+        *edits(many[:3], rows),
+        Edit(1, vector),
+    )
     fed_back = list(range(18, 17 + max_tokens))
-    add(18, [patch(host.vector(vector), "post_block", [2], "all_generated")], Edit(2, vector, fed_back, "post_block", "replace"))
+    add(
+        18,
+        [patch(host.vector(vector), "post_block", [2], "all_generated")],
+        Edit(2, vector, fed_back, "post_block", "replace"),
+    )
     answers = host.run(*(each.job for each in made))
     for job, wanted in made:
         tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids

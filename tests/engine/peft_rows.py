@@ -1,6 +1,9 @@
-"""What does PEFT itself compute with an adapter? Its rows of the tiny Llama, kept in `tests/data/peft_rows.npz`.
+"""What does PEFT itself compute with an adapter?
 
-PEFT is not needed to test Midstream. With it installed, `python tests/engine/peft_rows.py` writes the file again.
+Its rows of the tiny Llama, kept in `tests/data/peft_rows.npz`.
+
+PEFT is not needed to test Midstream. With it installed, `python tests/engine/peft_rows.py` writes
+the file again.
 """
 
 import sys
@@ -19,13 +22,18 @@ PROMPT = prompt_of(12, seed=77)
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True, "alpha": 3.0},
-    "patterns": {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 7.0, "model.layers.1.mlp.down_proj": 30.0}},
+    "patterns": {
+        "rank_pattern": {"v_proj": 3},
+        "alpha_pattern": {"v_proj": 7.0, "model.layers.1.mlp.down_proj": 30.0},
+    },
 }
 
 
 def write(root: Path, base: Path) -> dict[str, Any]:
     """Every adapter, in a folder of its name."""
-    return {name: make_adapter(root, name, base, LLAMA, **config) for name, config in ADAPTERS.items()}
+    return {
+        name: make_adapter(root, name, base, LLAMA, **config) for name, config in ADAPTERS.items()
+    }
 
 
 def rows_of(adapted: Any) -> list[np.ndarray]:
@@ -35,7 +43,9 @@ def rows_of(adapted: Any) -> list[np.ndarray]:
     rows: list[np.ndarray] = []
 
     def look(_module: Any, _inputs: Any, output: Any) -> None:
-        rows.append((output[0] if isinstance(output, tuple) else output).reshape(len(PROMPT), -1).numpy())
+        rows.append(
+            (output[0] if isinstance(output, tuple) else output).reshape(len(PROMPT), -1).numpy()
+        )
 
     for layer in adapted.base_model.model.model.layers:
         layer.register_forward_hook(look)
@@ -53,7 +63,9 @@ def main() -> None:
         base, found = checkpoint("llama", Path(folder, "llama")), {}
         write(Path(folder), base)
         for name in ADAPTERS:
-            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_pretrained(
+                base, dtype=torch.float32, attn_implementation="eager"
+            )
             adapted = PeftModel.from_pretrained(model, str(Path(folder, name))).eval()
             found[name] = np.stack(rows_of(adapted))
     np.savez_compressed(ROWS, **found)

@@ -1,11 +1,12 @@
-"""Configs with a field changed: each is served with transformers' numbers, or refused at the start with a reason.
+"""Configs with a field changed: each is served with transformers' numbers, or refused at the start
+with a reason.
 
     python tests/engine/perturbed.py                      # all of it; writes the table of docs/fidelity.md
     python tests/engine/perturbed.py OlmoeForCausalLM …   # only these classes; other rows stay
 
-Stock vLLM leaves out fields that transformers reads, and which ones differs from version to version. A tiny checkpoint is made by
-transformers with the field set, an engine is started on it, and what it serves is compared with transformers here, whatever the
-engine's own certificate says.
+Stock vLLM leaves out fields that transformers reads, and which ones differs from version to
+version. A tiny checkpoint is made by transformers with the field set, an engine is started on it,
+and what it serves is compared with transformers here, whatever the engine's own certificate says.
 """
 
 import copy
@@ -34,7 +35,10 @@ from tolerances import FP32_HOOKS, FP32_LOGPROBS
 from midstream.schemas.specs import StoredCapture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
-BEGIN, END = "<!-- written by `make perturbed` -->", "<!-- end of the part written by `make perturbed` -->"
+BEGIN, END = (
+    "<!-- written by `make perturbed` -->",
+    "<!-- end of the part written by `make perturbed` -->",
+)
 #: Least change of transformers' own logits, relative: a field that changes less shows nothing here.
 SHOWS = 1e-4
 #: The last exception of a log: its class, and what it says.
@@ -47,102 +51,187 @@ def rope(kind: str = "default", theta: float = 10000.0, **more: Any) -> dict[str
 
 
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
-_LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 #: Architecture → changes of its config, each by itself.
 CHANGES: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "LlamaForCausalLM": [
-        rope(theta=50.0), rope("linear", factor=4.0), rope("llama3", **_LLAMA3), rope("yarn", **_YARN),
-        {"rms_norm_eps": 0.5}, {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}, {"head_dim": 64},
+        rope(theta=50.0),
+        rope("linear", factor=4.0),
+        rope("llama3", **_LLAMA3),
+        rope("yarn", **_YARN),
+        {"rms_norm_eps": 0.5},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"head_dim": 64},
         {"tie_word_embeddings": True},
     ],
     "MistralForCausalLM": [
-        {"sliding_window": 4}, {"sliding_window": None}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+        {"sliding_window": 4},
+        {"sliding_window": None},
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": 0.5},
     ],
     "Qwen2ForCausalLM": [
-        rope(theta=50.0), {"rms_norm_eps": 0.5}, {"hidden_act": "gelu"},
+        rope(theta=50.0),
+        {"rms_norm_eps": 0.5},
+        {"hidden_act": "gelu"},
     ],
     "Qwen2MoeForCausalLM": [
-        {"norm_topk_prob": True}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}, {"qkv_bias": False},
+        {"norm_topk_prob": True},
+        {"decoder_sparse_step": 2},
+        {"mlp_only_layers": [1]},
+        {"qkv_bias": False},
     ],
     "Qwen3ForCausalLM": [
-        {"attention_bias": True}, {"rms_norm_eps": 0.5}, {"hidden_act": "gelu"}, rope("yarn", **_YARN),
+        {"attention_bias": True},
+        {"rms_norm_eps": 0.5},
+        {"hidden_act": "gelu"},
+        rope("yarn", **_YARN),
     ],
     "Qwen3MoeForCausalLM": [
-        {"norm_topk_prob": True}, {"attention_bias": True}, {"mlp_only_layers": [1]}, {"rms_norm_eps": 0.5},
+        {"norm_topk_prob": True},
+        {"attention_bias": True},
+        {"mlp_only_layers": [1]},
+        {"rms_norm_eps": 0.5},
         {"hidden_act": "gelu"},
     ],
     "MixtralForCausalLM": [
-        {"sliding_window": 4}, {"rms_norm_eps": 0.5}, {"hidden_act": "gelu"},
+        {"sliding_window": 4},
+        {"rms_norm_eps": 0.5},
+        {"hidden_act": "gelu"},
     ],
     "OlmoeForCausalLM": [
-        {"norm_topk_prob": True}, {"clip_qkv": 0.3}, {"rms_norm_eps": 0.5}, {"attention_bias": True},
+        {"norm_topk_prob": True},
+        {"clip_qkv": 0.3},
+        {"rms_norm_eps": 0.5},
+        {"attention_bias": True},
         {"hidden_act": "gelu"},
     ],
     "StableLmForCausalLM": [
-        {"hidden_act": "gelu"}, {"use_qkv_bias": True}, {"use_parallel_residual": True}, {"qk_layernorm": True},
-        {"layer_norm_eps": 0.5}, rope(partial_rotary_factor=0.5),
+        {"hidden_act": "gelu"},
+        {"use_qkv_bias": True},
+        {"use_parallel_residual": True},
+        {"qk_layernorm": True},
+        {"layer_norm_eps": 0.5},
+        rope(partial_rotary_factor=0.5),
     ],
     "GptOssForCausalLM": [
-        {"rms_norm_eps": 0.5}, {"swiglu_limit": 0.2}, {"attention_bias": False}, {"sliding_window": 4},
+        {"rms_norm_eps": 0.5},
+        {"swiglu_limit": 0.2},
+        {"attention_bias": False},
+        {"sliding_window": 4},
     ],
     "GraniteMoeForCausalLM": [
-        {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"residual_multiplier": 0.3}, {"logits_scaling": 4.0},
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": 0.5},
+        {"residual_multiplier": 0.3},
+        {"logits_scaling": 4.0},
     ],
     "GraniteForCausalLM": [
-        {"attention_multiplier": 0.05}, {"embedding_multiplier": 4.0}, {"residual_multiplier": 0.3},
-        {"logits_scaling": 4.0}, {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"},
+        {"attention_multiplier": 0.05},
+        {"embedding_multiplier": 4.0},
+        {"residual_multiplier": 0.3},
+        {"logits_scaling": 4.0},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
     ],
     "GraniteMoeHybridForCausalLM": [
-        {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"hidden_act": "gelu"},
+        {"mamba_conv_bias": False},
+        {"mamba_proj_bias": True},
+        {"hidden_act": "gelu"},
     ],
     "FalconH1ForCausalLM": [
-        {"mamba_norm_before_gate": False, "mamba_rms_norm": True}, {"time_step_limit": [0.5, 0.7]},
-        {"mamba_rms_norm": True}, {"mamba_conv_bias": False}, {"mamba_proj_bias": True}, {"attention_bias": True},
-        {"mlp_bias": True}, {"hidden_act": "gelu"}, {"key_multiplier": 0.3},
+        {"mamba_norm_before_gate": False, "mamba_rms_norm": True},
+        {"time_step_limit": [0.5, 0.7]},
+        {"mamba_rms_norm": True},
+        {"mamba_conv_bias": False},
+        {"mamba_proj_bias": True},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"key_multiplier": 0.3},
     ],
     "NemotronHForCausalLM": [
-        {"mlp_hidden_act": "silu"}, {"use_bias": True}, {"layer_norm_epsilon": 0.5}, {"time_step_limit": [0.5, 0.7]},
+        {"mlp_hidden_act": "silu"},
+        {"use_bias": True},
+        {"layer_norm_epsilon": 0.5},
+        {"time_step_limit": [0.5, 0.7]},
     ],
     "Mamba2ForCausalLM": [
-        {"use_conv_bias": False}, {"use_bias": True}, {"time_step_limit": [0.5, 0.7]}, {"layer_norm_epsilon": 0.5},
+        {"use_conv_bias": False},
+        {"use_bias": True},
+        {"time_step_limit": [0.5, 0.7]},
+        {"layer_norm_epsilon": 0.5},
     ],
     "FalconForCausalLM": [
-        {"activation": "relu"}, {"activation": "gelu_pytorch_tanh"}, {"parallel_attn": False},
-        {"new_decoder_architecture": True}, {"alibi": True}, {"layer_norm_epsilon": 0.5},
+        {"activation": "relu"},
+        {"activation": "gelu_pytorch_tanh"},
+        {"parallel_attn": False},
+        {"new_decoder_architecture": True},
+        {"alibi": True},
+        {"layer_norm_epsilon": 0.5},
     ],
     "DeepseekV2ForCausalLM": [
-        {"attention_bias": True}, {"mlp_bias": True}, {"rms_norm_eps": 0.5}, {"routed_scaling_factor": 3.0},
-        {"hidden_act": "gelu"}, {"q_lora_rank": None},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"rms_norm_eps": 0.5},
+        {"routed_scaling_factor": 3.0},
+        {"hidden_act": "gelu"},
+        {"q_lora_rank": None},
     ],
     "DeepseekV3ForCausalLM": [
-        {"norm_topk_prob": False}, {"attention_bias": True}, {"n_group": 4, "topk_group": 2},
+        {"norm_topk_prob": False},
+        {"attention_bias": True},
+        {"n_group": 4, "topk_group": 2},
     ],
     "Gemma2ForCausalLM": [
-        {"query_pre_attn_scalar": 200}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None},
-        {"hidden_activation": "silu"}, {"attention_bias": True},
+        {"query_pre_attn_scalar": 200},
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+        {"hidden_activation": "silu"},
+        {"attention_bias": True},
         {"layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"]},
     ],
     "Gemma3ForCausalLM": [
-        {"query_pre_attn_scalar": 200}, {"final_logit_softcapping": 2.0},
+        {"query_pre_attn_scalar": 200},
+        {"final_logit_softcapping": 2.0},
         {"layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"]},
-        {"sliding_window": 4}, {"hidden_activation": "silu"},
+        {"sliding_window": 4},
+        {"hidden_activation": "silu"},
     ],
     "Phi3ForCausalLM": [
-        rope(partial_rotary_factor=0.5), {"sliding_window": 4}, {"hidden_act": "gelu"}, {"rms_norm_eps": 0.5},
+        rope(partial_rotary_factor=0.5),
+        {"sliding_window": 4},
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": 0.5},
     ],
     "Olmo3ForCausalLM": [
         rope("yarn", **_YARN),
     ],
-}  # fmt: skip
+}
 
 
 class Row(NamedTuple):
-    """What became of one config. `outcome`: equal, refused (with a reason of ours), differs, or failed (with another error)."""
+    """What became of one config.
+
+    `outcome`: equal, refused (with a reason of ours), differs, or failed (with another error).
+    """
 
     name: str
     change: str
     outcome: str
-    shows: float | None  # how far the change moves transformers' own logits, relative; None: the default config has other weights
+    shows: (
+        float | None
+        # how far the change moves transformers' own logits, relative; None: the default config has
+        # other weights
+    )
     figure: float | None = None  # the worst row or log-probability, in its tolerance
     why: str = ""
 
@@ -157,8 +246,14 @@ def cases(names: Sequence[str] = ()) -> list[tuple[str, Mapping[str, Any]]]:
 
 def label(change: Mapping[str, Any]) -> str:
     """As a config has it; of rotary positions what is not usual."""
-    text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.items() if name != "rope_parameters")
-    rope = ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.get("rope_parameters", {}).items())
+    text = ", ".join(
+        f"{name}: {json.dumps(value)}"
+        for name, value in change.items()
+        if name != "rope_parameters"
+    )
+    rope = ", ".join(
+        f"{name}: {json.dumps(value)}" for name, value in change.get("rope_parameters", {}).items()
+    )
     return text or f"rope_parameters: {{{rope}}}"
 
 
@@ -173,16 +268,22 @@ def attempt(name: str, change: Mapping[str, Any], folder: Path, nursery: Nursery
     except AssertionError:
         raised = _RAISED.findall((folder / "engine" / "engine.log").read_text(errors="replace"))
         kind, why = raised[-1] if raised else ("", "the engine ended without an error")
-        return row._replace(outcome="refused" if kind.startswith("midstream.") else "failed", why=why)
+        return row._replace(
+            outcome="refused" if kind.startswith("midstream.") else "failed", why=why
+        )
     try:
         figure = _figure(host, Reference(path))
     finally:
         host.close()
-    return row._replace(outcome="equal" if figure <= 1 else "differs", figure=float(f"{figure:.2g}"))
+    return row._replace(
+        outcome="equal" if figure <= 1 else "differs", figure=float(f"{figure:.2g}")
+    )
 
 
 def _figure(host: Host, truth: Reference) -> float:
-    """The worst error in its tolerance: of all rows, relative to their norm, and of the best log-probabilities."""
+    """The worst error in its tolerance: of all rows, relative to their norm, and of the best
+    log-probabilities.
+    """
     hooks = [hook for hook in truth.hooks if hook in host.info["hooks"]]
     capture = StoredCapture(sites={hook: ALL for hook in hooks}, positions="all", tag="rows")
     job = host.job(prompt_of(PROMPT, seed=1), max_tokens=4, capture=capture, logprobs=5)
@@ -194,7 +295,9 @@ def _figure(host: Host, truth: Reference) -> float:
     for hook in hooks:
         for layer in ALL:
             right = rows[hook, layer]
-            errors = np.linalg.norm(reader.array(layer, hook) - right, axis=-1) / np.linalg.norm(right, axis=-1)
+            errors = np.linalg.norm(reader.array(layer, hook) - right, axis=-1) / np.linalg.norm(
+                right, axis=-1
+            )
             worst = max(worst, float(np.nan_to_num(errors, nan=np.inf).max()) / FP32_HOOKS)
     scores = torch.from_numpy(truth.logits).log_softmax(-1)[PROMPT - 1 :]
     for place, step in enumerate(outputs[0].logprobs or []):
@@ -204,7 +307,9 @@ def _figure(host: Host, truth: Reference) -> float:
 
 
 def _shown(path: Path, name: str, folder: Path) -> float | None:
-    """How far the change moves transformers' logits: against the same weights with the default config."""
+    """How far the change moves transformers' logits: against the same weights with the default
+    config.
+    """
     shutil.copytree(path, folder)
     configs.tiny_config(name).save_pretrained(folder)
     try:
@@ -213,7 +318,9 @@ def _shown(path: Path, name: str, folder: Path) -> float | None:
             return None
         for model in (one, other):
             model.rows(prompt_of(PROMPT, seed=1))
-    except Exception as error:  # only the figure of the page is missing then: the row itself is judged elsewhere
+    except (
+        Exception
+    ) as error:  # only the figure of the page is missing then: the row itself is judged elsewhere
         print(f"{name}: transformers' difference is not known: {type(error).__name__}: {error}")
         return None
     finally:
@@ -221,18 +328,30 @@ def _shown(path: Path, name: str, folder: Path) -> float | None:
     return float(f"{np.linalg.norm(one.logits - other.logits) / np.linalg.norm(other.logits):.2g}")
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def read_page(text: str) -> dict[tuple[str, str], str]:
     """Class and change → its line."""
-    lines = [line for line in text[text.index(BEGIN) : text.index(END)].splitlines() if line.startswith("| `")]
-    return {(cells[1].strip(" `"), cells[2].strip(" `")): line for line in lines if (cells := line.split("|"))}
+    lines = [
+        line
+        for line in text[text.index(BEGIN) : text.index(END)].splitlines()
+        if line.startswith("| `")
+    ]
+    return {
+        (cells[1].strip(" `"), cells[2].strip(" `")): line
+        for line in lines
+        if (cells := line.split("|"))
+    }
 
 
 def line(row: Row) -> str:
     what = {"equal": "equal", "refused": "refused: "}.get(row.outcome, f"**{row.outcome}** ")
-    why = re.sub(r"^model: |^\w+: ", "", row.why)[:160].replace("|", "\\|") if row.outcome != "equal" else ""
+    why = (
+        re.sub(r"^model: |^\w+: ", "", row.why)[:160].replace("|", "\\|")
+        if row.outcome != "equal"
+        else ""
+    )
     shows = "" if row.shows is None else f"{row.shows:.1e}"
     return f"| `{row.name}` | `{row.change}` | {shows} | {what}{why} |"
 
@@ -242,9 +361,21 @@ def write_page(text: str, table: Mapping[tuple[str, str], str]) -> str:
     lines = [table[key] for key in order if key in table]
     equal = len([each for each in lines if each.endswith("| equal |")])
     tried = f"{len(lines)} changes in {len({key[0] for key in table})} classes"
-    head = f"{tried}: {equal} are served with transformers' numbers, {len(lines) - equal} are refused."
-    rows = [head, "", "| class | change | moves transformers' logits by | |", "|---|---|---|---|", *lines]
-    return f"{text[: text.index(BEGIN) + len(BEGIN)]}\n\n" + "\n".join(rows) + f"\n\n{text[text.index(END) :]}"
+    head = (
+        f"{tried}: {equal} are served with transformers' numbers, {len(lines) - equal} are refused."
+    )
+    rows = [
+        head,
+        "",
+        "| class | change | moves transformers' logits by | |",
+        "|---|---|---|---|",
+        *lines,
+    ]
+    return (
+        f"{text[: text.index(BEGIN) + len(BEGIN)]}\n\n"
+        + "\n".join(rows)
+        + f"\n\n{text[text.index(END) :]}"
+    )
 
 
 def _lane(waiting: Any, done: Any, folder: Path) -> None:
@@ -258,7 +389,13 @@ def _lane(waiting: Any, done: Any, folder: Path) -> None:
         try:
             row = attempt(*case, folder / str(number), nursery)
         except Exception as error:
-            row = Row(case[0], label(case[1]), "failed", None, why=f"{type(error).__name__}: {error}"[-300:])
+            row = Row(
+                case[0],
+                label(case[1]),
+                "failed",
+                None,
+                why=f"{type(error).__name__}: {error}"[-300:],
+            )
         shutil.rmtree(folder / str(number), ignore_errors=True)
         done.put((row, time.monotonic() - started))
     nursery.close()
@@ -273,7 +410,10 @@ def main(names: Sequence[str]) -> None:
     table = read_page(PAGE.read_text()) if names else {}
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        lanes = [processes.Process(target=_lane, args=(waiting, done, Path(folder) / str(number))) for number in range(LANES)]
+        lanes = [
+            processes.Process(target=_lane, args=(waiting, done, Path(folder) / str(number)))
+            for number in range(LANES)
+        ]
         for lane in lanes:
             lane.start()
         ended = 0
@@ -285,7 +425,13 @@ def main(names: Sequence[str]) -> None:
             table[row.name, row.change] = line(row)
             wrong += [] if row.right else [row]
             PAGE.write_text(write_page(PAGE.read_text(), table))
-            print(f"{row.name} {row.change}: {row.outcome} {row.figure} shows {row.shows} {row.why[:300]} {seconds:.0f} s", flush=True)
+            print(
+                (
+                    f"{row.name} {row.change}: {row.outcome} {row.figure} shows {row.shows} "
+                    f"{row.why[:300]} {seconds:.0f} s"
+                ),
+                flush=True,
+            )
     if wrong:
         sys.exit("neither equal nor refused:\n" + "\n".join(map(str, wrong)))
 

@@ -27,13 +27,27 @@ class Weights:
         self.bias = rng.normal(size=k).astype(np.float32)
 
     def probe(
-        self, host: Host, layer: int, action: Action = "none", *, name: str = "p", tokens: bool = True, **content: Any
+        self,
+        host: Host,
+        layer: int,
+        action: Action = "none",
+        *,
+        name: str = "p",
+        tokens: bool = True,
+        **content: Any,
     ) -> StoredProbe:
         labels = [f"label{number}" for number in range(len(self.bias))]
-        fields = {"hook": "post_block", "thresholds": [None] * len(labels), "labels": labels, **content}
+        fields = {
+            "hook": "post_block",
+            "thresholds": [None] * len(labels),
+            "labels": labels,
+            **content,
+        }
         tensors = [host.vector(self.weight), host.vector(self.bias)]
         made = ProbeContent(layer=layer, tensors=tensors, **fields)
-        return StoredProbe(name=name, digest=made.digest, content=made, action=action, tokens=tokens)
+        return StoredProbe(
+            name=name, digest=made.digest, content=made, action=action, tokens=tokens
+        )
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """`[positions, k]`."""
@@ -55,20 +69,27 @@ def tokens_of(score: ProbeScore) -> np.ndarray:
 def check(score: ProbeScore, wanted: np.ndarray, kind: str = "last", decay: float = 0.0) -> None:
     """`wanted`: `[positions, labels]`."""
     np.testing.assert_allclose(tokens_of(score), wanted, atol=SCORES, rtol=SCORES)
-    np.testing.assert_allclose(score.score, aggregate(kind, wanted, decay)[-1], atol=SCORES, rtol=SCORES)
+    np.testing.assert_allclose(
+        score.score, aggregate(kind, wanted, decay)[-1], atol=SCORES, rtol=SCORES
+    )
 
 
 def new_maximum(scores: np.ndarray, first: int, stop: int) -> tuple[int, int, float]:
-    """(label, position, threshold): below the threshold before that position, which is in `[first, stop)`, and above it there."""
+    """(label, position, threshold): below the threshold before that position, which is in `[first,
+    stop)`, and above it there.
+    """
     for label in range(scores.shape[1]):
         before = np.maximum.accumulate(scores[:, label])
         for position in range(first, stop):
             if scores[position, label] > before[position - 1] + 1e-3:
                 return label, position, float(scores[position, label] + before[position - 1]) / 2
-    raise AssertionError("no generated token has a score above all earlier ones: take other weights")
+    raise AssertionError(
+        "no generated token has a score above all earlier ones: take other weights"
+    )
 
 
-# --- Gated steering ---------------------------------------------------------------------------------------------------
+# --- Gated steering
+# --------------------------------------------------------------------------------------------------
 
 #: Aggregates nearer to a threshold than this may fall on its other side by rounding.
 EDGE = 1e-3
@@ -76,7 +97,9 @@ EDGE = 1e-3
 
 @dataclass
 class Gate:
-    """A module that adds `vector` at `layer` while one label of a probe of `site` is at or above its threshold."""
+    """A module that adds `vector` at `layer` while one label of a probe of `site` is at or above
+    its threshold.
+    """
 
     weights: Weights
     site: int
@@ -88,8 +111,18 @@ class Gate:
     decay: float = 0.0
 
     def probe(self, host: Host, action: Action = "steer") -> StoredProbe:
-        thresholds = [self.threshold if number == self.label else None for number in range(len(self.weights.bias))]
-        return self.weights.probe(host, self.site, action, thresholds=thresholds, aggregation=self.aggregation, decay=self.decay)
+        thresholds = [
+            self.threshold if number == self.label else None
+            for number in range(len(self.weights.bias))
+        ]
+        return self.weights.probe(
+            host,
+            self.site,
+            action,
+            thresholds=thresholds,
+            aggregation=self.aggregation,
+            decay=self.decay,
+        )
 
     def steering(self, host: Host) -> list[StoredSteering]:
         entry = steer(host.vector(self.vector), [self.layer], positions="all_generated")
@@ -105,7 +138,8 @@ class Gate:
     def generate(
         self, reference: Reference, prompt: list[int], number: int
     ) -> tuple[list[int], list[int], dict[tuple[str, int], np.ndarray]]:
-        """Greedy tokens, the positions with an open gate, and the rows of all tokens but the last: a forward for each token.
+        """Greedy tokens, the positions with an open gate, and the rows of all tokens but the last:
+        a forward for each token.
 
         Raises ValueError where an aggregate is within `EDGE` of the threshold.
         """
@@ -123,12 +157,20 @@ class Gate:
                 is_open.append(len(prompt) + len(tokens) - 1)
 
 
-def flapping(reference: Reference, prompt: list[int], number: int, site: int, seed: int, **content: Any) -> tuple[Gate, Any]:
-    """A gate that is open at some generated tokens and closed at others, between open ones too; and what `generate` gives."""
+def flapping(
+    reference: Reference, prompt: list[int], number: int, site: int, seed: int, **content: Any
+) -> tuple[Gate, Any]:
+    """A gate that is open at some generated tokens and closed at others, between open ones too; and
+    what `generate` gives.
+    """
     weights, vector = Weights(seed, k=8), np.random.default_rng(seed).normal(size=HIDDEN)
-    free, _, rows = Gate(weights, site, 0, np.inf, vector, **content).generate(reference, prompt, number)
+    free, _, rows = Gate(weights, site, 0, np.inf, vector, **content).generate(
+        reference, prompt, number
+    )
     for label in range(8):
-        at_generated = Gate(weights, site, label, 0.0, vector, **content).aggregates(rows["post_block", site])[len(prompt) - 1 :]
+        at_generated = Gate(weights, site, label, 0.0, vector, **content).aggregates(
+            rows["post_block", site]
+        )[len(prompt) - 1 :]
         gate = Gate(weights, site, label, float(np.median(at_generated)) + 0.01, vector, **content)
         try:
             tokens, is_open, made = gate.generate(reference, prompt, number)

@@ -1,4 +1,5 @@
-"""Which quantised formats a processor serves, by its flags; and how to try older processors on this one.
+"""Which quantised formats a processor serves, by its flags; and how to try older processors on this
+one.
 
 To run a test file as on a processor without AVX-512 and VNNI, in bash:
 
@@ -26,20 +27,36 @@ def environment(name: str) -> dict[str, str]:
         "HIDDEN_CPU_FLAGS": hidden.replace(" ", ","),
         "ONEDNN_MAX_CPU_ISA": onednn,
         "ATEN_CPU_CAPABILITY": aten,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "older_processor"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [
+                str(Path(__file__).parent / "older_processor"),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
+        ),
     }
 
 
 def flags() -> frozenset[str]:
     """Of this processor, without those that are hidden."""
-    line = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    line = next(
+        (
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("flags")
+        ),
+        "",
+    )
     return frozenset(line.split()) - set(os.environ.get("HIDDEN_CPU_FLAGS", "").split(","))
 
 
 def refusal(form: str, dtype: str) -> str:
-    """Why the format is not served on this processor; empty if it is. By the flags alone, without asking the code under test."""
+    """Why the format is not served on this processor; empty if it is.
+
+    By the flags alone, without asking the code under test.
+    """
     if form.startswith("int8") and not {"avx512_vnni", "avx_vnni"} & flags():
-        slow = form == "int8 static" and dtype == "bfloat16" and "avx512f" not in flags()  # oneDNN's own reference, which is right
+        # oneDNN's own reference, which is right
+        slow = form == "int8 static" and dtype == "bfloat16" and "avx512f" not in flags()
         return "" if slow else "Int8 products need VNNI"
     if form in ("awq", "gptq", "int4 groups") and "avx512f" not in flags():
         return "cpu_gemm_wna16"

@@ -1,8 +1,9 @@
-"""Small quantised checkpoints, written from the definitions of their formats, and what transformers computes of them.
+"""Small quantised checkpoints, written from the definitions of their formats, and what transformers
+computes of them.
 
-A checkpoint of `tiny` is quantised in each format: what vLLM loads, and beside it the same weights dequantised to fp32, which
-transformers loads. Where a format quantises activations too, that is part of the model: the reference rounds the input of each
-quantised layer as the format defines it.
+A checkpoint of `tiny` is quantised in each format: what vLLM loads, and beside it the same weights
+dequantised to fp32, which transformers loads. Where a format quantises activations too, that is
+part of the model: the reference rounds the input of each quantised layer as the format defines it.
 """
 
 import json
@@ -23,7 +24,8 @@ GROUP = 32
 FP8, FP8_MAX, INT8_MAX = torch.float8_e4m3fn, 448.0, 127.0
 #: Column of each 4-bit value in an int32 of AWQ, from its lowest bits.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-#: Layers that vLLM runs as one matrix: they share a scale where a format has one for the whole matrix.
+#: Layers that vLLM runs as one matrix: they share a scale where a format has one for the whole
+#: matrix.
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 Tensors = dict[str, torch.Tensor]
@@ -33,9 +35,13 @@ Round = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """A format. `quantise`: weight `[out, in]` and its largest size → tensors of the checkpoint, weight dequantised.
+    """A format.
 
-    `activation`: input `[tokens, in]` and the largest size that calibration saw → the input as the format rounds it.
+    `quantise`: weight `[out, in]` and its largest size → tensors of the checkpoint, weight
+    dequantised.
+
+    `activation`: input `[tokens, in]` and the largest size that calibration saw → the input as the
+    format rounds it.
     """
 
     config: Mapping[str, Any]
@@ -46,7 +52,8 @@ class Format:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
-# -- weights -------------------------------------------------------------------------------------------------------------
+# -- weights
+# --------------------------------------------------------------------------------------------------
 
 
 def _int8_channel(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -80,15 +87,24 @@ def _fp8_channel(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors,
 def _fp8_blocks(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     size = 128
     rows, columns = -(-weight.shape[0] // size), -(-weight.shape[1] // size)
-    scale = torch.stack([torch.stack([b.abs().max() for b in r.split(size, 1)]) for r in weight.split(size, 0)]) / FP8_MAX
+    scale = (
+        torch.stack(
+            [torch.stack([b.abs().max() for b in r.split(size, 1)]) for r in weight.split(size, 0)]
+        )
+        / FP8_MAX
+    )
     assert scale.shape == (rows, columns)
-    wide = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: weight.shape[0], : weight.shape[1]]
+    wide = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[
+        : weight.shape[0], : weight.shape[1]
+    ]
     codes = (weight / wide).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return {"weight": codes, "weight_scale_inv": scale}, codes.float() * wide
 
 
 def _packed(codes: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
-    """Eight 4-bit codes of the last dimension into an int32, the first in the lowest bits unless `order` says otherwise."""
+    """Eight 4-bit codes of the last dimension into an int32, the first in the lowest bits unless
+    `order` says otherwise.
+    """
     eights = codes.to(torch.int64).unflatten(-1, (-1, 8))
     total = sum(eights[..., column] << 4 * place for place, column in enumerate(order or range(8)))
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
@@ -128,7 +144,8 @@ def _gptq(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.
     codes, scale = _four_bits(weight)
     tensors = {
         "qweight": _packed(codes).T,
-        "qzeros": _packed(torch.full((scale.shape[1], weight.shape[0]), 7)),  # one less than the zero point
+        # one less than the zero point
+        "qzeros": _packed(torch.full((scale.shape[1], weight.shape[0]), 7)),
         "scales": scale.T.half(),
         "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
     }
@@ -137,10 +154,15 @@ def _gptq(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.
 
 def _packed_group(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, scale = _four_bits(weight)
-    return {"weight_packed": _packed(codes), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}, _restored(codes, scale)
+    return {
+        "weight_packed": _packed(codes),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }, _restored(codes, scale)
 
 
-# -- activations ---------------------------------------------------------------------------------------------------------
+# -- activations
+# --------------------------------------------------------------------------------------------------
 
 
 def _int8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -155,14 +177,26 @@ def _of_token(rows: torch.Tensor) -> torch.Tensor:
     return rows.abs().amax(-1, keepdim=True)
 
 
-# -- formats -------------------------------------------------------------------------------------------------------------
+# -- formats
+# --------------------------------------------------------------------------------------------------
 
 
-def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
+) -> dict[str, Any]:
     """The config of a checkpoint in the compressed-tensors format."""
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights, "input_activations": inputs}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False} | weights,
+        "input_activations": inputs,
+    }
     groups = {"group_0": group}
-    return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "config_groups": groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+    }
 
 
 _INT8 = {"num_bits": 8, "type": "int"}
@@ -203,12 +237,35 @@ FORMATS: dict[str, Format] = {
         static=True,
         limit=FP8_MAX,
     ),
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq, dtypes=_HALF),
+    "awq": Format(
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "zero_point": True,
+            "version": "gemm",
+        },
+        _awq,
+        dtypes=_HALF,
+    ),
     "gptq": Format(
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False}, _gptq, dtypes=_HALF
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": GROUP,
+            "sym": True,
+            "desc_act": False,
+            "lm_head": False,
+        },
+        _gptq,
+        dtypes=_HALF,
     ),
     "int4 groups": Format(
-        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, None),
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+            None,
+        ),
         _packed_group,
         dtypes=_HALF,
     ),
@@ -230,17 +287,22 @@ OTHERS: dict[str, Format] = {
         dtypes=_HALF,
     ),
     "fp8 blocks": Format(
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, _fp8_blocks, dtypes=("bfloat16",)
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        _fp8_blocks,
+        dtypes=("bfloat16",),
     ),
 }
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Made:
-    """A checkpoint as vLLM loads it, the same dequantised, and the largest input of each quantised layer in calibration."""
+    """A checkpoint as vLLM loads it, the same dequantised, and the largest input of each quantised
+    layer in calibration.
+    """
 
     quantised: Path
     dequantised: Path
@@ -252,7 +314,9 @@ class Made:
 
 
 class QuantisedReference(Reference):
-    """transformers on the dequantised weights; quantised layers round their input first, and add up in fp32."""
+    """transformers on the dequantised weights; quantised layers round their input first, and add up
+    in fp32.
+    """
 
     def __init__(self, made: Made, dtype: torch.dtype):
         super().__init__(made.dequantised, dtype)
@@ -261,13 +325,19 @@ class QuantisedReference(Reference):
         weights = load_file(made.dequantised / "model.safetensors")
         for name, largest in made.largest.items():
             layer = self._model.get_submodule(name)
-            layer.forward = _rounded(layer, weights[f"{name}.weight"], made.form.activation, largest)
+            layer.forward = _rounded(
+                layer, weights[f"{name}.weight"], made.form.activation, largest
+            )
 
 
-def _rounded(layer: Any, weight: torch.Tensor, activation: Round, largest: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def _rounded(
+    layer: Any, weight: torch.Tensor, activation: Round, largest: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(rows: torch.Tensor) -> torch.Tensor:
         bias = None if layer.bias is None else layer.bias.float()
-        return torch.nn.functional.linear(activation(rows.float(), largest), weight, bias).to(rows.dtype)
+        return torch.nn.functional.linear(activation(rows.float(), largest), weight, bias).to(
+            rows.dtype
+        )
 
     return forward
 
@@ -275,19 +345,35 @@ def _rounded(layer: Any, weight: torch.Tensor, activation: Round, largest: torch
 def make(name: str, form: str, folder: Path) -> Made:
     """Quantise the tiny checkpoint `name` below `folder`."""
     wanted, plain = (FORMATS | OTHERS)[form], checkpoint(name, folder / name / "plain")
-    quantised, dequantised = (folder / name / f"{form} {kind}".replace(" ", "-") for kind in ("quantised", "dequantised"))
+    quantised, dequantised = (
+        folder / name / f"{form} {kind}".replace(" ", "-") for kind in ("quantised", "dequantised")
+    )
     largest = _calibrate(plain)
     weights = load_file(plain / "model.safetensors")
     compressed, restored = dict(weights), dict(weights)
     for layer in _layers(weights):
         del compressed[f"{layer}.weight"]
-        tensors, restored[f"{layer}.weight"] = wanted.quantise(weights[f"{layer}.weight"], _largest_weight(weights, layer))
+        tensors, restored[f"{layer}.weight"] = wanted.quantise(
+            weights[f"{layer}.weight"], _largest_weight(weights, layer)
+        )
         if wanted.static:
-            tensors["input_scale"] = (largest[layer] / wanted.limit).reshape(())  # experts are in no static format here
+            # experts are in no static format here
+            tensors["input_scale"] = (largest[layer] / wanted.limit).reshape(())
         compressed |= {f"{layer}.{key}": value for key, value in tensors.items()}
-    rest = [key.removesuffix(".weight") for key in weights if key.endswith(("lm_head.weight", "embed_out.weight", ".gate.weight"))]
-    ignored = {"ignore": rest} if wanted.config["quant_method"] == "compressed-tensors" else {"ignored_layers": rest}
-    for path, content, config in ((quantised, compressed, dict(wanted.config) | ignored), (dequantised, restored, None)):
+    rest = [
+        key.removesuffix(".weight")
+        for key in weights
+        if key.endswith(("lm_head.weight", "embed_out.weight", ".gate.weight"))
+    ]
+    ignored = (
+        {"ignore": rest}
+        if wanted.config["quant_method"] == "compressed-tensors"
+        else {"ignored_layers": rest}
+    )
+    for path, content, config in (
+        (quantised, compressed, dict(wanted.config) | ignored),
+        (dequantised, restored, None),
+    ):
         _write(plain, path, content, config)
     return Made(quantised, dequantised, wanted, largest)
 
@@ -297,8 +383,14 @@ def _write(plain: Path, path: Path, tensors: Tensors, quantization: dict[str, An
     for file in plain.glob("*.json"):
         (path / file.name).write_bytes(file.read_bytes())
     config = json.loads((plain / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | ({"quantization_config": quantization} if quantization else {})))
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(
+        json.dumps(config | ({"quantization_config": quantization} if quantization else {}))
+    )
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def _layers(weights: Tensors) -> list[str]:
@@ -318,7 +410,11 @@ def _calibrate(plain: Path) -> Tensors:
     """Quantised layer → the largest number that it reads on some random tokens."""
     reference, largest = Reference(plain), {}
     model = reference._model
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ".layers." in name]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".layers." in name
+    ]
     for name in linear:
         model.get_submodule(name).register_forward_pre_hook(
             lambda _module, inputs, name=name: largest.__setitem__(name, inputs[0].abs().max())
@@ -333,11 +429,15 @@ class QuantisedTruth(Truth):
     """As `Truth`, of a quantised checkpoint."""
 
     def __init__(self, made: Made, dtype: str):
-        super().__init__(made.dequantised, dtype, lambda _path, rounded=torch.float32: made.reference(rounded))
+        super().__init__(
+            made.dequantised, dtype, lambda _path, rounded=torch.float32: made.reference(rounded)
+        )
         self._made = made
 
     def errors(self, got: Rows, tokens: list[int], edits: Sequence[Edit] = ()) -> dict[str, float]:
-        """As `Truth.errors`; where activations are rounded, fp32 figures are those of the median row."""
+        """As `Truth.errors`; where activations are rounded, fp32 figures are those of the median
+        row.
+        """
         if self._rounded is not None or self._made.form.activation is None:
             return super().errors(got, tokens, edits)
         wanted = self._truth.rows(tokens, edits)

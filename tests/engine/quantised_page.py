@@ -1,9 +1,11 @@
-"""How far are the rows of quantised checkpoints from transformers' rows of the same weights, dequantised?
+"""How far are the rows of quantised checkpoints from transformers' rows of the same weights,
+dequantised?
 
     python tests/engine/quantised_page.py            # some 15 minutes; writes the table of docs/quantised.md
     python tests/engine/quantised_page.py "awq"      # only this format; other rows stay
 
-Each checkpoint is run as in `fidelity.py`: all hooks, plain and edited. A part of this runs in `test_quantised.py`.
+Each checkpoint is run as in `fidelity.py`: all hooks, plain and edited. A part of this runs in
+`test_quantised.py`.
 """
 
 import sys
@@ -17,10 +19,15 @@ from quantised import FORMATS, Made, QuantisedTruth, make
 from tolerances import QUANTISED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantised.md"
-BEGIN, END = "<!-- written by `make quantised` -->", "<!-- end of the part written by `make quantised` -->"
-#: Pairs, pairs with norms on both sides, single tensors, and a model of vLLM's Transformers backend.
+BEGIN, END = (
+    "<!-- written by `make quantised` -->",
+    "<!-- end of the part written by `make quantised` -->",
+)
+#: Pairs, pairs with norms on both sides, single tensors, and a model of vLLM's Transformers
+#: backend.
 CHECKPOINTS = ("llama", "qwen3", "gemma3", "opt", "gpt-neox")
-#: With every checkpoint and dtype; the others with `llama` in bf16 only, to which compiling takes a minute each.
+#: With every checkpoint and dtype; the others with `llama` in bf16 only, to which compiling takes a
+#: minute each.
 EVERYWHERE, LLAMA = ("v1 eager",), ("v1 compiled", "v2 eager")
 REFUSED = ("gemma3", "float16")  # by vLLM, which says that it is unstable
 Row = tuple[str, str, str]  # format, checkpoint, dtype as the page has it
@@ -32,7 +39,9 @@ def cases(formats: Sequence[str] = ()) -> Iterator[tuple[Row, str, Way]]:
     for form in formats or FORMATS:
         for name in CHECKPOINTS:
             for dtype in (each for each in FORMATS[form].dtypes if (name, each) != REFUSED):
-                for column in EVERYWHERE + (LLAMA if (name, dtype) == ("llama", "bfloat16") else ()):
+                for column in EVERYWHERE + (
+                    LLAMA if (name, dtype) == ("llama", "bfloat16") else ()
+                ):
                     runner, mode = column.split()
                     yield (form, name, SHORT[dtype]), column, Way(runner, mode, dtype)
 
@@ -42,7 +51,10 @@ def tolerance(dtype: str) -> float:
 
 
 def figure(nurseries, folder: Path, made: Made, way: Way, name: str) -> Figure:
-    """The worst of all hooks. Raises AssertionError when a replaced row is not, bit for bit, what replaces it."""
+    """The worst of all hooks.
+
+    Raises AssertionError when a replaced row is not, bit for bit, what replaces it.
+    """
     draws = run(nurseries(way.runner), folder, name.replace(" ", "-"), made.quantised, way)
     hooks = judge(draws, QuantisedTruth(made, way.dtype), way.dtype).values()
     return Figure(max(each.rows for each in hooks), max(each.edits for each in hooks))
@@ -50,19 +62,43 @@ def figure(nurseries, folder: Path, made: Made, way: Way, name: str) -> Figure:
 
 def read_page(text: str) -> Table:
     """The figures of the page."""
-    lines = [line for line in text[text.index(BEGIN) : text.index(END)].splitlines() if line.startswith("| `")]
+    lines = [
+        line
+        for line in text[text.index(BEGIN) : text.index(END)].splitlines()
+        if line.startswith("| `")
+    ]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {(row[0].strip("`"), row[1].strip("`"), row[2]): dict(zip(EVERYWHERE + LLAMA, row[3:], strict=True)) for row in rows}
+    return {
+        (row[0].strip("`"), row[1].strip("`"), row[2]): dict(
+            zip(EVERYWHERE + LLAMA, row[3:], strict=True)
+        )
+        for row in rows
+    }
 
 
 def write_page(text: str, table: Table) -> str:
     columns = EVERYWHERE + LLAMA
     lines = ["| figures | tolerance | reason |", "|---|---|---|"]
-    lines += [f"| {dtypes} | {each.limit:g} | {each.reason} |" for dtypes, each in QUANTISED.items()]
-    lines += ["", "| format | checkpoint | dtype | " + " | ".join(columns) + " |", "|---|---|---|" + "---|" * len(columns)]
+    lines += [
+        f"| {dtypes} | {each.limit:g} | {each.reason} |" for dtypes, each in QUANTISED.items()
+    ]
+    lines += [
+        "",
+        "| format | checkpoint | dtype | " + " | ".join(columns) + " |",
+        "|---|---|---|" + "---|" * len(columns),
+    ]
     order = dict.fromkeys(row for row, _, _ in cases() if row in table)
-    lines += [f"| `{row[0]}` | `{row[1]}` | {row[2]} | " + " | ".join(table[row].get(each, "") for each in columns) + " |" for row in order]
-    return f"{text[: text.index(BEGIN) + len(BEGIN)]}\n\n" + "\n".join(lines) + f"\n\n{text[text.index(END) :]}"
+    lines += [
+        f"| `{row[0]}` | `{row[1]}` | {row[2]} | "
+        + " | ".join(table[row].get(each, "") for each in columns)
+        + " |"
+        for row in order
+    ]
+    return (
+        f"{text[: text.index(BEGIN) + len(BEGIN)]}\n\n"
+        + "\n".join(lines)
+        + f"\n\n{text[text.index(END) :]}"
+    )
 
 
 def main(formats: Sequence[str]) -> None:
@@ -74,7 +110,9 @@ def main(formats: Sequence[str]) -> None:
         try:
             for row, column, way in cases(formats):
                 made = make(row[1], row[0], folder / "checkpoints")
-                found = figure(started.__getitem__, folder / way.runner, made, way, f"{row[1]} {row[0]}")
+                found = figure(
+                    started.__getitem__, folder / way.runner, made, way, f"{row[1]} {row[0]}"
+                )
                 table.setdefault(row, {})[column] = str(found)
                 print(*row, column, found, flush=True)
                 if found.worst > tolerance(row[2]):

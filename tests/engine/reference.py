@@ -1,7 +1,8 @@
 """What does transformers say the rows at each hook point are, and what becomes of an edit there?
 
-The same checkpoint, run token by token position in one plain forward, with forward hooks on transformers' own modules. It
-shares nothing with our table of architectures: where a hook point is in transformers' layer is written down here again.
+The same checkpoint, run token by token position in one plain forward, with forward hooks on
+transformers' own modules. It shares nothing with our table of architectures: where a hook point is
+in transformers' layer is written down here again.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,9 @@ HOOKS = ("pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block")
 
 
 class Edit(NamedTuple):
-    """At `hook` of `layer`, in the rows of `positions` (None: all), what `FORMULAS` says of `op`."""
+    """At `hook` of `layer`, in the rows of `positions` (None: all), what `FORMULAS` says of
+    `op`.
+    """
 
     layer: int
     vector: np.ndarray | None = None  # `[hidden]`
@@ -38,7 +41,12 @@ class Edit(NamedTuple):
     def rounded(self, dtype: torch.dtype) -> "Edit":
         """With its tensors as a model of this dtype holds them."""
         held = {name: values for name in TENSORS if (values := getattr(self, name)) is not None}
-        return self._replace(**{name: torch.tensor(np.asarray(values)).to(dtype).float().numpy() for name, values in held.items()})
+        return self._replace(
+            **{
+                name: torch.tensor(np.asarray(values)).to(dtype).float().numpy()
+                for name, values in held.items()
+            }
+        )
 
 
 TENSORS = ("vector", "rotation", "weight")
@@ -95,7 +103,9 @@ def _float(values: np.ndarray | None) -> torch.Tensor:
 
 
 class Point(NamedTuple):
-    """A module below transformers' layer (`""`: the layer) and the side of it where the tensor is."""
+    """A module below transformers' layer (`""`: the layer) and the side of it where the tensor
+    is.
+    """
 
     path: str
     side: str
@@ -104,10 +114,30 @@ class Point(NamedTuple):
 Points = Mapping[str, Point]
 #: Names of a layer's children in transformers, by what they do.
 ATTENTION = (
-    "self_attn", "self_attention", "attention", "attn", "linear_attn", "mamba", "mixer", "conv", "temporal_block", "self_att",
-    "multi_head_attention", "norm_attn_norm.attn",
-)  # fmt: skip
-MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_mlp", "mlp_block", "ff", "fc2")
+    "self_attn",
+    "self_attention",
+    "attention",
+    "attn",
+    "linear_attn",
+    "mamba",
+    "mixer",
+    "conv",
+    "temporal_block",
+    "self_att",
+    "multi_head_attention",
+    "norm_attn_norm.attn",
+)
+MLP = (
+    "mlp",
+    "feed_forward",
+    "ffn",
+    "block_sparse_moe",
+    "moe",
+    "shared_mlp",
+    "mlp_block",
+    "ff",
+    "fc2",
+)
 #: Of those that are a part of the layer itself: what reads the norm.
 LAST_OF_MLP = ("fc2",)
 #: Names of the list of decoder layers, below the decoder.
@@ -118,9 +148,14 @@ ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 #: What a branch is multiplied with before it is added to the stream, by the config.
 SCALES: tuple[Callable[[Any], float | None], ...] = (
     lambda config: getattr(config, "residual_multiplier", None),
-    lambda config: config.scale_depth / config.num_hidden_layers**0.5 if hasattr(config, "scale_depth") else None,
+    lambda config: (
+        config.scale_depth / config.num_hidden_layers**0.5
+        if hasattr(config, "scale_depth")
+        else None
+    ),
 )
-#: Sums of the same fp32 numbers in another order; what is no sum of them is off by more than a hundredth.
+#: Sums of the same fp32 numbers in another order; what is no sum of them is off by more than a
+#: hundredth.
 LAW = 1e-4
 
 
@@ -136,11 +171,14 @@ class _Call(NamedTuple):
     gives: torch.Tensor
 
 
-def _points(calls: list[_Call], before: torch.Tensor, after: torch.Tensor, scale: float) -> dict[str, Point]:
-    """Where the hook points are, found by what the layer computed: which sums are read, by whom, and what they are sums of.
+def _points(
+    calls: list[_Call], before: torch.Tensor, after: torch.Tensor, scale: float
+) -> dict[str, Point]:
+    """Where the hook points are, found by what the layer computed: which sums are read, by whom,
+    and what they are sums of.
 
-    `before`, `after`: the stream that enters and that leaves the layer; `scale`: what branches are multiplied with. Raises
-    UnknownLayerError.
+    `before`, `after`: the stream that enters and that leaves the layer; `scale`: what branches are
+    multiplied with. Raises UnknownLayerError.
     """
     found = {"pre_attn": Point("", "input"), "post_block": Point("", "output")}
     attention = [place for place, call in enumerate(calls) if call.path in ATTENTION]
@@ -154,7 +192,11 @@ def _points(calls: list[_Call], before: torch.Tensor, after: torch.Tensor, scale
         # A parallel residual has no sum of stream and attention alone.
         if branch is None or not _close(after, before + scale * (branch.gives + last.gives)):
             raise UnknownLayerError("the layer's output is not its input plus its branches")
-        found |= {"attn_out": Point(branch.path, "output"), "mlp_in": Point(first.path, "input"), "mlp_out": Point(last.path, "output")}
+        found |= {
+            "attn_out": Point(branch.path, "output"),
+            "mlp_in": Point(first.path, "input"),
+            "mlp_out": Point(last.path, "output"),
+        }
         return found
     assert reader is not None
     if attention and not _close(middle, before):
@@ -162,19 +204,29 @@ def _points(calls: list[_Call], before: torch.Tensor, after: torch.Tensor, scale
     if branch is not None and _close(middle, before + scale * branch.gives):
         found["attn_out"] = Point(branch.path, "output")
     end = middle + scale * last.gives
-    if len(mlp) == 1 and (_proportional(after, end) or any(_close(call.given, end) for call in calls)):
+    if len(mlp) == 1 and (
+        _proportional(after, end) or any(_close(call.given, end) for call in calls)
+    ):
         found["mlp_out"] = Point(last.path, "output")
     elif len(mlp) == 1 and not _close(after, last.gives):
         raise UnknownLayerError("the layer's output is not the stream plus the MLP's output")
     if reader is not first:
-        found["mlp_in"] = Point(reader.path, "output") if first.path in LAST_OF_MLP else Point(first.path, "input")
+        found["mlp_in"] = (
+            Point(reader.path, "output")
+            if first.path in LAST_OF_MLP
+            else Point(first.path, "input")
+        )
     return found
 
 
-def _mixer_only(branch: _Call | None, before: torch.Tensor, after: torch.Tensor, scale: float) -> dict[str, Point]:
+def _mixer_only(
+    branch: _Call | None, before: torch.Tensor, after: torch.Tensor, scale: float
+) -> dict[str, Point]:
     """Of a layer that is one branch."""
     if branch is None or not _close(after, before + scale * branch.gives):
-        raise UnknownLayerError("the layer has no MLP, and its output is not its input plus one mixer")
+        raise UnknownLayerError(
+            "the layer has no MLP, and its output is not its input plus one mixer"
+        )
     return {"attn_out": Point(branch.path, "output")}
 
 
@@ -184,11 +236,19 @@ def _middle(
     """The stream before the MLP's branch, and who reads it: the MLP, or the norm before it."""
     sums = [call.given for call in calls] + [after]
     for call in calls[: mlp + 1][::-1]:
-        end = call.given + scale * _normed(calls, mlp).gives if call.given.shape == before.shape else None
+        end = (
+            call.given + scale * _normed(calls, mlp).gives
+            if call.given.shape == before.shape
+            else None
+        )
         shared = len([1 for other in calls if other.path in MLP]) > 1 and "norm" in call.path
-        if call is not calls[mlp] and _close(after, calls[mlp].gives):  # the branches are given with the stream
+        if call is not calls[mlp] and _close(
+            after, calls[mlp].gives
+        ):  # the branches are given with the stream
             return call.given, call
-        if end is not None and (shared or _proportional(after, end) or any(_close(each, end) for each in sums)):
+        if end is not None and (
+            shared or _proportional(after, end) or any(_close(each, end) for each in sums)
+        ):
             return call.given, call
     return None, None
 
@@ -211,11 +271,16 @@ def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _proportional(left: torch.Tensor, right: torch.Tensor) -> bool:
     """A layer may multiply what it gives with a number."""
-    return left.shape == right.shape and _close(left, right * ((left * right).sum() / (right * right).sum()))
+    return left.shape == right.shape and _close(
+        left, right * ((left * right).sum() / (right * right).sum())
+    )
 
 
 class Reference:
-    """transformers on a checkpoint, in `dtype`. Raises UnknownLayerError where its layers are of no shape known here."""
+    """transformers on a checkpoint, in `dtype`.
+
+    Raises UnknownLayerError where its layers are of no shape known here.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32):
         self._model = load(path, dtype)
@@ -238,14 +303,20 @@ class Reference:
         for number, layer in enumerate(self._layers):
             for path, child in layer.named_modules():
                 if path and (path.count(".") == 0 or path in ATTENTION):
-                    handles.append(child.register_forward_hook(_recorder(path, calls[number]), with_kwargs=True))
+                    handles.append(
+                        child.register_forward_hook(
+                            _recorder(path, calls[number]), with_kwargs=True
+                        )
+                    )
             handles.append(layer.register_forward_hook(_ends(ends), with_kwargs=True))
         self._plain(torch.arange(20, 44), handles)
         if len(ends) != len(self._layers):
             raise UnknownLayerError(f"{len(ends)} layers run, of {len(self._layers)}")
         return [_points(made, *end, scale) for made, end in zip(calls, ends, strict=True)]
 
-    def _plain(self, token_ids: torch.Tensor, handles: list[Any], images: Mapping[str, Any] | None = None) -> Any:
+    def _plain(
+        self, token_ids: torch.Tensor, handles: list[Any], images: Mapping[str, Any] | None = None
+    ) -> Any:
         try:
             with torch.no_grad():
                 return self._model(input_ids=token_ids[None], use_cache=False, **(images or {}))
@@ -254,9 +325,14 @@ class Reference:
                 handle.remove()
 
     def rows(
-        self, token_ids: list[int], edits: Iterable[Edit] = (), at: str = "before", images: Mapping[str, Any] | None = None
+        self,
+        token_ids: list[int],
+        edits: Iterable[Edit] = (),
+        at: str = "before",
+        images: Mapping[str, Any] | None = None,
     ) -> dict[tuple[str, int], np.ndarray]:
-        """(hook, layer) → rows `[tokens, hidden]` float32, `before` or `after` the edits of that place.
+        """(hook, layer) → rows `[tokens, hidden]` float32, `before` or `after` the edits of that
+        place.
 
         `images`: what transformers' processor makes of a prompt's images, beside the token ids.
 
@@ -271,23 +347,36 @@ class Reference:
                 mine = [edit for edit in edits if (edit.hook, edit.layer) == (hook, number)]
                 look = _look(found, (hook, number), mine, at)
                 module = layer.get_submodule(point.path)
-                # Hooks of one module run in the order in which they are registered: that of `HOOKS`.
+                # Hooks of one module run in the order in which they are registered: that of
+                # `HOOKS`.
                 if point.side == "input":
-                    handles.append(module.register_forward_pre_hook(_on_input(look), with_kwargs=True))
+                    handles.append(
+                        module.register_forward_pre_hook(_on_input(look), with_kwargs=True)
+                    )
                 else:
                     handles.append(module.register_forward_hook(_on_output(look)))
-        self.logits = self._plain(torch.tensor(token_ids), handles, images).logits[0].float().numpy()
+        self.logits = (
+            self._plain(torch.tensor(token_ids), handles, images).logits[0].float().numpy()
+        )
         return found
 
-    def post_block(self, token_ids: list[int], edits: Iterable[Edit | tuple[Any, ...]] = ()) -> dict[int, np.ndarray]:
-        """Layer → stream leaving the block `[tokens, hidden]` float32, before this layer's own edits."""
+    def post_block(
+        self, token_ids: list[int], edits: Iterable[Edit | tuple[Any, ...]] = ()
+    ) -> dict[int, np.ndarray]:
+        """Layer → stream leaving the block `[tokens, hidden]` float32, before this layer's own
+        edits.
+        """
         rows = self.rows(token_ids, [Edit(*edit) for edit in edits])
         return {layer: values for (hook, layer), values in rows.items() if hook == "post_block"}
 
     def hidden_states(self, token_ids: list[int]) -> list[np.ndarray]:
-        """transformers' own `hidden_states`: what enters each layer, and what leaves the last after the final norm."""
+        """transformers' own `hidden_states`: what enters each layer, and what leaves the last after
+        the final norm.
+        """
         with torch.no_grad():
-            states = self._model(input_ids=torch.tensor([token_ids]), output_hidden_states=True, use_cache=False).hidden_states
+            states = self._model(
+                input_ids=torch.tensor([token_ids]), output_hidden_states=True, use_cache=False
+            ).hidden_states
         return [state[0].float().numpy() for state in states]
 
 
@@ -315,7 +404,13 @@ def _layer_list(model: torch.nn.Module, number: int) -> torch.nn.ModuleList:
 
 def _first(values: Any, named: Mapping[str, Any]) -> torch.Tensor | None:
     """What a module was given, or gives."""
-    first = values if isinstance(values, torch.Tensor) else values[0] if values else named.get("hidden_states")
+    first = (
+        values
+        if isinstance(values, torch.Tensor)
+        else values[0]
+        if values
+        else named.get("hidden_states")
+    )
     return first if isinstance(first, torch.Tensor) else None
 
 
@@ -342,7 +437,9 @@ def _ends(into: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
     return record
 
 
-def _look(found: dict[tuple[str, int], np.ndarray], place: tuple[str, int], edits: list[Edit], at: str) -> Callable[[torch.Tensor], None]:
+def _look(
+    found: dict[tuple[str, int], np.ndarray], place: tuple[str, int], edits: list[Edit], at: str
+) -> Callable[[torch.Tensor], None]:
     """Reads the rows and edits them in place: the layer keeps the same tensor as its residual."""
 
     def look(tensor: torch.Tensor) -> None:
@@ -352,7 +449,9 @@ def _look(found: dict[tuple[str, int], np.ndarray], place: tuple[str, int], edit
             found[place] = rows.float().numpy().copy()
         for edit in edits:
             where: Any = slice(None) if edit.positions is None else edit.positions
-            rows[where] = FORMULAS[edit.op](rows[where].float(), edit.rounded(rows.dtype)).to(rows.dtype)
+            rows[where] = FORMULAS[edit.op](rows[where].float(), edit.rounded(rows.dtype)).to(
+                rows.dtype
+            )
         if at == "after":
             found[place] = rows.float().numpy().copy()
 

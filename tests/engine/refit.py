@@ -1,6 +1,8 @@
-"""Certifies one loaded engine with many adapters, right and wrong: its hook sites are taken off and installed again for each.
+"""Certifies one loaded engine with many adapters, right and wrong: its hook sites are taken off and
+installed again for each.
 
-In the engine's process, whose one rank lives in it: see `nursery`. A new engine for each takes five times as long.
+In the engine's process, whose one rank lives in it: see `nursery`. A new engine for each takes five
+times as long.
 """
 
 import unittest.mock
@@ -13,10 +15,11 @@ from midstream.workers.runner.config import plane_config
 
 
 async def certify_with(engine: Any, fault: str) -> dict[str, Any]:
-    """The `certificate` of the adapter with this fault (of `faults`; empty: the right one), or `refused`: why no engine would start.
+    """The `certificate` of the adapter with this fault (of `faults`; empty: the right one), or
+    `refused`: why no engine would start.
 
-    Beside it `taps`, what the adapter says. The engine must have started with `certify=False`, and with `sweep_entry=False`, whose gate
-    is no site.
+    Beside it `taps`, what the adapter says. The engine must have started with `certify=False`, and
+    with `sweep_entry=False`, whose gate is no site.
     """
     llm = engine._llm
     worker = llm._core.model_executor.driver_worker.worker
@@ -47,6 +50,9 @@ def _install(worker: Any, fault: str) -> None:
     vars(model).pop("compute_logits", None)  # graded there
     msgspec.structs.replace(plane_config(), fault=fault).export()
     vllm = type(worker).__mro__[1]
-    with unittest.mock.patch.object(vllm, "load_model"), unittest.mock.patch.object(vllm, "initialize_from_config"):
+    with (
+        unittest.mock.patch.object(vllm, "load_model"),
+        unittest.mock.patch.object(vllm, "initialize_from_config"),
+    ):
         worker.load_model()
         worker.initialize_from_config()

@@ -1,4 +1,7 @@
-"""Attention patterns of captured queries and keys are transformers' eager attentions. Real vLLM, tiny models in fp32."""
+"""Attention patterns of captured queries and keys are transformers' eager attentions.
+
+Real vLLM, tiny models in fp32.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -29,8 +32,21 @@ from midstream.schemas.tensors import from_numpy
 #: Of the tiny models whose heads have a width of their own.
 HEADS, HEAD_DIM = 4, 32
 QUERIES_AND_KEYS = CaptureSpec(hooks={"q": "all", "k": "all"}, positions="all", at="after")
-#: Every kind that is served: plain, window in all or in some layers, softcap, sinks, chunks, fused projections, the Transformers backend.
-FAMILIES = ["mistral", "gemma2", "gemma3", "gpt2", "phi3", "qwen3", "olmo2", "gpt-oss", "llama4", "cohere2", "granite"]
+#: Every kind that is served: plain, window in all or in some layers, softcap, sinks, chunks, fused
+#: projections, the Transformers backend.
+FAMILIES = [
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "phi3",
+    "qwen3",
+    "olmo2",
+    "gpt-oss",
+    "llama4",
+    "cohere2",
+    "granite",
+]
 
 
 def transformers_patterns(path: Path, tokens: Sequence[int]) -> list[np.ndarray]:
@@ -42,43 +58,71 @@ def transformers_patterns(path: Path, tokens: Sequence[int]) -> list[np.ndarray]
 
 @cache
 def _eager(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def captured(
-    host: Host, *prompts: list[int], spec: CaptureSpec = QUERIES_AND_KEYS, max_tokens: int = 4, patch: Sequence[PatchSpec] = ()
+    host: Host,
+    *prompts: list[int],
+    spec: CaptureSpec = QUERIES_AND_KEYS,
+    max_tokens: int = 4,
+    patch: Sequence[PatchSpec] = (),
 ) -> list[tuple[CaptureReader, list[int]]]:
     """Of each prompt, run together: its capture, and its tokens with those generated."""
     info = msgspec.convert(host.info, ModelInfo)
     jobs = []
     for prompt in prompts:
         bounds = Bounds(info, [PromptFacts(len(prompt))], max_tokens)
-        job = host.job(prompt, max_tokens=max_tokens, steering=host.patches(patch, bounds) if patch else None)
+        job = host.job(
+            prompt, max_tokens=max_tokens, steering=host.patches(patch, bounds) if patch else None
+        )
         jobs.append(msgspec.structs.replace(job, captures=resolve_captures(spec, bounds)))
     outputs = host.run(*jobs)
-    return [(host.capture(job), [*prompt, *outputs[job.id][0].token_ids]) for job, prompt in zip(jobs, prompts, strict=True)]
+    return [
+        (host.capture(job), [*prompt, *outputs[job.id][0].token_ids])
+        for job, prompt in zip(jobs, prompts, strict=True)
+    ]
 
 
 def largest_error(reader: CaptureReader, tokens: Sequence[int], path: Path) -> float:
-    """Over all layers and heads, of every query's attention to every key. The last token was never fed back."""
+    """Over all layers and heads, of every query's attention to every key.
+
+    The last token was never fed back.
+    """
     expected = transformers_patterns(path, tokens[:-1])
-    return max(float(np.abs(reader.attention(layer) - pattern).max()) for layer, pattern in enumerate(expected))
+    return max(
+        float(np.abs(reader.attention(layer) - pattern).max())
+        for layer, pattern in enumerate(expected)
+    )
 
 
 @pytest.mark.parametrize("engine", ["v1", "tp2", "pp2"])
-def test_the_model_reports_how_its_layers_attend(engine: str, request: pytest.FixtureRequest) -> None:
+def test_the_model_reports_how_its_layers_attend(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
     """Once for the whole model, whatever its ranks hold."""
     host: Host = request.getfixturevalue(engine)
     (kind,) = host.info["attention"]
     assert kind == {
-        name: getattr(AttentionKind(layers=list(range(LAYERS)), heads=HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5), name)
+        name: getattr(
+            AttentionKind(
+                layers=list(range(LAYERS)), heads=HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5
+            ),
+            name,
+        )
         for name in kind
     }
 
 
 @pytest.mark.parametrize("engine", ["v1", "cached", "v2", "compiled", "tp2", "pp2"])
-def test_patterns_are_transformers_on_every_engine(engine: str, llama: Path, qwen3: Path, request: pytest.FixtureRequest) -> None:
-    """Of prompts in one batch, prefilled in chunks where steps are short; a second time with a cached prefix where there is one."""
+def test_patterns_are_transformers_on_every_engine(
+    engine: str, llama: Path, qwen3: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of prompts in one batch, prefilled in chunks where steps are short; a second time with a
+    cached prefix where there is one.
+    """
     host: Host = request.getfixturevalue(engine)
     path = qwen3 if engine in ("tp2", "pp2") else llama
     long, short = prompt_of(140), prompt_of(12, seed=5)
@@ -90,9 +134,16 @@ def test_patterns_are_transformers_on_every_engine(engine: str, llama: Path, qwe
 def test_a_pattern_needs_the_keys_that_its_queries_see(v1: Host) -> None:
     spec = msgspec.structs.replace(QUERIES_AND_KEYS, positions="all_generated")
     ((reader, _),) = captured(v1, prompt_of(9), spec=spec)
-    with pytest.raises(MidstreamError, match="the query of position 9 sees keys 0-9, of which 0-8 were not captured"):
+    with pytest.raises(
+        MidstreamError,
+        match="the query of position 9 sees keys 0-9, of which 0-8 were not captured",
+    ):
         reader.attention(1)
-    ((reader, _),) = captured(v1, prompt_of(9), spec=msgspec.structs.replace(QUERIES_AND_KEYS, hooks={"q": "all", "k": [2]}))
+    ((reader, _),) = captured(
+        v1,
+        prompt_of(9),
+        spec=msgspec.structs.replace(QUERIES_AND_KEYS, hooks={"q": "all", "k": [2]}),
+    )
     assert attention_of(reader).layers == [2]
     with pytest.raises(MidstreamError, match="layer 1 was not captured at k"):
         reader.attention(1)
@@ -101,10 +152,22 @@ def test_a_pattern_needs_the_keys_that_its_queries_see(v1: Host) -> None:
 def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_so(
     cached: Host, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers, the higher with the values that the lower gives it, beside an edit of values; and the same prompt without it."""
-    rng, prompt, lowest, edited = np.random.default_rng(4), prompt_of(150, seed=9), 1, np.full(64, 0.5, np.float32)
-    patterns = {place: np.tril(rng.uniform(0, 0.2, (150, 150))) for place in ((1, 1), (1, 2), (1, 3), (2, 0))}
-    patches = [PatchSpec(layers=1, hook="v", positions=[7], source=PatchSource(vector=from_numpy(edited)))]
+    """Of two layers, the higher with the values that the lower gives it, beside an edit of values;
+    and the same prompt without it.
+    """
+    rng, prompt, lowest, edited = (
+        np.random.default_rng(4),
+        prompt_of(150, seed=9),
+        1,
+        np.full(64, 0.5, np.float32),
+    )
+    patterns = {
+        place: np.tril(rng.uniform(0, 0.2, (150, 150)))
+        for place in ((1, 1), (1, 2), (1, 3), (2, 0))
+    }
+    patches = [
+        PatchSpec(layers=1, hook="v", positions=[7], source=PatchSource(vector=from_numpy(edited)))
+    ]
     for layer, wanted in by_layer(patterns, {}).items():
         values = CaptureSpec(hooks={"q": [layer], "v": [layer]}, positions="all_prompt", at="after")
         ((reader, _),) = captured(cached, prompt, spec=values, patch=patches)
@@ -114,19 +177,32 @@ def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_s
     ((plain, _),) = captured(cached, prompt, spec=outputs)
     eager = modeling_llama.eager_attention_forward
 
-    def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> Any:
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
         if module.layer_idx == 1:
             value = value.clone()
             value[0, :, 7] = torch.from_numpy(edited).view(2, HEAD_DIM)
         given, weights = eager(module, query, key, value, *rest, **more)
         for (of, head), pattern in patterns.items():
             if module.layer_idx == of:
-                given[0, :, head] = torch.from_numpy(pattern).float() @ value[0, head * value.shape[1] // query.shape[1]]
+                given[0, :, head] = (
+                    torch.from_numpy(pattern).float()
+                    @ value[0, head * value.shape[1] // query.shape[1]]
+                )
         return given, weights
 
     def rows() -> list[np.ndarray]:
         kept: list[np.ndarray] = []
-        hooks = [each.register_forward_hook(lambda *call: kept.append(_first(call[2])[0].numpy())) for each in _eager(llama).model.layers]
+        hooks = [
+            each.register_forward_hook(lambda *call: kept.append(_first(call[2])[0].numpy()))
+            for each in _eager(llama).model.layers
+        ]
         with torch.no_grad():
             _eager(llama)(torch.tensor([prompt]))
         for hook in hooks:
@@ -147,10 +223,19 @@ def _first(output: Any) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
-def test_patterns_of_a_family_are_transformers(name: str, nurseries: Callable, tmp_path: Path) -> None:
+def test_patterns_of_a_family_are_transformers(
+    name: str, nurseries: Callable, tmp_path: Path
+) -> None:
     """Prompts longer than the windows and chunks of the tiny models."""
     path = checkpoint(name, tmp_path / name)
-    host = nurseries("v1").host(tmp_path / "engine", path, max_model_len=128, block_size=32, enforce_eager=True, hooks="all,inside")
+    host = nurseries("v1").host(
+        tmp_path / "engine",
+        path,
+        max_model_len=128,
+        block_size=32,
+        enforce_eager=True,
+        hooks="all,inside",
+    )
     try:
         for reader, tokens in captured(host, prompt_of(60), prompt_of(7, seed=2)):
             assert largest_error(reader, tokens, path) <= FP32_ATTENTION

@@ -1,4 +1,6 @@
-"""A checkpoint that cannot be served right is refused with what is wrong and what to do, before its weights are read."""
+"""A checkpoint that cannot be served right is refused with what is wrong and what to do, before its
+weights are read.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,13 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(model: Path, folder: Path, **options: object) -> MidstreamError:
-    settings = Settings(model=str(model), data_dir=str(folder / "data"), dtype="float32", max_model_len=64, engine_options=options)
+    settings = Settings(
+        model=str(model),
+        data_dir=str(folder / "data"),
+        dtype="float32",
+        max_model_len=64,
+        engine_options=options,
+    )
     with pytest.raises(MidstreamError) as caught:
         asyncio.run(VllmEngine(settings).start())
     return caught.value
@@ -51,13 +59,18 @@ def test_a_config_that_is_no_json_object_is_refused(llama: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("said", [LAYERS - 1, LAYERS + 1])
-def test_a_config_that_lies_about_its_layers_is_refused(llama: Path, tmp_path: Path, said: int) -> None:
+def test_a_config_that_lies_about_its_layers_is_refused(
+    llama: Path, tmp_path: Path, said: int
+) -> None:
     error = refusal(changed(copied(tmp_path, llama), num_hidden_layers=said), tmp_path)
     assert f"the config says {said} layers, and the weights have {LAYERS}" in error.detail
 
 
 def test_an_override_that_lies_about_the_layers_is_refused_too(llama: Path, tmp_path: Path) -> None:
-    assert "the config says 2 layers" in refusal(llama, tmp_path, hf_overrides={"num_hidden_layers": 2}).detail
+    assert (
+        "the config says 2 layers"
+        in refusal(llama, tmp_path, hf_overrides={"num_hidden_layers": 2}).detail
+    )
 
 
 def test_weights_that_cannot_be_read_are_named(llama: Path, tmp_path: Path) -> None:
@@ -87,4 +100,7 @@ def test_an_index_of_weights_is_read_in_place_of_the_files(llama: Path, tmp_path
 
 
 def test_an_option_that_does_not_exist_is_refused(llama: Path, tmp_path: Path) -> None:
-    assert "did you mean 'trust_remote_code'?" in refusal(llama, tmp_path, trust_remote_cod=True).detail
+    assert (
+        "did you mean 'trust_remote_code'?"
+        in refusal(llama, tmp_path, trust_remote_cod=True).detail
+    )

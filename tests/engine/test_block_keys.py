@@ -1,4 +1,6 @@
-"""Which epoch of the prefix cache is a request hashed for? vLLM's own request and hash functions, our scheduler, no engine."""
+"""Which epoch of the prefix cache is a request hashed for? vLLM's own request and hash functions,
+our scheduler, no engine.
+"""
 
 import importlib
 from types import ModuleType, SimpleNamespace
@@ -16,7 +18,8 @@ BLOCK = 16
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(process, "die_with_parent", lambda: None)  # of an engine's processes; this one is the tests'
+    # of an engine's processes; this one is the tests'
+    monkeypatch.setattr(process, "die_with_parent", lambda: None)
     module = importlib.import_module("midstream.workers.runner.scheduler")
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
@@ -26,14 +29,22 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def request(number: int, digest: str, salt: str | None = None) -> Any:
-    """As vLLM makes one of what a client sends, four blocks long: in a thread of its own, ahead of the scheduler."""
+    """As vLLM makes one of what a client sends, four blocks long: in a thread of its own, ahead of
+    the scheduler.
+    """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.request import Request
 
     spec = RankSpec(
-        version="v", job="j", request=number, attempt=1, prompt_tokens=64, digest=digest, first_affected=BLOCK if digest else -1
+        version="v",
+        job="j",
+        request=number,
+        attempt=1,
+        prompt_tokens=64,
+        digest=digest,
+        first_affected=BLOCK if digest else -1,
     )
     params = SamplingParams(max_tokens=1, extra_args={"midstream": msgspec.to_builtins(spec)})
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
@@ -46,7 +57,11 @@ def scheduler_of(module: ModuleType) -> Any:
 
         def __init__(self) -> None:
             self.requests: dict[str, Any] = {}
-            self._midstream_rows, self._midstream_capturing, self._midstream_bases = RowIndex(0, 1, BLOCK), {}, {}
+            self._midstream_rows, self._midstream_capturing, self._midstream_bases = (
+                RowIndex(0, 1, BLOCK),
+                {},
+                {},
+            )
             self._midstream_came: dict[str, Any] = {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
             self._midstream_probes = module.ProbeNews()
@@ -64,14 +79,29 @@ def scheduler_of(module: ModuleType) -> Any:
 
 
 @pytest.mark.parametrize("when", ["it is on its way", "it waits", "before it comes"])
-def test_blocks_from_before_a_cache_reset_serve_no_request(scheduler: ModuleType, when: str) -> None:  # field case 13
+def test_blocks_from_before_a_cache_reset_serve_no_request(
+    scheduler: ModuleType, when: str
+) -> None:
+    # field case 13
     ours, former = scheduler_of(scheduler), request(1, "d")
     ours.add_request(former)
     old = list(former.block_hashes)
     steps = {
-        "it is on its way": lambda: (later := request(2, "d"), ours.reset_prefix_cache(), ours.add_request(later)),
-        "it waits": lambda: (later := request(2, "d"), ours.add_request(later), ours.reset_prefix_cache()),
-        "before it comes": lambda: (ours.reset_prefix_cache(), later := request(2, "d"), ours.add_request(later)),
+        "it is on its way": lambda: (
+            later := request(2, "d"),
+            ours.reset_prefix_cache(),
+            ours.add_request(later),
+        ),
+        "it waits": lambda: (
+            later := request(2, "d"),
+            ours.add_request(later),
+            ours.reset_prefix_cache(),
+        ),
+        "before it comes": lambda: (
+            ours.reset_prefix_cache(),
+            later := request(2, "d"),
+            ours.add_request(later),
+        ),
     }
     steps[when]()
     hashes = ours.requests["2"].block_hashes
@@ -85,7 +115,9 @@ def test_blocks_after_a_non_finite_row_are_not_shared(scheduler: ModuleType, dig
     evicted: list[int] = []
     blocks = [SimpleNamespace(block_id=number) for number in range(4)]
     group = SimpleNamespace(block_size=BLOCK, req_to_blocks={"1": blocks})
-    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[group]), evict_blocks=evicted.extend)
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[group]), evict_blocks=evicted.extend
+    )
     ours, mine, other = scheduler_of(scheduler), request(1, digest), request(2, digest)
     ours._midstream_quarantine = quarantine = scheduler.Quarantine(manager)
     ours.add_request(mine)
@@ -110,8 +142,12 @@ def test_plain_requests_share_blocks_in_every_epoch(scheduler: ModuleType) -> No
 
 
 @pytest.mark.parametrize("digest", ["", "d"])
-def test_prefix_blocks_are_not_shared_across_tenants_in_tenant_scope(scheduler: ModuleType, digest: str) -> None:
-    one, same, other, unsalted = (request(number, digest, salt) for number, salt in enumerate(("a", "a", "b", None)))
+def test_prefix_blocks_are_not_shared_across_tenants_in_tenant_scope(
+    scheduler: ModuleType, digest: str
+) -> None:
+    one, same, other, unsalted = (
+        request(number, digest, salt) for number, salt in enumerate(("a", "a", "b", None))
+    )
     assert one.block_hashes == same.block_hashes
     assert not set(one.block_hashes) & set(other.block_hashes)
     assert not set(one.block_hashes) & set(unsalted.block_hashes)

@@ -1,4 +1,6 @@
-"""Does the certification run prove right adapters on the real engine, and refuse wrong ones by name?"""
+"""Does the certification run prove right adapters on the real engine, and refuse wrong ones by
+name?
+"""
 
 import itertools
 import re
@@ -17,13 +19,19 @@ from midstream.schemas.base import from_json
 from midstream.schemas.certificates import Certificate
 from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
 
-SMALL: dict[str, Any] = {"certify": True, "max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.125}
+SMALL: dict[str, Any] = {
+    "certify": True,
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "kv_cache_gib": 0.125,
+}
 #: The stream is one tensor there, not a pair whose sum it is.
 ONE_TENSOR = frozenset(
     {"gpt2", "gpt-neox", "gpt-neox-sequential", "olmo", "olmo2", "opt", "smollm3", "starcoder2"}
     | {"gemma4", "olmo3", "granite", "granite4", "cohere2", "falcon-h1"}
 )
-#: Its layers are one branch each, of two kinds, so no hook reads it alone; half of the pair is the branch.
+#: Its layers are one branch each, of two kinds, so no hook reads it alone; half of the pair is the
+#: branch.
 NO_BRANCH = frozenset({"nemotron-h"})
 
 
@@ -34,13 +42,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(nursery: Nursery, folder: Path) -> Iterator[Callable[..., Host]]:
-    """Start an engine that certifies a checkpoint, unless the settings say otherwise, with a fault. Each ends with its test."""
+    """Start an engine that certifies a checkpoint, unless the settings say otherwise, with a fault.
+
+    Each ends with its test.
+    """
     started: list[Host] = []
 
-    def begin(name: str | Path, fault: str = "", env: dict[str, str] | None = None, **settings: Any) -> Host:
+    def begin(
+        name: str | Path, fault: str = "", env: dict[str, str] | None = None, **settings: Any
+    ) -> Host:
         number = len(list(folder.glob("engine-*")))
         path = name if isinstance(name, Path) else checkpoint(name, folder / name)
-        host = nursery.host(folder / f"engine-{number}", path, env, fault=fault, **(SMALL | settings))
+        host = nursery.host(
+            folder / f"engine-{number}", path, env, fault=fault, **(SMALL | settings)
+        )
         started.append(host)
         return host
 
@@ -56,15 +71,33 @@ def certificate_of(host: Host) -> Certificate:
     return made
 
 
-def test_what_is_unproven_is_in_the_certificate_and_every_manifest(start: Callable[..., Host]) -> None:
-    """A hook whose neighbours are not installed, and an option with which rows were not compared."""
-    host = start("llama", hooks="attn_out", engine_options={"max_logprobs": 7}, engine_unproven=True)
+def test_what_is_unproven_is_in_the_certificate_and_every_manifest(
+    start: Callable[..., Host],
+) -> None:
+    """A hook whose neighbours are not installed, and an option with which rows were not
+    compared.
+    """
+    host = start(
+        "llama", hooks="attn_out", engine_options={"max_logprobs": 7}, engine_unproven=True
+    )
     made = certificate_of(host)
-    assert (made.proven, list(made.unproven), host.info["hooks"]) == ([], ["attn_out"], ["attn_out"])
+    assert (made.proven, list(made.unproven), host.info["hooks"]) == (
+        [],
+        ["attn_out"],
+        ["attn_out"],
+    )
     assert ["max_logprobs=7" in caveat for caveat in made.caveats] == [True, False, True]
-    assert made.caveats[1] == "attn_out is unproven: the setting hooks leaves out what would prove it"
-    assert made.caveats[2].startswith("not compared with transformers: options of vLLM that are not proven")
-    host.run(job := host.job(prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt", hook="attn_out")))
+    assert (
+        made.caveats[1] == "attn_out is unproven: the setting hooks leaves out what would prove it"
+    )
+    assert made.caveats[2].startswith(
+        "not compared with transformers: options of vLLM that are not proven"
+    )
+    host.run(
+        job := host.job(
+            prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt", hook="attn_out")
+        )
+    )
     assert host.capture(job).manifest(0).caveats == host.info["caveats"] == made.caveats
 
 
@@ -75,13 +108,34 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     assert all(law.ok for law in made.laws)
     assert compared(made) == dict.fromkeys([*HOOKS, "logits"], True)
     names = " ".join(law.law for law in made.laws)
-    wanted = ["post_block = post_attn + mlp_out", "[L+1]", "MLP(mlp_in)", "embedding", "EAGLE-3", "chunked", "decoding", "mixed"]
+    wanted = [
+        "post_block = post_attn + mlp_out",
+        "[L+1]",
+        "MLP(mlp_in)",
+        "embedding",
+        "EAGLE-3",
+        "chunked",
+        "decoding",
+        "mixed",
+    ]
     assert [want for want in wanted if want not in names] == []
-    assert {law.checked for law in made.laws if law.law.startswith("post_attn = pre_attn")} == {LAYERS}
+    assert {law.checked for law in made.laws if law.law.startswith("post_attn = pre_attn")} == {
+        LAYERS
+    }
     status = host.call("midstream_status")[0]
-    assert [status[name] for name in ("rows_used", "vectors", "actions", "epoch", "requests", "outbox", "captured_rows", "token_rows")] == [
-        0
-    ] * 8
+    assert [
+        status[name]
+        for name in (
+            "rows_used",
+            "vectors",
+            "actions",
+            "epoch",
+            "requests",
+            "outbox",
+            "captured_rows",
+            "token_rows",
+        )
+    ] == [0] * 8
     assert host.all_receipts() == []
     assert not host.root.exists() or not any(host.root.iterdir())
     host.run(job := host.job(prompt_of(20), max_tokens=3, capture=capture_of([0, 3], "all")))
@@ -93,11 +147,17 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     [
         ("llama", "shift_attn_out", {"attn_out"}),
         ("gpt2", "branch_post_attn", {"post_attn", "attn_out"}),
-        pytest.param("granite4", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long),  # whose MLP has two parts, and no `mlp_out`
+        pytest.param(
+            "granite4", "shift_mlp_in", {"mlp_in"}, marks=pytest.mark.long
+        ),  # whose MLP has two parts, and no `mlp_out`
     ],
 )
-def test_a_wrong_hook_is_absent_with_its_reason(start: Callable[..., Host], name: str, fault: str, absent: set[str]) -> None:
-    host = start(name, fault, enable_prefix_caching=name not in FAMILIES)  # vLLM caches the states of Mamba otherwise
+def test_a_wrong_hook_is_absent_with_its_reason(
+    start: Callable[..., Host], name: str, fault: str, absent: set[str]
+) -> None:
+    host = start(
+        name, fault, enable_prefix_caching=name not in FAMILIES
+    )  # vLLM caches the states of Mamba otherwise
     made = certificate_of(host)
     assert made.absent.keys() == absent
     assert not absent & set(host.info["hooks"])
@@ -113,11 +173,22 @@ def test_a_wrong_stream_keeps_the_engine_from_starting(start: Callable[..., Host
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [*CHECKPOINTS, *FAMILIES])
-def test_every_wrong_adapter_of_every_family_is_refused(start: Callable[..., Host], name: str) -> None:
-    """Each hook that the right adapter proves is made wrong in each way: then it is absent, or no engine starts."""
+def test_every_wrong_adapter_of_every_family_is_refused(
+    start: Callable[..., Host], name: str
+) -> None:
+    """Each hook that the right adapter proves is made wrong in each way: then it is absent, or no
+    engine starts.
+    """
     dtype = "bfloat16" if name in BF16_ONLY else "float32"
-    options = SMALL | {"certify": False, "sweep_entry": False, "enable_prefix_caching": False, "dtype": dtype}
-    host = start(name, env=CHANGED.get(name), **options, **({"block_size": 32} if name in FAMILIES else {}))
+    options = SMALL | {
+        "certify": False,
+        "sweep_entry": False,
+        "enable_prefix_caching": False,
+        "dtype": dtype,
+    }
+    host = start(
+        name, env=CHANGED.get(name), **options, **({"block_size": 32} if name in FAMILIES else {})
+    )
     right = host.call("certify_with", "")
     hooks, served, tried = right["certificate"]["proven"], [], set()
     for wrong, hook in itertools.product(("shift", "branch", "half"), hooks):
@@ -130,35 +201,80 @@ def test_every_wrong_adapter_of_every_family_is_refused(start: Callable[..., Hos
         if "refused" not in made and hook not in made["certificate"]["absent"]:
             served.append((wrong, hook))
     assert served == []
-    assert tried == {"shift", "branch", "half"} - ({"branch"} if name in NO_BRANCH else set()) - ({"half"} if name in ONE_TENSOR else set())
+    assert tried == {"shift", "branch", "half"} - ({"branch"} if name in NO_BRANCH else set()) - (
+        {"half"} if name in ONE_TENSOR else set()
+    )
     assert host.call("certify_with", "")["certificate"]["proven"] == hooks
 
 
 def compared(made: Certificate) -> dict[str, bool]:
     """Hook, or `logits` → whether its rows are transformers'."""
-    return {law.law.removesuffix(" = transformers'"): law.ok for law in made.laws if law.law.endswith("transformers'")}
+    return {
+        law.law.removesuffix(" = transformers'"): law.ok
+        for law in made.laws
+        if law.law.endswith("transformers'")
+    }
 
 
 @pytest.mark.parametrize(
     ("architecture", "change", "hook", "dtype"),
     [
         ("OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "float32"),
-        pytest.param("OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "bfloat16", marks=pytest.mark.long),
-        pytest.param("OlmoeForCausalLM", {"norm_topk_prob": True}, "mlp_out", "float32", marks=pytest.mark.long),
-        pytest.param("StableLmForCausalLM", {"hidden_act": "relu"}, "mlp_out", "float32", marks=pytest.mark.long),
-        pytest.param("GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "float32", marks=pytest.mark.long),
-        pytest.param("GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "bfloat16", marks=pytest.mark.long),
-        pytest.param("FalconH1ForCausalLM", {"time_step_limit": [0.0, 0.01]}, "post_attn", "float32", marks=pytest.mark.long),
+        pytest.param(
+            "OlmoeForCausalLM", {"clip_qkv": 0.5}, "attn_out", "bfloat16", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "OlmoeForCausalLM",
+            {"norm_topk_prob": True},
+            "mlp_out",
+            "float32",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "StableLmForCausalLM",
+            {"hidden_act": "relu"},
+            "mlp_out",
+            "float32",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "GptOssForCausalLM", {"swiglu_limit": 0.3}, "mlp_out", "float32", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "GptOssForCausalLM",
+            {"swiglu_limit": 0.3},
+            "mlp_out",
+            "bfloat16",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "FalconH1ForCausalLM",
+            {"time_step_limit": [0.0, 0.01]},
+            "post_attn",
+            "float32",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_checkpoint_that_vllm_computes_otherwise_is_refused(
-    start: Callable[..., Host], folder: Path, architecture: str, change: dict[str, Any], hook: str, dtype: str
+    start: Callable[..., Host],
+    folder: Path,
+    architecture: str,
+    change: dict[str, Any],
+    hook: str,
+    dtype: str,
 ) -> None:
-    """The laws hold: without the comparison it is served, with a caveat and other numbers. See also `perturbed`."""
+    """The laws hold: without the comparison it is served, with a caveat and other numbers.
+
+    See also `perturbed`.
+    """
     path = configs.checkpoint(architecture, folder / f"{architecture}-{'-'.join(change)}", **change)
     options: dict[str, Any] = {"dtype": dtype, "block_size": 32, "enable_prefix_caching": False}
     name, value = next(iter(change.items()))
-    wrong = rf"{hook} of layer \d differs from transformers' by .*not transformers' defaults: .*{name}={re.escape(repr(value))}"
+    wrong = (
+        rf"{hook} of layer \d differs from transformers' by .*not transformers' "
+        rf"defaults: .*{name}={re.escape(repr(value))}"
+    )
     with pytest.raises(AssertionError, match=wrong):
         start(path, **options)
     served = start(path, compare="off", **options)
@@ -169,10 +285,17 @@ def test_a_checkpoint_that_vllm_computes_otherwise_is_refused(
 def test_what_cannot_be_compared_is_a_caveat_or_a_refusal(start: Callable[..., Host]) -> None:
     small = {"compare_memory_gib": 1e-6}
     host = start("llama", **small)
-    assert [caveat for caveat in certificate_of(host).caveats if "not compared with transformers: its first layer" in caveat]
+    assert [
+        caveat
+        for caveat in certificate_of(host).caveats
+        if "not compared with transformers: its first layer" in caveat
+    ]
     host.run(job := host.job(prompt_of(9), max_tokens=1, capture=capture_of([0], "all_prompt")))
     assert host.capture(job).manifest(0).caveats == host.info["caveats"]
-    with pytest.raises(AssertionError, match=r"cannot be compared with transformers .setting compare=require.: its first layer"):
+    with pytest.raises(
+        AssertionError,
+        match=r"cannot be compared with transformers .setting compare=require.: its first layer",
+    ):
         start("llama", compare="require", **small)
 
 
@@ -185,7 +308,9 @@ def test_an_engine_that_was_not_certified_says_so(start: Callable[..., Host]) ->
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt-neox", "olmo2", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt2", "gpt-neox", "olmo2", "mixtral", "qwen3-moe"]
+)
 def test_every_family_is_proven_in_bf16(start: Callable[..., Host], name: str) -> None:
     made = certificate_of(start(name, dtype="bfloat16"))
     assert (made.absent, [law for law in made.laws if not law.ok]) == ({}, [])
@@ -201,18 +326,28 @@ def test_a_compiled_forward_is_proven(start: Callable[..., Host]) -> None:
 
 @pytest.mark.matrix
 def test_few_steering_rows_and_blocks_are_enough(start: Callable[..., Host]) -> None:
-    made = certificate_of(start("llama", steering_rows=2, num_gpu_blocks=4, max_num_batched_tokens=32))
+    made = certificate_of(
+        start("llama", steering_rows=2, num_gpu_blocks=4, max_num_batched_tokens=32)
+    )
     assert made.absent == {}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
-def test_ranks_are_proven_together(way: dict[str, int], qwen3: Path, two_ranks: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
+)
+def test_ranks_are_proven_together(
+    way: dict[str, int], qwen3: Path, two_ranks: None, tmp_path: Path
+) -> None:
     host = Host(tmp_path, qwen3, **(SMALL | way))
     try:
         made = certificate_of(host)
         assert compared(made) == dict.fromkeys([*HOOKS, "logits"], True)
-        assert (made.absent, made.tp, made.pp) == ({}, way.get("tensor_parallel_size", 1), way.get("pipeline_parallel_size", 1))
+        assert (made.absent, made.tp, made.pp) == (
+            {},
+            way.get("tensor_parallel_size", 1),
+            way.get("pipeline_parallel_size", 1),
+        )
         (boundary,) = (law for law in made.laws if law.law == "pre_attn[L+1] = post_block[L]")
         assert boundary.checked == LAYERS - 1, "those between stages are among them"
         assert host.call("same_content")
@@ -222,9 +357,18 @@ def test_ranks_are_proven_together(way: dict[str, int], qwen3: Path, two_ranks: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
-def test_ranks_that_compute_otherwise_are_refused(way: dict[str, int], two_ranks: None, tmp_path: Path) -> None:
-    path = configs.checkpoint("StableLmForCausalLM", tmp_path / "stablelm", hidden_act="relu")  # vLLM's OLMoE does not run on two ranks
+@pytest.mark.parametrize(
+    "way", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"]
+)
+def test_ranks_that_compute_otherwise_are_refused(
+    way: dict[str, int], two_ranks: None, tmp_path: Path
+) -> None:
+    path = configs.checkpoint(
+        "StableLmForCausalLM", tmp_path / "stablelm", hidden_act="relu"
+    )  # vLLM's OLMoE does not run on two ranks
     (directory := tmp_path / "engine").mkdir()
-    with pytest.raises(AssertionError, match=r"mlp_out of layer 0 differs from transformers' by .*hidden_act='relu'"):
+    with pytest.raises(
+        AssertionError,
+        match=r"mlp_out of layer 0 differs from transformers' by .*hidden_act='relu'",
+    ):
         Host(directory, path, **(SMALL | way))

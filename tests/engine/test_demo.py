@@ -12,12 +12,22 @@ from midstream.client import CaptureReader
 from midstream.client.cli.demo import FACTS, HIDDEN_SIZE, NUM_LAYERS
 
 CLAIMS = (
-    "6/6 captures complete", "Paris", "registered as module sea", "along the direction", "no process left behind", "Try next",
-    "300 cells, each confirmed by every rank", "; 0 skipped", "unpatched, the model answers Paris for one prompt and Rome for the other",
-)  # fmt: skip
+    "6/6 captures complete",
+    "Paris",
+    "registered as module sea",
+    "along the direction",
+    "no process left behind",
+    "Try next",
+    "300 cells, each confirmed by every rank",
+    "; 0 skipped",
+    "unpatched, the model answers Paris for one prompt and Rome for the other",
+)
 #: The first prompt's subject and its last token are the rows of the heatmap that carry the answer.
 ROWS = re.compile(r"^  osse 2 +[▆▇█]{8}.*▁{8}$\n(?:.*\n)*^  of 9 +▁{8}.*[▆▇█]{8}$", re.MULTILINE)
-AGREED = re.compile(r"determinism: consistent, 1 rank in 1 stage of 1 worker, checksum [0-9a-f]{16} over [1-9]\d* actions")
+AGREED = re.compile(
+    r"determinism: consistent, 1 rank in 1 stage of 1 worker, checksum [0-9a-f]{16} "
+    r"over [1-9]\d* actions"
+)
 
 
 # field case 19
@@ -27,7 +37,9 @@ def test_the_demo_runs_from_the_wheel_and_leaves_valid_files(tmp_path: Path) -> 
     wheel = wheel_kit.built(wheel_kit.exported(tmp_path / "source"), tmp_path / "wheel")
     shutil.rmtree(tmp_path / "source")
     python = wheel_kit.borrowing(tmp_path / "env", wheel)
-    said = wheel_kit.run(python.parent / "midstream", "demo", "--data", tmp_path / "kept", cwd=tmp_path)
+    said = wheel_kit.run(
+        python.parent / "midstream", "demo", "--data", tmp_path / "kept", cwd=tmp_path
+    )
     assert "✗" not in said
     for claim in CLAIMS:
         assert claim in said

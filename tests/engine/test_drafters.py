@@ -1,4 +1,7 @@
-"""With every drafter, tokens, rows, edits and receipts are those of a request without drafts. fp32."""
+"""With every drafter, tokens, rows, edits and receipts are those of a request without drafts.
+
+fp32.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -39,7 +42,10 @@ TARGETS: dict[str, Callable[[Path], Path]] = {
 USUAL = ("v1", "eagle3")
 WAYS = [
     pytest.param(way, id="-".join(way), marks=[] if way == USUAL else [pytest.mark.matrix])
-    for way in [*((runner, name) for runner in ("v1", "v2") for name in TARGETS), ("compiled", "eagle3")]
+    for way in [
+        *((runner, name) for runner in ("v1", "v2") for name in TARGETS),
+        ("compiled", "eagle3"),
+    ]
 ]
 
 
@@ -53,7 +59,9 @@ class Drafting(NamedTuple):
 
 @pytest.fixture(scope="module", params=WAYS)
 def drafting(
-    request: pytest.FixtureRequest, nurseries: Callable[[str], Nursery], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    nurseries: Callable[[str], Nursery],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Drafting]:
     runner, name = request.param
     folder, drafter = tmp_path_factory.mktemp("-".join(request.param)), name.partition("-")[0]
@@ -99,7 +107,9 @@ def counted(host: Host, *jobs: Job, **options: Any) -> tuple[dict[str, list[int]
 
 
 def check(drafting: Drafting, job: Job, tokens: list[int], edits: list[Edit]) -> None:
-    """Each token is what the model says after those before it, and each row of those that were fed is there once."""
+    """Each token is what the model says after those before it, and each row of those that were fed
+    is there once.
+    """
     host, reference = drafting.host, drafting.reference
     fed = (job.prompts[0].token_ids + tokens)[:-1]
     rows = reference.rows(fed, edits)
@@ -111,7 +121,10 @@ def check(drafting: Drafting, job: Job, tokens: list[int], edits: list[Edit]) ->
     for place, right in rows.items():
         assert relative_error(reader.array(place[1], place[0]), right) <= FP32_ROWS, place
     (receipt,) = host.receipts(job)
-    edited = sum(len(fed) if edit.positions is None else sum(place < len(fed) for place in edit.positions) for edit in edits)
+    edited = sum(
+        len(fed) if edit.positions is None else sum(place < len(fed) for place in edit.positions)
+        for edit in edits
+    )
     assert (receipt.status, receipt.message, receipt.applied) == ("ok", "", edited)
 
 
@@ -120,7 +133,13 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
     wanted: dict[str, list[Edit]] = {}
 
     def job(seed: int, *edits: Edit, **options: Any) -> Job:
-        made = host.job(prompt(seed), max_tokens=24, capture=EVERYTHING, steering=host.steering(*edits), **options)
+        made = host.job(
+            prompt(seed),
+            max_tokens=24,
+            capture=EVERYTHING,
+            steering=host.steering(*edits),
+            **options,
+        )
         wanted[made.id] = list(edits)
         return made
 
@@ -129,8 +148,16 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
         *(job(seed) for seed in range(4)),
         job(4, Edit(1, vector(1, 2.0))),
         job(5, Edit(1, vector(2, 2.0), generated, "pre_attn")),
-        job(6, Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"), Edit(0, vector(4), [3, 40], "mlp_in")),
-        job(7, Edit(3, vector(5, 3.0), generated, "post_block"), Edit(0, vector(6), None, "attn_out")),
+        job(
+            6,
+            Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"),
+            Edit(0, vector(4), [3, 40], "mlp_in"),
+        ),
+        job(
+            7,
+            Edit(3, vector(5, 3.0), generated, "post_block"),
+            Edit(0, vector(6), None, "attn_out"),
+        ),
     ]
     tokens, _, rows = counted(host, *jobs)
     for each in jobs:
@@ -141,12 +168,21 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
 
 
 def test_rows_edits_and_patterns_inside_are_those_without_drafts(drafting: Drafting) -> None:
-    check_together(drafting.host, InsideReference(drafting.target), [prompt(60 + number) for number in range(8)], max_tokens=20)
+    check_together(
+        drafting.host,
+        InsideReference(drafting.target),
+        [prompt(60 + number) for number in range(8)],
+        max_tokens=20,
+    )
 
 
 def test_positions_may_be_named_relative_to_the_generated_tokens(drafting: Drafting) -> None:
     host, name = drafting.host, drafting.host.vector(vector(7, 2.0))
-    places = {"all_generated": list(range(36, 59)), "last_prompt": [35], "window": list(range(40, 47))}
+    places = {
+        "all_generated": list(range(36, 59)),
+        "last_prompt": [35],
+        "window": list(range(40, 47)),
+    }
     jobs = {
         key: host.job(
             prompt(10 + number),
@@ -162,19 +198,27 @@ def test_positions_may_be_named_relative_to_the_generated_tokens(drafting: Draft
 
 
 def test_a_drafter_reads_the_edited_model_and_is_not_edited_itself(drafting: Drafting) -> None:
-    """An edit of what leaves the last layer decides every token, and a head that reads that stream drafts the same."""
+    """An edit of what leaves the last layer decides every token, and a head that reads that stream
+    drafts the same.
+    """
     host = drafting.host
     deciding = Edit(LAYERS - 1, vector(8, 20.0), None, "post_block", "replace")
-    job = host.job(prompt_of(30, seed=20), max_tokens=33, capture=EVERYTHING, steering=host.steering(deciding))
+    job = host.job(
+        prompt_of(30, seed=20), max_tokens=33, capture=EVERYTHING, steering=host.steering(deciding)
+    )
     tokens, steps, _ = counted(host, job)
     assert len(set(tokens[job.id])) == 1
     check(drafting, job, tokens[job.id], [deciding])
-    right = DRAFTS if "mtp" not in drafting.drafter else 1  # its further drafts come from its own rows, and may differ
+    right = (
+        DRAFTS if "mtp" not in drafting.drafter else 1
+    )  # its further drafts come from its own rows, and may differ
     assert steps <= 1 + 33 // (right + 1) + 4, "nearly all drafts were accepted"
 
 
 def test_a_request_ends_where_it_ends_without_drafts(drafting: Drafting) -> None:
-    """At its last token, at a stop token and at a stop string, wherever among accepted drafts that is."""
+    """At its last token, at a stop token and at a stop string, wherever among accepted drafts that
+    is.
+    """
     host = drafting.host
     whole = host.job(prompt(1), max_tokens=30)
     (output,) = host.run(whole)[whole.id]
@@ -215,17 +259,25 @@ def test_log_probabilities_of_accepted_tokens_are_the_models(drafting: Drafting)
 def test_sampled_tokens_have_their_own_rows(drafting: Drafting) -> None:
     """Which tokens they are may differ from a run without drafts: see docs/drafts.md."""
     host = drafting.host
-    jobs = [host.job(prompt(n), max_tokens=20, capture=EVERYTHING, temperature=1.0, seed=n) for n in range(30, 34)]
+    jobs = [
+        host.job(prompt(n), max_tokens=20, capture=EVERYTHING, temperature=1.0, seed=n)
+        for n in range(30, 34)
+    ]
     tokens, _, _ = counted(host, *jobs)
     for job in jobs:
         fed = (prompt(30 + jobs.index(job)) + tokens[job.id])[:-1]
         reader, rows = host.capture(job), drafting.reference.rows(fed)
         assert (len(tokens[job.id]), reader.token_ids(0)) == (20, fed)
-        assert all(relative_error(reader.array(layer, hook), right) <= FP32_ROWS for (hook, layer), right in rows.items())
+        assert all(
+            relative_error(reader.array(layer, hook), right) <= FP32_ROWS
+            for (hook, layer), right in rows.items()
+        )
 
 
 def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:
-    """The second request is served blocks and rows of the first, the third, edited behind them, blocks."""
+    """The second request is served blocks and rows of the first, the third, edited behind them,
+    blocks.
+    """
     host, long = drafting.host, prompt_of(110, seed=40)
     edit = Edit(1, vector(9, 2.0), [100, 111, 112], "pre_attn")
     jobs = [
@@ -249,7 +301,8 @@ def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafti
     first = host.job(prompt(9), max_tokens=12, capture=EVERYTHING)
     text = host.run(first)[first.id][0].token_ids
     attacks = [
-        host.job(prompt(20 + n), max_tokens=24, steering=[steer(huge, [0, 1], positions=p)]) for n, p in enumerate(("all", Window(40)))
+        host.job(prompt(20 + n), max_tokens=24, steering=[steer(huge, [0, 1], positions=p)])
+        for n, p in enumerate(("all", Window(40)))
     ]
     host.run(*attacks)
     for attack in attacks:
@@ -260,23 +313,35 @@ def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafti
 
 
 def test_cells_are_graded_by_their_last_token(drafting: Drafting) -> None:
-    """Also where the forward begins above the first layer, and a head gets nothing of those below."""
+    """Also where the forward begins above the first layer, and a head gets nothing of those
+    below.
+    """
     host, reference = drafting.host, drafting.reference
     short = prompt_of(40, seed=42)
     key = base_run(host, short, blocks=True)
-    edits = [Edit(layer, vector(17), [position], "post_block", "replace") for layer in (1, 3) for position in (39, 17)]
+    edits = [
+        Edit(layer, vector(17), [position], "post_block", "replace")
+        for layer in (1, 3)
+        for position in (39, 17)
+    ]
     for options in ({"key": key}, {"base": key}, {}):
         found = ask(host, *(cell(host, short, edit) for edit in edits), together=True, **options)
         for edit, receipts in zip(edits, found.values(), strict=True):
             reference.rows(short, [edit])
-            np.testing.assert_allclose(graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0)
+            np.testing.assert_allclose(
+                graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0
+            )
     job = host.job(short, max_tokens=2)
     host.run_any(job, grades={job.id: [Grade(EVERY)]})
-    np.testing.assert_allclose(graded(host.receipts(job)), truth(reference, short), atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(host.receipts(job)), truth(reference, short), atol=FP32_LOGPROBS, rtol=0
+    )
 
 
 def test_what_an_eagle3_head_reads_are_our_rows(drafting: Drafting) -> None:
-    """vLLM keeps the stream between layers for the head: what leaves one layer, after our edits, before those of the next."""
+    """vLLM keeps the stream between layers for the head: what leaves one layer, after our edits,
+    before those of the next.
+    """
     if drafting.drafter != "eagle3":
         pytest.skip("only an EAGLE-3 head reads the stream between layers")
     host = drafting.host
@@ -288,18 +353,24 @@ def test_what_an_eagle3_head_reads_are_our_rows(drafting: Drafting) -> None:
         capture_of([], "all", tag="before", sites={"pre_attn": [1, 3], "post_block": [3]}),
         capture_of([3], "all", tag="next", hook="pre_attn"),
     ]
-    job = host.job(prompt(50), max_tokens=16, capture=captures, steering=host.steering(edit, behind))
+    job = host.job(
+        prompt(50), max_tokens=16, capture=captures, steering=host.steering(edit, behind)
+    )
     host.run(job)
     reader = host.capture(job)
     read: dict[int, np.ndarray] = {}
     for file in sorted(drafting.aux.iterdir()):
         with np.load(file) as saved:
-            read |= dict(zip(saved["positions"].tolist(), saved["hidden"], strict=True))  # a position is computed again after a rejection
+            read |= dict(
+                zip(saved["positions"].tolist(), saved["hidden"], strict=True)
+            )  # a position is computed again after a rejection
     positions = [position for position in reader.positions(0) if position in read]
     assert positions == reader.positions(0)
     for number, (layer, hook) in enumerate([(1, "pre_attn"), (3, "pre_attn"), (3, "post_block")]):
         ours = reader.array(layer, hook)
-        theirs = np.stack([read[position][number * HIDDEN : (number + 1) * HIDDEN] for position in positions])
+        theirs = np.stack(
+            [read[position][number * HIDDEN : (number + 1) * HIDDEN] for position in positions]
+        )
         assert np.array_equal(ours, theirs), (AUX_LAYERS[number], relative_error(ours, theirs))
 
 
@@ -311,16 +382,30 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
     drafts = {"speculative_tokens": DRAFTS, "drafter": "eagle3", "draft_model": head}
     host = Host(tmp_path / "engine", target, tensor_parallel_size=2, max_model_len=256, **drafts)
     try:
-        reference, edit = Reference(target), Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace")
+        reference, edit = (
+            Reference(target),
+            Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"),
+        )
         job = host.job(prompt(6), max_tokens=24, capture=EVERYTHING, steering=host.steering(edit))
         tokens, steps, _ = counted(host, job)
         fed = (prompt(6) + tokens[job.id])[:-1]
         rows, reader = reference.rows(fed, [edit]), host.capture(job)
         assert tokens[job.id] == np.argmax(reference.logits[35:], axis=-1).tolist()
         assert reader.token_ids(0) == fed
-        assert all(relative_error(reader.array(layer, hook), right) <= FP32_ROWS for (hook, layer), right in rows.items())
+        assert all(
+            relative_error(reader.array(layer, hook), right) <= FP32_ROWS
+            for (hook, layer), right in rows.items()
+        )
         assert [receipt.status for receipt in host.receipts(job)] == ["ok", "ok"]
-        assert len({(receipt.checksum, receipt.actions, receipt.step) for receipt in host.receipts(job)}) == 1
+        assert (
+            len(
+                {
+                    (receipt.checksum, receipt.actions, receipt.step)
+                    for receipt in host.receipts(job)
+                }
+            )
+            == 1
+        )
         assert steps < 24, "drafts were accepted"
     finally:
         host.close()
@@ -333,19 +418,37 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
         ({"target_hidden_size": 128}, "is of a model with hidden_size 128, valid: 64"),
     ],
 )
-def test_a_head_of_another_model_is_refused_before_the_engine_starts(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_head_of_another_model_is_refused_before_the_engine_starts(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     target = echo_target(tmp_path / "target")
     head = eagle3_head(tmp_path / "head", target, **options)
     settings = Settings(
-        model=str(target), data_dir=str(tmp_path), dtype="float32", speculative_tokens=2, drafter="eagle3", draft_model=str(head)
+        model=str(target),
+        data_dir=str(tmp_path),
+        dtype="float32",
+        speculative_tokens=2,
+        drafter="eagle3",
+        draft_model=str(head),
     )
     with pytest.raises(MidstreamError, match=message):
         asyncio.run(VllmEngine(settings).start())
 
 
 @pytest.mark.matrix
-def test_a_head_that_reads_layers_that_are_not_there_is_refused_when_it_is_loaded(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_head_that_reads_layers_that_are_not_there_is_refused_when_it_is_loaded(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     target = echo_target(tmp_path / "target")
     head = eagle3_head(tmp_path / "head", target, eagle_aux_hidden_state_layer_ids=[1, 3, 9])
-    with pytest.raises(AssertionError, match=r"the drafter reads the stream after layers \(1, 3, 9\), valid: 0 to 4"):
-        nursery.host(tmp_path / "engine", target, speculative_tokens=2, drafter="eagle3", draft_model=str(head))
+    with pytest.raises(
+        AssertionError,
+        match=r"the drafter reads the stream after layers \(1, 3, 9\), valid: 0 to 4",
+    ):
+        nursery.host(
+            tmp_path / "engine",
+            target,
+            speculative_tokens=2,
+            drafter="eagle3",
+            draft_model=str(head),
+        )

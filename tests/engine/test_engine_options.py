@@ -1,4 +1,6 @@
-"""Options of vLLM in the list of proven ones give transformers' rows; the others are refused or stamped."""
+"""Options of vLLM in the list of proven ones give transformers' rows; the others are refused or
+stamped.
+"""
 
 from pathlib import Path
 
@@ -14,11 +16,17 @@ TOKENS = 3
 
 
 def run_case(case: Case, folder: Path, nurseries) -> str:
-    """Raises AssertionError where rows or tokens are not transformers'; returns the largest figures."""
+    """Raises AssertionError where rows or tokens are not transformers'; returns the largest
+    figures.
+    """
     path = checkpoint(case.name, folder / case.name)
     served = case.served(folder, path) if case.served else path
     truth = case.truth(folder, path) if case.truth else path
-    way = Way("v1", "eager" if case.settings.get("enforce_eager", True) else "compiled", str(case.settings.get("dtype", "float32")))
+    way = Way(
+        "v1",
+        "eager" if case.settings.get("enforce_eager", True) else "compiled",
+        str(case.settings.get("dtype", "float32")),
+    )
     settings = options_of(way) | case.settings | {"engine_options": case.options(folder, path)}
     env = {"HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     if case.ranks > 1 or case.on_hub:  # where the hub's files are is read when it is imported
@@ -28,11 +36,19 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
         host = nurseries("v1").host(folder / "engine", served, env, **settings)
     try:
         assert [caveat for caveat in host.info["caveats"] if "certif" not in caveat] == []
-        outcomes = [capture(host, hooks_of(case.name), draw) for draw in range(2 if way.dtype == "float32" else 1)]
+        outcomes = [
+            capture(host, hooks_of(case.name), draw)
+            for draw in range(2 if way.dtype == "float32" else 1)
+        ]
     finally:
         host.close()
     figures = [judge([outcome], Truth(truth, way.dtype), way.dtype) for outcome in outcomes]
-    assert {hook: str(figure) for each in figures for hook, figure in each.items() if figure.worst > way.tolerance} == {}
+    assert {
+        hook: str(figure)
+        for each in figures
+        for hook, figure in each.items()
+        if figure.worst > way.tolerance
+    } == {}
     if way.dtype == "float32":
         reference, tokens = Reference(truth), outcomes[0][""].token_ids
         reference.rows(tokens)
@@ -41,9 +57,15 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [] if case.fast else [pytest.mark.matrix] + ([pytest.mark.ranks] if case.ranks > 1 else [])
+    return (
+        [] if case.fast else [pytest.mark.matrix] + ([pytest.mark.ranks] if case.ranks > 1 else [])
+    )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=_marks(case)) for case in CASES])
-def test_a_proven_option_gives_transformers_rows_and_tokens(case: Case, nurseries, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=_marks(case)) for case in CASES]
+)
+def test_a_proven_option_gives_transformers_rows_and_tokens(
+    case: Case, nurseries, tmp_path: Path
+) -> None:
     run_case(case, tmp_path, nurseries)

@@ -16,35 +16,56 @@ LAST = LAYERS - 1
 
 
 @pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
-def test_a_site_that_did_not_capture_fails_those_who_capture_there(engine: str, request: pytest.FixtureRequest) -> None:
+def test_a_site_that_did_not_capture_fails_those_who_capture_there(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
     host: Host = request.getfixturevalue(engine)
     here = host.job(prompt_of(80, seed=600), max_tokens=3, capture=capture_of([0, LAST], "all"))
     elsewhere = host.job(prompt_of(9, seed=601), max_tokens=3, capture=capture_of([0], "all"))
-    edited = host.job(prompt_of(9, seed=602), max_tokens=3, steering=[steer(host.vector(direction(1)), [1])])
+    edited = host.job(
+        prompt_of(9, seed=602), max_tokens=3, steering=[steer(host.vector(direction(1)), [1])]
+    )
     host.call("midstream_fault", "skip_site")
     host.run_together(here, elsewhere, edited)
     receipt = host.receipts(here)[0]
     assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])
-    assert re.search(rf"rows captured before edits at post_block of layer {LAST}: \d+ planned, 0 counted", receipt.message)
+    assert re.search(
+        (rf"rows captured before edits at post_block of layer {LAST}: \d+ planned, 0 " r"counted"),
+        receipt.message,
+    )
     assert [host.receipts(job)[0].status for job in (elsewhere, edited)] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize("engine", ["v1", pytest.param("compiled", marks=pytest.mark.long)])
-def test_a_site_that_did_not_edit_fails_its_request(engine: str, request: pytest.FixtureRequest) -> None:
+def test_a_site_that_did_not_edit_fails_its_request(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
     host: Host = request.getfixturevalue(engine)
-    job = host.job(prompt_of(12, seed=603), max_tokens=3, steering=[steer(host.vector(direction(2)), [0, 2], positions=[3, 4])])
+    job = host.job(
+        prompt_of(12, seed=603),
+        max_tokens=3,
+        steering=[steer(host.vector(direction(2)), [0, 2], positions=[3, 4])],
+    )
     host.call("midstream_fault", "skip_site")
     host.run(job)
     receipt = host.receipts(job)[0]
     assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
     assert "edits at post_block of layer 2: 2 planned, 0 counted" in receipt.message
-    again = host.job(prompt_of(12, seed=604), max_tokens=3, steering=[steer(host.vector(direction(3)), [0, 2], positions=[3, 4])])
+    again = host.job(
+        prompt_of(12, seed=604),
+        max_tokens=3,
+        steering=[steer(host.vector(direction(3)), [0, 2], positions=[3, 4])],
+    )
     host.run(again)
-    assert (host.receipts(again)[0].status, host.receipts(again)[0].applied) == ("ok", 4), "the steps that follow are sound"
+    assert (host.receipts(again)[0].status, host.receipts(again)[0].applied) == ("ok", 4), (
+        "the steps that follow are sound"
+    )
 
 
 def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
-    job = tp2.job(prompt_of(12, seed=605), max_tokens=3, steering=[steer(tp2.vector(direction(4)), [0, 2])])
+    job = tp2.job(
+        prompt_of(12, seed=605), max_tokens=3, steering=[steer(tp2.vector(direction(4)), [0, 2])]
+    )
     tp2.call("midstream_fault", "skip_site:rank=1")
     tp2.run_any(job)
     receipts = {receipt.rank: receipt for receipt in tp2.receipts(job)}
@@ -54,14 +75,28 @@ def test_each_rank_answers_for_its_own_sites(tp2: Host) -> None:
 
 @pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
 def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: str) -> None:
-    """A site of one rank that does not capture or edit, or edits otherwise, is in the receipts; requests beside it are sound."""
+    """A site of one rank that does not capture or edit, or edits otherwise, is in the receipts;
+    requests beside it are sound.
+    """
     shape = tp2.info["inside"][hook]
-    vector = np.random.default_rng(3).normal(size=shape["heads"] * shape["width"]).astype(np.float32)
+    vector = (
+        np.random.default_rng(3).normal(size=shape["heads"] * shape["width"]).astype(np.float32)
+    )
     edit = tp2.steering(Edit(1, vector, [3, 4], hook))
 
     def jobs(seed: int) -> tuple[Job, Job, Job]:
-        reads = captured(tp2, tp2.job(prompt_of(12, seed=seed), max_tokens=3), hook=hook, layers=1, positions="all")
-        return reads, tp2.job(prompt_of(12, seed=seed + 1), max_tokens=3, steering=edit), tp2.job(prompt_of(9, seed=2), max_tokens=3)
+        reads = captured(
+            tp2,
+            tp2.job(prompt_of(12, seed=seed), max_tokens=3),
+            hook=hook,
+            layers=1,
+            positions="all",
+        )
+        return (
+            reads,
+            tp2.job(prompt_of(12, seed=seed + 1), max_tokens=3, steering=edit),
+            tp2.job(prompt_of(9, seed=2), max_tokens=3),
+        )
 
     for number, kind in enumerate(("capture_failed", "intervention_failed")):
         mine = jobs(610 + 2 * number)[number]

@@ -1,4 +1,6 @@
-"""Features are those of the rows that a capture gets, whatever the engine does meanwhile; steering by one sets it in the forward."""
+"""Features are those of the rows that a capture gets, whatever the engine does meanwhile; steering
+by one sets it in the forward.
+"""
 
 import json
 from pathlib import Path
@@ -30,24 +32,41 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
 
 
 class Dictionary:
-    """A random autoencoder in SAELens' files, and its arithmetic in float64. `kind`: an architecture, or `layer_norm` of a standard one."""
+    """A random autoencoder in SAELens' files, and its arithmetic in float64.
+
+    `kind`: an architecture, or `layer_norm` of a standard one.
+    """
 
     def __init__(self, root: Path, kind: str, seed: int, layer: int = LAYER) -> None:
         rng = np.random.default_rng(seed)
         self.normalises = kind == "layer_norm"
         architecture = "standard" if self.normalises else kind
         self.root, self.name, self.architecture = root, f"{kind}-{layer}", architecture
-        shapes = {"W_enc": (HIDDEN, D_SAE), "W_dec": (D_SAE, HIDDEN), "b_dec": (HIDDEN,), "b_enc": (D_SAE,)}
-        self.tensors = {name: (rng.standard_normal(shape) / 8).astype(np.float32) for name, shape in shapes.items()}
+        shapes = {
+            "W_enc": (HIDDEN, D_SAE),
+            "W_dec": (D_SAE, HIDDEN),
+            "b_dec": (HIDDEN,),
+            "b_enc": (D_SAE,),
+        }
+        self.tensors = {
+            name: (rng.standard_normal(shape) / 8).astype(np.float32)
+            for name, shape in shapes.items()
+        }
         if architecture == "jumprelu":
             self.tensors["threshold"] = np.full(D_SAE, 0.2, np.float32)
         folder = root / self.name
         folder.mkdir(parents=True)
         save_file(self.tensors, folder / "sae_weights.safetensors")
-        config = {"architecture": architecture, "d_in": HIDDEN, "d_sae": D_SAE, "k": 9} if architecture == "topk" else {}
+        config = (
+            {"architecture": architecture, "d_in": HIDDEN, "d_sae": D_SAE, "k": 9}
+            if architecture == "topk"
+            else {}
+        )
         config |= {"normalize_activations": "layer_norm"} if self.normalises else {}
         config = {"architecture": architecture, "d_in": HIDDEN, "d_sae": D_SAE, **config}
-        (folder / "cfg.json").write_text(json.dumps(config | {"metadata": {"hook_name": f"blocks.{layer}.hook_resid_post"}}))
+        (folder / "cfg.json").write_text(
+            json.dumps(config | {"metadata": {"hook_name": f"blocks.{layer}.hook_resid_post"}})
+        )
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
         """What an activation of 1 is in units of each row, `[n, 1]`."""
@@ -62,12 +81,21 @@ class Dictionary:
         found = (read - wide["b_dec"]) @ wide["W_enc"] + wide["b_enc"]
         if self.architecture == "topk":
             return np.where(found >= np.sort(found)[:, [-9]], found, 0).clip(0)
-        return np.where(found > wide["threshold"], found, 0) if self.architecture == "jumprelu" else found.clip(0)
+        return (
+            np.where(found > wide["threshold"], found, 0)
+            if self.architecture == "jumprelu"
+            else found.clip(0)
+        )
 
     def on(self, host: Host) -> Sae:
         """Registered, and loaded on the ranks of the engine."""
         sae = resolve_sae(SaeRequest(name=self.name, path=self.name), _model(host), str(self.root))
-        assert all(ok for ok, _ in host.call("midstream_put_sae", sae.digest, sae.hook, sae.layer, str(self.root / self.name)))
+        assert all(
+            ok
+            for ok, _ in host.call(
+                "midstream_put_sae", sae.digest, sae.hook, sae.layer, str(self.root / self.name)
+            )
+        )
         return sae
 
 
@@ -80,13 +108,21 @@ def _model(host: Host) -> ModelInfo:
 @pytest.fixture(scope="module")
 def dictionaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dictionary]:
     root = tmp_path_factory.mktemp("saes")
-    return {name: Dictionary(root, name, seed) for seed, name in enumerate(("standard", "jumprelu", "topk", "layer_norm"))}
+    return {
+        name: Dictionary(root, name, seed)
+        for seed, name in enumerate(("standard", "jumprelu", "topk", "layer_norm"))
+    }
 
 
 def features(sae: Sae, positions: Any = "all", **options: Any) -> StoredCapture:
     reading = StoredFeatures(sae=sae.stored(), top_k=K)
     return StoredCapture(
-        sites={sae.hook: [sae.layer]}, positions=positions, tag="", consumers=[READER], reading=reading, **({"at": "after"} | options)
+        sites={sae.hook: [sae.layer]},
+        positions=positions,
+        tag="",
+        consumers=[READER],
+        reading=reading,
+        **({"at": "after"} | options),
     )
 
 
@@ -100,8 +136,12 @@ def read(host: Host, job: Job) -> list[FeaturesReading]:
 
 def check(reading: FeaturesReading, activations: np.ndarray) -> None:
     """`activations`: float64 `[positions, d_sae]`."""
-    assert reading.active == pytest.approx((activations > 0).sum(1), abs=1), "one may be at its threshold"
-    for wanted, mine, values in zip(activations, reading.features, reading.activations, strict=True):
+    assert reading.active == pytest.approx((activations > 0).sum(1), abs=1), (
+        "one may be at its threshold"
+    )
+    for wanted, mine, values in zip(
+        activations, reading.features, reading.activations, strict=True
+    ):
         most = np.sort(wanted)[::-1][: len(values)]
         np.testing.assert_allclose(values, most, **TOLERANCE)
         np.testing.assert_allclose(wanted[mine], values, **TOLERANCE)
@@ -113,7 +153,9 @@ def steering(host: Host, sae: Sae, **fields: Any) -> list[StoredSteering]:
     (numbers,) = check_specs([spec], {sae.name: sae}).values()
     rows = FeatureFiles(str(_ROOT[0])).read(sae, numbers)
     named = Named({sae.name: sae}, {(sae.name, number): row for number, row in rows.items()})
-    per_prompt, blobs = resolve_edits([], [spec], Bounds(_model(host), [PromptFacts(64)]), ModelState(features=named))
+    per_prompt, blobs = resolve_edits(
+        [], [spec], Bounds(_model(host), [PromptFacts(64)]), ModelState(features=named)
+    )
     host._vectors |= {name: from_msgpack(blob, Tensor) for name, blob in blobs.items()}
     return per_prompt[0]
 
@@ -126,21 +168,35 @@ def root(dictionaries: dict[str, Dictionary]) -> None:
     _ROOT[:] = [dictionaries["standard"].root]
 
 
-def test_features_are_those_of_the_captured_rows_in_chunks(v1: Host, dictionaries: dict[str, Dictionary]) -> None:
+def test_features_are_those_of_the_captured_rows_in_chunks(
+    v1: Host, dictionaries: dict[str, Dictionary]
+) -> None:
     """200 tokens in steps of 64, four autoencoders at a time, beside another request."""
     saes = {name: each.on(v1) for name, each in dictionaries.items()}
     captures = [capture_of([LAYER], "all", at="after"), *(features(sae) for sae in saes.values())]
-    job, other = v1.job(prompt_of(200), max_tokens=4, capture=captures), v1.job(prompt_of(30, seed=5), max_tokens=3)
+    job, other = (
+        v1.job(prompt_of(200), max_tokens=4, capture=captures),
+        v1.job(prompt_of(30, seed=5), max_tokens=3),
+    )
     outputs = v1.run(job, other)[job.id]
     rows = v1.capture(job).array(LAYER)
     tokens = [*prompt_of(200), *outputs[0].token_ids][:-1]
     for reading, each in zip(read(v1, job), dictionaries.values(), strict=True):
-        assert (reading.sae, reading.layer, reading.positions, reading.token_ids) == (each.name, LAYER, list(range(203)), tokens)
+        assert (reading.sae, reading.layer, reading.positions, reading.token_ids) == (
+            each.name,
+            LAYER,
+            list(range(203)),
+            tokens,
+        )
         check(reading, each.encode(rows))
-    assert {file.tag for file in v1.receipts(job)[0].files} == {"default"}, "a reading stores no rows"
+    assert {file.tag for file in v1.receipts(job)[0].files} == {"default"}, (
+        "a reading stores no rows"
+    )
 
 
-def test_a_feature_is_set_in_the_forward_and_the_error_kept(v1: Host, dictionaries: dict[str, Dictionary]) -> None:
+def test_a_feature_is_set_in_the_forward_and_the_error_kept(
+    v1: Host, dictionaries: dict[str, Dictionary]
+) -> None:
     each, sae = dictionaries["jumprelu"], dictionaries["jumprelu"].on(v1)
     captures = [capture_of([LAYER], "all_prompt", at=at, tag=at) for at in ("before", "after")]
     for op, value in (("clamp", 7.5), ("ablate", None), ("add", 2.0)):
@@ -148,18 +204,25 @@ def test_a_feature_is_set_in_the_forward_and_the_error_kept(v1: Host, dictionari
         v1.run(plain)
         feature = int(each.encode(v1.capture(plain).array(LAYER)).sum(0).argmax())
         edits = steering(v1, sae, feature=feature, op=op, value=value)
-        job = v1.job(prompt_of(20), max_tokens=1, capture=[*captures, features(sae)], steering=edits)
+        job = v1.job(
+            prompt_of(20), max_tokens=1, capture=[*captures, features(sae)], steering=edits
+        )
         v1.run(job)
         before, after = v1.capture(job, 0).array(LAYER), v1.capture(job, 1).array(LAYER)
         activation = each.encode(before)[:, feature]
         moved = value if op == "add" and value else (value or 0.0) - activation
-        wanted = before + np.broadcast_to(moved, activation.shape)[:, None] * each.tensors["W_dec"][feature]
+        wanted = (
+            before
+            + np.broadcast_to(moved, activation.shape)[:, None] * each.tensors["W_dec"][feature]
+        )
         np.testing.assert_allclose(after, wanted, atol=1e-4)
         assert np.abs(after - before).max() > 0.1
         check(read(v1, job)[0], each.encode(after))
 
 
-def test_a_feature_clamped_to_its_present_value_changes_no_bit(v1: Host, dictionaries: dict[str, Dictionary]) -> None:
+def test_a_feature_clamped_to_its_present_value_changes_no_bit(
+    v1: Host, dictionaries: dict[str, Dictionary]
+) -> None:
     sae = dictionaries["standard"].on(v1)
     capture = [capture_of(list(range(LAYERS)), "all", at="after"), features(sae, "last_prompt")]
     plain = v1.job(prompt_of(20, seed=8), max_tokens=4, capture=capture)
@@ -168,11 +231,15 @@ def test_a_feature_clamped_to_its_present_value_changes_no_bit(v1: Host, diction
     feature, value = reading.features[0][0], reading.activations[0][0]
     same, other = (
         v1.job(
-            prompt_of(20, seed=8), max_tokens=4, capture=capture,
-            steering=steering(v1, sae, feature=feature, op="clamp", value=value + more, positions=[19]),
+            prompt_of(20, seed=8),
+            max_tokens=4,
+            capture=capture,
+            steering=steering(
+                v1, sae, feature=feature, op="clamp", value=value + more, positions=[19]
+            ),
         )
         for more in (0.0, 5.0)
-    )  # fmt: skip
+    )
     assert v1.run_together(same)[same.id][0].token_ids == outputs[0].token_ids
     v1.run_together(other)
     for layer in range(LAYERS):
@@ -180,7 +247,9 @@ def test_a_feature_clamped_to_its_present_value_changes_no_bit(v1: Host, diction
     assert (v1.capture(other).array(LAYER)[19] != v1.capture(plain).array(LAYER)[19]).any()
 
 
-def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(v1: Host, dictionaries: dict[str, Dictionary]) -> None:
+def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(
+    v1: Host, dictionaries: dict[str, Dictionary]
+) -> None:
     sae = dictionaries["standard"].on(v1)
     assert all(ok for ok, _ in v1.call("midstream_drop_saes", [sae.digest]))
     wanting, other = (
@@ -191,11 +260,19 @@ def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(v1: Ho
     (receipt,), (fine,) = v1.receipts(wanting), v1.receipts(other)
     assert (receipt.status, receipt.kind, fine.status) == ("error", "reading_failed", "ok")
     assert "features: the sparse autoencoder 'standard-2'" in receipt.message
-    wrong = v1.call("midstream_put_sae", "0" * 64, sae.hook, sae.layer, str(dictionaries["standard"].root / sae.name))
+    wrong = v1.call(
+        "midstream_put_sae",
+        "0" * 64,
+        sae.hook,
+        sae.layer,
+        str(dictionaries["standard"].root / sae.name),
+    )
     assert "have changed since it was registered" in wrong[0][1]
 
 
-def test_features_of_a_cached_prompt_are_the_same(cached: Host, dictionaries: dict[str, Dictionary]) -> None:
+def test_features_of_a_cached_prompt_are_the_same(
+    cached: Host, dictionaries: dict[str, Dictionary]
+) -> None:
     sae, prompt = dictionaries["standard"].on(cached), prompt_of(300, seed=61)
     jobs = [cached.job(prompt, max_tokens=2, capture=features(sae, "all_prompt")) for _ in range(2)]
     outputs = [cached.run(job)[job.id][0] for job in jobs]
@@ -207,10 +284,18 @@ def test_features_of_a_cached_prompt_are_the_same(cached: Host, dictionaries: di
 
 
 @pytest.mark.long
-def test_features_of_preempted_requests_are_those_of_each_alone(cached: Host, dictionaries: dict[str, Dictionary]) -> None:
+def test_features_of_preempted_requests_are_those_of_each_alone(
+    cached: Host, dictionaries: dict[str, Dictionary]
+) -> None:
     """Seven blocks for six requests of up to three blocks each: they must take turns."""
     sae = dictionaries["standard"].on(cached)
-    crowd, alone = ([cached.job(prompt_of(110, seed=720 + n), max_tokens=180, capture=features(sae)) for n in range(6)] for _ in range(2))
+    crowd, alone = (
+        [
+            cached.job(prompt_of(110, seed=720 + n), max_tokens=180, capture=features(sae))
+            for n in range(6)
+        ]
+        for _ in range(2)
+    )
     before = cached.call("midstream_status")[0]["preemptions"]
     texts = cached.run_together(*crowd)
     assert cached.call("midstream_status")[0]["preemptions"] > before
@@ -220,38 +305,64 @@ def test_features_of_preempted_requests_are_those_of_each_alone(cached: Host, di
         assert (first.positions, first.token_ids) == (list(range(289)), second.token_ids)
         for mine, theirs in zip(first.activations, second.activations, strict=True):
             np.testing.assert_allclose(mine, theirs, **TOLERANCE)
-        assert np.mean([mine == theirs for mine, theirs in zip(first.features, second.features, strict=True)]) > 0.9, "two may be as active"
+        assert (
+            np.mean(
+                [
+                    mine == theirs
+                    for mine, theirs in zip(first.features, second.features, strict=True)
+                ]
+            )
+            > 0.9
+        ), "two may be as active"
 
 
 @pytest.mark.parametrize("engine", ["compiled", "v2"])
-def test_features_under_other_runners(request: pytest.FixtureRequest, engine: str, dictionaries: dict[str, Dictionary]) -> None:
+def test_features_under_other_runners(
+    request: pytest.FixtureRequest, engine: str, dictionaries: dict[str, Dictionary]
+) -> None:
     host: Host = request.getfixturevalue(engine)
     each, sae = dictionaries["layer_norm"], dictionaries["layer_norm"].on(host)
-    captures = [*(capture_of([LAYER], "all", at=at, tag=at) for at in ("before", "after")), features(sae)]
+    captures = [
+        *(capture_of([LAYER], "all", at=at, tag=at) for at in ("before", "after")),
+        features(sae),
+    ]
     edits = steering(host, sae, feature=3, op="clamp", value=4.0, positions="all_generated")
     job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=captures, steering=edits)
     host.run(job)
     before, after = host.capture(job, 0).array(LAYER), host.capture(job, 1).array(LAYER)
     check(read(host, job)[0], each.encode(after))
     moved = np.where(np.arange(len(before)) < 70, 0.0, 4.0 - each.encode(before)[:, 3])
-    np.testing.assert_allclose(after, before + moved[:, None] * each.spread(before) * each.tensors["W_dec"][3], atol=1e-4)
+    np.testing.assert_allclose(
+        after, before + moved[:, None] * each.spread(before) * each.tensors["W_dec"][3], atol=1e-4
+    )
     assert np.abs(after - before)[70:].max() > 0.1
 
 
 @pytest.mark.parametrize("engine", ["tp2", "pp2"])
-def test_one_rank_of_several_reads_the_features(request: pytest.FixtureRequest, engine: str, tmp_path: Path) -> None:
+def test_one_rank_of_several_reads_the_features(
+    request: pytest.FixtureRequest, engine: str, tmp_path: Path
+) -> None:
     host: Host = request.getfixturevalue(engine)
     for layer in (0, LAYERS - 1):
         each = Dictionary(tmp_path, "standard", layer, layer)
         sae = each.on(host)
-        job = host.job(prompt_of(40, seed=layer), max_tokens=2, capture=[capture_of([layer], "all", at="after"), features(sae)])
+        job = host.job(
+            prompt_of(40, seed=layer),
+            max_tokens=2,
+            capture=[capture_of([layer], "all", at="after"), features(sae)],
+        )
         host.run(job)
-        assert sum(made.name == READER for receipt in host.receipts(job) for made in receipt.consumed) == 1
+        assert (
+            sum(made.name == READER for receipt in host.receipts(job) for made in receipt.consumed)
+            == 1
+        )
         (reading,) = read(host, job)
         check(reading, each.encode(host.capture(job).array(layer)))
 
 
-def test_a_failure_of_the_rank_that_reads_fails_the_request_alone(tp2: Host, tmp_path: Path) -> None:
+def test_a_failure_of_the_rank_that_reads_fails_the_request_alone(
+    tp2: Host, tmp_path: Path
+) -> None:
     """The ranks hold equal rows: what fails on one that does not read features is not missed."""
     sae = Dictionary(tmp_path, "standard", 1).on(tp2)
     ends = {}
@@ -259,10 +370,14 @@ def test_a_failure_of_the_rank_that_reads_fails_the_request_alone(tp2: Host, tmp
         for rank in (0, 1):
             tp2.call("midstream_fault", f"reading:rank={rank}")
             wanting, other = (
-                tp2.job(prompt_of(40), max_tokens=2, capture=capture) for capture in (features(sae), capture_of([LAYER], "all"))
+                tp2.job(prompt_of(40), max_tokens=2, capture=capture)
+                for capture in (features(sae), capture_of([LAYER], "all"))
             )
             tp2.run(wanting, other)
-            ends[rank] = [[(receipt.status, receipt.kind) for receipt in tp2.receipts(job)] for job in (wanting, other)]
+            ends[rank] = [
+                [(receipt.status, receipt.kind) for receipt in tp2.receipts(job)]
+                for job in (wanting, other)
+            ]
     finally:
         tp2.call("midstream_fault", "")
     fine = [("ok", ""), ("ok", "")]

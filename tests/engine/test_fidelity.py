@@ -1,7 +1,8 @@
-"""Captured and edited rows are transformers' rows: every architecture and hook, and some of the other ways to run them.
+"""Captured and edited rows are transformers' rows: every architecture and hook, and some of the
+other ways to run them.
 
-All of `docs/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32 and bf16, and a few
-compiled and on v2.
+All of `docs/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32
+and bf16, and a few compiled and on v2.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from tolerances import FP32_HOOKS
 from midstream.schemas.selectors import STREAM_HOOKS
 
 EAGER = Way("v1", "eager", "float32")
-#: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its Transformers backend.
+#: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its
+#: Transformers backend.
 OTHERS = [
     ("gemma2", Way("v1", "compiled", "float32")),
     ("qwen3-moe", Way("v2", "eager", "float32")),
@@ -29,7 +31,8 @@ OTHERS = [
     ("olmo2", Way("v2", "compiled", "float32")),
 ]
 
-#: Where all families of steering are tried, beside `test_interventions.py` (v1, eager, fp32) and `test_modes.py`.
+#: Where all families of steering are tried, beside `test_interventions.py` (v1, eager, fp32) and
+#: `test_modes.py`.
 STEERED = [
     ("llama", Way("v1", "eager", "bfloat16")),
     ("gpt2", Way("v1", "compiled", "bfloat16")),
@@ -64,38 +67,63 @@ def captured(checkpoints, nurseries, tmp_path_factory: pytest.TempPathFactory) -
 # field case 2, field case 3
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(name: str, dtype: str, captured, checkpoints) -> None:
+def test_every_hook_of_every_architecture_gives_transformers_rows_plain_and_edited(
+    name: str, dtype: str, captured, checkpoints
+) -> None:
     way = Way("v1", "eager", dtype)
     truth = Truth(checkpoints(name), dtype)
     figures = judge(captured(name, way), truth, dtype)
     assert tuple(figures) == truth.hooks
-    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
+    assert {
+        hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance
+    } == {}
 
 
 # field case 5
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), OTHERS, ids=[f"{name} {way.name}" for name, way in OTHERS])
-def test_compiled_and_v2_captures_match_transformers(name: str, way: Way, captured, checkpoints) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), OTHERS, ids=[f"{name} {way.name}" for name, way in OTHERS]
+)
+def test_compiled_and_v2_captures_match_transformers(
+    name: str, way: Way, captured, checkpoints
+) -> None:
     """A site that a compiler dropped would give zeros, and an edit there would do nothing."""
     figures = judge(captured(name, way), Truth(checkpoints(name), way.dtype), way.dtype)
-    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance} == {}
+    assert {
+        hook: str(figure) for hook, figure in figures.items() if figure.worst > way.tolerance
+    } == {}
 
 
 # field case 5
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "way"), STEERED, ids=[f"{name} {way.name}" for name, way in STEERED])
+@pytest.mark.parametrize(
+    ("name", "way"), STEERED, ids=[f"{name} {way.name}" for name, way in STEERED]
+)
 def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     name: str, way: Way, checkpoints, nurseries, tmp_path
 ) -> None:
     """A request for each hook with every family there, and a plain one among them."""
-    host, hooks = nurseries(way.runner).host(tmp_path / "engine", checkpoints(name), **options_of(way)), hooks_of(name)
+    host, hooks = (
+        nurseries(way.runner).host(tmp_path / "engine", checkpoints(name), **options_of(way)),
+        hooks_of(name),
+    )
     try:
         everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
         asked: dict[str, list[Edit]] = {"": []} | {
-            hook: [edit for edit in one_of_each(3, hook=hook) if hook in STREAM_HOOKS or not edit.norm_match] for hook in hooks
+            hook: [
+                edit
+                for edit in one_of_each(3, hook=hook)
+                if hook in STREAM_HOOKS or not edit.norm_match
+            ]
+            for hook in hooks
         }
         jobs = {
-            hook: host.job(prompt_of(20, seed=number), max_tokens=3, capture=everything, steering=host.steering(*edits))
+            hook: host.job(
+                prompt_of(20, seed=number),
+                max_tokens=3,
+                capture=everything,
+                steering=host.steering(*edits),
+            )
             for number, (hook, edits) in enumerate(asked.items())
         }
         host.run(*jobs.values())
@@ -106,27 +134,41 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     for hook, reader in captured.items():
         rows = {(place, layer): reader.array(layer, place) for place in hooks for layer in ALL}
         errors = truth.errors(rows, reader.token_ids(), asked[hook])
-        exceeded |= {f"edited at {hook or 'none'}, rows of {place}": error for place, error in errors.items() if error > way.tolerance}
+        exceeded |= {
+            f"edited at {hook or 'none'}, rows of {place}": error
+            for place, error in errors.items()
+            if error > way.tolerance
+        }
     assert exceeded == {}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")])
-def test_captures_of_two_ranks_match_transformers(name: str, split: str, checkpoints, two_ranks, tmp_path) -> None:
-    """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets the stream from the stage before."""
+@pytest.mark.parametrize(
+    ("name", "split"), [("mixtral", "tensor_parallel_size"), ("olmo2", "pipeline_parallel_size")]
+)
+def test_captures_of_two_ranks_match_transformers(
+    name: str, split: str, checkpoints, two_ranks, tmp_path
+) -> None:
+    """A branch is whole only after the ranks' parts were summed; a later stage's first layer gets
+    the stream from the stage before.
+    """
     host = Host(tmp_path, checkpoints(name), **options_of(EAGER), **{split: 2})
     try:
         outcomes = capture(host, hooks_of(name))
     finally:
         host.close()
     figures = judge([outcomes], Truth(checkpoints(name), EAGER.dtype), EAGER.dtype)
-    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance} == {}
+    assert {
+        hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance
+    } == {}
 
 
 # field case 2
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_stream_is_its_input_plus_the_branches(name: str, captured) -> None:
-    """So `post_block` holds the MLP, `post_attn` the attention, and the branches are meant after their own norms."""
+    """So `post_block` holds the MLP, `post_attn` the attention, and the branches are meant after
+    their own norms.
+    """
     rows = captured(name, EAGER)[0][""].rows
     for layer in ALL:
         before, after = rows["pre_attn", layer], rows["post_block", layer]
@@ -139,7 +181,9 @@ def test_the_stream_is_its_input_plus_the_branches(name: str, captured) -> None:
 
 # field case 4, field case 8
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(name: str, captured, checkpoints) -> None:
+def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(
+    name: str, captured, checkpoints
+) -> None:
     outcome = captured(name, EAGER)[0][""]
     hidden = Reference(checkpoints(name)).hidden_states(outcome.token_ids)
     for layer in ALL:
@@ -152,12 +196,18 @@ def test_each_layer_has_its_own_rows_and_layer_n_is_hidden_states_n_plus_1(name:
 
 # field case 3
 @pytest.mark.parametrize(("name", "hook", "reads"), READERS)
-def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str, hook: str, reads: str, captured, checkpoints) -> None:
-    """At the edited positions of layer 1 the branch is another than without the edit, and at no earlier position."""
+def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(
+    name: str, hook: str, reads: str, captured, checkpoints
+) -> None:
+    """At the edited positions of layer 1 the branch is another than without the edit, and at no
+    earlier position.
+    """
     outcomes = captured(name, EAGER)[0]
     edited = outcomes[hook]
     plain = Reference(checkpoints(name)).rows(edited.token_ids)
-    moved = np.linalg.norm(edited.rows[reads, 1] - plain[reads, 1], axis=-1) / np.linalg.norm(plain[reads, 1], axis=-1)
+    moved = np.linalg.norm(edited.rows[reads, 1] - plain[reads, 1], axis=-1) / np.linalg.norm(
+        plain[reads, 1], axis=-1
+    )
     assert (moved[ADDED] > 0.01).all()
     assert moved[: ADDED[0]].max() <= FP32_HOOKS
 
@@ -170,34 +220,61 @@ def test_what_reads_the_edited_tensor_in_the_same_layer_reads_the_edit(name: str
         ("gpt2-by-layer", "scale_attn_by_inverse_layer_idx=True is not served"),
     ],
 )
-def test_unsupported_architectures_are_refused_at_boot(name, reason, checkpoints, nurseries, tmp_path) -> None:
+def test_unsupported_architectures_are_refused_at_boot(
+    name, reason, checkpoints, nurseries, tmp_path
+) -> None:
     with pytest.raises(AssertionError, match=reason):
         nurseries("v1").host(tmp_path / name, checkpoints(name), max_model_len=128)
 
 
-def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else(checkpoints, nurseries, tmp_path) -> None:
-    """Longrope: prompts of up to 64 tokens while longer ones are possible. The caveat is in the model's description and every manifest."""
+def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else(
+    checkpoints, nurseries, tmp_path
+) -> None:
+    """Longrope: prompts of up to 64 tokens while longer ones are possible.
+
+    The caveat is in the model's description and every manifest.
+    """
     truth, sites = Reference(checkpoints("phi3-longrope")), {"post_block": list(ALL)}
     for max_model_len, prompts in ((128, {20: False, 100: True}), (64, {20: True})):
         settings = options_of(EAGER) | {"max_model_len": max_model_len}
-        host = nurseries("v1").host(tmp_path / str(max_model_len), checkpoints("phi3-longrope"), **settings)
+        host = nurseries("v1").host(
+            tmp_path / str(max_model_len), checkpoints("phi3-longrope"), **settings
+        )
         try:
             for length, alike in prompts.items():
-                job = host.job(prompt_of(length), max_tokens=1, capture=capture_of([], "all_prompt", sites=sites))
+                job = host.job(
+                    prompt_of(length),
+                    max_tokens=1,
+                    capture=capture_of([], "all_prompt", sites=sites),
+                )
                 host.run(job)
                 rows, reader = truth.rows(prompt_of(length)), host.capture(job)
-                error = max(relative_error(reader.array(layer), rows["post_block", layer]) for layer in ALL)
-                assert error <= FP32_HOOKS if alike else error > 0.01, (max_model_len, length, error)
+                error = max(
+                    relative_error(reader.array(layer), rows["post_block", layer]) for layer in ALL
+                )
+                assert error <= FP32_HOOKS if alike else error > 0.01, (
+                    max_model_len,
+                    length,
+                    error,
+                )
                 assert reader.manifest().caveats == host.info["caveats"]
-            assert ["long factors" in caveat for caveat in host.info["caveats"] if "certif" not in caveat] == [True] * (max_model_len > 64)
+            assert [
+                "long factors" in caveat
+                for caveat in host.info["caveats"]
+                if "certif" not in caveat
+            ] == [True] * (max_model_len > 64)
         finally:
             host.close()
 
 
 # field case 14
 @pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt2"])
-def test_a_cached_prompt_gives_the_rows_that_were_computed_before(name: str, checkpoints, nurseries, tmp_path) -> None:
-    """Also where layers with a sliding window keep their blocks apart from the others' (Gemma 3)."""
+def test_a_cached_prompt_gives_the_rows_that_were_computed_before(
+    name: str, checkpoints, nurseries, tmp_path
+) -> None:
+    """Also where layers with a sliding window keep their blocks apart from the others' (Gemma
+    3).
+    """
     settings = options_of(EAGER) | {"max_model_len": 512, "enable_prefix_caching": True}
     host = nurseries("v1").host(tmp_path / name, checkpoints(name), **settings)
     try:
@@ -209,7 +286,13 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(name: str, che
             output = host.run(job)[job.id][0]
             reused = sum(file.reused for file in host.receipts(job)[0].files)
             reader = host.capture(job)
-            found.append((output, reused, {(hook, layer): reader.array(layer, hook) for hook in sites for layer in ALL}))
+            found.append(
+                (
+                    output,
+                    reused,
+                    {(hook, layer): reader.array(layer, hook) for hook in sites for layer in ALL},
+                )
+            )
         (first, none, computed), (second, some, served) = found
         assert (first.cached_tokens, none) == (0, 0)
         assert second.cached_tokens > 0
@@ -217,6 +300,8 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(name: str, che
         wanted = Reference(checkpoints(name)).rows(prompt + second.token_ids[:-1])
         for place, rows in served.items():
             assert relative_error(rows, wanted[place]) <= FP32_HOOKS
-            assert np.array_equal(rows[: second.cached_tokens], computed[place][: second.cached_tokens])
+            assert np.array_equal(
+                rows[: second.cached_tokens], computed[place][: second.cached_tokens]
+            )
     finally:
         host.close()

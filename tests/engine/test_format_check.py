@@ -1,4 +1,6 @@
-"""The process that tries constraints before the engine gets them: what it refuses depends on size, or would never end on any machine."""
+"""The process that tries constraints before the engine gets them: what it refuses depends on size,
+or would never end on any machine.
+"""
 
 import asyncio
 from pathlib import Path
@@ -12,21 +14,37 @@ from midstream.schemas.errors import MidstreamError
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.engine import format_check
 
-MANY = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2200)}}
-TOOLS = {"type": "array", "items": {"anyOf": [{"type": "object", "properties": {f"a{n}": {"type": "string"}}} for n in range(128)]}}
+MANY = {
+    "type": "object",
+    "properties": {f"p{number}": {"type": "string"} for number in range(2200)},
+}
+TOOLS = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            {"type": "object", "properties": {f"a{n}": {"type": "string"}}} for n in range(128)
+        ]
+    },
+}
 
 
-def outcomes(*forms: dict[str, Any], seconds: float = 2.0, model: str = "", memory: int = format_check.MEMORY) -> list[str]:
+def outcomes(
+    *forms: dict[str, Any], seconds: float = 2.0, model: str = "", memory: int = format_check.MEMORY
+) -> list[str]:
     """For each constraint, asked of the same process, why it is refused, or an empty text."""
 
     async def ask() -> list[str]:
-        checker = format_check.FormatChecker(model or str(fetch_demo_model()), 49152, seconds, memory=memory)
+        checker = format_check.FormatChecker(
+            model or str(fetch_demo_model()), 49152, seconds, memory=memory
+        )
         await checker.begin()
         found = []
         try:
             for form in forms:
                 try:
-                    await checker.check(SamplingParams(structured_outputs=StructuredOutputsParams(**form)))
+                    await checker.check(
+                        SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+                    )
                     found.append("")
                 except MidstreamError as error:
                     found.append(str(error))
@@ -41,7 +59,15 @@ def test_a_constraint_of_too_many_rules_is_refused() -> None:
     many, ambiguous, grammar = outcomes(
         {"json": MANY},
         {"regex": "(a|b|ab)*" * 200},
-        {"grammar": "\n".join(["root ::= r0", *(f'r{n} ::= "a" r{n + 1} | "b"' for n in range(150)), 'r150 ::= "c"'])},
+        {
+            "grammar": "\n".join(
+                [
+                    "root ::= r0",
+                    *(f'r{n} ::= "a" r{n + 1} | "b"' for n in range(150)),
+                    'r150 ::= "c"',
+                ]
+            )
+        },
     )
     assert "2220 rules" in many
     assert "401 rules" in ambiguous
@@ -66,14 +92,22 @@ def test_ordinary_constraints_pass() -> None:
         "choices": {"choice": [f"word {n}" for n in range(1000)]},
         "ebnf": {"grammar": 'root ::= "a" ("b" | "c") "d"'},
         "lark": {"grammar": "start: WORD\nWORD: /[a-z]+/"},
-        "tag": {"structural_tag": '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "object"}}}'},
+        "tag": {
+            "structural_tag": (
+                '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": '
+                '{"type": "object"}}}'
+            )
+        },
         "broken: vLLM says why": {"regex": "[("},
     }
-    assert dict(zip(forms, outcomes(*forms.values(), seconds=60.0), strict=True)) == dict.fromkeys(forms, "")
+    assert dict(zip(forms, outcomes(*forms.values(), seconds=60.0), strict=True)) == dict.fromkeys(
+        forms, ""
+    )
 
 
 def test_a_constraint_that_needs_more_memory_than_there_is_is_refused() -> None:
-    (refused,) = outcomes({"json": TOOLS}, seconds=60.0, memory=1 << 20)  # less than the process has already
+    # less than the process has already
+    (refused,) = outcomes({"json": TOOLS}, seconds=60.0, memory=1 << 20)
     assert "or 0.000976562 GiB" in refused
 
 

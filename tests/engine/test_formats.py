@@ -1,4 +1,6 @@
-"""A constraint on generated text holds with every runner and on several ranks, beside captures and edits, and changes no other request."""
+"""A constraint on generated text holds with every runner and on several ranks, beside captures and
+edits, and changes no other request.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,31 +39,56 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def spelling(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a token for each byte: constraints are compiled for no tokenizer of whole words."""
+    """The tiny model with a token for each byte: constraints are compiled for no tokenizer of whole
+    words.
+    """
     path = tmp_path_factory.mktemp("spelling") / "llama"
     shutil.copytree(llama, path)
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate([*ALPHABET, "</s>"])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(
+        models.BPE({letter: number for number, letter in enumerate([*ALPHABET, "</s>"])}, [])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
     return path
 
 
-@pytest.fixture(scope="module", params=[pytest.param(way, marks=pytest.mark.ranks) if way.startswith("two") else way for way in WAYS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(way, marks=pytest.mark.ranks) if way.startswith("two") else way for way in WAYS
+    ],
+)
 def host(
-    request: pytest.FixtureRequest, spelling: Path, nurseries: Callable[[str], Nursery], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    spelling: Path,
+    nurseries: Callable[[str], Nursery],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Host]:
-    options = {"max_num_batched_tokens": 64, "max_model_len": 256, "enforce_eager": True} | WAYS[request.param]
-    host = nurseries(options.get("runner", "v1")).host(tmp_path_factory.mktemp("formats") / "engine", spelling, **options)
+    options = {"max_num_batched_tokens": 64, "max_model_len": 256, "enforce_eager": True} | WAYS[
+        request.param
+    ]
+    host = nurseries(options.get("runner", "v1")).host(
+        tmp_path_factory.mktemp("formats") / "engine", spelling, **options
+    )
     yield host
     host.close()
 
 
-def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alone(host: Host, spelling: Path) -> None:
-    edit = Edit(1, np.random.default_rng(3).normal(size=HIDDEN).astype(np.float32), hook="post_attn")
+def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alone(
+    host: Host, spelling: Path
+) -> None:
+    edit = Edit(
+        1, np.random.default_rng(3).normal(size=HIDDEN).astype(np.float32), hook="post_attn"
+    )
     capture = capture_of([], "all", sites=EVERYTHING)
     prompt, neighbour = prompt_of(80, seed=8), prompt_of(12, seed=9)  # the first in two steps
     (alone,) = host.run(plain := host.job(neighbour, max_tokens=5))[plain.id]
-    job = host.job(prompt, max_tokens=5, capture=capture, steering=host.steering(edit), structured_outputs=FORM)
+    job = host.job(
+        prompt, max_tokens=5, capture=capture, steering=host.steering(edit), structured_outputs=FORM
+    )
     beside = host.job(neighbour, max_tokens=5)
     answers = host.run(job, beside)
     tokens = answers[job.id][0].token_ids
@@ -69,14 +96,23 @@ def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alon
     assert set(tokens) <= ALLOWED
     assert answers[beside.id][0].token_ids == alone.token_ids
     assert not set(alone.token_ids) <= ALLOWED
-    rows, found = Reference(spelling).rows(prompt + tokens[:-1], [edit], capture.at), host.capture(job)
+    rows, found = (
+        Reference(spelling).rows(prompt + tokens[:-1], [edit], capture.at),
+        host.capture(job),
+    )
     for hook in HOOKS:
         for layer in range(LAYERS):
-            assert relative_error(found.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (hook, layer)
+            assert relative_error(found.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (
+                hook,
+                layer,
+            )
 
 
 def test_a_constraint_that_does_not_compile_fails_its_own_job_alone(host: Host) -> None:
-    broken, job = host.job(prompt_of(9), structured_outputs=Structured(regex="[(")), host.job(prompt_of(9))
+    broken, job = (
+        host.job(prompt_of(9), structured_outputs=Structured(regex="[(")),
+        host.job(prompt_of(9)),
+    )
     answer = host.run_any(broken, job)
     assert set(answer.errors) == {broken.id}
     assert answer.errors[broken.id].startswith("structured_outputs: ")
@@ -87,9 +123,15 @@ def test_constrained_requests_end_where_the_constraint_does(host: Host) -> None:
     choices = ["x", "yy", "zzz"]
     jobs = []
     for number, choice in enumerate(choices):
-        job = host.job(prompt_of(9 + number, seed=number), max_tokens=8, structured_outputs=Structured(choice=[choice]))
+        job = host.job(
+            prompt_of(9 + number, seed=number),
+            max_tokens=8,
+            structured_outputs=Structured(choice=[choice]),
+        )
         jobs.append(replace(job, sampling=replace(job.sampling, ignore_eos=False)))
     answers = host.run(*jobs)
     outputs = [answers[job.id][0] for job in jobs]
     assert [output.finish_reason for output in outputs] == ["stop"] * 3
-    assert [output.token_ids[:-1] for output in outputs] == [[ALPHABET.index(letter) for letter in choice] for choice in choices]
+    assert [output.token_ids[:-1] for output in outputs] == [
+        [ALPHABET.index(letter) for letter in choice] for choice in choices
+    ]

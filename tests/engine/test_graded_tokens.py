@@ -1,4 +1,6 @@
-"""What the ranks say of the next token is the model's own log-softmax, whoever else is in the batch. fp32."""
+"""What the ranks say of the next token is the model's own log-softmax, whoever else is in the
+batch. fp32.
+"""
 
 from typing import Any
 
@@ -30,27 +32,41 @@ def truth(reference: Reference, token_ids: list[int]) -> np.ndarray:
 
 def graded(host: Host, *asked: tuple[Job, Grade], **options: Any) -> list[list[float]]:
     """One batch; what the last stage's first rank said of each."""
-    answer = host.run_any(*(job for job, _ in asked), grades={job.id: [grade] for job, grade in asked}, **options)
+    answer = host.run_any(
+        *(job for job, _ in asked), grades={job.id: [grade] for job, grade in asked}, **options
+    )
     assert not answer.errors, answer.errors
     found = []
     for job, _ in asked:
         receipts = host.receipts(job)
-        assert [(receipt.status, receipt.message) for receipt in receipts] == [("ok", "")] * len(receipts)
+        assert [(receipt.status, receipt.message) for receipt in receipts] == [("ok", "")] * len(
+            receipts
+        )
         (told,) = (receipt.graded for receipt in receipts if receipt.graded)
         found.append(told)
     return found
 
 
-def test_log_probabilities_equal_transformers_and_neighbours_keep_theirs(v1: Host, reference: Reference) -> None:
+def test_log_probabilities_equal_transformers_and_neighbours_keep_theirs(
+    v1: Host, reference: Reference
+) -> None:
     """With vLLM's `logprob_token_ids` instead the neighbours would be told of other tokens."""
-    prompts = [prompt_of(length, seed=length) for length in (9, 100, 20)]  # one of them in two steps
+    prompts = [
+        prompt_of(length, seed=length) for length in (9, 100, 20)
+    ]  # one of them in two steps
     asked = [(v1.job(prompt, max_tokens=2), Grade(token_ids=EVERY)) for prompt in prompts]
-    neighbours = [v1.job(prompt_of(length, seed=40 + length), max_tokens=3, logprobs=5) for length in (11, 21)]
-    answer = v1.run_any(*(job for job, _ in asked), *neighbours, grades={job.id: [grade] for job, grade in asked})
+    neighbours = [
+        v1.job(prompt_of(length, seed=40 + length), max_tokens=3, logprobs=5) for length in (11, 21)
+    ]
+    answer = v1.run_any(
+        *(job for job, _ in asked), *neighbours, grades={job.id: [grade] for job, grade in asked}
+    )
     assert not answer.errors
     for prompt, (job, _) in zip(prompts, asked, strict=True):
         (receipt,) = v1.receipts(job)
-        np.testing.assert_allclose(receipt.graded, truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            receipt.graded, truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0
+        )
     for job in neighbours:
         (output,) = answer.outputs[job.id]
         assert output.logprobs is not None
@@ -66,19 +82,31 @@ def test_log_probabilities_equal_transformers_and_neighbours_keep_theirs(v1: Hos
 def test_kl_divergence_equals_float64(v1: Host, reference: Reference) -> None:
     clean, *others = (prompt_of(12, seed=seed) for seed in (81, 82, 83))
     graded(v1, (v1.job(clean, max_tokens=1), Grade(token_ids=[3], keep="clean")))
-    asked = [(v1.job(prompt, max_tokens=1), Grade(token_ids=[5], against="clean")) for prompt in (clean, *others)]
+    asked = [
+        (v1.job(prompt, max_tokens=1), Grade(token_ids=[5], against="clean"))
+        for prompt in (clean, *others)
+    ]
     told = graded(v1, *asked)
     first = truth(reference, clean)
     for prompt, values in zip((clean, *others), told, strict=True):
         second = truth(reference, prompt)
-        np.testing.assert_allclose(values, [second[5], (np.exp(first) * (first - second)).sum()], atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            values,
+            [second[5], (np.exp(first) * (first - second)).sum()],
+            atol=FP32_LOGPROBS,
+            rtol=0,
+        )
     assert abs(told[0][1]) <= FP32_BATCH
     assert min(values[1] for values in told[1:]) > 0.1
 
 
 def test_ungradable_requests_fail_alone(v1: Host) -> None:
     lost, outside, fine = (v1.job(prompt_of(8), max_tokens=1) for _ in range(3))
-    grades = {lost.id: [Grade([3], against="nobody's")], outside.id: [Grade([VOCABULARY])], fine.id: [Grade([3])]}
+    grades = {
+        lost.id: [Grade([3], against="nobody's")],
+        outside.id: [Grade([VOCABULARY])],
+        fine.id: [Grade([3])],
+    }
     v1.run_any(lost, outside, fine, grades=grades)
     found = {job.id: v1.receipts(job)[0] for job in (lost, outside, fine)}
     assert [found[job.id].status for job in (lost, outside, fine)] == ["error", "error", "ok"]
@@ -95,27 +123,38 @@ def test_cached_prompts_are_graded_alike(cached: Host, reference: Reference) -> 
         job = cached.job(prompt, max_tokens=1)
         answer = cached.run_any(job, grades={job.id: [Grade(EVERY)]})
         assert answer.outputs[job.id][0].cached_tokens == hit
-        np.testing.assert_allclose(cached.receipts(job)[0].graded, right, atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            cached.receipts(job)[0].graded, right, atol=FP32_LOGPROBS, rtol=0
+        )
 
 
 def test_preempted_requests_are_graded_once_and_right(cached: Host, reference: Reference) -> None:
     """Seven blocks of KV cache: they grow until they push one another out."""
     prompts = [prompt_of(100, seed=90 + number) for number in range(5)]
     before = cached.call("midstream_status")[0]["preemptions"]
-    told = graded(cached, *((cached.job(prompt, max_tokens=60), Grade(EVERY)) for prompt in prompts), together=True)
+    told = graded(
+        cached,
+        *((cached.job(prompt, max_tokens=60), Grade(EVERY)) for prompt in prompts),
+        together=True,
+    )
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for prompt, values in zip(prompts, told, strict=True):
         np.testing.assert_allclose(values, truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
 
 
 @pytest.mark.parametrize(("way", "grader"), [("tp2", 0), ("pp2", 1), ("v2", 0), ("overlapped", 1)])
-def test_one_rank_grades_and_all_ranks_confirm(request: pytest.FixtureRequest, way: str, grader: int) -> None:
-    """Two tensor-parallel ranks, two pipeline stages, the v2 runner; a steered request among them."""
+def test_one_rank_grades_and_all_ranks_confirm(
+    request: pytest.FixtureRequest, way: str, grader: int
+) -> None:
+    """Two tensor-parallel ranks, two pipeline stages, the v2 runner; a steered request among
+    them.
+    """
     host: Host = request.getfixturevalue(way)
     reference = Reference(request.getfixturevalue("llama" if way == "v2" else "qwen3"))
     vector = np.random.default_rng(7).normal(size=HIDDEN).astype(np.float32)
     plain, steered = (
-        host.job(prompt_of(9, seed=95), max_tokens=1, steering=steering) for steering in (None, [steer(host.vector(vector), [1])])
+        host.job(prompt_of(9, seed=95), max_tokens=1, steering=steering)
+        for steering in (None, [steer(host.vector(vector), [1])])
     )
     told = graded(host, (plain, Grade(EVERY, keep="plain")), (steered, Grade(EVERY)))
     ranks = [receipt.rank for receipt in host.receipts(plain) if receipt.graded]

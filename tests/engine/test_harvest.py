@@ -1,4 +1,6 @@
-"""Harvests on the real engine: their rows are those of captures, and a killed worker costs none and doubles none."""
+"""Harvests on the real engine: their rows are those of captures, and a killed worker costs none and
+doubles none.
+"""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ from midstream.workers.demo_model import fetch_demo_model
 
 SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 DOCUMENTS = [
-    f"Fact number {number}: " + "the sum of the angles of a triangle is two right angles, " * (1 + number % 9) for number in range(60)
+    f"Fact number {number}: "
+    + "the sum of the angles of a triangle is two right angles, " * (1 + number % 9)
+    for number in range(60)
 ]
 LAYERS = [3, 15, 28]
 
@@ -30,9 +34,18 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = fetch_demo_model()
-    options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.5, "certify": False}
+    options = {
+        "engine": "vllm",
+        "model": str(model),
+        "model_name": "demo",
+        "max_model_len": 512,
+        "kv_cache_gib": 0.5,
+        "certify": False,
+    }
     options |= {"dtype": "float32", "global_capture": "post_block:15", "global_capture_tag": "ops"}
-    with Stack(tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=180, **options, **SLOW) as stack:
+    with Stack(
+        tmp_path_factory.mktemp("harvest"), api=True, start_timeout_s=180, **options, **SLOW
+    ) as stack:
         yield stack
 
 
@@ -43,7 +56,9 @@ def client(service: Stack) -> Iterator[Client]:
 
 
 def harvested(client: Client, **fields: object) -> Harvest:
-    view = client.submit_harvest(model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}, **fields)
+    view = client.submit_harvest(
+        model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}, **fields
+    )
     view = client.wait_harvest(view, timeout=180)
     assert verify(view.uri).faults == []
     return open(view.uri)
@@ -55,7 +70,10 @@ def check_close(made: Harvest, other: Harvest) -> None:
         for left, right in zip(mine.keys(), theirs.keys(), strict=True):
             assert np.array_equal(left, right)
         for layer in LAYERS:
-            assert relative_error(mine.rows("post_block", layer), theirs.rows("post_block", layer)) <= BF16_BATCH
+            assert (
+                relative_error(mine.rows("post_block", layer), theirs.rows("post_block", layer))
+                <= BF16_BATCH
+            )
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +85,12 @@ def whole(service: Stack) -> Harvest:
 def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest) -> None:
     numbers = [0, 17, 59]
     job = client.run(
-        model="demo", prompts=[DOCUMENTS[number] for number in numbers], max_tokens=1, progress=False,
+        model="demo",
+        prompts=[DOCUMENTS[number] for number in numbers],
+        max_tokens=1,
+        progress=False,
         capture={"layers": LAYERS, "positions": "all_prompt"},
-    )  # fmt: skip
+    )
     captured = client.capture(job)
     for request, number in enumerate(numbers):
         for layer in LAYERS:
@@ -80,17 +101,28 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
     assert set(whole.keys(slice(None)).documents.tolist()) == set(range(len(DOCUMENTS)))
 
 
-def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(service: Stack, whole: Harvest) -> None:
+def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
+    service: Stack, whole: Harvest
+) -> None:
     jobs = [job_id_of(whole.manifest.id, part, 0) for part in range(len(whole.manifest.parts))]
-    found = [entry for job in jobs for _, entry in find_entries(open_store(service.settings.artifacts), job, "ops")]
+    found = [
+        entry
+        for job in jobs
+        for _, entry in find_entries(open_store(service.settings.artifacts), job, "ops")
+    ]
     assert len(found) == len(DOCUMENTS)
     captured = CaptureReader(Path(service.settings.artifacts) / "ops", job=jobs[0])
     for request in captured.requests()[:5]:
         tokens = captured.token_ids(request=request)
         (position,) = captured.positions(request=request)
         keys = whole.keys(slice(None))
-        rows = whole.rows(slice(None), 15)[(keys.positions == position) & (keys.token_ids == tokens[0])]
-        assert min(relative_error(row[None], captured.array(15, request=request)) for row in rows) <= BF16_BATCH
+        rows = whole.rows(slice(None), 15)[
+            (keys.positions == position) & (keys.token_ids == tokens[0])
+        ]
+        assert (
+            min(relative_error(row[None], captured.array(15, request=request)) for row in rows)
+            <= BF16_BATCH
+        )
 
 
 def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Client) -> None:
@@ -109,8 +141,12 @@ def test_a_probe_that_stops_all_traffic_ends_what_a_harvest_generates(client: Cl
         client.unregister_probe("guard")
 
 
-def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: Client, whole: Harvest) -> None:
-    view = client.submit_harvest(model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1})
+def test_a_killed_worker_costs_no_row_and_doubles_none(
+    service: Stack, client: Client, whole: Harvest
+) -> None:
+    view = client.submit_harvest(
+        model="demo", source={"lines": DOCUMENTS}, layers=LAYERS, shards={"mib": 1}
+    )
     while client.harvest(view).units_done < 1:
         time.sleep(0.05)
     service.kill("worker")
@@ -120,11 +156,18 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(service: Stack, client: C
     done = client.wait_harvest(view, timeout=240)
     assert verify(done.uri).faults == []
     check_close(open(done.uri), whole)
-    assert {path.name for path in Path(done.uri).iterdir()} == {"manifest.json", "plans", "parts", "shards"}
+    assert {path.name for path in Path(done.uri).iterdir()} == {
+        "manifest.json",
+        "plans",
+        "parts",
+        "shards",
+    }
 
 
 def test_scaled_rows_of_the_real_model_are_close(client: Client, whole: Harvest) -> None:
-    """To half a step of the dtype, measured by the row's largest value, and what the batch may change."""
+    """To half a step of the dtype, measured by the row's largest value, and what the batch may
+    change.
+    """
     for dtype, step in (("int8", 1 / 254), ("float8_e4m3fn", 2**-4)):
         made = harvested(client, dtype=dtype)
         for layer in LAYERS:

@@ -1,4 +1,7 @@
-"""Rows inside attention and MLP are transformers', in its shapes. Real vLLM, tiny models in fp32."""
+"""Rows inside attention and MLP are transformers', in its shapes.
+
+Real vLLM, tiny models in fp32.
+"""
 
 from pathlib import Path
 
@@ -31,8 +34,14 @@ def inside(llama: Path) -> InsideReference:
 def captured(host: Host, job: Job, **spec) -> Job:
     """The job with a capture as a user writes it."""
     info = msgspec.convert(host.info, ModelInfo)
-    bounds = Bounds(info, [PromptFacts(len(prompt.token_ids)) for prompt in job.prompts], job.sampling.max_tokens)
-    return msgspec.structs.replace(job, captures=resolve_captures(msgspec.convert(spec, CaptureSpec), bounds))
+    bounds = Bounds(
+        info,
+        [PromptFacts(len(prompt.token_ids)) for prompt in job.prompts],
+        job.sampling.max_tokens,
+    )
+    return msgspec.structs.replace(
+        job, captures=resolve_captures(msgspec.convert(spec, CaptureSpec), bounds)
+    )
 
 
 def served(host: Host) -> list[str]:
@@ -45,17 +54,27 @@ def compare(reader: CaptureReader, rows: dict, hooks: list[str], request: int = 
     for hook in hooks:
         assert reader.layers(request, hook) == list(range(LAYERS))
         for layer in range(LAYERS):
-            assert relative_error(reader.array(layer, hook, request), rows[hook, layer][positions]) <= FP32_ROWS, (hook, layer)
+            assert (
+                relative_error(reader.array(layer, hook, request), rows[hook, layer][positions])
+                <= FP32_ROWS
+            ), (hook, layer)
     return len(hooks) * LAYERS
 
 
 def test_rows_inside_are_those_of_transformers(v1: Host, inside: InsideReference) -> None:
-    """In one capture with the residual stream; the prompt is prefilled in chunks, and another request runs beside it."""
+    """In one capture with the residual stream; the prompt is prefilled in chunks, and another
+    request runs beside it.
+    """
     hooks = served(v1)
     assert hooks == [hook for hook in INSIDE if hook != "router"]
     spec = {"hooks": dict.fromkeys([*hooks, "post_block"], "all"), "positions": "all"}
     job = captured(v1, v1.job(prompt_of(90), max_tokens=4), **spec)
-    beside = captured(v1, v1.job(prompt_of(9, seed=3), max_tokens=6), hooks={"hook_z": "all", "mlp.hook_post": [1]}, positions="all")
+    beside = captured(
+        v1,
+        v1.job(prompt_of(9, seed=3), max_tokens=6),
+        hooks={"hook_z": "all", "mlp.hook_post": [1]},
+        positions="all",
+    )
     outputs = v1.run(job, beside)
     reader = v1.capture(job)
     tokens = [*prompt_of(90), *outputs[job.id][0].token_ids][:-1]
@@ -68,17 +87,29 @@ def test_rows_inside_are_those_of_transformers(v1: Host, inside: InsideReference
 
 
 def test_one_capture_of_several_widths_is_read_as_one(v1: Host) -> None:
-    job = captured(v1, v1.job(prompt_of(12), max_tokens=2), hooks={"k": [0], "q": [0, 3], "resid_post": "all"}, positions="all_prompt")
+    job = captured(
+        v1,
+        v1.job(prompt_of(12), max_tokens=2),
+        hooks={"k": [0], "q": [0, 3], "resid_post": "all"},
+        positions="all_prompt",
+    )
     v1.run(job)
     assert len(v1.receipts(job)[0].files) == 3
     reader = v1.capture(job)
     assert (reader.hooks(), reader.layers(hook="q")) == (["q", "k", "post_block"], [0, 3])
-    assert (reader.array(0, "k").shape, reader.array(3, "hook_rot_q").shape) == ((12, 64), (12, 128))
+    assert (reader.array(0, "k").shape, reader.array(3, "hook_rot_q").shape) == (
+        (12, 64),
+        (12, 128),
+    )
     assert (reader.manifest().all_sites, all(check.ok for check in reader.verify())) == (
         {"q": [0, 3], "k": [0], "post_block": [0, 1, 2, 3]},
         True,
     )
-    kept = [at(v1.root / file.path, file.offset, file.bytes) for file in v1.receipts(job)[0].files if "k" not in file.sites]
+    kept = [
+        at(v1.root / file.path, file.offset, file.bytes)
+        for file in v1.receipts(job)[0].files
+        if "k" not in file.sites
+    ]
     with pytest.raises(Exception, match=r"incomplete: missing tensors \(1\): k.0"):
         CaptureReader.of_job(kept, job.id, status="ok").array(0, "post_block")
 
@@ -108,17 +139,34 @@ def edits(host: Host) -> dict[str, Edit]:
         }
         for op, options in ops.items():
             given = {} if op == "lowrank" else {"vector": vector}
-            found[f"{op} {hook}"] = Edit(number % (LAYERS - 1), hook=hook, op=op, positions=POSITIONS, **given, **options)
+            found[f"{op} {hook}"] = Edit(
+                number % (LAYERS - 1), hook=hook, op=op, positions=POSITIONS, **given, **options
+            )
     return found
 
 
 def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit]) -> None:
-    """Each in a request of its own, all in one batch with one that nothing edits: rows behind the edit, and what they become."""
+    """Each in a request of its own, all in one batch with one that nothing edits: rows behind the
+    edit, and what they become.
+    """
     jobs = {}
     for name, edit in wanted.items():
-        job = host.job(prompt_of(12, seed=len(jobs)), max_tokens=3, steering=host.steering(edit), logprobs=0)
-        jobs[name] = captured(host, job, hooks={edit.hook: edit.layer, "z": "all", "post_block": "all"}, positions="all", at="after")
-    jobs["plain"] = captured(host, host.job(prompt_of(12), max_tokens=3), hooks={"z": "all", "post_block": "all"}, positions="all")
+        job = host.job(
+            prompt_of(12, seed=len(jobs)), max_tokens=3, steering=host.steering(edit), logprobs=0
+        )
+        jobs[name] = captured(
+            host,
+            job,
+            hooks={edit.hook: edit.layer, "z": "all", "post_block": "all"},
+            positions="all",
+            at="after",
+        )
+    jobs["plain"] = captured(
+        host,
+        host.job(prompt_of(12), max_tokens=3),
+        hooks={"z": "all", "post_block": "all"},
+        positions="all",
+    )
     answers = host.run(*jobs.values())
     wrong = {}
     for number, (name, job) in enumerate(jobs.items()):
@@ -126,11 +174,20 @@ def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit])
         seed = number if edit else 0
         tokens = [*prompt_of(12, seed=seed), *answers[job.id][0].token_ids][:-1]
         rows, reader = reference.rows(tokens, *edit), host.capture(job)
-        last = relative_error(reader.array(LAYERS - 1, "post_block"), rows["post_block", LAYERS - 1])
+        last = relative_error(
+            reader.array(LAYERS - 1, "post_block"), rows["post_block", LAYERS - 1]
+        )
         attended = relative_error(reader.array(LAYERS - 1, "z"), rows["z", LAYERS - 1])
         if max(last, attended) > FP32_ROWS:
             wrong[name] = (last, attended)
-        if edit and relative_error(reference.rows(tokens)["post_block", LAYERS - 1][-4:], rows["post_block", LAYERS - 1][-4:]) < 1e-3:
+        if (
+            edit
+            and relative_error(
+                reference.rows(tokens)["post_block", LAYERS - 1][-4:],
+                rows["post_block", LAYERS - 1][-4:],
+            )
+            < 1e-3
+        ):
             wrong[name] = ("the edit", "changes nothing in the reference")
         applied = sum(receipt.applied for receipt in host.receipts(job))
         if edit and applied != len(POSITIONS) * host.settings.tensor_parallel_size:
@@ -138,21 +195,43 @@ def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit])
     assert wrong == {}
 
 
-def test_every_op_at_every_hook_inside_reaches_what_follows(v1: Host, inside: InsideReference) -> None:
+def test_every_op_at_every_hook_inside_reaches_what_follows(
+    v1: Host, inside: InsideReference
+) -> None:
     check_edits(v1, inside, edits(v1))
 
 
 def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) -> None:
-    """A vector of one head for two heads, zeros for another; one is ablated. The rows of other heads keep their bits."""
+    """A vector of one head for two heads, zeros for another; one is ablated.
+
+    The rows of other heads keep their bits.
+    """
     vector = RNG.normal(size=32).astype(np.float32)
     specs = [
-        SteeringSpec(layers=1, hook="z", op="replace", vector=from_numpy(vector), heads="0,2", positions=[4]),
+        SteeringSpec(
+            layers=1, hook="z", op="replace", vector=from_numpy(vector), heads="0,2", positions=[4]
+        ),
         SteeringSpec(layers=2, hook="v", op="ablate", vector=from_numpy(vector), heads=1),
-        SteeringSpec(layers=0, hook="hook_rot_q", op="add", vector=from_numpy(vector), heads=[-1], scale=2.0),
+        SteeringSpec(
+            layers=0, hook="hook_rot_q", op="add", vector=from_numpy(vector), heads=[-1], scale=2.0
+        ),
     ]
     job = v1.job(prompt_of(12), max_tokens=2, steering=v1.steering(*specs))
-    whole = captured(v1, job, hooks={"z": [1], "q": [0], "v": [2], "post_block": [3]}, positions="all", at="after")
-    two = captured(v1, msgspec.structs.replace(job, id=f"{job.id}b"), hooks={"z": [1]}, heads="0,3", positions="all", at="after")
+    whole = captured(
+        v1,
+        job,
+        hooks={"z": [1], "q": [0], "v": [2], "post_block": [3]},
+        positions="all",
+        at="after",
+    )
+    two = captured(
+        v1,
+        msgspec.structs.replace(job, id=f"{job.id}b"),
+        hooks={"z": [1]},
+        heads="0,3",
+        positions="all",
+        at="after",
+    )
     outputs = v1.run(whole, two)
     row, other = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
     row[0, [0, 2]], row[1, 3], other[1] = vector, vector, vector
@@ -175,7 +254,12 @@ def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) 
 
 def test_heads_of_a_source_run_are_patched_in(v1: Host, inside: InsideReference) -> None:
     """`z` of one head of another prompt, bit for bit; what follows is the reference's."""
-    source = captured(v1, v1.job(prompt_of(12, seed=8), max_tokens=1), hooks={"z": [1], "pre_attn": [1]}, positions="all_prompt")
+    source = captured(
+        v1,
+        v1.job(prompt_of(12, seed=8), max_tokens=1),
+        hooks={"z": [1], "pre_attn": [1]},
+        positions="all_prompt",
+    )
     v1.run(source)
     run, rows = v1.keep(source), v1.capture(source).array(1, "z")
     mask = np.repeat([0, 0, 1, 0], 32).astype(np.float32)
@@ -197,11 +281,13 @@ def test_heads_of_a_source_run_are_patched_in(v1: Host, inside: InsideReference)
     v1.run(job)
     reader = v1.capture(job)
     assert np.array_equal(reader.array(1, "z")[7].reshape(4, 32)[2], rows[3].reshape(4, 32)[2])
-    wanted = inside.rows(prompt_of(12), Edit(1, rows[3], [7], hook="z", op="replace", mask=mask.astype(bool)))
+    wanted = inside.rows(
+        prompt_of(12), Edit(1, rows[3], [7], hook="z", op="replace", mask=mask.astype(bool))
+    )
     assert relative_error(reader.array(3, "post_block"), wanted["post_block", 3]) <= FP32_ROWS
 
 
-# --- The same from every way to run --------------------------------------------------------------------------------------
+# --- The same from every way to run ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +304,17 @@ def check_captures(host: Host, reference: InsideReference, length: int = 90) -> 
     spec = {"hooks": dict.fromkeys([*served(host), "post_block"], "all"), "positions": "all"}
     job = captured(host, host.job(prompt_of(length), max_tokens=3), **spec)
     output = host.run(job)[job.id][0]
-    compare(host.capture(job), reference.rows([*prompt_of(length), *output.token_ids][:-1]), [*served(host), "post_block"])
+    compare(
+        host.capture(job),
+        reference.rows([*prompt_of(length), *output.token_ids][:-1]),
+        [*served(host), "post_block"],
+    )
     return job
 
 
-def test_compiled_forward_has_the_same_rows_and_edits(compiled: Host, inside: InsideReference) -> None:
+def test_compiled_forward_has_the_same_rows_and_edits(
+    compiled: Host, inside: InsideReference
+) -> None:
     check_captures(compiled, inside)
     check_edits(compiled, inside, some(edits(compiled), "add", "replace"))
     before = compiled.call("midstream_status")[0]
@@ -236,13 +328,19 @@ def test_v2_runner_has_the_same_rows_and_edits(v2: Host, inside: InsideReference
     check_edits(v2, inside, some(edits(v2), "add"))
 
 
-def test_each_pipeline_stage_has_the_same_rows_and_edits(pp2: Host, inside_qwen3: InsideReference) -> None:
+def test_each_pipeline_stage_has_the_same_rows_and_edits(
+    pp2: Host, inside_qwen3: InsideReference
+) -> None:
     check_captures(pp2, inside_qwen3)
     check_edits(pp2, inside_qwen3, some(edits(pp2), "add"))
 
 
-def test_tensor_parallel_ranks_record_and_edit_their_own_columns(tp2: Host, inside_qwen3: InsideReference) -> None:
-    """Rows of all ranks are joined, one rank stores the residual stream, and receipts of both agree."""
+def test_tensor_parallel_ranks_record_and_edit_their_own_columns(
+    tp2: Host, inside_qwen3: InsideReference
+) -> None:
+    """Rows of all ranks are joined, one rank stores the residual stream, and receipts of both
+    agree.
+    """
     job = check_captures(tp2, inside_qwen3)
     first, second = tp2.receipts(job)
     assert {hook for file in second.files for hook in file.sites} == set(served(tp2))
@@ -257,116 +355,231 @@ def test_tensor_parallel_ranks_record_and_edit_their_own_columns(tp2: Host, insi
     job = tp2.job(
         prompt_of(12),
         max_tokens=1,
-        steering=tp2.steering(SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(vector), heads=3)),
+        steering=tp2.steering(
+            SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(vector), heads=3)
+        ),
     )
-    job = captured(tp2, job, hooks={"z": [1], "post_block": [3]}, positions="all", at="after", heads=None)
+    job = captured(
+        tp2, job, hooks={"z": [1], "post_block": [3]}, positions="all", at="after", heads=None
+    )
     tp2.run(job)
     reader, rows = tp2.capture(job), inside_qwen3.rows(prompt_of(12), same)
     assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
     assert len({receipt.checksum for receipt in tp2.receipts(job)}) == 1
-    two = captured(tp2, tp2.job(prompt_of(12), max_tokens=1), hooks={"z": [1]}, positions="all", heads="1-2")
+    two = captured(
+        tp2, tp2.job(prompt_of(12), max_tokens=1), hooks={"z": [1]}, positions="all", heads="1-2"
+    )
     tp2.run(two)
     plain = inside_qwen3.rows(prompt_of(12))["z", 1].reshape(-1, 4, 32)[:, 1:3].reshape(-1, 64)
     assert relative_error(tp2.capture(two).array(1, "z"), plain) <= FP32_ROWS
 
 
-def test_rows_that_one_rank_kept_do_not_stand_for_those_of_another(tp2: Host, inside_qwen3: InsideReference) -> None:
-    """Of heads that the first rank holds: who asks for a head of the other, or for all, has the prompt computed."""
+def test_rows_that_one_rank_kept_do_not_stand_for_those_of_another(
+    tp2: Host, inside_qwen3: InsideReference
+) -> None:
+    """Of heads that the first rank holds: who asks for a head of the other, or for all, has the
+    prompt computed.
+    """
     prompt, found = prompt_of(200, seed=83), []
     rows = inside_qwen3.rows(prompt)["z", 1].reshape(-1, 4, 32)
     for heads in ("0-1", "0-1", "1-2", None, "2-3", "0-1", None):
-        job = captured(tp2, tp2.job(prompt, max_tokens=1), hook="z", layers=1, positions="all_prompt", heads=heads)
+        job = captured(
+            tp2,
+            tp2.job(prompt, max_tokens=1),
+            hook="z",
+            layers=1,
+            positions="all_prompt",
+            heads=heads,
+        )
         found.append(tp2.run(job)[job.id][0].cached_tokens)
         first, last = (0, 3) if heads is None else map(int, heads.split("-"))
-        assert relative_error(tp2.capture(job).array(1, "z"), rows[:, first : last + 1].reshape(len(prompt), -1)) <= FP32_ROWS, heads
+        assert (
+            relative_error(
+                tp2.capture(job).array(1, "z"), rows[:, first : last + 1].reshape(len(prompt), -1)
+            )
+            <= FP32_ROWS
+        ), heads
     assert found == [0, 128, 0, 0, 0, 128, 128]
 
 
 def test_a_sum_over_columns_of_several_ranks_is_refused(tp2: Host) -> None:
     with pytest.raises(MidstreamError, match="spans 2 tensor-parallel ranks"):
-        tp2.steering(SteeringSpec(layers=1, hook="z", op="ablate", vector=from_numpy(np.ones(128, np.float32))))
-    straddling = StoredSteering(layers=[1], hook="z", positions="all", family="ablate", tensors=[tp2.vector(np.ones(128))], numbers=[1.0])
+        tp2.steering(
+            SteeringSpec(
+                layers=1, hook="z", op="ablate", vector=from_numpy(np.ones(128, np.float32))
+            )
+        )
+    straddling = StoredSteering(
+        layers=[1],
+        hook="z",
+        positions="all",
+        family="ablate",
+        tensors=[tp2.vector(np.ones(128))],
+        numbers=[1.0],
+    )
     job = tp2.job(prompt_of(8), max_tokens=1, steering=[straddling])
     tp2.run_any(job)
     receipts = tp2.receipts(job)
     assert [receipt.status for receipt in receipts] == ["error", "error"]
-    assert all("adds up columns of 2 tensor-parallel ranks" in receipt.message for receipt in receipts)
+    assert all(
+        "adds up columns of 2 tensor-parallel ranks" in receipt.message for receipt in receipts
+    )
 
 
-# --- Cached prompts -------------------------------------------------------------------------------------------------------
+# --- Cached prompts -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["cached", "v2", "compiled", "tp2", "pp2"])
 def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(
-    engine: str, inside: InsideReference, inside_qwen3: InsideReference, request: pytest.FixtureRequest
+    engine: str,
+    inside: InsideReference,
+    inside_qwen3: InsideReference,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """A block that others filled without reading `z` is computed again for `z`; rows of it that were read are kept on each rank."""
+    """A block that others filled without reading `z` is computed again for `z`; rows of it that
+    were read are kept on each rank.
+    """
     host: Host = request.getfixturevalue(engine)
     prompt, layers, ranks = prompt_of(200, seed=80), (1, 3), host.settings.tensor_parallel_size
     rows = (inside_qwen3 if engine in ("tp2", "pp2") else inside).rows(prompt)
     reused = []
-    for hooks in ([], ["z", "k"], ["z"], ["q"], ["q", "z"], ["k", "q"], ["mlp_act", "z"], ["post_block"], ["z", "post_block"]):
+    for hooks in (
+        [],
+        ["z", "k"],
+        ["z"],
+        ["q"],
+        ["q", "z"],
+        ["k", "q"],
+        ["mlp_act", "z"],
+        ["post_block"],
+        ["z", "post_block"],
+    ):
         job = host.job(prompt, max_tokens=1)
         if hooks:
             job = captured(host, job, hooks=dict.fromkeys(hooks, "1,3"), positions="all_prompt")
         output = host.run(job)[job.id][0]
         for hook in hooks:
             for layer in layers:
-                assert relative_error(host.capture(job).array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (hooks, hook, layer)
-        kept = sum(file.reused for receipt in host.receipts(job) for file in receipt.files) if hooks else 0
+                assert (
+                    relative_error(host.capture(job).array(layer, hook), rows[hook, layer])
+                    <= FP32_ROWS
+                ), (hooks, hook, layer)
+        kept = (
+            sum(file.reused for receipt in host.receipts(job) for file in receipt.files)
+            if hooks
+            else 0
+        )
         reused.append((output.cached_tokens, kept // 128))
     held = len(layers) * ranks
-    assert reused == [(0, 0), (0, 0), (128, held), (0, 0), (0, 0), (128, 2 * held), (0, 0), (0, 0), (128, held + len(layers))]
+    assert reused == [
+        (0, 0),
+        (0, 0),
+        (128, held),
+        (0, 0),
+        (0, 0),
+        (128, 2 * held),
+        (0, 0),
+        (0, 0),
+        (128, held + len(layers)),
+    ]
 
 
-def test_blocks_under_an_edited_key_never_serve_a_plain_request(cached: Host, inside: InsideReference) -> None:
+def test_blocks_under_an_edited_key_never_serve_a_plain_request(
+    cached: Host, inside: InsideReference
+) -> None:
     prompt, vector = prompt_of(280, seed=81), RNG.normal(size=64).astype(np.float32)
     edit = Edit(1, vector, list(range(140, 200)), hook="k", scale=3.0)
     for edited, served_tokens in (([edit], 0), ([], 128), ([edit], 256), ([], 256)):
-        job = captured(cached, cached.job(prompt, max_tokens=1, steering=cached.steering(*edited)), hook="z", layers=3)
+        job = captured(
+            cached,
+            cached.job(prompt, max_tokens=1, steering=cached.steering(*edited)),
+            hook="z",
+            layers=3,
+        )
         output = cached.run(job)[job.id][0]
         assert output.cached_tokens == served_tokens
         wanted = inside.rows(prompt, *edited)["z", 3][-1:]
         assert relative_error(cached.capture(job).array(3, "z"), wanted) <= FP32_ROWS, edited
 
 
-# --- Preempted requests, and drafts ----------------------------------------------------------------------------------------
+# --- Preempted requests, and drafts ---------------------------------------------------------------
 
 
-def check_together(host: Host, reference: InsideReference, prompts: list[list[int]], max_tokens: int) -> None:
-    """One request with each prompt, all but the first with an edit inside of a layer: rows and patterns are those of it alone."""
+def check_together(
+    host: Host, reference: InsideReference, prompts: list[list[int]], max_tokens: int
+) -> None:
+    """One request with each prompt, all but the first with an edit inside of a layer: rows and
+    patterns are those of it alone.
+    """
     jobs, wanted = [], []
     for number, prompt in enumerate(prompts):
         hook = ("", *served(host))[number % (1 + len(served(host)))]
         positions = sorted({5, len(prompt) - 1, len(prompt) + 2, len(prompt) + max_tokens - 4})
         shape = host.info["inside"].get(hook, {"heads": 0, "width": 0})
-        vector = np.random.default_rng(number).normal(size=shape["heads"] * shape["width"]).astype(np.float32)
-        wanted.append([Edit(2 * (number % 2), vector, positions, hook, ("add", "replace")[number // 2 % 2])] if hook else [])
+        vector = (
+            np.random.default_rng(number)
+            .normal(size=shape["heads"] * shape["width"])
+            .astype(np.float32)
+        )
+        wanted.append(
+            [Edit(2 * (number % 2), vector, positions, hook, ("add", "replace")[number // 2 % 2])]
+            if hook
+            else []
+        )
         job = host.job(prompt, max_tokens=max_tokens, steering=host.steering(*wanted[-1]))
         spec = {"hooks": dict.fromkeys([*served(host), "post_block"], "1,3"), "positions": "all"}
         jobs.append(captured(host, job, **spec, at="after"))
     answers = host.run_together(*jobs)
     for job, edits in zip(jobs, wanted, strict=True):
-        tokens, reader = [*job.prompts[0].token_ids, *answers[job.id][0].token_ids][:-1], host.capture(job)
+        tokens, reader = (
+            [*job.prompts[0].token_ids, *answers[job.id][0].token_ids][:-1],
+            host.capture(job),
+        )
         rows = reference.rows(tokens, *edits)
-        assert (len(answers[job.id][0].token_ids), reader.positions(), reader.token_ids()) == (max_tokens, list(range(len(tokens))), tokens)
+        assert (len(answers[job.id][0].token_ids), reader.positions(), reader.token_ids()) == (
+            max_tokens,
+            list(range(len(tokens))),
+            tokens,
+        )
         for layer in (1, 3):
             for hook in reader.hooks():
-                assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (edits, hook, layer)
-            assert np.abs(reader.attention(layer) - rows["pattern", layer]).max() <= FP32_ATTENTION, (edits, layer)
+                assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (
+                    edits,
+                    hook,
+                    layer,
+                )
+            assert (
+                np.abs(reader.attention(layer) - rows["pattern", layer]).max() <= FP32_ATTENTION
+            ), (edits, layer)
         applied = sum(receipt.applied for receipt in host.receipts(job))
-        assert applied == sum(len(edit.positions) for edit in edits) * host.settings.tensor_parallel_size
+        assert (
+            applied
+            == sum(len(edit.positions) for edit in edits) * host.settings.tensor_parallel_size
+        )
 
 
-def test_preempted_requests_have_the_rows_edits_and_patterns_of_one_alone(cached: Host, inside: InsideReference) -> None:
-    """Seven blocks for eight requests of two blocks each: what some had computed is computed again."""
+def test_preempted_requests_have_the_rows_edits_and_patterns_of_one_alone(
+    cached: Host, inside: InsideReference
+) -> None:
+    """Seven blocks for eight requests of two blocks each: what some had computed is computed
+    again.
+    """
     before = cached.call("midstream_status")[0]["preemptions"]
-    check_together(cached, inside, [prompt_of(100, seed=300 + number) for number in range(8)], max_tokens=60)
+    check_together(
+        cached, inside, [prompt_of(100, seed=300 + number) for number in range(8)], max_tokens=60
+    )
     assert cached.call("midstream_status")[0]["preemptions"] > before
 
 
-def test_stages_with_steps_under_way_have_the_rows_edits_and_patterns_of_one_alone(overlapped: Host, inside_qwen3: InsideReference) -> None:
+def test_stages_with_steps_under_way_have_the_rows_edits_and_patterns_of_one_alone(
+    overlapped: Host, inside_qwen3: InsideReference
+) -> None:
     """The v2 runner on two stages; nine blocks of 32 for five requests of three each."""
     before = overlapped.call("midstream_status")[0]["preemptions"]
-    check_together(overlapped, inside_qwen3, [prompt_of(58, seed=320 + number) for number in range(5)], max_tokens=14)
+    check_together(
+        overlapped,
+        inside_qwen3,
+        [prompt_of(58, seed=320 + number) for number in range(5)],
+        max_tokens=14,
+    )
     assert overlapped.call("midstream_status")[0]["preemptions"] > before

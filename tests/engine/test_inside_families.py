@@ -1,4 +1,6 @@
-"""Which hooks inside attention and MLP are proven when an engine starts, for each architecture; rows and edits are transformers'."""
+"""Which hooks inside attention and MLP are proven when an engine starts, for each architecture;
+rows and edits are transformers'.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.matrix
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_hooks_inside_are_proven_at_the_start_and_equal_to_transformers(name: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_hooks_inside_are_proven_at_the_start_and_equal_to_transformers(
+    name: str, nursery: Nursery, tmp_path: Path
+) -> None:
     """The same hooks as on the page; all others are absent with a reason."""
     path = checkpoint(name, tmp_path / "checkpoint")
     host = engine(nursery, tmp_path / "engine", name, path)
@@ -37,8 +41,16 @@ def test_hooks_inside_are_proven_at_the_start_and_equal_to_transformers(name: st
 
 
 def check_experts(host: Host, reference: InsideReference) -> None:
-    """Chosen experts and their weights are those that transformers' router gives, whatever their order."""
-    job = captured(host, host.job(prompt_of(40), max_tokens=1), hook="router", layers="all", positions="all_prompt")
+    """Chosen experts and their weights are those that transformers' router gives, whatever their
+    order.
+    """
+    job = captured(
+        host,
+        host.job(prompt_of(40), max_tokens=1),
+        hook="router",
+        layers="all",
+        positions="all_prompt",
+    )
     host.run(job)
     rows, reader = reference.rows(prompt_of(40)), host.capture(job)
     for layer in range(LAYERS):

@@ -1,4 +1,6 @@
-"""Installed ops on the real engine, eager and compiled: they edit their rows, and what one does wrong stays with its request."""
+"""Installed ops on the real engine, eager and compiled: they edit their rows, and what one does
+wrong stays with its request.
+"""
 
 from typing import Any
 
@@ -17,12 +19,18 @@ SIDES = [capture_of(ALL, "all", "before"), capture_of(ALL, "all", "after", at="a
 
 
 def steered(host: Host, seed: int, *specs: dict[str, Any]) -> Job:
-    return host.job(prompt_of(20, seed=seed), capture=SIDES, steering=host.steering(*(SteeringSpec(**spec) for spec in specs)))
+    return host.job(
+        prompt_of(20, seed=seed),
+        capture=SIDES,
+        steering=host.steering(*(SteeringSpec(**spec) for spec in specs)),
+    )
 
 
 @pytest.mark.parametrize("engine", ["v1", "compiled"])
 def test_ops_edit_their_rows_and_no_others(engine: str, request: pytest.FixtureRequest) -> None:
-    """A cap half as long as most rows, half of a doubling along a vector, a strength of 0, and a request beside them."""
+    """A cap half as long as most rows, half of a doubling along a vector, a strength of 0, and a
+    request beside them.
+    """
     host: Host = request.getfixturevalue(engine)
     plain = host.job(prompt_of(20, seed=1), capture=SIDES)
     host.run(plain)
@@ -30,7 +38,11 @@ def test_ops_edit_their_rows_and_no_others(engine: str, request: pytest.FixtureR
     cap = {"extension": "norm-cap", "layers": 1, "options": {"limit": limit}}
     jobs = {
         "cap": steered(host, 1, cap),
-        "along": steered(host, 2, {"extension": "along", "layers": [0], "vector": from_numpy(VECTOR), "strength": 0.5}),
+        "along": steered(
+            host,
+            2,
+            {"extension": "along", "layers": [0], "vector": from_numpy(VECTOR), "strength": 0.5},
+        ),
         "both": steered(host, 3, cap, {"op": "add", "layers": 1, "vector": from_numpy(VECTOR)}),
         "nothing": steered(host, 1, cap | {"strength": 0.0}),
         "beside": host.job(prompt_of(20, seed=1), capture=SIDES),
@@ -39,32 +51,50 @@ def test_ops_edit_their_rows_and_no_others(engine: str, request: pytest.FixtureR
     rows = {name: [host.capture(job, side) for side in (0, 1)] for name, job in jobs.items()}
     before, after = (reader.array(1) for reader in rows["cap"])
     norms = np.linalg.norm(before, axis=-1, keepdims=True)
-    np.testing.assert_allclose(after, np.where(norms > limit, before * limit / norms, before), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(after[norms[:, 0] < limit * 0.999], before[norms[:, 0] < limit * 0.999])
+    np.testing.assert_allclose(
+        after, np.where(norms > limit, before * limit / norms, before), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(
+        after[norms[:, 0] < limit * 0.999], before[norms[:, 0] < limit * 0.999]
+    )
     assert 0 < (norms > limit).sum() < len(norms)
     before, after = (reader.array(0) for reader in rows["along"])
     unit = VECTOR / np.linalg.norm(VECTOR)
-    np.testing.assert_allclose(after, before + 0.5 * (before @ unit)[:, None] * unit, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        after, before + 0.5 * (before @ unit)[:, None] * unit, rtol=1e-4, atol=1e-5
+    )
     before, after = (reader.array(1) for reader in rows["both"])
     added = before + VECTOR
     norms = np.linalg.norm(added, axis=-1, keepdims=True)
-    np.testing.assert_allclose(after, np.where(norms > limit, added * limit / norms, added), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        after, np.where(norms > limit, added * limit / norms, added), rtol=1e-5, atol=1e-5
+    )
     for layer in ALL:
-        np.testing.assert_array_equal(rows["nothing"][1].array(layer), rows["beside"][1].array(layer))
+        np.testing.assert_array_equal(
+            rows["nothing"][1].array(layer), rows["beside"][1].array(layer)
+        )
         assert (rows["beside"][0].array(layer) == rows["beside"][1].array(layer)).all()
     assert host.receipts(jobs["cap"])[0].applied == len(host.capture(jobs["cap"]).positions())
 
 
 @pytest.mark.parametrize("engine", ["cached", "v2", "tp2", "pp2", "overlapped"])
-def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(engine: str, request: pytest.FixtureRequest) -> None:
-    """Of each request at a layer of its own, beside failing ones; where there are few blocks, requests are preempted meanwhile."""
+def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Of each request at a layer of its own, beside failing ones; where there are few blocks,
+    requests are preempted meanwhile.
+    """
     host: Host = request.getfixturevalue(engine)
     before, unit = host.call("midstream_status")[0]["preemptions"], VECTOR / np.linalg.norm(VECTOR)
     length, tokens = (110, 60) if engine == "cached" else (58, 14)
     jobs = {}
     for layer in ALL:
-        steering = host.steering(SteeringSpec(extension="along", layers=[layer], vector=from_numpy(VECTOR), strength=0.5))
-        jobs[layer] = host.job(prompt_of(length, seed=30 + layer), max_tokens=tokens, capture=SIDES, steering=steering)
+        steering = host.steering(
+            SteeringSpec(extension="along", layers=[layer], vector=from_numpy(VECTOR), strength=0.5)
+        )
+        jobs[layer] = host.job(
+            prompt_of(length, seed=30 + layer), max_tokens=tokens, capture=SIDES, steering=steering
+        )
     raises = SteeringSpec(extension="unruly", layers=[LAYERS - 1], options={"mood": 1.0})
     failing = host.job(prompt_of(12), steering=host.steering(raises))
     host.run_together(*jobs.values(), failing)
@@ -73,17 +103,24 @@ def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(engine: str, r
         for layer in ALL:
             old, new = (reader.array(layer) for reader in sides)
             wanted = old + 0.5 * (old @ unit)[:, None] * unit
-            np.testing.assert_allclose(new, wanted if layer == edited else old, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(
+                new, wanted if layer == edited else old, rtol=1e-4, atol=1e-5
+            )
         applied = sum(receipt.applied for receipt in host.receipts(job))
         assert applied == (length + tokens - 1) * host.settings.tensor_parallel_size
     assert "intervention_failed" in {receipt.kind for receipt in host.receipts(failing)}
-    assert (host.call("midstream_status")[0]["preemptions"] > before) == (engine in ("cached", "overlapped"))
+    assert (host.call("midstream_status")[0]["preemptions"] > before) == (
+        engine in ("cached", "overlapped")
+    )
 
 
 def test_an_op_that_fails_for_one_request_edits_rows_of_others_with_the_same_edit(v1: Host) -> None:
     same = SteeringSpec(extension="unruly", layers=1, options={"mood": 5.0})
     far = SteeringSpec(op="add", layers=1, vector=from_numpy(np.full(HIDDEN, 1e4, np.float32)))
-    good, bad = v1.job(prompt_of(20), capture=SIDES, steering=v1.steering(same)), v1.job(prompt_of(20), steering=v1.steering(far, same))
+    good, bad = (
+        v1.job(prompt_of(20), capture=SIDES, steering=v1.steering(same)),
+        v1.job(prompt_of(20), steering=v1.steering(far, same)),
+    )
     v1.run_together(good, bad)
     assert v1.receipts(bad)[0].kind == "intervention_failed"
     before, after = (v1.capture(good, side).array(1) for side in (0, 1))
@@ -92,7 +129,12 @@ def test_an_op_that_fails_for_one_request_edits_rows_of_others_with_the_same_edi
 
 def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
     def wrong(seed: int, mood: float) -> Job:
-        return v1.job(prompt_of(20, seed=seed), steering=v1.steering(SteeringSpec(extension="unruly", layers=1, options={"mood": mood})))
+        return v1.job(
+            prompt_of(20, seed=seed),
+            steering=v1.steering(
+                SteeringSpec(extension="unruly", layers=1, options={"mood": mood})
+            ),
+        )
 
     jobs = [wrong(seed, mood) for seed, mood in enumerate((1.0, 2.0, 3.0, 4.0), 10)]
     good, beside = wrong(20, 0.0), v1.job(prompt_of(20, seed=1), capture=SIDES)

@@ -1,4 +1,5 @@
-"""Does every family do on the real engine what its formula says, at every hook, and nothing where it has nothing to do?
+"""Does every family do on the real engine what its formula says, at every hook, and nothing where
+it has nothing to do?
 
 v1 runner, eager, fp32; the same batch in the other ways to run is in `test_modes.py`.
 """
@@ -26,7 +27,8 @@ PROMPT = 20
 RNG = np.random.default_rng(11)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)
 UNIT = V / np.linalg.norm(V)
-ROTATION = np.linalg.qr(RNG.normal(size=(HIDDEN, 3)))[0].T.astype(np.float32)  # orthonormal rows, as LoReFT trains it
+# orthonormal rows, as LoReFT trains it
+ROTATION = np.linalg.qr(RNG.normal(size=(HIDDEN, 3)))[0].T.astype(np.float32)
 WEIGHT = (RNG.normal(size=(3, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32)
 BIAS = RNG.normal(size=3).astype(np.float32)
 
@@ -39,7 +41,12 @@ FAMILIES: dict[str, Edit] = {
     "ablate": Edit(1, V, op="ablate"),
     "clamp": Edit(1, V, op="clamp", low=-0.25, high=0.5),
 }
-PLACES = [(family, hook) for family in FAMILIES for hook in HOOKS if family != "add_matched" or hook in STREAM_HOOKS]
+PLACES = [
+    (family, hook)
+    for family in FAMILIES
+    for hook in HOOKS
+    if family != "add_matched" or hook in STREAM_HOOKS
+]
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,9 @@ class Trial:
     applied: int
 
 
-def trials(host: Host, wanted: dict[str, list[Edit]], max_tokens: int = 4, same_prompt: bool = False) -> dict[str, Trial]:
+def trials(
+    host: Host, wanted: dict[str, list[Edit]], max_tokens: int = 4, same_prompt: bool = False
+) -> dict[str, Trial]:
     """One batch; name → what came of a request with these edits."""
     sites = {hook: ALL for hook in host.info["hooks"] if hook in HOOKS}
     captures = [capture_of([], "all", at, sites=sites, at=at) for at in ("before", "after")]
@@ -72,9 +81,18 @@ def trials(host: Host, wanted: dict[str, list[Edit]], max_tokens: int = 4, same_
     for name, job in jobs.items():
         output = answers[job.id][0]
         readers = [host.capture(job, number) for number in (0, 1)]
-        before, after = ({(hook, layer): reader.array(layer, hook) for hook in sites for layer in ALL} for reader in readers)
+        before, after = (
+            {(hook, layer): reader.array(layer, hook) for hook in sites for layer in ALL}
+            for reader in readers
+        )
         logprobs = [each.logprob for each in output.logprobs or []]
-        found[name] = Trial(job.prompts[0].token_ids + output.token_ids, before, after, logprobs, host.receipts(job)[0].applied)
+        found[name] = Trial(
+            job.prompts[0].token_ids + output.token_ids,
+            before,
+            after,
+            logprobs,
+            host.receipts(job)[0].applied,
+        )
     return found
 
 
@@ -87,22 +105,29 @@ def worst(found: Trial, reference: Reference, edits: list[Edit]) -> float:
     return max(errors)
 
 
-# -- against transformers --------------------------------------------------------------------------------------------------
+# -- against transformers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def at_every_hook(v1: Host) -> dict[str, Trial]:
     """A request for each family and hook, all in one batch of one engine."""
-    return trials(v1, {f"{family} {hook}": [FAMILIES[family]._replace(hook=hook)] for family, hook in PLACES})
+    return trials(
+        v1, {f"{family} {hook}": [FAMILIES[family]._replace(hook=hook)] for family, hook in PLACES}
+    )
 
 
 @pytest.mark.parametrize(("family", "hook"), PLACES)
 # field case 3
-def test_every_family_at_every_hook_gives_the_reference_rows_there_and_downstream(at_every_hook, reference, family: str, hook: str) -> None:
+def test_every_family_at_every_hook_gives_the_reference_rows_there_and_downstream(
+    at_every_hook, reference, family: str, hook: str
+) -> None:
     found, edit = at_every_hook[f"{family} {hook}"], FAMILIES[family]._replace(hook=hook)
     assert worst(found, reference, [edit]) <= FP32_ROWS
     plain = reference.rows(found.tokens[:-1], [], "after")
-    moved = np.linalg.norm(found.after[hook, 1] - plain[hook, 1], axis=-1) / np.linalg.norm(plain[hook, 1], axis=-1)
+    moved = np.linalg.norm(found.after[hook, 1] - plain[hook, 1], axis=-1) / np.linalg.norm(
+        plain[hook, 1], axis=-1
+    )
     touched = moved > 0.01
     # A clamp leaves rows alone whose component is inside its range.
     assert touched.any() if family == "clamp" else touched.mean() > 0.8
@@ -110,30 +135,47 @@ def test_every_family_at_every_hook_gives_the_reference_rows_there_and_downstrea
 
 
 @pytest.fixture(scope="module")
-def other_models(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Host, Reference]]:
+def other_models(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Host, Reference]]:
     folder = tmp_path_factory.mktemp("others")
 
     @cache
     def start(name: str) -> tuple[Host, Reference]:
         path = checkpoint(name, folder / name)
-        return nursery.host(folder / f"{name}-engine", path, **options_of(Way("v1", "eager", "float32"))), Reference(path)
+        return nursery.host(
+            folder / f"{name}-engine", path, **options_of(Way("v1", "eager", "float32"))
+        ), Reference(path)
 
     return start
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "tolerance"), [("gpt2", FP32_ROWS), ("gemma3", FP32_ROWS), ("qwen3-moe", FP32_HOOKS)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("gpt2", FP32_ROWS), ("gemma3", FP32_ROWS), ("qwen3-moe", FP32_HOOKS)]
+)
 def test_other_architectures_are_steered_alike(other_models, name: str, tolerance: float) -> None:
-    """One that keeps its stream in one tensor, one with norms after its branches, and one whose MLP chooses experts."""
+    """One that keeps its stream in one tensor, one with norms after its branches, and one whose MLP
+    chooses experts.
+    """
     host, reference = other_models(name)
-    wanted = {f"{family} {hook}": [FAMILIES[family]._replace(hook=hook)] for family, hook in PLACES if hook in host.info["hooks"]}
+    wanted = {
+        f"{family} {hook}": [FAMILIES[family]._replace(hook=hook)]
+        for family, hook in PLACES
+        if hook in host.info["hooks"]
+    }
     found = trials(host, wanted, max_tokens=2)
     errors = {place: worst(found[place], reference, edits) for place, edits in wanted.items()}
     assert {place: error for place, error in errors.items() if error > tolerance} == {}
 
 
-def test_a_stack_of_all_families_is_applied_in_the_documented_order(v1: Host, reference: Reference) -> None:
-    stack = [edit._replace(vector=None if edit.vector is None else RNG.normal(size=HIDDEN)) for edit in FAMILIES.values()]
+def test_a_stack_of_all_families_is_applied_in_the_documented_order(
+    v1: Host, reference: Reference
+) -> None:
+    stack = [
+        edit._replace(vector=None if edit.vector is None else RNG.normal(size=HIDDEN))
+        for edit in FAMILIES.values()
+    ]
     shuffled = [stack[index] for index in (4, 1, 5, 3, 0, 2)]
     found = trials(v1, {"in order": stack, "shuffled": shuffled})
     assert worst(found["in order"], reference, stack) <= FP32_ROWS
@@ -150,18 +192,24 @@ def test_steering_phases_are_prompt_or_generated(v1: Host, reference: Reference)
     for positions in tiers:
         (entry,) = v1.steering(edit)
         entry = msgspec.structs.replace(entry, positions=positions)
-        jobs[positions] = v1.job(prompt, max_tokens=5, capture=capture_of(ALL, "all"), steering=[entry])
+        jobs[positions] = v1.job(
+            prompt, max_tokens=5, capture=capture_of(ALL, "all"), steering=[entry]
+        )
     answers = v1.run(*jobs.values())
     for positions, job in jobs.items():
         tokens = prompt + answers[job.id][0].token_ids
-        wanted = reference.post_block(tokens[:-1], [edit._replace(positions=list(tiers[positions]))])
+        wanted = reference.post_block(
+            tokens[:-1], [edit._replace(positions=list(tiers[positions]))]
+        )
         for layer in ALL:
             assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
         assert v1.receipts(job)[0].applied == len(tiers[positions])
 
 
 @pytest.mark.parametrize("family", ["ablate", "clamp", "add_matched", "lowrank"])
-def test_a_position_is_edited_once_and_not_again_in_later_chunks_or_steps(v1: Host, reference: Reference, family: str) -> None:
+def test_a_position_is_edited_once_and_not_again_in_later_chunks_or_steps(
+    v1: Host, reference: Reference, family: str
+) -> None:
     """Each of these but `ablate` would do something else the second time."""  # field case 9
     edit, prompt = FAMILIES[family]._replace(positions=[3, 70]), prompt_of(100)
     job = v1.job(prompt, max_tokens=4, capture=capture_of(ALL, "all"), steering=v1.steering(edit))
@@ -172,23 +220,39 @@ def test_a_position_is_edited_once_and_not_again_in_later_chunks_or_steps(v1: Ho
     assert v1.receipts(job)[0].applied == 2
 
 
-def test_steered_outputs_are_judged_by_their_logprobs_within_one_batch(v1: Host, reference: Reference) -> None:
-    """Greedy tokens flip where two are almost equally good; what the model thinks of them does not."""  # field case 12
+def test_steered_outputs_are_judged_by_their_logprobs_within_one_batch(
+    v1: Host, reference: Reference
+) -> None:
+    # field case 12
+    """Greedy tokens flip where two are almost equally good; what the model thinks of them does
+    not.
+    """
     wanted = {family: [edit] for family, edit in FAMILIES.items()}
     found = trials(v1, {"plain": [], **wanted}, same_prompt=True)
     seen = {}
     for name, trial in found.items():
         reference.rows(trial.tokens[:-1], wanted.get(name, []))
         logits = reference.logits[PROMPT - 1 :].astype(np.float64)
-        logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+        logprobs = (
+            logits
+            - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            - logits.max(-1, keepdims=True)
+        )
         generated = trial.tokens[PROMPT:]
-        np.testing.assert_allclose(trial.logprobs, logprobs[np.arange(len(generated)), generated], atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            trial.logprobs,
+            logprobs[np.arange(len(generated)), generated],
+            atol=FP32_LOGPROBS,
+            rtol=0,
+        )
         seen[name] = logprobs[0]
     for name in wanted:
-        assert np.abs(seen[name] - seen["plain"]).max() > 100 * FP32_LOGPROBS, f"{name} has an effect to be judged"
+        assert np.abs(seen[name] - seen["plain"]).max() > 100 * FP32_LOGPROBS, (
+            f"{name} has an effect to be judged"
+        )
 
 
-# -- what each means -------------------------------------------------------------------------------------------------------
+# -- what each means -------------------------------------------------------------------------------
 
 
 def same_bits(found: Trial, wanted: Trial) -> bool:
@@ -231,9 +295,13 @@ def test_no_op_interventions_are_bit_exact(v1: Host, plain: Trial, what: str) ->
     assert same_bits(found, plain)
 
 
-def test_an_addition_subtracted_at_the_next_site_leaves_the_stream_up_to_rounding(v1: Host, plain: Trial) -> None:
+def test_an_addition_subtracted_at_the_next_site_leaves_the_stream_up_to_rounding(
+    v1: Host, plain: Trial
+) -> None:
     """`post_block` of layer 1 is the stream at `pre_attn` of layer 2."""
-    found = alone(v1, [FAMILIES["add"], FAMILIES["add"]._replace(layer=2, hook="pre_attn", scale=1.5)])
+    found = alone(
+        v1, [FAMILIES["add"], FAMILIES["add"]._replace(layer=2, hook="pre_attn", scale=1.5)]
+    )
     assert relative_error(found.after["post_block", 1], plain.after["post_block", 1]) > 0.01
     for place in (("pre_attn", 2), ("attn_out", 2), ("post_block", 3)):
         assert relative_error(found.after[place], plain.after[place]) <= FP32_CANCELLED
@@ -258,7 +326,9 @@ def test_a_direction_ablated_everywhere_is_absent_from_every_later_stream(v1: Ho
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_clamp_bounds_a_component_and_keeps_rows_within_the_range_bit_for_bit(at_every_hook, hook: str) -> None:
+def test_clamp_bounds_a_component_and_keeps_rows_within_the_range_bit_for_bit(
+    at_every_hook, hook: str
+) -> None:
     found, edit = at_every_hook[f"clamp {hook}"], FAMILIES["clamp"]
     before, after = found.before[hook, 1], found.after[hook, 1]
     component, clamped = before @ UNIT, after @ UNIT
@@ -274,7 +344,8 @@ def test_clamp_bounds_a_component_and_keeps_rows_within_the_range_bit_for_bit(at
 
 @pytest.mark.parametrize("hook", sorted(STREAM_HOOKS))
 def test_norm_match_scales_to_the_stream_norm(at_every_hook, hook: str) -> None:
-    """Of hidden + residual, which vLLM keeps apart: a branch alone is shorter or longer."""  # field case 10
+    # field case 10
+    """Of hidden + residual, which vLLM keeps apart: a branch alone is shorter or longer."""
     found = at_every_hook[f"add_matched {hook}"]
     before, step = found.before[hook, 1], found.after[hook, 1] - found.before[hook, 1]
     lengths = np.linalg.norm(before, axis=-1)
@@ -290,7 +361,9 @@ def test_norm_match_is_refused_at_branches(v1: Host) -> None:
 
 def test_directions_are_independent_of_vector_length(v1: Host) -> None:
     for family in ("ablate", "clamp", "add_matched"):
-        once, longer = (alone(v1, [FAMILIES[family]._replace(vector=length * V)]) for length in (1.0, 64.0))
+        once, longer = (
+            alone(v1, [FAMILIES[family]._replace(vector=length * V)]) for length in (1.0, 64.0)
+        )
         assert same_bits(once, longer), family
 
 
@@ -298,7 +371,9 @@ def test_lowrank_with_zero_weight_and_bias_removes_the_subspace(v1: Host) -> Non
     edit = Edit(1, op="lowrank", rotation=ROTATION, weight=0 * WEIGHT, bias=0 * BIAS)
     found = alone(v1, [edit])
     after = found.after["post_block", 1]
-    assert (np.abs(after @ ROTATION.T) <= FP32_COMPONENT * np.linalg.norm(after, axis=-1)[:, None]).all()
+    assert (
+        np.abs(after @ ROTATION.T) <= FP32_COMPONENT * np.linalg.norm(after, axis=-1)[:, None]
+    ).all()
     assert np.abs(found.before["post_block", 1] @ ROTATION.T).max() > 0.05
 
 
@@ -307,4 +382,7 @@ def test_lowrank_sets_the_subspace_to_the_learned_values(v1: Host) -> None:
     found = alone(v1, [FAMILIES["lowrank"]._replace(strength=1.0)])
     before, after = found.before["post_block", 1], found.after["post_block", 1]
     wanted = before @ WEIGHT.T + BIAS
-    assert (np.abs(after @ ROTATION.T - wanted) <= FP32_COMPONENT * np.linalg.norm(before, axis=-1)[:, None]).all()
+    assert (
+        np.abs(after @ ROTATION.T - wanted)
+        <= FP32_COMPONENT * np.linalg.norm(before, axis=-1)[:, None]
+    ).all()

@@ -1,4 +1,6 @@
-"""Is a class of vLLM that transformers does not have proven by its laws, with nothing to compare its rows with?"""
+"""Is a class of vLLM that transformers does not have proven by its laws, with nothing to compare
+its rows with?
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,20 +15,33 @@ from midstream.schemas.selectors import HOOKS
 
 NAME = "InternLM2ForCausalLM"
 OPTIONS: dict[str, Any] = {
-    "certify": True, "max_model_len": 128, "max_num_seqs": 16, "kv_cache_gib": 0.125, "engine_options": {"load_format": "dummy"},
+    "certify": True,
+    "max_model_len": 128,
+    "max_num_seqs": 16,
+    "kv_cache_gib": 0.125,
+    "engine_options": {"load_format": "dummy"},
     "engine_unproven": True,
-}  # fmt: skip
+}
 DRAWN = {"DRAW_WEIGHTS": "1"}
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def start(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Host]]:
+def start(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Host]]:
     started: list[Host] = []
 
     def begin(env: dict[str, str] | None = None, **settings: Any) -> Host:
         folder = tmp_path_factory.mktemp("alone")
-        started.append(nursery.host(folder / "engine", folder_of(NAME, folder / "checkpoint"), env, **(OPTIONS | settings)))
+        started.append(
+            nursery.host(
+                folder / "engine",
+                folder_of(NAME, folder / "checkpoint"),
+                env,
+                **(OPTIONS | settings),
+            )
+        )
         return started[-1]
 
     yield begin
@@ -34,7 +49,9 @@ def start(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         host.close()
 
 
-def test_every_hook_is_proven_and_a_caveat_says_that_nothing_was_compared(start: Callable[..., Host]) -> None:
+def test_every_hook_is_proven_and_a_caveat_says_that_nothing_was_compared(
+    start: Callable[..., Host],
+) -> None:
     host = start(DRAWN)
     assert (host.info["hooks"], host.info["certificate"]["absent"]) == (list(HOOKS), {})
     assert "not compared with transformers: load_format=dummy" in host.info["caveats"]

@@ -1,4 +1,6 @@
-"""The logit lens equals transformers': stream → final norm → output matrix → log-softmax, whatever the engine does meanwhile."""
+"""The logit lens equals transformers': stream → final norm → output matrix → log-softmax, whatever
+the engine does meanwhile.
+"""
 
 from pathlib import Path
 
@@ -23,10 +25,18 @@ def truth(llama: Path) -> Truth:
 
 
 def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: Truth) -> None:
-    """200 tokens in steps of 64, beside a steered, a captured and a short request; the last layer's first is the model's own token."""
+    """200 tokens in steps of 64, beside a steered, a captured and a short request; the last layer's
+    first is the model's own token.
+    """
     long = v1.job(prompt_of(200), max_tokens=4, capture=lens(ALL, "all", tokens=NAMED))
-    short = v1.job(prompt_of(9, seed=3), max_tokens=3, capture=[capture_of(ALL, "all"), lens(ALL, "all", top_k=3)])
-    other = v1.job(prompt_of(20, seed=4), max_tokens=8, steering=[steer(v1.vector(np.ones(64)), [1], 3.0)])
+    short = v1.job(
+        prompt_of(9, seed=3),
+        max_tokens=3,
+        capture=[capture_of(ALL, "all"), lens(ALL, "all", top_k=3)],
+    )
+    other = v1.job(
+        prompt_of(20, seed=4), max_tokens=8, steering=[steer(v1.vector(np.ones(64)), [1], 3.0)]
+    )
     outputs = v1.run(long, short, other)
     for job in (long, short):
         (reading,) = lenses(v1, job)
@@ -40,7 +50,9 @@ def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: T
 
 
 def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
-    """A branch, before and after an edit: what the lens reads are the rows that a capture of the same place gets."""
+    """A branch, before and after an edit: what the lens reads are the rows that a capture of the
+    same place gets.
+    """
     edit = [steer(v1.vector(np.ones(64)), [1], 2.0)]
     sites = {"post_block": [1]}
     captures = [
@@ -56,7 +68,11 @@ def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
     wanted = truth.head(truth.norm()(rows)).log_softmax(dim=-1).detach().numpy()
     check(after, {(1, position): wanted[position] for position in range(12)})  # type: ignore[arg-type]
     assert np.abs(np.array(after.top_logprobs) - np.array(before.top_logprobs)).max() > 0.01
-    assert (branch.hook, branch.layers, np.isfinite(branch.top_logprobs).all()) == ("attn_out", [2], True)
+    assert (branch.hook, branch.layers, np.isfinite(branch.top_logprobs).all()) == (
+        "attn_out",
+        [2],
+        True,
+    )
 
 
 def test_a_tuned_lens_maps_rows_before_the_head(v1: Host, truth: Truth) -> None:
@@ -68,7 +84,11 @@ def test_a_tuned_lens_maps_rows_before_the_head(v1: Host, truth: Truth) -> None:
     save_file(maps, folder / "lens.safetensors")
     digest, layers, _ = check_on(folder, LAYERS, 64)
     tuned = StoredTuned(name="mine", digest=digest, path="mine", residual=True)
-    job = v1.job(prompt_of(12, seed=8), max_tokens=1, capture=[capture_of(ALL, "all_prompt"), lens(layers, tuned=tuned)])
+    job = v1.job(
+        prompt_of(12, seed=8),
+        max_tokens=1,
+        capture=[capture_of(ALL, "all_prompt"), lens(layers, tuned=tuned)],
+    )
     v1.run(job)
     wanted = []
     for layer in layers:
@@ -91,13 +111,28 @@ def test_a_cached_prompt_is_read_from_kept_rows(cached: Host, truth: Truth) -> N
 
 
 def test_a_lens_changes_no_number_of_another_request(v1: Host) -> None:
-    jobs = [v1.job(prompt_of(30, seed=n), max_tokens=3, capture=capture_of(ALL, "all")) for n in (41, 42)]
-    beside = v1.job(prompt_of(30, seed=42), max_tokens=3, capture=[capture_of(ALL, "all"), lens(ALL, "all", top_k=100, tokens=NAMED)])
+    jobs = [
+        v1.job(prompt_of(30, seed=n), max_tokens=3, capture=capture_of(ALL, "all"))
+        for n in (41, 42)
+    ]
+    beside = v1.job(
+        prompt_of(30, seed=42),
+        max_tokens=3,
+        capture=[capture_of(ALL, "all"), lens(ALL, "all", top_k=100, tokens=NAMED)],
+    )
     plain = v1.run_together(jobs[0], jobs[1])
-    read = v1.run_together(again := v1.job(prompt_of(30, seed=41), max_tokens=3, capture=capture_of(ALL, "all")), beside)
-    assert [plain[job.id][0].token_ids for job in jobs] == [read[again.id][0].token_ids, read[beside.id][0].token_ids]
+    read = v1.run_together(
+        again := v1.job(prompt_of(30, seed=41), max_tokens=3, capture=capture_of(ALL, "all")),
+        beside,
+    )
+    assert [plain[job.id][0].token_ids for job in jobs] == [
+        read[again.id][0].token_ids,
+        read[beside.id][0].token_ids,
+    ]
     for layer in ALL:
-        np.testing.assert_array_equal(v1.capture(jobs[0]).array(layer), v1.capture(again).array(layer))
+        np.testing.assert_array_equal(
+            v1.capture(jobs[0]).array(layer), v1.capture(again).array(layer)
+        )
 
 
 def test_a_failing_reading_fails_its_request_and_no_other(v1: Host) -> None:
@@ -117,7 +152,9 @@ def test_a_failing_reading_fails_its_request_and_no_other(v1: Host) -> None:
 
 
 @pytest.mark.parametrize("engine", ["compiled", "v2"])
-def test_lens_equals_transformers_under_other_runners(request: pytest.FixtureRequest, engine: str, truth: Truth) -> None:
+def test_lens_equals_transformers_under_other_runners(
+    request: pytest.FixtureRequest, engine: str, truth: Truth
+) -> None:
     host: Host = request.getfixturevalue(engine)
     job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=lens(ALL, "all", tokens=NAMED))
     (output,) = host.run(job)[job.id]
@@ -126,10 +163,13 @@ def test_lens_equals_transformers_under_other_runners(request: pytest.FixtureReq
 
 
 def test_ranks_join_a_vocabulary_that_they_share(tp2: Host, qwen3: Path) -> None:
-    """Named tokens of either shard; a prompt from the cache; and a failure of one rank fails the request."""
+    """Named tokens of either shard; a prompt from the cache; and a failure of one rank fails the
+    request.
+    """
     prompt = prompt_of(200, seed=9)
     truth = Truth(qwen3).logprobs(prompt)
-    captures = [lens(ALL, tokens=NAMED), lens(ALL, [0, 150, -1], top_k=300)]  # a shard has 256 tokens
+    # a shard has 256 tokens
+    captures = [lens(ALL, tokens=NAMED), lens(ALL, [0, 150, -1], top_k=300)]
     jobs = [tp2.job(prompt, max_tokens=1, capture=captures) for _ in range(2)]
     outputs = [tp2.run(job)[job.id][0] for job in jobs]
     assert outputs[1].cached_tokens == 128
@@ -144,7 +184,10 @@ def test_ranks_join_a_vocabulary_that_they_share(tp2: Host, qwen3: Path) -> None
     try:
         failing = tp2.job(prompt, max_tokens=1, capture=lens(ALL))
         tp2.run(failing)
-        assert [(receipt.status, receipt.kind) for receipt in tp2.receipts(failing)] == [("ok", ""), ("error", "reading_failed")]
+        assert [(receipt.status, receipt.kind) for receipt in tp2.receipts(failing)] == [
+            ("ok", ""),
+            ("error", "reading_failed"),
+        ]
     finally:
         tp2.call("midstream_fault", "")
 

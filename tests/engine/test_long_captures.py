@@ -1,4 +1,6 @@
-"""Captures larger than the window are written while their requests run, and equal the reference's rows. fp32, a window of 1 MiB."""
+"""Captures larger than the window are written while their requests run, and equal the reference's
+rows. fp32, a window of 1 MiB.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,10 @@ EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}  # 6 KiB a position
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["runner-1", "runner-2"])
 def long(
-    request: pytest.FixtureRequest, llama: Path, nurseries: Callable[[str], Nursery], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    llama: Path,
+    nurseries: Callable[[str], Nursery],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Host]:
     runner = f"v{request.param}"
     host = nurseries(runner).host(
@@ -36,7 +41,11 @@ def long(
 
 
 def wide(host: Host, number: int, prompt: int, tokens: int, **options) -> Job:
-    return host.job(prompt_of(prompt, seed=number), max_tokens=tokens, capture=capture_of([], "all", sites=EVERYTHING, **options))
+    return host.job(
+        prompt_of(prompt, seed=number),
+        max_tokens=tokens,
+        capture=capture_of([], "all", sites=EVERYTHING, **options),
+    )
 
 
 def check(host: Host, reference: Reference, job: Job, outputs) -> None:
@@ -52,7 +61,9 @@ def check(host: Host, reference: Reference, job: Job, outputs) -> None:
 
 
 def test_long_captures_side_by_side_equal_the_reference(long: Host, reference: Reference) -> None:
-    """In steps of 96 tokens, generated tokens beside prompts; every layout; one as scratch rows that are converted."""
+    """In steps of 96 tokens, generated tokens beside prompts; every layout; one as scratch rows
+    that are converted.
+    """
     layouts = ["auto", "packed", "per_file", "segment", "auto", "auto"]
     jobs = [wide(long, n, 200 + 7 * n, 12 + n, layout=layout) for n, layout in enumerate(layouts)]
     answers = long.run(*jobs)
@@ -60,7 +71,9 @@ def test_long_captures_side_by_side_equal_the_reference(long: Host, reference: R
         check(long, reference, job, answers[job.id])
 
 
-def test_a_prompt_served_by_the_prefix_cache_gets_its_kept_rows(long: Host, reference: Reference) -> None:
+def test_a_prompt_served_by_the_prefix_cache_gets_its_kept_rows(
+    long: Host, reference: Reference
+) -> None:
     first, second = wide(long, 50, 230, 8), wide(long, 50, 230, 8)
     for job in (first, second):
         check(long, reference, job, long.run(job)[job.id])
@@ -72,7 +85,12 @@ def test_one_that_ends_early_is_moved_together(long: Host, reference: Reference)
     probe = wide(long, 60, 190, 40)
     tokens = long.run(probe)[probe.id][0].token_ids
     stop = tokens[5]
-    job = long.job(prompt_of(190, seed=60), max_tokens=40, capture=capture_of([], "all", sites=EVERYTHING), stop_token_ids=[stop])
+    job = long.job(
+        prompt_of(190, seed=60),
+        max_tokens=40,
+        capture=capture_of([], "all", sites=EVERYTHING),
+        stop_token_ids=[stop],
+    )
     outputs = long.run(job)[job.id]
     assert len(outputs[0].token_ids) == tokens.index(stop) + 1
     check(long, reference, job, outputs)
@@ -85,7 +103,9 @@ def test_a_cancelled_one_leaves_no_file(long: Host) -> None:
 
 
 @pytest.mark.parametrize(("seed", "fault"), [(80, "commit"), (90, "settle"), (100, "plan")])
-def test_a_failure_of_the_data_plane_leaves_the_engine_up(long: Host, reference: Reference, seed: int, fault: str) -> None:
+def test_a_failure_of_the_data_plane_leaves_the_engine_up(
+    long: Host, reference: Reference, seed: int, fault: str
+) -> None:
     long.call("midstream_fault", f"rpc,{fault}")
     failed = wide(long, seed, 200, 4)
     long.run(failed)  # generation goes on

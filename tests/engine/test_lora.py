@@ -1,4 +1,7 @@
-"""Rows under a LoRA adapter are the rows of transformers with the adapter merged into its weights. Real vLLM, fp32."""
+"""Rows under a LoRA adapter are the rows of transformers with the adapter merged into its weights.
+
+Real vLLM, fp32.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +31,9 @@ SHORT = {"opt", "gpt-neox"}
 
 
 class Adapted(NamedTuple):
-    """An engine with adapters; name of an adapter (`""`: none) → what transformers computes with it."""
+    """An engine with adapters; name of an adapter (`""`: none) → what transformers computes with
+    it.
+    """
 
     host: Host
     root: Path
@@ -37,24 +42,49 @@ class Adapted(NamedTuple):
     hooks: list[str]
 
 
-def adapted(nursery: Nursery | None, folder: Path, name: str, env: dict[str, str] | None = None, **settings) -> Adapted:
+def adapted(
+    nursery: Nursery | None, folder: Path, name: str, env: dict[str, str] | None = None, **settings
+) -> Adapted:
     """`nursery`: None for an engine of several ranks, which has processes of its own."""
     base, root = checkpoint(name, folder / name), folder / "adapters"
     targets = TARGETS.get(name, LLAMA)
     loras: dict[str, StoredLora | None] = {"": None}
     loras["one"] = make_adapter(root, "one", base, targets)
     loras["two"] = make_adapter(root, "two", base, targets[1:4], rank=4, alpha=3.0, use_rslora=True)
-    truth = {"": Reference(base)} | {each: Reference(merged(base, root / each, folder / f"{each}-merged")) for each in ("one", "two")}
-    options = {"lora_dir": str(root), "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 16, **settings}
+    truth = {"": Reference(base)} | {
+        each: Reference(merged(base, root / each, folder / f"{each}-merged"))
+        for each in ("one", "two")
+    }
+    options = {
+        "lora_dir": str(root),
+        "max_loras": 2,
+        "max_cpu_loras": 2,
+        "max_lora_rank": 16,
+        **settings,
+    }
     if nursery is not None:
-        return Adapted(nursery.host(folder / "engine", base, env, **options), root, loras, truth, hooks_of(name))
+        return Adapted(
+            nursery.host(folder / "engine", base, env, **options),
+            root,
+            loras,
+            truth,
+            hooks_of(name),
+        )
     (folder / "engine").mkdir()
-    return Adapted(Host(folder / "engine", base, env, **options), root, loras, truth, hooks_of(name))
+    return Adapted(
+        Host(folder / "engine", base, env, **options), root, loras, truth, hooks_of(name)
+    )
 
 
 @pytest.fixture(scope="module")
 def llama_loras(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    engine = adapted(nursery, tmp_path_factory.mktemp("llama-loras"), "llama", max_num_batched_tokens=64, fault="rpc")
+    engine = adapted(
+        nursery,
+        tmp_path_factory.mktemp("llama-loras"),
+        "llama",
+        max_num_batched_tokens=64,
+        fault="rpc",
+    )
     yield engine
     engine.host.close()
 
@@ -67,7 +97,12 @@ def worst(engine: Adapted, name: str, job, outputs, edits=()) -> float:
         wanted = engine.truth[name].rows(tokens[:-1], edits)
         positions = reader.positions(output.index)
         for hook, layers in job.captures[output.index][0].sites.items():
-            errors += [relative_error(reader.array(layer, hook, request=output.index), wanted[hook, layer][positions]) for layer in layers]
+            errors += [
+                relative_error(
+                    reader.array(layer, hook, request=output.index), wanted[hook, layer][positions]
+                )
+                for layer in layers
+            ]
     return max(errors)
 
 
@@ -78,7 +113,12 @@ def everything(engine: Adapted, positions="all"):
 def one_each(engine: Adapted, tokens: int = 20, max_tokens: int = 2) -> dict[str, Job]:
     """The same prompt with each adapter and without one."""
     return {
-        name: engine.host.job(prompt_of(tokens), max_tokens=max_tokens, capture=everything(engine), lora=engine.loras[name])
+        name: engine.host.job(
+            prompt_of(tokens),
+            max_tokens=max_tokens,
+            capture=everything(engine),
+            lora=engine.loras[name],
+        )
         for name in ("one", "", "two")
     }
 
@@ -92,46 +132,81 @@ def test_rows_of_mixed_batches_are_those_of_each_requests_own_adapter(llama_lora
     """Two adapters and the model alone in the same steps, prefilled in chunks."""
     jobs = {
         (name, seed): llama_loras.host.job(
-            prompt_of(50 + 20 * seed, seed=seed), max_tokens=4, capture=everything(llama_loras), lora=llama_loras.loras[name]
+            prompt_of(50 + 20 * seed, seed=seed),
+            max_tokens=4,
+            capture=everything(llama_loras),
+            lora=llama_loras.loras[name],
         )
         for seed in range(2)
         for name in ("one", "", "two")
     }
     answers = llama_loras.host.run_together(*jobs.values())
-    errors = {place: worst(llama_loras, place[0], job, answers[job.id]) for place, job in jobs.items()}
+    errors = {
+        place: worst(llama_loras, place[0], job, answers[job.id]) for place, job in jobs.items()
+    }
     assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
-    assert worst(llama_loras, "", jobs["one", 0], answers[jobs["one", 0].id]) > 0.05, "the adapter changes rows"
+    assert worst(llama_loras, "", jobs["one", 0], answers[jobs["one", 0].id]) > 0.05, (
+        "the adapter changes rows"
+    )
 
 
-def test_the_model_alone_is_served_bit_for_bit_as_without_adapters(llama_loras: Adapted, v1: Host) -> None:
-    """Also in one batch with adapters, where vLLM's own code for CPUs applies the last one to everybody."""
+def test_the_model_alone_is_served_bit_for_bit_as_without_adapters(
+    llama_loras: Adapted, v1: Host
+) -> None:
+    """Also in one batch with adapters, where vLLM's own code for CPUs applies the last one to
+    everybody.
+    """
     prompt, rows = prompt_of(40), []
     for host, others in ((v1, []), (llama_loras.host, []), (llama_loras.host, ["one", "two"])):
         job = host.job(prompt, max_tokens=1, capture=everything(llama_loras))
-        host.run_together(job, *(host.job(prompt_of(8, seed=9), max_tokens=1, lora=llama_loras.loras[name]) for name in others))
-        rows.append({(hook, layer): host.capture(job).array(layer, hook) for hook in llama_loras.hooks for layer in ALL})
+        host.run_together(
+            job,
+            *(
+                host.job(prompt_of(8, seed=9), max_tokens=1, lora=llama_loras.loras[name])
+                for name in others
+            ),
+        )
+        rows.append(
+            {
+                (hook, layer): host.capture(job).array(layer, hook)
+                for hook in llama_loras.hooks
+                for layer in ALL
+            }
+        )
     for place, wanted in rows[0].items():
         assert np.array_equal(rows[1][place], wanted), place
         assert relative_error(rows[2][place], wanted) <= FP32_HOOKS, place
 
 
-def test_edits_and_captures_under_an_adapter_are_those_of_merged_weights(llama_loras: Adapted) -> None:
+def test_edits_and_captures_under_an_adapter_are_those_of_merged_weights(
+    llama_loras: Adapted,
+) -> None:
     vector = np.random.default_rng(0).normal(size=HIDDEN).astype(np.float32)
     edits = [Edit(1, vector, hook="mlp_out"), Edit(2, vector, op="ablate")]
     host, jobs = llama_loras.host, {}
     for name in ("one", "two", ""):
         steering = host.steering(*edits)
-        jobs[name] = host.job(prompt_of(30), max_tokens=3, capture=everything(llama_loras), steering=steering, lora=llama_loras.loras[name])
+        jobs[name] = host.job(
+            prompt_of(30),
+            max_tokens=3,
+            capture=everything(llama_loras),
+            steering=steering,
+            lora=llama_loras.loras[name],
+        )
     answers = host.run_together(*jobs.values())
     for name, job in jobs.items():
         assert worst(llama_loras, name, job, answers[job.id], edits) <= FP32_HOOKS, name
 
 
 def test_cached_prompts_and_kept_rows_belong_to_one_adapter(llama_loras: Adapted) -> None:
-    """The same prompt again and again: blocks and rows are reused under the same adapter and no other."""
+    """The same prompt again and again: blocks and rows are reused under the same adapter and no
+    other.
+    """
     prompt, met = prompt_of(300, seed=5), set()
     for name in ("one", "", "two", "one", "two", ""):
-        job = llama_loras.host.job(prompt, max_tokens=2, capture=everything(llama_loras), lora=llama_loras.loras[name])
+        job = llama_loras.host.job(
+            prompt, max_tokens=2, capture=everything(llama_loras), lora=llama_loras.loras[name]
+        )
         outputs = llama_loras.host.run(job)[job.id]
         assert outputs[0].cached_tokens == (256 if name in met else 0), (name, met)
         assert worst(llama_loras, name, job, outputs) <= FP32_HOOKS, name
@@ -141,14 +216,27 @@ def test_cached_prompts_and_kept_rows_belong_to_one_adapter(llama_loras: Adapted
 def test_source_runs_patch_across_adapters(llama_loras: Adapted) -> None:
     """A row captured under one adapter, written into a request under another."""
     host, prompt = llama_loras.host, prompt_of(20)
-    source = host.job(prompt, max_tokens=1, capture=capture_of([2], "all_prompt"), lora=llama_loras.loras["one"])
+    source = host.job(
+        prompt, max_tokens=1, capture=capture_of([2], "all_prompt"), lora=llama_loras.loras["one"]
+    )
     host.run(source)
     key = host.keep(source)
     row = llama_loras.truth["one"].rows(prompt)["post_block", 2][7]
     patch = StoredSteering(
-        layers=[2], hook="post_block", positions=[5], family="replace", tensors=[row_name(RunRow(key, "post_block", 2, 7))], numbers=[1.0]
+        layers=[2],
+        hook="post_block",
+        positions=[5],
+        family="replace",
+        tensors=[row_name(RunRow(key, "post_block", 2, 7))],
+        numbers=[1.0],
     )
-    job = host.job(prompt, max_tokens=1, capture=capture_of([2, 3], "all_prompt"), steering=[patch], lora=llama_loras.loras["two"])
+    job = host.job(
+        prompt,
+        max_tokens=1,
+        capture=capture_of([2, 3], "all_prompt"),
+        steering=[patch],
+        lora=llama_loras.loras["two"],
+    )
     host.run(job)
     wanted = llama_loras.truth["two"].rows(prompt, [Edit(2, row, [5], op="replace")])
     assert relative_error(host.capture(job).array(3), wanted["post_block", 3]) <= FP32_HOOKS
@@ -157,27 +245,49 @@ def test_source_runs_patch_across_adapters(llama_loras: Adapted) -> None:
 
 
 def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -> None:
-    """With all that decides how PEFT scales an adapter's product: rank-stabilised, and ranks and alphas by module."""
+    """With all that decides how PEFT scales an adapter's product: rank-stabilised, and ranks and
+    alphas by module.
+    """
     base = checkpoint("llama", tmp_path / "llama")
     loras, golden = peft_rows.write(tmp_path / "adapters", base), np.load(peft_rows.ROWS)
-    host = nursery.host(tmp_path / "engine", base, lora_dir=str(tmp_path / "adapters"), max_loras=3, max_lora_rank=8)
+    host = nursery.host(
+        tmp_path / "engine", base, lora_dir=str(tmp_path / "adapters"), max_loras=3, max_lora_rank=8
+    )
     try:
-        jobs = {name: host.job(peft_rows.PROMPT, max_tokens=1, capture=capture_of(ALL, "all"), lora=lora) for name, lora in loras.items()}
+        jobs = {
+            name: host.job(
+                peft_rows.PROMPT, max_tokens=1, capture=capture_of(ALL, "all"), lora=lora
+            )
+            for name, lora in loras.items()
+        }
         host.run(*jobs.values())
         for name, job in jobs.items():
             for layer in ALL:
-                assert relative_error(host.capture(job).array(layer), golden[name][layer]) <= FP32_HOOKS, (name, layer)
+                assert (
+                    relative_error(host.capture(job).array(layer), golden[name][layer])
+                    <= FP32_HOOKS
+                ), (name, layer)
     finally:
         host.close()
 
 
 def test_more_adapters_than_fit_take_turns_and_each_comes_back(llama_loras: Adapted) -> None:
-    """Three at once where ranks hold two: the third waits for room, and one that was evicted is loaded again."""
+    """Three at once where ranks hold two: the third waits for room, and one that was evicted is
+    loaded again.
+    """
     base, host = llama_loras.root.parent / "llama", llama_loras.host
-    more = {f"more{number}": make_adapter(llama_loras.root, f"more{number}", base, LLAMA[:1], rank=2) for number in range(3)}
+    more = {
+        f"more{number}": make_adapter(llama_loras.root, f"more{number}", base, LLAMA[:1], rank=2)
+        for number in range(3)
+    }
     loras = llama_loras.loras | more
     for _ in range(2):
-        jobs = {name: host.job(prompt_of(10), max_tokens=3, capture=everything(llama_loras), lora=loras[name]) for name in ("one", *more)}
+        jobs = {
+            name: host.job(
+                prompt_of(10), max_tokens=3, capture=everything(llama_loras), lora=loras[name]
+            )
+            for name in ("one", *more)
+        }
         answers = host.run(*jobs.values())
         assert worst(llama_loras, "one", jobs["one"], answers[jobs["one"].id]) <= FP32_HOOKS
         assert worst(llama_loras, "one", jobs["more1"], answers[jobs["more1"].id]) > 0.05
@@ -191,35 +301,54 @@ def test_files_that_changed_since_registration_are_never_loaded(llama_loras: Ada
     job = host.job(prompt_of(10), max_tokens=2, lora=former)
     (error,) = host.run_any(job).errors.values()
     assert "its files have changed since it was registered" in error
-    truth = Reference(merged(base, llama_loras.root / "changing", llama_loras.root.parent / "changing-merged"))
+    truth = Reference(
+        merged(base, llama_loras.root / "changing", llama_loras.root.parent / "changing-merged")
+    )
     job = host.job(prompt_of(10), max_tokens=1, capture=capture_of(ALL, "all"), lora=now)
     host.run(job)
-    assert relative_error(host.capture(job).array(3), truth.rows(prompt_of(10))["post_block", 3]) <= FP32_HOOKS
+    assert (
+        relative_error(host.capture(job).array(3), truth.rows(prompt_of(10))["post_block", 3])
+        <= FP32_HOOKS
+    )
 
 
 def test_an_adapter_is_in_the_ranks_account(llama_loras: Adapted) -> None:
     """Once for each request with one, and not at all for others."""
     host = llama_loras.host
     before = host.call("midstream_status")[0]["actions"]
-    jobs = [host.job(prompt_of(10), prompt_of(12), max_tokens=3, lora=llama_loras.loras[name]) for name in ("one", "")]
+    jobs = [
+        host.job(prompt_of(10), prompt_of(12), max_tokens=3, lora=llama_loras.loras[name])
+        for name in ("one", "")
+    ]
     host.run(*jobs)
     assert host.call("midstream_status")[0]["actions"] == before + 2
     assert [receipt.status for receipt in host.receipts(jobs[0])] == ["ok", "ok"]
 
 
-def test_a_rank_that_computes_with_another_adapter_ends_the_engine(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_rank_that_computes_with_another_adapter_ends_the_engine(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     engine = adapted(nursery, tmp_path, "llama", fault="swap_lora")
     try:
-        with pytest.raises(AssertionError, match=r"were computed with adapter 'another' instead of '[0-9a-f]{12}'"):
+        with pytest.raises(
+            AssertionError, match=r"were computed with adapter 'another' instead of '[0-9a-f]{12}'"
+        ):
             engine.host.run(engine.host.job(prompt_of(10), max_tokens=2, lora=engine.loras["one"]))
     finally:
         engine.host.close()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.matrix) for name in SERVED])
-def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, tmp_path: Path, name: str) -> None:
-    """Fused pairs, a hook on a layer that an adapter replaces (OPT), layers packed on disk (Phi-3), other names in vLLM (GPT-NeoX)."""
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SHORT else pytest.param(name, marks=pytest.mark.matrix) for name in SERVED],
+)
+def test_every_kind_of_layer_is_adapted_as_transformers_would(
+    nursery: Nursery, tmp_path: Path, name: str
+) -> None:
+    """Fused pairs, a hook on a layer that an adapter replaces (OPT), layers packed on disk (Phi-3),
+    other names in vLLM (GPT-NeoX).
+    """
     engine = adapted(nursery, tmp_path, name)
     try:
         vector = np.random.default_rng(0).normal(size=HIDDEN).astype(np.float32)
@@ -236,7 +365,10 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, 
             for edited in (False, True)
         }
         answers = engine.host.run_together(*jobs.values())
-        errors = {place: worst(engine, place[0], job, answers[job.id], edits if place[1] else ()) for place, job in jobs.items()}
+        errors = {
+            place: worst(engine, place[0], job, answers[job.id], edits if place[1] else ())
+            for place, job in jobs.items()
+        }
         assert {place: error for place, error in errors.items() if error > FP32_HOOKS} == {}
     finally:
         engine.host.close()
@@ -244,16 +376,28 @@ def test_every_kind_of_layer_is_adapted_as_transformers_would(nursery: Nursery, 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("qwen3-moe", "lora_config with a model of experts is True, valid: False"), ("gpt2", "GPT2LMHeadModel does not support LoRA")],
+    [
+        ("qwen3-moe", "lora_config with a model of experts is True, valid: False"),
+        ("gpt2", "GPT2LMHeadModel does not support LoRA"),
+    ],
 )
-def test_models_that_cannot_be_adapted_are_refused_at_boot(nursery: Nursery, tmp_path: Path, name: str, says: str) -> None:
+def test_models_that_cannot_be_adapted_are_refused_at_boot(
+    nursery: Nursery, tmp_path: Path, name: str, says: str
+) -> None:
     with pytest.raises(AssertionError, match=says):
-        nursery.host(tmp_path / "engine", checkpoint(name, tmp_path / name), lora_dir=str(tmp_path), max_model_len=128)
+        nursery.host(
+            tmp_path / "engine",
+            checkpoint(name, tmp_path / name),
+            lora_dir=str(tmp_path),
+            max_model_len=128,
+        )
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_ranks_compute_and_account_for_an_adapter_alike(two_ranks, tmp_path: Path, split: str) -> None:
+def test_two_ranks_compute_and_account_for_an_adapter_alike(
+    two_ranks, tmp_path: Path, split: str
+) -> None:
     """Its matrices are divided as those of the model are; each stage has its own layers."""
     engine = adapted(None, tmp_path, "qwen3", **{split: 2})
     try:
@@ -261,8 +405,13 @@ def test_two_ranks_compute_and_account_for_an_adapter_alike(two_ranks, tmp_path:
         require_right_rows(engine, jobs, engine.host.run(*jobs.values()))
         receipts = engine.host.receipts(jobs["one"])
         assert len(receipts) == 2
-        assert split == "pipeline_parallel_size" or len({receipt.checksum for receipt in receipts}) == 1
-        assert len(engine.host.info["lora"]["modules"]["model.layers.*.self_attn.q_proj"]) == 1, "the stages' layers come together"
+        assert (
+            split == "pipeline_parallel_size"
+            or len({receipt.checksum for receipt in receipts}) == 1
+        )
+        assert len(engine.host.info["lora"]["modules"]["model.layers.*.self_attn.q_proj"]) == 1, (
+            "the stages' layers come together"
+        )
     finally:
         engine.host.close()
 
@@ -279,16 +428,22 @@ def test_the_v2_runner_computes_with_adapters(nurseries, tmp_path: Path) -> None
 
 
 @pytest.mark.matrix
-def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(nursery: Nursery, tmp_path: Path) -> None:
+def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     engine = adapted(nursery, tmp_path, "llama", dtype="bfloat16")
     try:
         jobs = one_each(engine, 40)
         engine.host.run_together(*jobs.values())
         for name, job in jobs.items():
             reader = engine.host.capture(job)
-            rows = {(hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL}
+            rows = {
+                (hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL
+            }
             truth = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16")
             errors = truth.errors(rows, reader.token_ids())
-            assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, name
+            assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, (
+                name
+            )
     finally:
         engine.host.close()

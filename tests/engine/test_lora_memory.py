@@ -39,10 +39,18 @@ def test_the_plan_counts_what_vllm_reserves_and_keeps(tmp_path: Path) -> None:
     options = {"max_loras": 3, "max_cpu_loras": 5, "max_lora_rank": 8}
     asked = options | {"model": str(base), "adapter": str(tmp_path / "one"), "dtype": "float32"}
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run([sys.executable, "-c", VLLM, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", VLLM, json.dumps(asked)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     reserved, loaded = json.loads(done.stdout.rpartition("bytes ")[2].splitlines()[0])
     config = json.loads((base / "config.json").read_text())
-    found = plan(model_of(config, "float32"), Settings(lora_dir=str(tmp_path), **options), gpu=False)
+    found = plan(
+        model_of(config, "float32"), Settings(lora_dir=str(tmp_path), **options), gpu=False
+    )
     sizes = {part.name: part.bytes for part in found.memory}
     assert (sizes["adapters"], sizes["loaded adapters"]) == (reserved, 5 * loaded)

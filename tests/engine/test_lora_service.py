@@ -1,4 +1,6 @@
-"""Adapters on the whole service with the real engine: registered over HTTP, named by requests, merged into weights as reference."""
+"""Adapters on the whole service with the real engine: registered over HTTP, named by requests,
+merged into weights as reference.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +44,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     make_adapter(root, "deep/second", base, LLAMA[:2], rank=4)
     make_adapter(root, "large", base, LLAMA, rank=32)
     truth = {"": Reference(base)}
-    truth |= {name: Reference(merged(base, root / path, folder / name)) for name, path in (("one", "first"), ("two", "deep/second"))}
-    options = {**DEFAULTS, **SLOW, "engine": "vllm", "model": str(base), "lora_dir": str(root), "max_loras": 2, "max_lora_rank": 16}
-    with Stack(folder / "stack", api=True, start_timeout_s=180, **options) as stack, Client(stack.url) as client:
+    truth |= {
+        name: Reference(merged(base, root / path, folder / name))
+        for name, path in (("one", "first"), ("two", "deep/second"))
+    }
+    options = {
+        **DEFAULTS,
+        **SLOW,
+        "engine": "vllm",
+        "model": str(base),
+        "lora_dir": str(root),
+        "max_loras": 2,
+        "max_lora_rank": 16,
+    }
+    with (
+        Stack(folder / "stack", api=True, start_timeout_s=180, **options) as stack,
+        Client(stack.url) as client,
+    ):
         client.register_lora("one", "first")
         client.register_lora("two", "deep/second", description="attention only")
         yield Served(stack, client, root, base, truth)
@@ -52,16 +68,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Served) -> None:
     prompt = prompt_of(30)
-    capture = {"hooks": {"pre_attn": "all", "mlp_out": "all", "post_block": "all"}, "positions": "all"}
+    capture = {
+        "hooks": {"pre_attn": "all", "mlp_out": "all", "post_block": "all"},
+        "positions": "all",
+    }
     for name in ("one", "two", ""):
         result = served.client.run(
-            model="llama", prompts=[prompt], sampling={"max_tokens": 3}, capture=capture, **({"lora": name} if name else {})
+            model="llama",
+            prompts=[prompt],
+            sampling={"max_tokens": 3},
+            capture=capture,
+            **({"lora": name} if name else {}),
         )
         tokens = prompt + result.outputs[0].token_ids
         wanted, reader = served.truth[name].rows(tokens[:-1]), served.client.capture(result)
         for hook in capture["hooks"]:
             for layer in ALL:
-                assert relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS, (name, hook, layer)
+                assert (
+                    relative_error(reader.array(layer, hook), wanted[hook, layer]) <= FP32_ROWS
+                ), (name, hook, layer)
         lora = served.client.lora(name) if name else None
         manifest = httpx.get(f"{served.stack.url}/v1/captures/{result.id}").json()
         for named in (result.lora, reader.manifest().lora):
@@ -72,7 +97,11 @@ def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Serv
 def test_an_unknown_adapter_is_refused_with_those_there_are(served: Served) -> None:
     with pytest.raises(MidstreamError) as refused:
         served.client.submit(model="llama", prompts=[[5]], lora="three")
-    assert (refused.value.kind, refused.value.field, refused.value.allowed) == ("invalid_request", "lora", "one, two")
+    assert (refused.value.kind, refused.value.field, refused.value.allowed) == (
+        "invalid_request",
+        "lora",
+        "one, two",
+    )
 
 
 def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) -> None:
@@ -85,7 +114,9 @@ def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) 
         "other-base": "has the shape",
     }.items():
         if path == "other-base":
-            make_adapter(served.root, path, checkpoint("qwen2", served.root.parent / "qwen2"), LLAMA)
+            make_adapter(
+                served.root, path, checkpoint("qwen2", served.root.parent / "qwen2"), LLAMA
+            )
         with pytest.raises(MidstreamError) as refused:
             served.client.register_lora("bad", path)
         assert (refused.value.kind, refused.value.field) == ("invalid_request", "path")
@@ -98,31 +129,62 @@ def test_completions_under_two_adapters_and_none_are_answered_side_by_side(serve
     for _ in range(2):  # the second time from the prefix cache
         with ThreadPoolExecutor(3) as pool:
             calls = {
-                name: pool.submit(served.client.completion, "llama", prompt, **wanted, **({"lora": name} if name else {}))
+                name: pool.submit(
+                    served.client.completion,
+                    "llama",
+                    prompt,
+                    **wanted,
+                    **({"lora": name} if name else {}),
+                )
                 for name in ("one", "two", "")
             }
         for name, call in calls.items():
             answer = call.result()
-            assert (answer.determinism is not None) == bool(name), "an adapter alone is accounted for"
+            assert (answer.determinism is not None) == bool(name), (
+                "an adapter alone is accounted for"
+            )
             tokens = prompt + [int(word[1:]) for word in answer.text.split()]
             served.truth[name].rows(tokens)
-            assert served.truth[name].logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens[len(prompt) :], name
+            assert (
+                served.truth[name].logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+                == tokens[len(prompt) :]
+            ), name
 
 
 def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> None:
     clean, corrupt, answer, foil = prompt_of(9, seed=1), prompt_of(9, seed=2), [40], [41]
     result = served.client.sweep(
-        model="llama", lora="one", metric="logit_diff", hooks=["post_block", "mlp_out"], layers="0,2", positions=[3, 8],
-        pairs=[{"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil, "alignment": "left"}],
-    )  # fmt: skip
+        model="llama",
+        lora="one",
+        metric="logit_diff",
+        hooks=["post_block", "mlp_out"],
+        layers="0,2",
+        positions=[3, 8],
+        pairs=[
+            {
+                "clean": clean,
+                "corrupt": corrupt,
+                "answer": answer,
+                "foil": foil,
+                "alignment": "left",
+            }
+        ],
+    )
     truth = served.truth["one"]
     rows = truth.rows(clean)
     for hook in ("post_block", "mlp_out"):
         for row, layer in enumerate((0, 2)):
             for column, position in enumerate((3, 8)):
-                truth.rows(corrupt, [Edit(layer, rows[hook, layer][position], [position], hook=hook, op="replace")])
+                truth.rows(
+                    corrupt,
+                    [Edit(layer, rows[hook, layer][position], [position], hook=hook, op="replace")],
+                )
                 wanted = float(truth.logits[-1][40] - truth.logits[-1][41])
-                assert abs(result.pairs[0].grids[hook][row][column] - wanted) <= FP32_LOGPROBS, (hook, layer, position)
+                assert abs(result.pairs[0].grids[hook][row][column] - wanted) <= FP32_LOGPROBS, (
+                    hook,
+                    layer,
+                    position,
+                )
     assert not result.skipped
 
 
@@ -131,11 +193,17 @@ def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> N
     make_adapter(served.root, "first-again", served.base, LLAMA[:1])
     made = served.client.register_lora("moving", "first")
     kept = served.client.run(
-        model="llama", prompts=[[5, 6, 7]], lora="moving", capture={"layers": 2, "positions": "all_prompt", "run": "kept"}
+        model="llama",
+        prompts=[[5, 6, 7]],
+        lora="moving",
+        capture={"layers": 2, "positions": "all_prompt", "run": "kept"},
     )
     assert served.client.register_lora("moving", "first").replaced == ""
     assert served.client.register_lora("moving", "first-again").replaced == made.digest
-    assert httpx.get(f"{served.stack.url}/v1/runs/kept").json()["lora"] == {"name": "moving", "digest": made.digest}
+    assert httpx.get(f"{served.stack.url}/v1/runs/kept").json()["lora"] == {
+        "name": "moving",
+        "digest": made.digest,
+    }
     assert kept.lora.digest == made.digest
     served.client.unregister_lora("moving")
     with pytest.raises(MidstreamError, match="unknown adapter 'moving'"):
@@ -144,22 +212,30 @@ def test_a_name_may_be_pointed_at_other_content_and_removed(served: Served) -> N
         served.client.unregister_lora("moving")
 
 
-def test_files_that_change_behind_a_registration_fail_the_job_with_the_reason(served: Served) -> None:
+def test_files_that_change_behind_a_registration_fail_the_job_with_the_reason(
+    served: Served,
+) -> None:
     make_adapter(served.root, "editable", served.base, LLAMA[:1], alpha=2.0)
     served.client.register_lora("editable", "editable")
     make_adapter(served.root, "editable", served.base, LLAMA[:1], alpha=3.0)
-    with pytest.raises(MidstreamError, match="files have changed since it was registered") as failed:
+    with pytest.raises(
+        MidstreamError, match="files have changed since it was registered"
+    ) as failed:
         served.client.run(model="llama", prompts=[[5]], lora="editable")
     assert failed.value.field == "lora"
 
 
-def test_the_command_line_adds_uses_lists_and_removes(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_adds_uses_lists_and_removes(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
     def midstream(*words: str) -> str:
         with suppress(SystemExit):
             main.main([*words, "--url", served.stack.url])
         return capsys.readouterr().out
 
-    assert "deep/second" in midstream("loras", "add", "shell", "deep/second", "--description", "from a terminal")
+    assert "deep/second" in midstream(
+        "loras", "add", "shell", "deep/second", "--description", "from a terminal"
+    )
     assert "shell" in midstream("loras", "list")
     assert "self_attn.q_proj" in midstream("loras", "show", "shell")
     assert '"name":"shell"' in midstream("submit", "w5 w6", "--lora", "shell", "--json")

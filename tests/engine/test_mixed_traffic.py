@@ -1,7 +1,8 @@
-"""A thousand requests of every kind at once, on an engine with too little of everything: is any row another's?
+"""A thousand requests of every kind at once, on an engine with too little of everything: is any row
+another's?
 
-Random lengths, captures, interventions and cancellations; a KV cache so small that requests preempt one another; fewer
-steering rows than configurations. v1 runner, fp32.
+Random lengths, captures, interventions and cancellations; a KV cache so small that requests preempt
+one another; fewer steering rows than configurations. v1 runner, fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +38,8 @@ def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         num_gpu_blocks=8,
         max_num_batched_tokens=256,
         steering_rows=5,
-        steering_entries=24,  # two of rank 4 in one request take 16: what is free is scattered, and runs must move
+        # two of rank 4 in one request take 16: what is free is scattered, and runs must move
+        steering_entries=24,
         capture_queue_mib=64,
         fault="rpc",
     )
@@ -60,7 +62,9 @@ def random_capture(rng: np.random.Generator, prompt: int) -> StoredCapture:
     return capture_of(
         [],
         resolve_positions(random_positions(rng, prompt), prompt),
-        sites={hook: sorted({int(layer) for layer in rng.integers(0, LAYERS, 3)}) for hook in hooks},
+        sites={
+            hook: sorted({int(layer) for layer in rng.integers(0, LAYERS, 3)}) for hook in hooks
+        },
         at=str(rng.choice(["before", "after"])),
         every_n=int(rng.integers(1, 4)),
         layout=str(rng.choice(["auto", "packed", "per_file", "segment"])),
@@ -69,54 +73,120 @@ def random_capture(rng: np.random.Generator, prompt: int) -> StoredCapture:
 
 #: Family → a random one of it; `v` and `m` are drawn from few, so that configurations are shared.
 FAMILIES: dict[str, Callable[[np.random.Generator, Tensor, list[Tensor]], dict[str, Any]]] = {
-    "replace": lambda rng, v, m: {"op": "replace", "vector": v, "alpha": float(rng.choice([0.25, 1.0]))},
-    "lowrank": lambda rng, v, m: {"op": "lowrank", "rotation": m[0], "weight": m[1], "bias": m[2], "strength": 0.5},
+    "replace": lambda rng, v, m: {
+        "op": "replace",
+        "vector": v,
+        "alpha": float(rng.choice([0.25, 1.0])),
+    },
+    "lowrank": lambda rng, v, m: {
+        "op": "lowrank",
+        "rotation": m[0],
+        "weight": m[1],
+        "bias": m[2],
+        "strength": 0.5,
+    },
     "add": lambda rng, v, m: {"op": "add", "vector": v, "scale": float(rng.choice([0.5, 1.0]))},
     "add_matched": lambda rng, v, m: {"op": "add", "vector": v, "scale": 0.2, "norm_match": True},
-    "ablate": lambda rng, v, m: {"op": "ablate", "vector": v, "strength": float(rng.choice([0.5, 1.0]))},
-    "clamp": lambda rng, v, m: {"op": "clamp", "vector": v, "low": -0.5, "high": float(rng.choice([0.0, 1.0]))},
+    "ablate": lambda rng, v, m: {
+        "op": "ablate",
+        "vector": v,
+        "strength": float(rng.choice([0.5, 1.0])),
+    },
+    "clamp": lambda rng, v, m: {
+        "op": "clamp",
+        "vector": v,
+        "low": -0.5,
+        "high": float(rng.choice([0.0, 1.0])),
+    },
 }
 
 
-def random_steering(rng: np.random.Generator, vectors: list[Tensor], matrices: list[list[Tensor]], prompt: int) -> list[SteeringSpec]:
+def random_steering(
+    rng: np.random.Generator, vectors: list[Tensor], matrices: list[list[Tensor]], prompt: int
+) -> list[SteeringSpec]:
     """One or two entries; of two often both at one place."""
     layer, hook, specs = int(rng.integers(LAYERS)), HOOKS[rng.integers(len(HOOKS))], []
     for _ in range(rng.integers(1, 3)):
         if rng.random() < 0.5:
             layer, hook = int(rng.integers(LAYERS)), HOOKS[rng.integers(len(HOOKS))]
-        family = str(rng.choice([name for name in FAMILIES if name != "add_matched" or hook in STREAM_HOOKS]))
-        fields = FAMILIES[family](rng, vectors[rng.integers(len(vectors))], matrices[rng.integers(len(matrices))])
-        specs.append(SteeringSpec(layers=layer, hook=hook, positions=random_positions(rng, prompt), **fields))
+        family = str(
+            rng.choice([name for name in FAMILIES if name != "add_matched" or hook in STREAM_HOOKS])
+        )
+        fields = FAMILIES[family](
+            rng, vectors[rng.integers(len(vectors))], matrices[rng.integers(len(matrices))]
+        )
+        specs.append(
+            SteeringSpec(layers=layer, hook=hook, positions=random_positions(rng, prompt), **fields)
+        )
     return specs
 
 
 def edits_of(specs: list[SteeringSpec], prompt: int, total: int) -> list[Edit]:
     """Family by family, of one family in the order written: as is documented."""
-    named = {"all": range(total), "all_prompt": range(prompt), "all_generated": range(prompt, total), "last_prompt": [prompt - 1]}
-    ordered = sorted(specs, key=lambda spec: list(FAMILIES).index("add_matched" if spec.norm_match else spec.op))
+    named = {
+        "all": range(total),
+        "all_prompt": range(prompt),
+        "all_generated": range(prompt, total),
+        "last_prompt": [prompt - 1],
+    }
+    ordered = sorted(
+        specs, key=lambda spec: list(FAMILIES).index("add_matched" if spec.norm_match else spec.op)
+    )
     edits = []
     for spec in ordered:
         where = named[spec.positions] if isinstance(spec.positions, str) else spec.positions
         if isinstance(where, Span):
             where = range(where.start or 0, total if where.stop is None else where.stop)
-        fields = {name: getattr(spec, name) for takes in [STEERING_FIELDS[spec.op]] for name in (*takes.tensors, *takes.options)}
-        given = {name: to_numpy(value) if isinstance(value, Tensor) else value for name, value in fields.items() if value is not None}
-        edits.append(Edit(spec.layers, positions=[position for position in where if position < total], hook=spec.hook, op=spec.op, **given))
+        fields = {
+            name: getattr(spec, name)
+            for takes in [STEERING_FIELDS[spec.op]]
+            for name in (*takes.tensors, *takes.options)
+        }
+        given = {
+            name: to_numpy(value) if isinstance(value, Tensor) else value
+            for name, value in fields.items()
+            if value is not None
+        }
+        edits.append(
+            Edit(
+                spec.layers,
+                positions=[position for position in where if position < total],
+                hook=spec.hook,
+                op=spec.op,
+                **given,
+            )
+        )
     return edits
 
 
-def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(crowded: Host, reference: Reference) -> None:
+def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(
+    crowded: Host, reference: Reference
+) -> None:
     rng = np.random.default_rng(20)  # field cases 1, 6, 24
     vectors = [from_numpy(rng.normal(size=HIDDEN)) for _ in range(VECTORS)]
     matrices = [
-        [from_numpy(rng.normal(size=shape) / np.sqrt(HIDDEN)) for shape in ((rank, HIDDEN), (rank, HIDDEN), (rank,))] for rank in (1, 4)
+        [
+            from_numpy(rng.normal(size=shape) / np.sqrt(HIDDEN))
+            for shape in ((rank, HIDDEN), (rank, HIDDEN), (rank,))
+        ]
+        for rank in (1, 4)
     ]
     jobs, cancelled, steered = [], {}, {}
     for number in range(REQUESTS):
-        prompt = prompt_of(int(rng.choice([rng.integers(1, 60), rng.integers(105, 128), rng.integers(128, 220)])), seed=number)
+        prompt = prompt_of(
+            int(rng.choice([rng.integers(1, 60), rng.integers(105, 128), rng.integers(128, 220)])),
+            seed=number,
+        )
         captures = [random_capture(rng, len(prompt)) for _ in range(rng.integers(0, 2))]
         specs = random_steering(rng, vectors, matrices, len(prompt)) if rng.random() < 0.4 else []
-        jobs.append(crowded.job(prompt, max_tokens=int(rng.integers(1, 28)), capture=captures, steering=crowded.steering(*specs)))
+        jobs.append(
+            crowded.job(
+                prompt,
+                max_tokens=int(rng.integers(1, 28)),
+                capture=captures,
+                steering=crowded.steering(*specs),
+            )
+        )
         steered[jobs[-1].id] = specs
         if rng.random() < 0.05:
             cancelled[jobs[-1].id] = int(rng.integers(1, 8))
@@ -140,10 +210,15 @@ def test_every_row_of_a_thousand_mixed_requests_equals_that_of_a_solo_run(crowde
         for hook, layers in capture.sites.items():
             assert reader.layers(hook=hook) == layers
             for layer in layers:
-                error = relative_error(reader.array(layer, hook), solo[hook, layer][wanted_positions])
+                error = relative_error(
+                    reader.array(layer, hook), solo[hook, layer][wanted_positions]
+                )
                 assert error <= FP32_ROWS, (job, hook, layer, error)
                 compared, worst = compared + len(wanted_positions), max(worst, error)
-    print(f"{compared:.0f} rows of {len(jobs)} requests, worst relative error {worst:.2g}, {status['preemptions']} preemptions")
+    print(
+        f"{compared:.0f} rows of {len(jobs)} requests, worst relative error "
+        f"{worst:.2g}, {status['preemptions']} preemptions"
+    )
     after = crowded.call("midstream_status")[0]
     assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)
 
@@ -155,8 +230,21 @@ def strong() -> list[list[Edit]]:
     rotation, weight = (rng.normal(size=(2, 3, HIDDEN)) / np.sqrt(HIDDEN)).astype(np.float32)
     return [
         [Edit(0, vector, hook="attn_out", op="replace", scale=30.0)],
-        [Edit(1, hook="mlp_in", op="lowrank", rotation=rotation, weight=weight, bias=50 * np.ones(3, np.float32), strength=9.0)],
-        [Edit(2, vector, hook="pre_attn", scale=30.0), Edit(2, vector, hook="post_block", scale=5.0, norm_match=True)],
+        [
+            Edit(
+                1,
+                hook="mlp_in",
+                op="lowrank",
+                rotation=rotation,
+                weight=weight,
+                bias=50 * np.ones(3, np.float32),
+                strength=9.0,
+            )
+        ],
+        [
+            Edit(2, vector, hook="pre_attn", scale=30.0),
+            Edit(2, vector, hook="post_block", scale=5.0, norm_match=True),
+        ],
         [Edit(3, vector, hook="post_attn", op="ablate", strength=30.0)],
         [Edit(1, vector, hook="mlp_out", op="clamp", low=50.0, high=60.0)],
     ]
@@ -179,33 +267,66 @@ BESIDE: dict[str, list[list[Edit]]] = {
 
 @dataclass
 class Batch:
-    """Requests without steering, and others with it beside them. Rows and log-probabilities in a fixed order."""
+    """Requests without steering, and others with it beside them.
+
+    Rows and log-probabilities in a fixed order.
+    """
 
     plain: list[np.ndarray]
     others: list[np.ndarray]
 
 
-def test_rows_beside_strong_interventions_equal_an_unedited_batch_bit_for_bit(crowded: Host) -> None:
-    """The same batch composition, step by step: the ranks' record of it says so. Rows and logprobs are compared, not tokens."""
+def test_rows_beside_strong_interventions_equal_an_unedited_batch_bit_for_bit(
+    crowded: Host,
+) -> None:
+    """The same batch composition, step by step: the ranks' record of it says so.
+
+    Rows and logprobs are compared, not tokens.
+    """
     # field case 1, field case 12
 
     def batch(beside: str) -> tuple[str, Batch]:
         plain = [
-            crowded.job(prompt_of(20 + n, seed=n), max_tokens=8, capture=capture_of([], "all", sites=ALL), logprobs=3) for n in range(5)
+            crowded.job(
+                prompt_of(20 + n, seed=n),
+                max_tokens=8,
+                capture=capture_of([], "all", sites=ALL),
+                logprobs=3,
+            )
+            for n in range(5)
         ]
         others = [
             crowded.job(
-                prompt_of(12 + n, seed=50 + n), max_tokens=8, capture=capture_of([3], "all_prompt"), steering=crowded.steering(*edits)
+                prompt_of(12 + n, seed=50 + n),
+                max_tokens=8,
+                capture=capture_of([3], "all_prompt"),
+                steering=crowded.steering(*edits),
             )
             for n, edits in enumerate(BESIDE[beside])
         ]
-        answers = crowded.run_together(*(job for pair in zip(plain, others, strict=True) for job in pair))
-        rows = [crowded.capture(job).array(layer, hook) for job in plain for hook, layers in ALL.items() for layer in layers]
-        rows += [np.array([top.logprob for each in answers[job.id][0].logprobs or [] for top in each.top]) for job in plain]
-        return crowded.call("midstream_status")[0]["schedule"], Batch(rows, [crowded.capture(job).array(3) for job in others])
+        answers = crowded.run_together(
+            *(job for pair in zip(plain, others, strict=True) for job in pair)
+        )
+        rows = [
+            crowded.capture(job).array(layer, hook)
+            for job in plain
+            for hook, layers in ALL.items()
+            for layer in layers
+        ]
+        rows += [
+            np.array(
+                [top.logprob for each in answers[job.id][0].logprobs or [] for top in each.top]
+            )
+            for job in plain
+        ]
+        return crowded.call("midstream_status")[0]["schedule"], Batch(
+            rows, [crowded.capture(job).array(3) for job in others]
+        )
 
     found: dict[tuple[str, str], Batch] = {}
-    for _ in range(12):  # all begin in one step; how far ahead the engine plans may differ: tried until three were composed alike
+    for _ in range(12):
+        # all begin in one step; how far ahead the engine plans may differ: tried until three were
+        # composed alike
         for beside in BESIDE:
             schedule, made = batch(beside)
             found[beside, schedule] = made
@@ -213,10 +334,14 @@ def test_rows_beside_strong_interventions_equal_an_unedited_batch_bit_for_bit(cr
             if all((beside, schedule) in found for beside in BESIDE):
                 nothing, zeros, edited = (found[beside, schedule] for beside in BESIDE)
                 assert len(nothing.plain[-1]) == 8 * 3
-                for bare, beside_zeros, beside_edited in zip(nothing.plain, zeros.plain, edited.plain, strict=True):
+                for bare, beside_zeros, beside_edited in zip(
+                    nothing.plain, zeros.plain, edited.plain, strict=True
+                ):
                     assert np.array_equal(bare, beside_zeros)
                     assert np.array_equal(bare, beside_edited)
-                for bare, zero, moved in zip(nothing.others, zeros.others, edited.others, strict=True):
+                for bare, zero, moved in zip(
+                    nothing.others, zeros.others, edited.others, strict=True
+                ):
                     assert np.array_equal(bare, zero)
                     assert relative_error(moved, bare) > 0.1, "each of them had an effect to leak"
                 return
@@ -226,16 +351,27 @@ def test_rows_beside_strong_interventions_equal_an_unedited_batch_bit_for_bit(cr
 CONFIGURATIONS = 40
 
 
-def test_forty_configurations_on_five_rows_equal_their_solo_runs(crowded: Host, reference: Reference) -> None:
-    """All are in flight at once; each has vectors of its own, so no row is shared, and blocks are too few for those that run."""
+def test_forty_configurations_on_five_rows_equal_their_solo_runs(
+    crowded: Host, reference: Reference
+) -> None:
+    """All are in flight at once; each has vectors of its own, so no row is shared, and blocks are
+    too few for those that run.
+    """
     rng = np.random.default_rng(33)  # field case 6, field case 24
     before, jobs, wanted, cancelled = crowded.call("midstream_status")[0]["preemptions"], [], {}, {}
     for number in range(CONFIGURATIONS):
-        edits = one_of_each(500 + number, layer=int(rng.integers(LAYERS)), hook=str(rng.choice(sorted(STREAM_HOOKS))))
+        edits = one_of_each(
+            500 + number,
+            layer=int(rng.integers(LAYERS)),
+            hook=str(rng.choice(sorted(STREAM_HOOKS))),
+        )
         edits = [edits[number % len(edits)]]
         prompt = prompt_of(int(rng.integers(100, 160)), seed=3000 + number)
         job = crowded.job(
-            prompt, max_tokens=int(rng.integers(60, 120)), capture=capture_of([], "all", sites=ALL), steering=crowded.steering(*edits)
+            prompt,
+            max_tokens=int(rng.integers(60, 120)),
+            capture=capture_of([], "all", sites=ALL),
+            steering=crowded.steering(*edits),
         )
         jobs.append(job)
         wanted[job.id] = edits
@@ -253,7 +389,11 @@ def test_forty_configurations_on_five_rows_equal_their_solo_runs(crowded: Host, 
         solo, reader = reference.rows(tokens[:-1], wanted[job.id]), crowded.capture(job)
         for hook, layers in ALL.items():
             for layer in layers:
-                assert relative_error(reader.array(layer, hook), solo[hook, layer]) <= FP32_ROWS, (job.id, hook, layer)
+                assert relative_error(reader.array(layer, hook), solo[hook, layer]) <= FP32_ROWS, (
+                    job.id,
+                    hook,
+                    layer,
+                )
     assert not any((crowded.root / "default" / name).exists() for name in cancelled)
     after = crowded.call("midstream_status")[0]
     assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)

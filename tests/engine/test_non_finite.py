@@ -1,4 +1,6 @@
-"""Numbers that are not finite stay with the request that made them: it fails, and no bit of another request's numbers changes."""
+"""Numbers that are not finite stay with the request that made them: it fails, and no bit of another
+request's numbers changes.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +39,19 @@ def rows_of(host: Host, job: Job) -> np.ndarray:
     return np.stack([host.capture(job).array(layer) for layer in ALL])
 
 
-@pytest.mark.parametrize("dtype", [dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.long) for dtype in LARGE])
-def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path, tmp_path: Path, dtype: str) -> None:
-    """Every attack, in the same schedule as with finite numbers; the long form of this is in `tests/long`."""
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.long)
+        for dtype in LARGE
+    ],
+)
+def test_attacks_change_no_bit_of_their_neighbours(
+    nursery: Nursery, llama: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Every attack, in the same schedule as with finite numbers; the long form of this is in
+    `tests/long`.
+    """
     host = nursery.host(tmp_path / dtype, llama, **options(dtype))
     try:
         for seen in rounds(host, dtype, seconds=0):  # noqa: B007 - the last one is looked at
@@ -51,12 +63,22 @@ def test_attacks_change_no_bit_of_their_neighbours(nursery: Nursery, llama: Path
 
 
 @pytest.mark.parametrize("engine", ["v1", "cached", "compiled", "v2", "tp2", "pp2", "overlapped"])
-def test_an_edit_that_overflows_fails_its_request_and_names_the_row(engine: str, request: pytest.FixtureRequest) -> None:
+def test_an_edit_that_overflows_fails_its_request_and_names_the_row(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
     host: Host = request.getfixturevalue(engine)
     prompt, other = prompt_of(12, seed=500), prompt_of(9, seed=501)
     first = capturing(host, other)
     alone = host.run_together(first)[first.id][0]
-    attacks = [host.job(prompt, max_tokens=4, steering=overflowing(host, start=5), capture=capture_of(ALL, "all")) for _ in range(3)]
+    attacks = [
+        host.job(
+            prompt,
+            max_tokens=4,
+            steering=overflowing(host, start=5),
+            capture=capture_of(ALL, "all"),
+        )
+        for _ in range(3)
+    ]
     cancelled = host.job(prompt_of(14, seed=502), max_tokens=20, steering=overflowing(host))
     beside = capturing(host, other)
     host.run(*attacks, beside, cancelled, cancel_after={cancelled.id: 2})
@@ -64,7 +86,10 @@ def test_an_edit_that_overflows_fails_its_request_and_names_the_row(engine: str,
         failed = [receipt for receipt in host.receipts(attack) if receipt.status == "error"]
         assert failed
         assert {receipt.kind for receipt in failed} == {"intervention_failed"}
-        assert any("add produced a non-finite row at post_block of layer 1, position 5" in each.message for each in failed), failed
+        assert any(
+            "add produced a non-finite row at post_block of layer 1, position 5" in each.message
+            for each in failed
+        ), failed
     assert np.isfinite(rows_of(host, beside)).all()
     for _ in range(3):  # in blocks that the attacks had, and partly filled
         after = capturing(host, other)
@@ -93,10 +118,17 @@ def test_non_finite_global_edits_fail_requests_under_them_and_none_after(v1: Hos
     first = capturing(v1, prompt_of(9, seed=530))
     v1.run_together(first)
     template = [
-        SteeringTemplate(**{name: getattr(entry, name) for name in SteeringTemplate.__struct_fields__}) for entry in overflowing(v1)
+        SteeringTemplate(
+            **{name: getattr(entry, name) for name in SteeringTemplate.__struct_fields__}
+        )
+        for entry in overflowing(v1)
     ]
     under = v1.job(prompt_of(14, seed=531), max_tokens=4)
-    answer = v1.send(Command(jobs=[under], vectors=v1._vectors, everyone=GlobalSteering(version=1, entries=template)))
+    answer = v1.send(
+        Command(
+            jobs=[under], vectors=v1._vectors, everyone=GlobalSteering(version=1, entries=template)
+        )
+    )
     assert not answer.errors, answer.errors
     assert [receipt.kind for receipt in v1.receipts(under)] == ["intervention_failed"]
     after = capturing(v1, prompt_of(9, seed=530))
@@ -110,7 +142,12 @@ def test_preempted_attacks_fail_and_leave_nothing_behind(cached: Host) -> None:
     first = capturing(cached, victim)
     text = cached.run_together(first)[first.id][0].token_ids
     before = cached.call("midstream_status")[0]["preemptions"]
-    attacks = [cached.job(prompt_of(110, seed=541 + n), max_tokens=180, steering=overflowing(cached, start=50)) for n in range(6)]
+    attacks = [
+        cached.job(
+            prompt_of(110, seed=541 + n), max_tokens=180, steering=overflowing(cached, start=50)
+        )
+        for n in range(6)
+    ]
     cached.run_together(*attacks)
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for attack in attacks:
@@ -129,17 +166,25 @@ def loud(nursery: Nursery, llama: Path, tmp_path_factory: pytest.TempPathFactory
     checkpoint("llama", folder / "model")
     file = folder / "model" / "model.safetensors"
     weights = dict(load_file(file))
-    weights["model.layers.1.mlp.down_proj.weight"] = weights["model.layers.1.mlp.down_proj.weight"].copy()
+    weights["model.layers.1.mlp.down_proj.weight"] = weights[
+        "model.layers.1.mlp.down_proj.weight"
+    ].copy()
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
-    weights["model.embed_tokens.weight"][LOUD] = 65504.0 * np.sign(weights["model.embed_tokens.weight"][LOUD])
-    weights["model.layers.0.mlp.down_proj.weight"] = weights["model.layers.0.mlp.down_proj.weight"] * 4000
+    weights["model.embed_tokens.weight"][LOUD] = 65504.0 * np.sign(
+        weights["model.embed_tokens.weight"][LOUD]
+    )
+    weights["model.layers.0.mlp.down_proj.weight"] = (
+        weights["model.layers.0.mlp.down_proj.weight"] * 4000
+    )
     save_file(weights, file, metadata={"format": "pt"})
     host = nursery.host(folder / "engine", folder / "model", dtype="float16", num_gpu_blocks=8)
     yield host
     host.close()
 
 
-def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reused(loud: Host) -> None:
+def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reused(
+    loud: Host,
+) -> None:
     prompt = prompt_of(2 * BLOCK + 9, seed=520)
     quiet = [token for token in prompt if token != LOUD]
     first = capturing(loud, quiet, max_tokens=2)
@@ -155,9 +200,15 @@ def test_a_model_that_overflows_unedited_is_reported_and_its_blocks_are_not_reus
         assert bad.any()
         assert receipt.status == "ok"
         assert sum(file.non_finite for file in receipt.files) == int(bad.sum())
-    steered = loud.job(noisy, max_tokens=2, steering=[steer(loud.vector(np.ones(HIDDEN)), [2], positions=Window(BLOCK + 40))])
+    steered = loud.job(
+        noisy,
+        max_tokens=2,
+        steering=[steer(loud.vector(np.ones(HIDDEN)), [2], positions=Window(BLOCK + 40))],
+    )
     loud.run(steered)
-    assert [receipt.status for receipt in loud.receipts(steered)] == ["ok"], "the model was not finite before the edit could reach it"
+    assert [receipt.status for receipt in loud.receipts(steered)] == ["ok"], (
+        "the model was not finite before the edit could reach it"
+    )
     for _ in range(3):
         after = capturing(loud, quiet, max_tokens=2)
         assert loud.run(after)[after.id][0].token_ids == text

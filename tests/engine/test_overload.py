@@ -1,4 +1,7 @@
-"""More rows than the writers take: spilled ones are all there, dropped ones are named. v1 runner, fp32, a queue of 1 MiB."""
+"""More rows than the writers take: spilled ones are all there, dropped ones are named.
+
+v1 runner, fp32, a queue of 1 MiB.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,12 @@ PROMPT = 200  # tokens: 1.2 MiB of rows
 
 
 @pytest.fixture(scope="module", params=["spill", "drop"])
-def flooded(request: pytest.FixtureRequest, llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+def flooded(
+    request: pytest.FixtureRequest,
+    llama: Path,
+    nursery: Nursery,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Host]:
     host = nursery.host(
         tmp_path_factory.mktemp(request.param) / "engine",
         llama,
@@ -32,10 +40,19 @@ def flooded(request: pytest.FixtureRequest, llama: Path, nursery: Nursery, tmp_p
     host.close()
 
 
-def test_rows_beyond_the_queue_are_whole_on_disk_or_named_as_dropped(flooded: Host, reference: Reference) -> None:
+def test_rows_beyond_the_queue_are_whole_on_disk_or_named_as_dropped(
+    flooded: Host, reference: Reference
+) -> None:
     """The first to finish fills the queue of writers that take a second for each group."""
     spills = flooded.settings.capture_overload == "spill"
-    jobs = [flooded.job(prompt_of(PROMPT + n, seed=n), max_tokens=3, capture=capture_of([], "all", sites=EVERYTHING)) for n in range(6)]
+    jobs = [
+        flooded.job(
+            prompt_of(PROMPT + n, seed=n),
+            max_tokens=3,
+            capture=capture_of([], "all", sites=EVERYTHING),
+        )
+        for n in range(6)
+    ]
     answers = flooded.run(*jobs)
     lost = 0
     for job in jobs:
@@ -46,13 +63,21 @@ def test_rows_beyond_the_queue_are_whole_on_disk_or_named_as_dropped(flooded: Ho
         assert receipt.status == ("partial" if dropped else "ok")  # field case 19
         assert not dropped or str(dropped[0]) in receipt.message
         reader, wanted = CaptureReader(flooded.root, job.id), reference.rows(tokens[:-1])
-        assert reader.positions() == [position for position in range(len(tokens) - 1) if position not in dropped]
+        assert reader.positions() == [
+            position for position in range(len(tokens) - 1) if position not in dropped
+        ]
         for hook, layers in EVERYTHING.items() if reader.positions() else ():
             for layer in layers:
-                assert relative_error(reader.array(layer, hook), wanted[hook, layer][reader.positions()]) <= FP32_ROWS
+                assert (
+                    relative_error(
+                        reader.array(layer, hook), wanted[hook, layer][reader.positions()]
+                    )
+                    <= FP32_ROWS
+                )
     assert (lost > 0) == (not spills)
     assert (flooded.call("midstream_status")[0]["spilled_bytes"] > 0) == spills
     flooded.call("midstream_fault", "")
     again = flooded.job(prompt_of(9), max_tokens=2, capture=capture_of([1], "all"))
     flooded.run(again)
-    assert flooded.receipts(again)[0].status == "ok"  # the rows of before are written: there is room again
+    # the rows of before are written: there is room again
+    assert flooded.receipts(again)[0].status == "ok"

@@ -19,7 +19,9 @@ BLOCK = 128
 GRADE = [Grade(list(range(20, 60)))]
 
 
-def graded(host: Host, prompt: list[int], steering: list[StoredSteering] | None = None) -> tuple[int, list[float]]:
+def graded(
+    host: Host, prompt: list[int], steering: list[StoredSteering] | None = None
+) -> tuple[int, list[float]]:
     """Tokens found in the prefix cache, and log-probabilities of the next token."""
     job = host.job(prompt, max_tokens=1, steering=steering)
     answer = host.run_any(job, grades={job.id: GRADE})
@@ -36,8 +38,13 @@ def source_of(host: Host, prompt: list[int]) -> tuple[str, dict[tuple[str, int],
     return host.keep(job), rows_of(host, job)
 
 
-def test_cells_share_blocks_below_their_patch_and_none_with_unpatched_requests(cached: Host) -> None:
-    """What a plain request finds after patched ones is, bit for bit, what it finds in a cache that never saw one."""  # field case 13
+def test_cells_share_blocks_below_their_patch_and_none_with_unpatched_requests(
+    cached: Host,
+) -> None:
+    # field case 13
+    """What a plain request finds after patched ones is, bit for bit, what it finds in a cache that
+    never saw one.
+    """
     prompt = prompt_of(300, seed=91)
     key, _ = source_of(cached, prompt_of(300, seed=92))
 
@@ -48,25 +55,54 @@ def test_cells_share_blocks_below_their_patch_and_none_with_unpatched_requests(c
     fresh = [graded(cached, prompt) for _ in range(2)]
     assert [found for found, _ in fresh] == [0, 2 * BLOCK]
     cached.call("restart_ledgers")
-    late, middle, early, again, beside = (graded(cached, prompt, cell(position)) for position in (290, 140, 5, 290, 291))
-    assert [each[0] for each in (late, middle, early, again, beside)] == [0, BLOCK, 0, 2 * BLOCK, 2 * BLOCK]
+    late, middle, early, again, beside = (
+        graded(cached, prompt, cell(position)) for position in (290, 140, 5, 290, 291)
+    )
+    assert [each[0] for each in (late, middle, early, again, beside)] == [
+        0,
+        BLOCK,
+        0,
+        2 * BLOCK,
+        2 * BLOCK,
+    ]
     assert graded(cached, prompt, cell(140))[0] == 2 * BLOCK, "the same patch shares what it made"
     assert graded(cached, prompt) == fresh[1], "bit for bit"
-    assert len({tuple(values) for _, values in (fresh[1], late, middle, early, beside)}) == 5, "every patch showed"
+    assert len({tuple(values) for _, values in (fresh[1], late, middle, early, beside)}) == 5, (
+        "every patch showed"
+    )
 
 
 def test_a_run_lost_mid_request_fails_only_that_request(cached: Host) -> None:
-    """The worker believes that the ranks have it; a cell beside it, of another run, and a plain request have their own numbers."""
-    (gone, _), (kept, rows) = (source_of(cached, prompt_of(20, seed=93 + number)) for number in range(2))  # field case 31, 32
-    warm = cached.job(prompt_of(12), max_tokens=1, steering=patches(gone, [Cell("post_block", 1, 2)]))
+    """The worker believes that the ranks have it; a cell beside it, of another run, and a plain
+    request have their own numbers.
+    """
+    # field case 31, 32
+    (gone, _), (kept, rows) = (
+        source_of(cached, prompt_of(20, seed=93 + number)) for number in range(2)
+    )
+    warm = cached.job(
+        prompt_of(12), max_tokens=1, steering=patches(gone, [Cell("post_block", 1, 2)])
+    )
     cached.run(warm)
     assert cached.receipts(warm)[0].status == "ok"
     cached.call("midstream_drop_runs", [gone])
     cell = Cell("post_block", 1, 3)
     jobs = [
-        cached.job(prompt_of(14, seed=1), max_tokens=1, capture=capture_of([1, 3], "all", at="after"), steering=patches(gone, [cell])),
-        cached.job(prompt_of(14, seed=2), max_tokens=1, capture=capture_of([1, 3], "all", at="after"), steering=patches(kept, [cell])),
-        cached.job(prompt_of(14, seed=3), max_tokens=1, capture=capture_of([1, 3], "all", at="after")),
+        cached.job(
+            prompt_of(14, seed=1),
+            max_tokens=1,
+            capture=capture_of([1, 3], "all", at="after"),
+            steering=patches(gone, [cell]),
+        ),
+        cached.job(
+            prompt_of(14, seed=2),
+            max_tokens=1,
+            capture=capture_of([1, 3], "all", at="after"),
+            steering=patches(kept, [cell]),
+        ),
+        cached.job(
+            prompt_of(14, seed=3), max_tokens=1, capture=capture_of([1, 3], "all", at="after")
+        ),
     ]
     cached.run_together(*jobs)
     in_one_step(cached, jobs[1:])
@@ -92,7 +128,10 @@ def test_a_deleted_run_is_refused_before_anything_is_computed(cached: Host) -> N
 
 @pytest.mark.parametrize("fault", ["put_run", "lose_run"])
 def test_a_row_missing_on_one_rank_fails_the_request_without_a_hang(tp2: Host, fault: str) -> None:
-    """Loading it: the other rank drops it again. Finding a row of it: that is in the receipts. The forward's collectives go on."""
+    """Loading it: the other rank drops it again.
+
+    Finding a row of it: that is in the receipts. The forward's collectives go on.
+    """
     key, _ = source_of(tp2, prompt_of(20, seed=96))  # field case 28
     before = [rank["runs"] for rank in tp2.call("midstream_status")]
     tp2.call("midstream_fault", f"{fault}:rank=1")
@@ -114,36 +153,73 @@ def test_a_row_missing_on_one_rank_fails_the_request_without_a_hang(tp2: Host, f
 def test_each_stage_has_the_rows_of_its_own_layers_only(pp2: Host) -> None:
     before = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
     key, rows = source_of(pp2, prompt_of(20, seed=97))
-    pp2.run(pp2.job(prompt_of(9), max_tokens=1, steering=patches(key, [Cell("post_block", 0, 3), Cell("post_block", 3, 3)])))
+    pp2.run(
+        pp2.job(
+            prompt_of(9),
+            max_tokens=1,
+            steering=patches(key, [Cell("post_block", 0, 3), Cell("post_block", 3, 3)]),
+        )
+    )
     after = [rank["run_bytes"] for rank in pp2.call("midstream_status")]
     half = sum(values.nbytes for values in rows.values()) // 2
     assert [now - then for now, then in zip(after, before, strict=True)] == [half, half]
 
 
 @pytest.mark.parametrize("way", ["tp2", "pp2"])
-def test_every_rank_patches_its_own_part_of_a_head_by_the_mask_of_its_name(way: str, qwen3: Path, request: pytest.FixtureRequest) -> None:
-    """The row comes from the files of all ranks, the mask from its name: head 2 is on the second rank of two."""
+def test_every_rank_patches_its_own_part_of_a_head_by_the_mask_of_its_name(
+    way: str, qwen3: Path, request: pytest.FixtureRequest
+) -> None:
+    """The row comes from the files of all ranks, the mask from its name: head 2 is on the second
+    rank of two.
+    """
     host: Host = request.getfixturevalue(way)
-    source = captured(host, host.job(prompt_of(12, seed=8), max_tokens=1), hooks={"z": [1, 3]}, positions="all_prompt")
+    source = captured(
+        host,
+        host.job(prompt_of(12, seed=8), max_tokens=1),
+        hooks={"z": [1, 3]},
+        positions="all_prompt",
+    )
     host.run(source)
     key = host.keep(source)
     masks = {1: "64-95", 3: "0-31,96-127"}
     steering = [
-        patch(row_name(RunRow(key, "z", layer, 3)), "z", [layer], [7], mask=dims_name(dims)) for layer, dims in masks.items()
-    ]  # fmt: skip
-    job = captured(host, host.job(prompt_of(12), max_tokens=1, steering=steering), hooks={"post_block": [3]}, positions="all")
+        patch(row_name(RunRow(key, "z", layer, 3)), "z", [layer], [7], mask=dims_name(dims))
+        for layer, dims in masks.items()
+    ]
+    job = captured(
+        host,
+        host.job(prompt_of(12), max_tokens=1, steering=steering),
+        hooks={"post_block": [3]},
+        positions="all",
+    )
     host.run(job)
     assert {receipt.status for receipt in host.receipts(job)} == {"ok"}
-    there = {layer: np.isin(np.arange(128), [dim for dims in dims_named(dims_name(text)) for dim in dims]) for layer, text in masks.items()}
+    there = {
+        layer: np.isin(
+            np.arange(128), [dim for dims in dims_named(dims_name(text)) for dim in dims]
+        )
+        for layer, text in masks.items()
+    }
     rows = {layer: host.capture(source).array(layer, "z")[3] for layer in masks}
     wanted = InsideReference(qwen3).rows(
-        prompt_of(12), *(Edit(layer, rows[layer], [7], hook="z", op="replace", mask=there[layer]) for layer in masks)
-    )  # fmt: skip
-    assert relative_error(host.capture(job).array(3, "post_block"), wanted["post_block", 3]) <= FP32_ROWS
+        prompt_of(12),
+        *(
+            Edit(layer, rows[layer], [7], hook="z", op="replace", mask=there[layer])
+            for layer in masks
+        ),
+    )
+    assert (
+        relative_error(host.capture(job).array(3, "post_block"), wanted["post_block", 3])
+        <= FP32_ROWS
+    )
 
 
-def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(cached: Host, reference: Reference) -> None:
-    """Seven blocks for six requests of up to three: what was patched is computed again, and patched again."""
+def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(
+    cached: Host, reference: Reference
+) -> None:
+    """Seven blocks for six requests of up to three: what was patched is computed again, and patched
+    again.
+    """
     key, rows = source_of(cached, prompt_of(110, seed=98))
     before = cached.call("midstream_status")[0]["preemptions"]
     vector = np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32)
@@ -153,7 +229,12 @@ def test_preempted_requests_are_patched_where_they_were_and_nowhere_else(cached:
             prompt_of(110, seed=400 + number),
             max_tokens=180,
             capture=capture_of(ALL, "all"),
-            steering=[*patches(key, cells), patch(cached.vector(vector), "mlp_out", [2], "all_generated")] if number % 2 else None,
+            steering=[
+                *patches(key, cells),
+                patch(cached.vector(vector), "mlp_out", [2], "all_generated"),
+            ]
+            if number % 2
+            else None,
         )
         for number in range(6)
     ]

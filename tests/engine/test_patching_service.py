@@ -1,6 +1,8 @@
-"""The whole service on the demo model in fp32: what it answers to a sweep is what TransformerLens says, cell by cell.
+"""The whole service on the demo model in fp32: what it answers to a sweep is what TransformerLens
+says, cell by cell.
 
-`tests/data/patching.safetensors` and `heads.safetensors` are made by `make lens`; what is in them: `benchmarks/lens.py`, `lens_heads.py`.
+`tests/data/patching.safetensors` and `heads.safetensors` are made by `make lens`; what is in them:
+`benchmarks/lens.py`, `lens_heads.py`.
 """
 
 import json
@@ -58,7 +60,11 @@ class Service:
 
     def sweep(self, **body: Any) -> SweepResult:
         job = self.post("/v1/sweeps", **body)["id"]
-        while (view := from_json(self.http.get(f"/v1/jobs/{job}", params={"wait": 30}).content, JobView)).state in (
+        while (
+            view := from_json(
+                self.http.get(f"/v1/jobs/{job}", params={"wait": 30}).content, JobView
+            )
+        ).state in (
             State.QUEUED,
             State.RUNNING,
         ):
@@ -76,10 +82,23 @@ def golden() -> Golden:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "dtype": "float32", "max_model_len": 512}
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "dtype": "float32",
+        "max_model_len": 512,
+    }
     options["hooks"] = "all,inside"
     patience = {"kv_cache_gib": 0.5, "lease_s": 15.0, "visibility_timeout_s": 30}
-    with Stack(tmp_path_factory.mktemp("patching"), api=True, callbacks=False, start_timeout_s=180, **options, **patience) as stack:
+    with Stack(
+        tmp_path_factory.mktemp("patching"),
+        api=True,
+        callbacks=False,
+        start_timeout_s=180,
+        **options,
+        **patience,
+    ) as stack:
         yield Service(stack)
 
 
@@ -95,9 +114,13 @@ def asked(pair: dict[str, Any]) -> dict[str, Any]:
         pytest.param([1, 2], id="two pairs, one of them aligned by hand"),
     ],
 )
-def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_gives(service: Service, golden: Golden, numbers) -> None:
+def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_gives(
+    service: Service, golden: Golden, numbers
+) -> None:
     pairs = [golden.pairs[number] for number in numbers]
-    result = service.sweep(pairs=[asked(pair) for pair in pairs], hooks=HOOKS, metric="logit_diff", noise=2)
+    result = service.sweep(
+        pairs=[asked(pair) for pair in pairs], hooks=HOOKS, metric="logit_diff", noise=2
+    )
     for place, number in enumerate(numbers):
         pair, found = golden.pairs[number], result.pairs[place]
         assert found.base is not None
@@ -113,16 +136,26 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
             assert np.array_equal(np.isnan(grid), np.isnan(wanted)), (number, hook)
             assert np.nanmax(np.abs(grid - wanted)) <= LENS_LOGITS, (number, hook)
         alone = sorted({skipped.column for skipped in result.skipped if skipped.pair == place})
-        assert alone == sorted(np.flatnonzero(np.isnan(golden.grids[f"{number}.resid_pre"][0])).tolist())
-    cells = sum(int(np.isfinite(golden.grids[f"{number}.{hook}"]).sum()) for number in numbers for hook in HOOKS)
+        assert alone == sorted(
+            np.flatnonzero(np.isnan(golden.grids[f"{number}.resid_pre"][0])).tolist()
+        )
+    cells = sum(
+        int(np.isfinite(golden.grids[f"{number}.{hook}"]).sum())
+        for number in numbers
+        for hook in HOOKS
+    )
     assert result.summary.cells == cells
     assert result.summary.cells + result.summary.skipped == result.summary.total
 
 
 def test_noising_the_last_stream_removes_the_whole_effect(service: Service, golden: Golden) -> None:
-    """The other direction, as a share of the difference: all of it at the last layer's last token, nothing at its first."""
+    """The other direction, as a share of the difference: all of it at the last layer's last token,
+    nothing at its first.
+    """
     pair = golden.pairs[0]
-    result = service.sweep(pairs=[asked(pair)], layers=[29], positions=[-1, 0], direction="noise", noise=1)
+    result = service.sweep(
+        pairs=[asked(pair)], layers=[29], positions=[-1, 0], direction="noise", noise=1
+    )
     (found,) = result.pairs
     assert result.metric == "recovered"
     assert found.base is not None
@@ -147,7 +180,10 @@ def test_a_chat_is_patched_with_the_rows_of_another_chat(service: Service) -> No
             **body,
         )
         assert answer.get("determinism", {}).get("consistent", True) is True
-        return {each["token"]: each["logprob"] for each in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
+        return {
+            each["token"]: each["logprob"]
+            for each in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        }
 
     source = {"hook": "post_block", "layers": [0, 29], "positions": "all_prompt", "run": "colours"}
     clean = chat("Name a colour, please, and nothing else.", capture=source, capture_wait=True)
@@ -162,14 +198,20 @@ def test_a_chat_is_patched_with_the_rows_of_another_chat(service: Service) -> No
 
 def test_an_unknown_source_run_is_refused_by_name(service: Service) -> None:
     answer = service.http.post(
-        "/v1/completions", json={"model": "demo", "prompt": "a", "patch": [{"layers": 1, "positions": [0], "source": {"run": "nobodys"}}]}
+        "/v1/completions",
+        json={
+            "model": "demo",
+            "prompt": "a",
+            "patch": [{"layers": 1, "positions": [0], "source": {"run": "nobodys"}}],
+        },
     )
     assert answer.status_code == 400, answer.text
     assert answer.json()["field"].startswith("patch[0].source")
     assert "nobodys" in answer.json()["detail"]
 
 
-# --- Heads, neurons, paths --------------------------------------------------------------------------------------------
+# --- Heads, neurons, paths
+# --------------------------------------------------------------------------------------------
 
 
 def swept(service: Service, **fields: Any) -> tuple[np.ndarray, SweepResult]:
@@ -183,7 +225,9 @@ def swept(service: Service, **fields: Any) -> tuple[np.ndarray, SweepResult]:
 def same(got: np.ndarray, wanted: np.ndarray) -> None:
     assert got.shape == wanted.shape
     assert np.abs(got - wanted).max() <= LENS_LOGITS
-    assert np.abs(wanted - ABOUT["logit_diff"]["corrupt"]).max() > 10 * LENS_LOGITS, "or nothing was patched anywhere"
+    assert np.abs(wanted - ABOUT["logit_diff"]["corrupt"]).max() > 10 * LENS_LOGITS, (
+        "or nothing was patched anywhere"
+    )
 
 
 def test_a_sweep_over_heads_is_that_of_transformer_lens(service: Service) -> None:
@@ -197,11 +241,19 @@ def test_a_sweep_over_heads_and_positions_is_that_of_transformer_lens(service: S
     got, result = swept(service, hooks=["z"], axis="head_position", heads="all", layers=layers)
     wanted = GRIDS["z.by_pos"]  # layers, positions, heads
     same(got.reshape(len(layers), wanted.shape[2], -1).transpose(0, 2, 1), wanted)
-    assert result.pairs[0].heads == [head for head in range(wanted.shape[2]) for _ in range(wanted.shape[1])]
+    assert result.pairs[0].heads == [
+        head for head in range(wanted.shape[2]) for _ in range(wanted.shape[1])
+    ]
 
 
 def test_the_neurons_that_differ_most_are_those_of_transformers(service: Service) -> None:
-    got, result = swept(service, hooks=["mlp.hook_post"], axis="neuron", neurons={"top": ABOUT["neurons"]}, layers=ABOUT["senders"])
+    got, result = swept(
+        service,
+        hooks=["mlp.hook_post"],
+        axis="neuron",
+        neurons={"top": ABOUT["neurons"]},
+        layers=ABOUT["senders"],
+    )
     same(got, GRIDS["neurons"])
     for row in result.pairs[0].neurons["mlp_act"]:
         assert [len(chosen) for chosen in row] == [min(count, 16) for count in ABOUT["neurons"]]
@@ -210,7 +262,12 @@ def test_the_neurons_that_differ_most_are_those_of_transformers(service: Service
 
 def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service) -> None:
     layer, head = ABOUT["sender"]
-    got, result = swept(service, hooks=["q"], axis="head", path={"sender": {"layer": layer, "hook": "z", "head": head}})
+    got, result = swept(
+        service,
+        hooks=["q"],
+        axis="head",
+        path={"sender": {"layer": layer, "hook": "z", "head": head}},
+    )
     assert result.layers == list(range(layer + 1, 30)), "those that it reaches"
     same(got, GRIDS["direct.q"][layer + 1 :])
     assert result.path is not None
@@ -219,16 +276,25 @@ def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service
 
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("name", ABOUT["receivers"])
-def test_paths_to_receivers_are_those_with_the_same_branches_held(service: Service, name: str, held: str) -> None:
+def test_paths_to_receivers_are_those_with_the_same_branches_held(
+    service: Service, name: str, held: str
+) -> None:
     """At q, k, v, the MLP and the logits."""
     wanted = GRIDS[f"{name}.{held}"]
-    there = [place for place in range(len(wanted)) if not np.isnan(wanted[place]).any()]  # of the last sender, nothing reaches keys
+    # of the last sender, nothing reaches keys
+    there = [place for place in range(len(wanted)) if not np.isnan(wanted[place]).any()]
     ends = [
         {"layer": layer, "hook": HOOK.get(part, part), **({"head": head} if head >= 0 else {})}
         for layer, part, head in ABOUT["receivers"][name]
     ]
     layers = [ABOUT["senders"][place] for place in there]
-    got, result = swept(service, hooks=["z"], axis="head", layers=layers, path={"receivers": ends or "logits", "frozen": held.split("+")})
+    got, result = swept(
+        service,
+        hooks=["z"],
+        axis="head",
+        layers=layers,
+        path={"receivers": ends or "logits", "frozen": held.split("+")},
+    )
     same(got, wanted[there])
     assert result.path is not None
     assert (result.path.frozen, result.path.receivers == "logits") == (held.split("+"), not ends)
@@ -238,19 +304,33 @@ def test_paths_to_receivers_are_those_with_the_same_branches_held(service: Servi
     ("fields", "field", "valid"),
     [
         ({"hooks": ["z"], "axis": "head", "heads": [9]}, "heads", "heads 0 to 8"),
-        ({"hooks": ["mlp_act"], "axis": "neuron", "neurons": {"sets": [[1536]]}}, "neurons.sets[0]", "neurons 0 to 1535"),
+        (
+            {"hooks": ["mlp_act"], "axis": "neuron", "neurons": {"sets": [[1536]]}},
+            "neurons.sets[0]",
+            "neurons 0 to 1535",
+        ),
         ({"hooks": ["z", "k"], "axis": "head"}, "hooks[1]", "same heads"),
         ({"hooks": ["attn_out"], "axis": "head"}, "hooks[0]", "z"),
         (
-            {"hooks": ["z"], "axis": "head", "path": {"receivers": [{"layer": 20, "hook": "k", "head": 3}]}},
+            {
+                "hooks": ["z"],
+                "axis": "head",
+                "path": {"receivers": [{"layer": 20, "hook": "k", "head": 3}]},
+            },
             "path.receivers[0].head",
             "heads 0 to 2",
         ),
-        ({"hooks": ["z"], "axis": "head", "path": {"receivers": []}}, "path.receivers", "length >= 1"),
+        (
+            {"hooks": ["z"], "axis": "head", "path": {"receivers": []}},
+            "path.receivers",
+            "length >= 1",
+        ),
         ({"hooks": ["z"], "axis": "head_position", "pairs": [PAIR] * 8}, "pairs", "at most 20000"),
     ],
 )
-def test_what_a_model_has_not_is_a_400_with_what_it_has(service: Service, fields: dict[str, Any], field: str, valid: str) -> None:
+def test_what_a_model_has_not_is_a_400_with_what_it_has(
+    service: Service, fields: dict[str, Any], field: str, valid: str
+) -> None:
     answer = service.http.post("/v1/sweeps", json={"model": "demo", "pairs": [PAIR], **fields})
     assert (answer.status_code, answer.json()["field"]) == (400, field)
     assert valid in answer.json()["detail"] + answer.json().get("allowed", "")

@@ -1,6 +1,8 @@
-"""Configs with a field changed are served with transformers' numbers, or refused at the start with a reason.
+"""Configs with a field changed are served with transformers' numbers, or refused at the start with
+a reason.
 
-The table is `perturbed.CHANGES`; its page, a section of `docs/fidelity.md`, is written by `make perturbed`.
+The table is `perturbed.CHANGES`; its page, a section of `docs/fidelity.md`, is written by `make
+perturbed`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +14,13 @@ from perturbed import CHANGES, PAGE, SHOWS, attempt, cases, label, read_page
 
 #: Tried with the long tests: what stock vLLM leaves out, and some that it reads.
 LONG = {
-    "OlmoeForCausalLM": ("norm_topk_prob", "clip_qkv", "rms_norm_eps", "attention_bias", "hidden_act"),
+    "OlmoeForCausalLM": (
+        "norm_topk_prob",
+        "clip_qkv",
+        "rms_norm_eps",
+        "attention_bias",
+        "hidden_act",
+    ),
     "StableLmForCausalLM": ("hidden_act",),
     "GptOssForCausalLM": ("rms_norm_eps", "swiglu_limit"),
     "GraniteMoeForCausalLM": ("hidden_act", "logits_scaling"),
@@ -27,16 +35,25 @@ LONG = {
 def params() -> list[Any]:
     marks = {True: pytest.mark.long, False: pytest.mark.matrix}
     return [
-        pytest.param(name, change, id=f"{name} {label(change)}", marks=marks[next(iter(change)) in LONG.get(name, ())])
+        pytest.param(
+            name,
+            change,
+            id=f"{name} {label(change)}",
+            marks=marks[next(iter(change)) in LONG.get(name, ())],
+        )
         for name, change in cases()
     ]
 
 
 @pytest.mark.parametrize(("name", "change"), params())
-def test_a_changed_field_is_served_as_transformers_or_refused(name: str, change: Mapping[str, Any], nursery, tmp_path: Path) -> None:
+def test_a_changed_field_is_served_as_transformers_or_refused(
+    name: str, change: Mapping[str, Any], nursery, tmp_path: Path
+) -> None:
     row = attempt(name, change, tmp_path, nursery)
     assert row.right, row
-    assert row.outcome == "refused" or row.shows is None or row.shows >= SHOWS, f"{row}: the change shows nothing"
+    assert row.outcome == "refused" or row.shows is None or row.shows >= SHOWS, (
+        f"{row}: the change shows nothing"
+    )
     if "differs from transformers" in row.why:
         assert all(field in row.why for field in change), row.why
 

@@ -36,13 +36,28 @@ direct.close()
 def test_the_ranks_buffers_are_as_large_as_planned(name: str, llama: Path, tmp_path: Path) -> None:
     folder = llama if name == "llama" else fetch_demo_model()
     settings = Settings(
-        model=str(folder), data_dir=str(tmp_path), max_model_len=256, kv_cache_gib=0.1, max_num_seqs=8, max_num_batched_tokens=128,
-        steering_rows=9, relay_url="tcp://127.0.0.1:9", worker_id="test",
-    )  # fmt: skip
-    command = [sys.executable, "-c", PROGRAM, str(ROOT / "benchmarks" / "gpu"), json.dumps(msgspec.to_builtins(settings))]
+        model=str(folder),
+        data_dir=str(tmp_path),
+        max_model_len=256,
+        kv_cache_gib=0.1,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        steering_rows=9,
+        relay_url="tcp://127.0.0.1:9",
+        worker_id="test",
+    )
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(ROOT / "benchmarks" / "gpu"),
+        json.dumps(msgspec.to_builtins(settings)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"ring"')]
     found = plan(model_of(json.loads((folder / "config.json").read_text())), settings, gpu=False)
-    assert json.loads(line) == {part.name: part.bytes for part in found.memory if part.name in json.loads(line)}
+    assert json.loads(line) == {
+        part.name: part.bytes for part in found.memory if part.name in json.loads(line)
+    }
     assert found.model.row_bytes > 0

@@ -29,16 +29,27 @@ def options(monkeypatch: pytest.MonkeyPatch, kind: str, settings: Settings) -> d
     return vllm_options.engine_options(settings)
 
 
-@pytest.mark.parametrize(("kind", "given", "eager"), [
-    ("cuda", None, False), ("cpu", None, True), ("cuda", True, True), ("cuda", False, False), ("cpu", False, False),
-])  # fmt: skip
-def test_a_gpu_runs_graphs_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, kind: str, given: bool | None, eager: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "given", "eager"),
+    [
+        ("cuda", None, False),
+        ("cpu", None, True),
+        ("cuda", True, True),
+        ("cuda", False, False),
+        ("cpu", False, False),
+    ],
+)
+def test_a_gpu_runs_graphs_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, kind: str, given: bool | None, eager: bool
+) -> None:
     found = options(monkeypatch, kind, Settings(model="m", enforce_eager=given))
     assert found["enforce_eager"] is eager
 
 
 def test_the_engine_holds_the_platforms_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether forwards enter at a layer, and how captured rows are buffered, follow from what vLLM is given."""
+    """Whether forwards enter at a layer, and how captured rows are buffered, follow from what vLLM
+    is given.
+    """
     from midstream.workers.engine import vllm_options
     from midstream.workers.engine.vllm import VllmEngine
 
@@ -46,17 +57,31 @@ def test_the_engine_holds_the_platforms_choice(monkeypatch: pytest.MonkeyPatch) 
     assert VllmEngine(Settings(model="m"))._settings.enforce_eager is False
 
 
-def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_vllm_chooses_runner_blocks_cache_and_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = options(monkeypatch, "cuda", Settings(model="m"))
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
-    assert not {"block_size", "kv_cache_memory_bytes", "attention_config", "async_scheduling"} & set(found)
+    assert not {
+        "block_size",
+        "kv_cache_memory_bytes",
+        "attention_config",
+        "async_scheduling",
+    } & set(found)
 
 
-@pytest.mark.parametrize(("kind", "cores", "ranks", "given", "reserved", "bound"), [
-    ("cpu", 1, 1, (None, None), "0", "nobind"), ("cpu", 2, 1, (None, None), "0", "nobind"), ("cpu", 2, 2, (None, None), "0", None),
-    ("cpu", 2, 1, ("1", None), "1", None), ("cpu", 2, 1, (None, "1"), "0", "1"),
-    ("cpu", 3, 1, (None, None), None, None), ("cuda", 2, 1, (None, None), None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "cores", "ranks", "given", "reserved", "bound"),
+    [
+        ("cpu", 1, 1, (None, None), "0", "nobind"),
+        ("cpu", 2, 1, (None, None), "0", "nobind"),
+        ("cpu", 2, 2, (None, None), "0", None),
+        ("cpu", 2, 1, ("1", None), "1", None),
+        ("cpu", 2, 1, (None, "1"), "0", "1"),
+        ("cpu", 3, 1, (None, None), None, None),
+        ("cuda", 2, 1, (None, None), None, None),
+    ],
+)
 def test_a_small_machine_gives_the_model_all_cores(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,

@@ -1,4 +1,6 @@
-"""Scores of probes on real engines equal numpy's on the captured rows, whatever happens to the request."""
+"""Scores of probes on real engines equal numpy's on the captured rows, whatever happens to the
+request.
+"""
 
 from pathlib import Path
 
@@ -7,7 +9,17 @@ import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of, relative_error, steer
 from msgspec import UNSET
-from probe_kit import EDGE, Gate, Weights, check, flapping, new_maximum, positions_of, scores_of, tokens_of
+from probe_kit import (
+    EDGE,
+    Gate,
+    Weights,
+    check,
+    flapping,
+    new_maximum,
+    positions_of,
+    scores_of,
+    tokens_of,
+)
 from reference import Reference
 from tolerances import FP32_BATCH, FP32_ROWS
 
@@ -20,34 +32,52 @@ AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9)
 
 @pytest.mark.parametrize("engine", ["v1", "v2", "compiled", "tp2", "pp2"])
 def test_scores_equal_numpy_on_captured_rows(engine: str, request: pytest.FixtureRequest) -> None:
-    """Prompt and generated tokens, chunked prefill, probes at several sites, aggregations, beside a plain and a steered request."""
+    """Prompt and generated tokens, chunked prefill, probes at several sites, aggregations, beside a
+    plain and a steered request.
+    """
     host: Host = request.getfixturevalue(engine)
     layers, first, second = [0, host.info["num_layers"] - 1], Weights(1), Weights(2, k=3)
     probes = [
-        first.probe(host, layers[number % 2], name=kind, aggregation=kind, decay=decay) for number, (kind, decay) in enumerate(AGGREGATIONS)
+        first.probe(host, layers[number % 2], name=kind, aggregation=kind, decay=decay)
+        for number, (kind, decay) in enumerate(AGGREGATIONS)
     ] + [second.probe(host, layers[1], name="after", at="after")]
     steering = [steer(host.vector(np.ones(64)), [layers[1]], 0.5)]
     jobs = []
     for number, length in enumerate((5, 100, 20)):
         captures = [capture_of(layers, "all", at=at, tag=at) for at in ("before", "after")]
         job = host.job(
-            prompt_of(length, seed=number), max_tokens=6, capture=captures, steering=steering if number == 2 else None, probes=probes
+            prompt_of(length, seed=number),
+            max_tokens=6,
+            capture=captures,
+            steering=steering if number == 2 else None,
+            probes=probes,
         )
         jobs.append(job)
     host.run(*jobs, host.job(prompt_of(9), max_tokens=6))
     for job in jobs:
         scores = scores_of(host, job)
-        rows = {(at, layer): host.capture(job, number).array(layer) for number, at in enumerate(("before", "after")) for layer in layers}
+        rows = {
+            (at, layer): host.capture(job, number).array(layer)
+            for number, at in enumerate(("before", "after"))
+            for layer in layers
+        }
         assert len(rows["before", 0]) == len(job.prompts[0].token_ids) + 5
         for number, (kind, decay) in enumerate(AGGREGATIONS):
             check(scores[kind], first.of(rows["before", layers[number % 2]]), kind, decay)
         check(scores["after"], second.of(rows["after", layers[1]]))
-    assert not np.allclose(tokens_of(scores_of(host, jobs[2])["after"])[:, 0], second.of(host.capture(jobs[2], 0).array(layers[1]))[:, 0])
+    assert not np.allclose(
+        tokens_of(scores_of(host, jobs[2])["after"])[:, 0],
+        second.of(host.capture(jobs[2], 0).array(layers[1]))[:, 0],
+    )
 
 
 @pytest.mark.parametrize("engine", ["v1", "v2", "compiled", "overlapped"])
-def test_a_request_ends_at_the_token_that_crosses(engine: str, request: pytest.FixtureRequest) -> None:
-    """Tokens computed behind it, by steps under way too, are dropped; its captures end there; the rest of the batch goes on."""
+def test_a_request_ends_at_the_token_that_crosses(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Tokens computed behind it, by steps under way too, are dropped; its captures end there; the
+    rest of the batch goes on.
+    """
     host: Host = request.getfixturevalue(engine)
     last, weights, prompt = host.info["num_layers"] - 1, Weights(3, k=16), prompt_of(20, seed=5)
     free = host.job(prompt, max_tokens=12, probes=[weights.probe(host, last)])
@@ -56,7 +86,9 @@ def test_a_request_ends_at_the_token_that_crosses(engine: str, request: pytest.F
     thresholds = [threshold if number == label else None for number in range(16)]
     stopping = weights.probe(host, last, "stop", thresholds=thresholds)
     stopped = host.job(prompt, max_tokens=12, probes=[stopping], capture=capture_of([last], "all"))
-    other = host.job(prompt_of(30, seed=6), max_tokens=12, probes=[weights.probe(host, 0, name="other")])
+    other = host.job(
+        prompt_of(30, seed=6), max_tokens=12, probes=[weights.probe(host, 0, name="other")]
+    )
     outputs = host.run(stopped, other, host.job(prompt_of(7), max_tokens=12))
     (output,) = outputs[stopped.id]
     assert (output.finish_reason, output.token_ids) == ("probe:p", tokens[: position - 20 + 1])
@@ -69,29 +101,41 @@ def test_a_request_ends_at_the_token_that_crosses(engine: str, request: pytest.F
 
 
 def test_a_graded_prompt_of_a_sweep_is_scored_and_stopped_too(v1: Host) -> None:
-    """As the unpatched prompts of a sweep are when a probe watches all traffic; the grades are those without the probe."""
+    """As the unpatched prompts of a sweep are when a probe watches all traffic; the grades are
+    those without the probe.
+    """
     prompt, grade = prompt_of(30, seed=8), Grade(token_ids=[1, 2, 3])
 
     def run(blocks: str, *probes: StoredProbe) -> tuple[list[float], list[str], list[ProbeScore]]:
-        job = v1.job(prompt, max_tokens=1, probes=list(probes), capture=capture_of([0, 1], "all_prompt"))
+        job = v1.job(
+            prompt, max_tokens=1, probes=list(probes), capture=capture_of([0, 1], "all_prompt")
+        )
         answer = v1.run_any(job, grades={job.id: [grade]}, blocks={job.id: blocks})
         assert not answer.errors
         (receipt,) = v1.receipts(job)
         assert receipt.status == "ok"
         assert v1.capture(job).positions(0) == list(range(30))
-        return receipt.graded, [output.finish_reason for output in answer.outputs[job.id]], receipt.scores
+        return (
+            receipt.graded,
+            [output.finish_reason for output in answer.outputs[job.id]],
+            receipt.scores,
+        )
 
     plain, _, _ = run("plain.0.base")
     watched, ended, scores = run("watched.0.base", Weights(4, k=1).probe(v1, 0))
     np.testing.assert_allclose(watched, plain, atol=FP32_BATCH)
     assert (ended, scores[0].positions, scores[0].stopped) == (["length"], 30, False)
-    _, ended, scores = run("stopped.0.base", Weights(4, k=1).probe(v1, 0, "stop", thresholds=[-1e6]))
+    _, ended, scores = run(
+        "stopped.0.base", Weights(4, k=1).probe(v1, 0, "stop", thresholds=[-1e6])
+    )
     assert (ended, scores[0].stopped) == (["probe:p"], True)
 
 
 def test_a_prompt_that_crosses_generates_nothing(v1: Host) -> None:
     stopping = Weights(4, k=1).probe(v1, 0, "stop", thresholds=[-1e6])
-    job = v1.job(prompt_of(100), max_tokens=5, probes=[stopping], capture=capture_of([0], "last_prompt"))
+    job = v1.job(
+        prompt_of(100), max_tokens=5, probes=[stopping], capture=capture_of([0], "last_prompt")
+    )
     (output,) = v1.run(job)[job.id]
     assert (output.finish_reason, output.token_ids, output.text) == ("probe:p", [], "")
     score = scores_of(v1, job)["p"]
@@ -107,7 +151,9 @@ def test_a_stop_string_that_reads_like_a_probe_is_the_users() -> None:
     from midstream.workers.runner.probe_news import STOPPED_BY
 
     def finished(stop_reason: str | None, more: dict[str, str] | None) -> tuple[object, ...]:
-        part = CompletionOutput(0, "text", [5], None, None, finish_reason="stop", stop_reason=stop_reason)
+        part = CompletionOutput(
+            0, "text", [5], None, None, finish_reason="stop", stop_reason=stop_reason
+        )
         output = RequestOutput("r", "", [1, 2], None, [part], True, kv_transfer_params=more)
         progress = Parts(trial_request("j", 0, [1, 2], 1)).add(output)
         assert progress is not None
@@ -123,7 +169,12 @@ def test_tokens_of_the_prefix_cache_are_scored(cached: Host) -> None:
     weights, prompt = Weights(5), prompt_of(300, seed=71)
     jobs = [
         cached.job(prompt, max_tokens=2, probes=probes)
-        for probes in (None, [weights.probe(cached, 0)], [weights.probe(cached, 0)], [weights.probe(cached, 1)])
+        for probes in (
+            None,
+            [weights.probe(cached, 0)],
+            [weights.probe(cached, 0)],
+            [weights.probe(cached, 1)],
+        )
     ]
     hits = [cached.run(job)[job.id][0].cached_tokens for job in jobs]
     assert hits == [0, 0, 256, 0]
@@ -137,7 +188,12 @@ def test_probes_change_no_bit(v1: Host) -> None:
     capture, weights = capture_of([0, 1], "all"), Weights(6)
 
     def rows(probes: list | None) -> list[bytes]:
-        jobs = [v1.job(prompt_of(30, seed=n), max_tokens=5, capture=capture, probes=probes if n else None) for n in range(3)]
+        jobs = [
+            v1.job(
+                prompt_of(30, seed=n), max_tokens=5, capture=capture, probes=probes if n else None
+            )
+            for n in range(3)
+        ]
         v1.run_together(*jobs)
         return [v1.capture(job).array(layer).tobytes() for job in jobs for layer in (0, 1)]
 
@@ -146,25 +202,38 @@ def test_probes_change_no_bit(v1: Host) -> None:
 
 @pytest.mark.parametrize("fault", ["alter_score", "lose_score"])
 def test_a_rank_whose_scores_are_wrong_is_found(tp2: Host, fault: str) -> None:
-    """Scores that differ from the other rank's are a disagreement; those that a rank cannot compute fail the request."""
+    """Scores that differ from the other rank's are a disagreement; those that a rank cannot compute
+    fail the request.
+    """
     job = tp2.job(prompt_of(20), max_tokens=3, probes=[Weights(7).probe(tp2, 0)])
     tp2.call("midstream_fault", f"{fault}:rank=1")
     tp2.run_any(job)
     first, second = tp2.receipts(job)
     tp2.call("midstream_fault", "")
     if fault == "alter_score":
-        assert (first.status, second.status, first.checksum == second.checksum) == ("ok", "ok", False)
+        assert (first.status, second.status, first.checksum == second.checksum) == (
+            "ok",
+            "ok",
+            False,
+        )
     else:
         assert (first.status, second.status, second.kind) == ("ok", "error", "probe_failed")
     tp2.call("restart_ledgers")
     honest = tp2.job(prompt_of(20), max_tokens=3, probes=[Weights(7).probe(tp2, 0)])
     tp2.run(honest)
     first, second = tp2.receipts(honest)
-    assert (first.status, first.checksum, bool(first.scores), second.scores) == ("ok", second.checksum, True, [])
+    assert (first.status, first.checksum, bool(first.scores), second.scores) == (
+        "ok",
+        second.checksum,
+        True,
+        [],
+    )
 
 
 def test_scores_travel_with_streamed_tokens(v1: Host) -> None:
-    """One for each token whose row is known: the prompt's last, and every generated one except the last."""
+    """One for each token whose row is known: the prompt's last, and every generated one except the
+    last.
+    """
     weights, prompt = Weights(8), prompt_of(90, seed=9)
     job = v1.job(prompt, max_tokens=6, probes=[weights.probe(v1, 1, aggregation="mean")])
     answer = v1.run_any(msgspec.structs.replace(job, stream=True))
@@ -176,35 +245,60 @@ def test_scores_travel_with_streamed_tokens(v1: Host) -> None:
     assert told[-1].aggregates == score.score
 
 
-# --- Steering by a probe ----------------------------------------------------------------------------------------------
+# --- Steering by a probe
+# ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("engine", "model"), [("v1", "llama"), ("compiled", "llama"), ("v2", "llama"), ("tp2", "qwen3")])
-def test_gated_steering_equals_transformers_step_by_step(engine: str, model: str, request: pytest.FixtureRequest) -> None:
-    """Edits on exactly the generated tokens before which the score was above the threshold; prompts in one step and in several."""
+@pytest.mark.parametrize(
+    ("engine", "model"), [("v1", "llama"), ("compiled", "llama"), ("v2", "llama"), ("tp2", "qwen3")]
+)
+def test_gated_steering_equals_transformers_step_by_step(
+    engine: str, model: str, request: pytest.FixtureRequest
+) -> None:
+    """Edits on exactly the generated tokens before which the score was above the threshold; prompts
+    in one step and in several.
+    """
     host: Host = request.getfixturevalue(engine)
     path: Path = request.getfixturevalue(model)
     reference, last = Reference(path), host.info["num_layers"] - 1
     jobs, wanted = [], []
-    for number, (length, content) in enumerate(((12, {}), (100, {"aggregation": "exponential", "decay": 0.5}))):
+    for number, (length, content) in enumerate(
+        ((12, {}), (100, {"aggregation": "exponential", "decay": 0.5}))
+    ):
         prompt = prompt_of(length, seed=60 + number)
         gate, expected = flapping(reference, prompt, 14, last, 20 + number, layer=number, **content)
         capture = capture_of([0, last], "all")
-        jobs.append(host.job(prompt, max_tokens=14, capture=capture, steering=gate.steering(host), probes=[gate.probe(host)]))
+        jobs.append(
+            host.job(
+                prompt,
+                max_tokens=14,
+                capture=capture,
+                steering=gate.steering(host),
+                probes=[gate.probe(host)],
+            )
+        )
         wanted.append(expected)
     outputs = host.run(*jobs, host.job(prompt_of(9), max_tokens=14))
     for job, (tokens, is_open, rows) in zip(jobs, wanted, strict=True):
         assert outputs[job.id][0].token_ids == tokens
         score = scores_of(host, job)["p"]
         assert positions_of(score) == is_open
-        assert [receipt.applied for receipt in host.receipts(job)] == [len(is_open)] * len(host.receipts(job))
+        assert [receipt.applied for receipt in host.receipts(job)] == [len(is_open)] * len(
+            host.receipts(job)
+        )
         for layer in (0, last):
-            assert relative_error(host.capture(job).array(layer), rows["post_block", layer]) <= FP32_ROWS
+            assert (
+                relative_error(host.capture(job).array(layer), rows["post_block", layer])
+                <= FP32_ROWS
+            )
 
 
 def test_a_gate_that_never_opens_changes_no_bit(v1: Host, reference: Reference) -> None:
     """Nor does one that opens change those of other requests in its steps."""
-    prompts, last = [prompt_of(30, seed=70 + number) for number in range(3)], v1.info["num_layers"] - 1
+    prompts, last = (
+        [prompt_of(30, seed=70 + number) for number in range(3)],
+        v1.info["num_layers"] - 1,
+    )
     gate, _ = flapping(reference, prompts[0], 14, last, 30)
     never = Gate(gate.weights, last, 0, 1e6, gate.vector)
 
@@ -212,13 +306,23 @@ def test_a_gate_that_never_opens_changes_no_bit(v1: Host, reference: Reference) 
         def job(prompt: list[int], of: Gate | None) -> Job:
             probes = [of.probe(v1, "steer" if steers else "none")] if of is not None else None
             steering = of.steering(v1) if of is not None and steers else None
-            return v1.job(prompt, max_tokens=14, capture=capture_of([0, last], "all"), probes=probes, steering=steering)
+            return v1.job(
+                prompt,
+                max_tokens=14,
+                capture=capture_of([0, last], "all"),
+                probes=probes,
+                steering=steering,
+            )
 
         jobs = [job(prompt, of) for prompt, of in zip(prompts, (gate, never, None), strict=True)]
         v1.run_together(*jobs)
         if steers:
             (shut,) = v1.receipts(jobs[1])
-            assert (shut.applied, scores_of(v1, jobs[1])["p"].gate, bool(scores_of(v1, jobs[0])["p"].gated)) == (0, [], True)
+            assert (
+                shut.applied,
+                scores_of(v1, jobs[1])["p"].gate,
+                bool(scores_of(v1, jobs[0])["p"].gated),
+            ) == (0, [], True)
         return [v1.capture(job).array(last).tobytes() for job in jobs]
 
     free, steered = rows(False), rows(True)
@@ -226,18 +330,25 @@ def test_a_gate_that_never_opens_changes_no_bit(v1: Host, reference: Reference) 
     assert free[1:] == steered[1:]
 
 
-def test_preempted_requests_are_edited_where_their_gate_was_open(cached: Host, reference: Reference) -> None:
-    """Seven blocks for six requests of up to three: what was computed is computed again, with the edits of before."""
+def test_preempted_requests_are_edited_where_their_gate_was_open(
+    cached: Host, reference: Reference
+) -> None:
+    """Seven blocks for six requests of up to three: what was computed is computed again, with the
+    edits of before.
+    """
     last = cached.info["num_layers"] - 1
     gate, _ = flapping(reference, prompt_of(110, seed=500), 14, last, 40)
     before = cached.call("midstream_status")[0]["preemptions"]
     jobs = [
         cached.job(
-            prompt_of(110, seed=500 + number), max_tokens=180, capture=capture_of([last], "all"), steering=gate.steering(cached),
+            prompt_of(110, seed=500 + number),
+            max_tokens=180,
+            capture=capture_of([last], "all"),
+            steering=gate.steering(cached),
             probes=[gate.probe(cached)],
         )
         for number in range(6)
-    ]  # fmt: skip
+    ]
     answers = cached.run_together(*jobs)
     assert cached.call("midstream_status")[0]["preemptions"] > before
     for job in jobs:
@@ -247,12 +358,16 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(cached: Host, r
         assert relative_error(cached.capture(job).array(last), rows) <= FP32_ROWS
         decides = gate.aggregates(rows)[109:-1]
         clear = np.abs(decides - gate.threshold) > EDGE
-        np.testing.assert_array_equal(np.isin(np.arange(110, 289), is_open)[clear], (decides >= gate.threshold)[clear])
+        np.testing.assert_array_equal(
+            np.isin(np.arange(110, 289), is_open)[clear], (decides >= gate.threshold)[clear]
+        )
         assert 0 < len(is_open) < 179
 
 
 def test_a_rank_whose_gate_differs_is_found(tp2: Host) -> None:
-    """Each rank decides from its own scores: one whose scores are wrong edits what the other does not, and their accounts differ."""
+    """Each rank decides from its own scores: one whose scores are wrong edits what the other does
+    not, and their accounts differ.
+    """
     prompt, weights, vector = prompt_of(20, seed=12), Weights(9, k=1), np.ones(64)
     free = tp2.job(prompt, max_tokens=2, probes=[weights.probe(tp2, 0)])
     tp2.run(free)

@@ -1,6 +1,8 @@
-"""Rows of quantised checkpoints are those of their dequantised weights in transformers, plain, steered and patched.
+"""Rows of quantised checkpoints are those of their dequantised weights in transformers, plain,
+steered and patched.
 
-All of the table in `docs/quantised.md` is measured by `make quantised`; here each format runs once on Llama, and some others.
+All of the table in `docs/quantised.md` is measured by `make quantised`; here each format runs once
+on Llama, and some others.
 """
 
 import asyncio
@@ -33,10 +35,21 @@ from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.quantisation import UnsupportedQuantisationError
 
 #: Format → the dtype in which `make test` runs it: one of each kind of kernel.
-SHORTLY = {"int8 per token": "float32", "fp8 static": "bfloat16", "fp8 per token": "float32", "awq": "float16", "gptq": "bfloat16"}
+SHORTLY = {
+    "int8 per token": "float32",
+    "fp8 static": "bfloat16",
+    "fp8 per token": "float32",
+    "awq": "float16",
+    "gptq": "bfloat16",
+}
 FEW = ("int8 per token", "fp8 static", "awq")  # of them tried every time; the others are long tests
 LONG = [
-    *(("llama", form, Way("v1", "eager", dtype)) for form, each in FORMATS.items() for dtype in each.dtypes if SHORTLY.get(form) != dtype),
+    *(
+        ("llama", form, Way("v1", "eager", dtype))
+        for form, each in FORMATS.items()
+        for dtype in each.dtypes
+        if SHORTLY.get(form) != dtype
+    ),
     ("gemma3", "int8 static", Way("v1", "eager", "float32")),
     ("gpt-neox", "gptq", Way("v1", "eager", "float16")),
     ("opt", "awq", Way("v1", "compiled", "bfloat16")),
@@ -54,7 +67,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 
 def start(model: Path, folder: Path, dtype: str = "bfloat16") -> None:
-    settings = Settings(model=str(model), data_dir=str(folder / "data"), dtype=dtype, max_model_len=64)
+    settings = Settings(
+        model=str(model), data_dir=str(folder / "data"), dtype=dtype, max_model_len=64
+    )
     asyncio.run(VllmEngine(settings).start())
 
 
@@ -68,41 +83,68 @@ def compare(name: str, form: str, way: Way, made: Maker, nurseries, folder: Path
     assert found.worst <= tolerance(SHORT[way.dtype]), str(found)
 
 
-@pytest.mark.parametrize("form", [form if form in FEW else pytest.param(form, marks=pytest.mark.long) for form in SHORTLY])
-def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(form: str, made: Maker, nurseries, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [form if form in FEW else pytest.param(form, marks=pytest.mark.long) for form in SHORTLY],
+)
+def test_every_hook_gives_the_rows_of_the_dequantised_checkpoint(
+    form: str, made: Maker, nurseries, tmp_path
+) -> None:
     """Plain, and with an addition and a replacement at each hook; replaced rows bit for bit."""
     compare("llama", form, Way("v1", "eager", SHORTLY[form]), made, nurseries, tmp_path)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "form", "way"), LONG, ids=[f"{name} {form} {way.name}" for name, form, way in LONG])
+@pytest.mark.parametrize(
+    ("name", "form", "way"), LONG, ids=[f"{name} {form} {way.name}" for name, form, way in LONG]
+)
 def test_other_models_and_ways_give_the_rows_of_the_dequantised_checkpoint(
     name: str, form: str, way: Way, made: Maker, nurseries, tmp_path
 ) -> None:
-    """Compiled: a site between a norm and the rounding of its output still sees, and edits, the rows."""
+    """Compiled: a site between a norm and the rounding of its output still sees, and edits, the
+    rows.
+    """
     compare(name, form, way, made, nurseries, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("form", "dtype"), [("int8 per token", "float32"), ("awq", "bfloat16")])
-def test_patched_rows_are_the_source_runs_and_the_rest_is_transformers(form: str, dtype: str, made: Maker, nursery, tmp_path) -> None:
+def test_patched_rows_are_the_source_runs_and_the_rest_is_transformers(
+    form: str, dtype: str, made: Maker, nursery, tmp_path
+) -> None:
     if reason := refusal(form, dtype):
         pytest.skip(f"not served on this processor: {reason}")
     model = made("qwen3", form)
-    host = nursery.host(tmp_path / "engine", model.quantised, **options_of(Way("v1", "eager", dtype)))
+    host = nursery.host(
+        tmp_path / "engine", model.quantised, **options_of(Way("v1", "eager", dtype))
+    )
     try:
         source = host.job(prompt_of(20, seed=1), max_tokens=1, capture=everything("all_prompt"))
         host.run(source)
-        cells = [Cell("pre_attn", 1, 3), Cell("mlp_in", 2, 5, 7), Cell("attn_out", 0, 4), Cell("post_block", 1, 9)]
+        cells = [
+            Cell("pre_attn", 1, 3),
+            Cell("mlp_in", 2, 5, 7),
+            Cell("attn_out", 0, 4),
+            Cell("post_block", 1, 9),
+        ]
         steering, rows = patches(host.keep(source), cells), rows_of(host, source)
         job = host.job(prompt_of(22, seed=2), max_tokens=3, capture=everything(), steering=steering)
-        after = host.job(prompt_of(22, seed=2), max_tokens=1, capture=everything(at="after"), steering=steering)
+        after = host.job(
+            prompt_of(22, seed=2), max_tokens=1, capture=everything(at="after"), steering=steering
+        )
         host.run(job, after)
-        got, tokens, patched = rows_of(host, job), host.capture(job).token_ids(), rows_of(host, after)
+        got, tokens, patched = (
+            rows_of(host, job),
+            host.capture(job).token_ids(),
+            rows_of(host, after),
+        )
     finally:
         host.close()
     for cell in cells:
-        assert np.array_equal(patched[cell.hook, cell.layer][cell.position], rows[cell.hook, cell.layer][cell.source or cell.position])
+        assert np.array_equal(
+            patched[cell.hook, cell.layer][cell.position],
+            rows[cell.hook, cell.layer][cell.source or cell.position],
+        )
     errors = QuantisedTruth(model, dtype).errors(got, tokens, edits(cells, rows))
     assert max(errors.values()) <= tolerance(SHORT[dtype]), errors
 
@@ -117,12 +159,18 @@ def plain_rows(host: Host, prompt: list[int]) -> np.ndarray:
 @pytest.mark.matrix
 def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path) -> None:
     """A neighbour with rows a hundred times as large would change a scale that they shared."""
-    host = Host(tmp_path, made("llama", "fp8 per token").quantised, **options_of(Way("v1", "eager", "float32")))
+    host = Host(
+        tmp_path,
+        made("llama", "fp8 per token").quantised,
+        **options_of(Way("v1", "eager", "float32")),
+    )
     try:
         large = host.steering(Edit(0, np.full(64, 100, np.float32)))
         found = []
         for steering in (None, large):
-            job = host.job(prompt_of(20, seed=1), max_tokens=1, capture=capture_of([3], "all_prompt"))
+            job = host.job(
+                prompt_of(20, seed=1), max_tokens=1, capture=capture_of([3], "all_prompt")
+            )
             neighbour = host.job(prompt_of(20, seed=2), max_tokens=1, steering=steering)
             host.run_together(job, neighbour)
             found.append(host.capture(job).array(3))
@@ -132,12 +180,20 @@ def test_other_requests_do_not_change_rounded_activations(made: Maker, tmp_path)
 
 
 @pytest.mark.matrix
-def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(made: Maker, nursery, tmp_path) -> None:
-    """The rows then differ from those of the checkpoint by the second rounding; with equal scales they are equal."""
+def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(
+    made: Maker, nursery, tmp_path
+) -> None:
+    """The rows then differ from those of the checkpoint by the second rounding; with equal scales
+    they are equal.
+    """
     found = {}
     for form in ("fp8 static", "fp8 static, own scales"):
         model = made("llama", form)
-        host = nursery.host(tmp_path / form.replace(" ", "-"), model.quantised, **options_of(Way("v1", "eager", "bfloat16")))
+        host = nursery.host(
+            tmp_path / form.replace(" ", "-"),
+            model.quantised,
+            **options_of(Way("v1", "eager", "bfloat16")),
+        )
         try:
             assert any("rounds these weights again" in caveat for caveat in host.info["caveats"])
             rows = plain_rows(host, prompt_of(40, seed=1))
@@ -151,14 +207,23 @@ def test_scales_of_fused_weights_that_differ_are_said_in_a_caveat(made: Maker, n
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(bool(refusal("int8 per token", "float32")), reason="int8 is not served on this processor")
-def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(made: Maker, two_ranks, tmp_path) -> None:
+@pytest.mark.skipif(
+    bool(refusal("int8 per token", "float32")), reason="int8 is not served on this processor"
+)
+def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(
+    made: Maker, two_ranks, tmp_path
+) -> None:
     """Scales per token: rows of two ranks differ from those of one. Static scales: they do not."""
     for form, alike in (("int8 per token", False), ("int8 static", True)):
         model = made("qwen3", form)
         folder = tmp_path / form.replace(" ", "-")
         folder.mkdir()
-        host = Host(folder, model.quantised, **options_of(Way("v1", "eager", "float32")), tensor_parallel_size=2)
+        host = Host(
+            folder,
+            model.quantised,
+            **options_of(Way("v1", "eager", "float32")),
+            tensor_parallel_size=2,
+        )
         try:
             assert any("each rank scales" in caveat for caveat in host.info["caveats"]) is not alike
             rows = plain_rows(host, prompt_of(40, seed=1))
@@ -170,15 +235,31 @@ def test_ranks_scale_their_own_part_of_a_row_as_the_caveat_says(made: Maker, two
         assert errors.max() <= FP32_CODES
 
 
-def test_info_and_manifest_say_how_a_checkpoint_is_quantised(made: Maker, nursery, tmp_path) -> None:
-    host = nursery.host(tmp_path / "engine", made("llama", "fp8 per token").quantised, **options_of(Way("v1", "eager", "float32")))
+def test_info_and_manifest_say_how_a_checkpoint_is_quantised(
+    made: Maker, nursery, tmp_path
+) -> None:
+    host = nursery.host(
+        tmp_path / "engine",
+        made("llama", "fp8 per token").quantised,
+        **options_of(Way("v1", "eager", "float32")),
+    )
     try:
-        assert host.info["quantization"] == "compressed-tensors: fp8 weights, fp8 activations per token"
-        assert ["round their input" in caveat for caveat in host.info["caveats"] if "certif" not in caveat] == [True]
+        assert (
+            host.info["quantization"]
+            == "compressed-tensors: fp8 weights, fp8 activations per token"
+        )
+        assert [
+            "round their input" in caveat
+            for caveat in host.info["caveats"]
+            if "certif" not in caveat
+        ] == [True]
         job = host.job(prompt_of(5), max_tokens=1, capture=capture_of([1], "all_prompt"))
         host.run(job)
         assert host.capture(job).manifest().caveats == host.info["caveats"]
-        error = relative_error(host.capture(job).array(1), made("llama", "fp8 per token").reference().rows(prompt_of(5))["post_block", 1])
+        error = relative_error(
+            host.capture(job).array(1),
+            made("llama", "fp8 per token").reference().rows(prompt_of(5))["post_block", 1],
+        )
         assert error <= FP32_HOOKS
     finally:
         host.close()
@@ -193,7 +274,9 @@ def test_info_and_manifest_say_how_a_checkpoint_is_quantised(made: Maker, nurser
     ],
 )
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="they are served on this CPU")
-def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(name: str, form: str, reason: str, made: Maker, tmp_path) -> None:
+def test_what_this_cpu_cannot_run_is_refused_before_a_process_starts(
+    name: str, form: str, reason: str, made: Maker, tmp_path
+) -> None:
     with pytest.raises(UnsupportedQuantisationError, match=reason):
         start(made(name, form).quantised, tmp_path)
 
@@ -216,34 +299,75 @@ for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-@pytest.mark.skipif("avx512_bf16" not in flags(), reason="older processors are simulated on one with AVX-512, bf16 and VNNI")
-@pytest.mark.parametrize("name", [name if name == "avx2" else pytest.param(name, marks=pytest.mark.matrix) for name in OLDER])
-def test_kernels_are_tried_on_the_processor(name: str, made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each format, as vLLM and oneDNN run it on an older processor: served, or refused with the reason."""
+@pytest.mark.skipif(
+    "avx512_bf16" not in flags(),
+    reason="older processors are simulated on one with AVX-512, bf16 and VNNI",
+)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "avx2" else pytest.param(name, marks=pytest.mark.matrix) for name in OLDER],
+)
+def test_kernels_are_tried_on_the_processor(
+    name: str, made: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each format, as vLLM and oneDNN run it on an older processor: served, or refused with the
+    reason.
+    """
     for key, value in environment(name).items():
         monkeypatch.setenv(key, value)
     cases = [(form, dtype) for form, each in FORMATS.items() for dtype in each.dtypes]
     models = [text for form, dtype in cases for text in (str(made("llama", form).quantised), dtype)]
-    done = subprocess.run([sys.executable, "-c", _TRY, *models], capture_output=True, text=True, timeout=300, check=True)
-    answers = [line for line in done.stdout.splitlines() if line == "served" or line.startswith("quantisation ")]
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY, *models],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    answers = [
+        line
+        for line in done.stdout.splitlines()
+        if line == "served" or line.startswith("quantisation ")
+    ]
     wanted = {case: refusal(*case) or "^served$" for case in cases}
     assert len(answers) == len(cases), done.stdout
-    assert not {case: answer for (case, reason), answer in zip(wanted.items(), answers, strict=True) if not re.search(reason, answer)}
+    assert not {
+        case: answer
+        for (case, reason), answer in zip(wanted.items(), answers, strict=True)
+        if not re.search(reason, answer)
+    }
 
 
-_FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+}
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (_compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}), "compressed-tensors: fp4 weights.*NVFP4 linear layer"),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}, "gptq: int8 weights .*weight_bits"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "modelopt_fp4.* NVFP4 linear layer"),
+        (
+            _compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+            "compressed-tensors: fp4 weights.*NVFP4 linear layer",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False},
+            "gptq: int8 weights .*weight_bits",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+            "modelopt_fp4.* NVFP4 linear layer",
+        ),
         ({"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}, "torchao"),
     ],
 )
-def test_formats_without_a_kernel_here_are_refused_with_vllms_reason(config: dict[str, Any], reason: str, made: Maker, tmp_path) -> None:
+def test_formats_without_a_kernel_here_are_refused_with_vllms_reason(
+    config: dict[str, Any], reason: str, made: Maker, tmp_path
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(made("llama", "awq").quantised, model)
     changed = json.loads((model / "config.json").read_text()) | {"quantization_config": config}
@@ -256,4 +380,6 @@ def test_gguf_is_refused_before_vllm_looks_at_it(tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     for model in (tmp_path, tmp_path / "tiny.gguf"):
         with pytest.raises(UnsupportedQuantisationError, match="Have transformers dequantise it"):
-            asyncio.run(VllmEngine(Settings(model=str(model), data_dir=str(tmp_path / "data"))).start())
+            asyncio.run(
+                VllmEngine(Settings(model=str(model), data_dir=str(tmp_path / "data"))).start()
+            )

@@ -1,4 +1,6 @@
-"""What the worker asks of real ranks: all do it, or all are as before; ranks out of step begin anew and are equal again."""
+"""What the worker asks of real ranks: all do it, or all are as before; ranks out of step begin anew
+and are equal again.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +27,15 @@ def direction(seed: int) -> np.ndarray:
 
 def everyone(version: int, *entries: StoredSteering) -> GlobalSteering:
     templates = [
-        SteeringTemplate(layers=e.layers, hook=e.hook, positions="all", family=e.family, tensors=e.tensors, scale=e.scale) for e in entries
+        SteeringTemplate(
+            layers=e.layers,
+            hook=e.hook,
+            positions="all",
+            family=e.family,
+            tensors=e.tensors,
+            scale=e.scale,
+        )
+        for e in entries
     ]
     return GlobalSteering(version=version, entries=templates)
 
@@ -48,7 +58,15 @@ def rank_state(host: Host) -> list[tuple[Any, ...]]:
 
 
 def agree(host: Host) -> bool:
-    return len({(rank["epoch"], rank["checksum"], rank["actions"]) for rank in host.call("midstream_status")}) == 1
+    return (
+        len(
+            {
+                (rank["epoch"], rank["checksum"], rank["actions"])
+                for rank in host.call("midstream_status")
+            }
+        )
+        == 1
+    )
 
 
 @pytest.fixture
@@ -64,7 +82,10 @@ def anew(tp2: Host) -> Iterator[Host]:
 @pytest.mark.parametrize("kind", ["commit", "clear", "register", "change", "unregister"])
 def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, kind: str) -> None:
     name = send_vector(anew, 61)
-    first, second = (msgspec.to_builtins(everyone(version, steer(name, [1], float(version)))) for version in (1, 2))
+    first, second = (
+        msgspec.to_builtins(everyone(version, steer(name, [1], float(version))))
+        for version in (1, 2)
+    )
     if kind in ("change", "unregister"):
         anew.call("midstream_set_module", "joy", JOY, [name])
     anew.call("midstream_commit_global", first)
@@ -79,9 +100,15 @@ def test_an_action_refused_by_one_rank_is_rolled_back_on_the_other(anew: Host, k
     }
     call, arguments, rollback, of = calls[kind]
     anew.call("midstream_fault", f"{call}:rank=1")
-    assert anew.call(f"midstream_{call}", *arguments) == [[True, ""], [False, f"fault injected: {call}"]]
+    assert anew.call(f"midstream_{call}", *arguments) == [
+        [True, ""],
+        [False, f"fault injected: {call}"],
+    ]
     anew.call("midstream_fault", f"{rollback}:rank=0")
-    assert anew.call(f"midstream_{rollback}", *of) == [[False, f"fault injected: {rollback}"], [True, ""]]
+    assert anew.call(f"midstream_{rollback}", *of) == [
+        [False, f"fault injected: {rollback}"],
+        [True, ""],
+    ]
     assert not anew.call("same_content")
     anew.call("midstream_fault", "")
     assert anew.call(f"midstream_{rollback}", *of) == [[True, ""], [True, ""]]
@@ -104,7 +131,10 @@ def test_desynced_ranks_are_resynced(anew: Host, fault: str) -> None:
 
     anew.call("restart_ledgers")
     assert anew.call("same_content")
-    assert {(rank["checksum"], rank["vectors"], rank["rows_used"]) for rank in anew.call("midstream_status")} == {("0" * 16, 0, 0)}
+    assert {
+        (rank["checksum"], rank["vectors"], rank["rows_used"])
+        for rank in anew.call("midstream_status")
+    } == {("0" * 16, 0, 0)}
     send_vector(anew, 62)
     anew.call("midstream_set_module", "joy", JOY, [name])
     anew.call("midstream_commit_global", msgspec.to_builtins(steering))
@@ -112,23 +142,41 @@ def test_desynced_ranks_are_resynced(anew: Host, fault: str) -> None:
     again = anew.job(prompt_of(9), max_tokens=2, steering=[steer(anew.vector(direction(63)), [0])])
     run_under(anew, steering, again)
     one, other = anew.receipts(again)
-    assert (one.status, one.checksum, one.actions, one.global_version) == ("ok", other.checksum, other.actions, 1)
+    assert (one.status, one.checksum, one.actions, one.global_version) == (
+        "ok",
+        other.checksum,
+        other.actions,
+        1,
+    )
     assert one.epoch == first.epoch + 1
 
 
 @pytest.mark.parametrize("way", ["compiled", "pp2"])
-def test_global_steering_is_applied_before_and_after_a_resync(way: str, request: pytest.FixtureRequest) -> None:
-    """In a compiled forward, which reads the tables where they are written, moved and zeroed; on two stages, each with its layers."""
+def test_global_steering_is_applied_before_and_after_a_resync(
+    way: str, request: pytest.FixtureRequest
+) -> None:
+    """In a compiled forward, which reads the tables where they are written, moved and zeroed; on
+    two stages, each with its layers.
+    """
     host: Host = request.getfixturevalue(way)
-    reference = Reference(request.getfixturevalue("qwen3")) if way == "pp2" else request.getfixturevalue("reference")
+    reference = (
+        Reference(request.getfixturevalue("qwen3"))
+        if way == "pp2"
+        else request.getfixturevalue("reference")
+    )
     mine, theirs = direction(64), direction(65)
 
     def check(host: Host, version: int, scale: float) -> None:
         steering = everyone(version, steer(host.vector(theirs), [1], scale))
         own = [steer(host.vector(mine), [0])]
-        host.run(host.job(prompt_of(3), max_tokens=1, steering=[*own, steer(host.vector(theirs), [1])]))  # sends both
+        # sends both
+        host.run(
+            host.job(prompt_of(3), max_tokens=1, steering=[*own, steer(host.vector(theirs), [1])])
+        )
         host.call("midstream_commit_global", msgspec.to_builtins(steering))
-        job = host.job(prompt_of(9), max_tokens=2, steering=own, capture=capture_of([3], "all_prompt"))
+        job = host.job(
+            prompt_of(9), max_tokens=2, steering=own, capture=capture_of([3], "all_prompt")
+        )
         run_under(host, steering, job)
         wanted = reference.post_block(prompt_of(9), [(0, mine, None), (1, scale * theirs, None)])
         assert relative_error(host.capture(job).array(3), wanted[3]) <= FP32_ROWS
@@ -138,21 +186,33 @@ def test_global_steering_is_applied_before_and_after_a_resync(way: str, request:
     host.call("restart_ledgers")
     plain = host.job(prompt_of(9), max_tokens=2, capture=capture_of([3], "all_prompt"))
     host.run(plain)
-    assert relative_error(host.capture(plain).array(3), reference.post_block(prompt_of(9), [])[3]) <= FP32_ROWS
+    assert (
+        relative_error(host.capture(plain).array(3), reference.post_block(prompt_of(9), [])[3])
+        <= FP32_ROWS
+    )
     check(host, 3, 3.0)
     host.call("restart_ledgers")
 
 
 @pytest.mark.parametrize("way", ["tp2", "pp2"])
-def test_all_ranks_learn_in_one_step_where_requests_end(way: str, request: pytest.FixtureRequest) -> None:
-    """Stop strings and a cancelled request beside one that goes on, then one when nothing else runs: no rank is called for them."""
+def test_all_ranks_learn_in_one_step_where_requests_end(
+    way: str, request: pytest.FixtureRequest
+) -> None:
+    """Stop strings and a cancelled request beside one that goes on, then one when nothing else
+    runs: no rank is called for them.
+    """
     host: Host = request.getfixturevalue(way)
     everywhere, own = list(range(host.info["num_layers"])), [steer(send_vector(host, 66), [0])]
     prompt = prompt_of(20, seed=5)
     free = host.run(job := host.job(prompt, max_tokens=12))[job.id][0].token_ids
     stopping = {"max_tokens": 12, "capture": capture_of(everywhere, "all"), "stop": [f"w{free[3]}"]}
-    stopped = [host.job(prompt, steering=own if number == 1 else None, **stopping) for number in range(3)]
-    cancelled, other = (host.job(prompt_of(20, seed=n), max_tokens=40, capture=stopping["capture"], steering=own) for n in (6, 7))
+    stopped = [
+        host.job(prompt, steering=own if number == 1 else None, **stopping) for number in range(3)
+    ]
+    cancelled, other = (
+        host.job(prompt_of(20, seed=n), max_tokens=40, capture=stopping["capture"], steering=own)
+        for n in (6, 7)
+    )
     answer = host.run_any(*stopped, cancelled, other, cancel_after={cancelled.id: 5})
     assert (answer.errors, answer.rank_calls) == ({}, 0)
     alone = host.job(prompt, **stopping)
@@ -163,7 +223,11 @@ def test_all_ranks_learn_in_one_step_where_requests_end(way: str, request: pytes
         assert (first.status, second.status, first.step) == ("ok", "ok", second.step)
         assert first.checksum == second.checksum or way == "pp2"
         (output,) = {**answer.outputs, **last.outputs}[each.id]
-        assert host.capture(each).positions(0) == list(range(20 + len(output.token_ids) - 1)), "what was computed beyond is cut"
+        assert host.capture(each).positions(0) == list(range(20 + len(output.token_ids) - 1)), (
+            "what was computed beyond is cut"
+        )
     assert not (host.root / "default" / cancelled.id).exists()
-    assert {(rank["requests"], rank["rows_used"]) for rank in host.call("midstream_status")} == {(0, 0)}
+    assert {(rank["requests"], rank["rows_used"]) for rank in host.call("midstream_status")} == {
+        (0, 0)
+    }
     assert host.call("same_content")

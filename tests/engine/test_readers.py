@@ -1,4 +1,6 @@
-"""Installed readers on the real engine: they get the rows that a capture of the same sites stores, and a fault stays with its request."""
+"""Installed readers on the real engine: they get the rows that a capture of the same sites stores,
+and a fault stays with its request.
+"""
 
 from typing import Any
 
@@ -24,7 +26,9 @@ ALL = list(range(LAYERS))
 def reader(host: Host, name: str, tokens: int, **fields: Any) -> StoredCapture:
     """As the API stores it."""
     info = msgspec.convert(host.info, ModelInfo)
-    (stored,) = resolve_reader(ReaderSpec(name=name, **fields), Bounds(info, [PromptFacts(tokens)], 8), "readers[0]")
+    (stored,) = resolve_reader(
+        ReaderSpec(name=name, **fields), Bounds(info, [PromptFacts(tokens)], 8), "readers[0]"
+    )
     return stored
 
 
@@ -35,19 +39,30 @@ def read(host: Host, job: Job) -> list[ReaderReading]:
 
 
 def test_reader_gets_the_rows_of_a_capture_in_chunks_and_beside_others(v1: Host) -> None:
-    """150 tokens in steps of 64; two readings of the example's reader and a capture in one request."""
-    wish: Any = {"hooks": {"post_block": "all", "mlp_out": 1}, "positions": "all", "options": {"k": 4}}
+    """150 tokens in steps of 64; two readings of the example's reader and a capture in one
+    request.
+    """
+    wish: Any = {
+        "hooks": {"post_block": "all", "mlp_out": 1},
+        "positions": "all",
+        "options": {"k": 4},
+    }
     captures = [
         capture_of([], "all", sites={"mlp_out": [1], "post_block": ALL}),
         reader(v1, "row-geometry", 150, **wish),
         reader(v1, "row-geometry", 150, layers=[0]),
     ]
-    job, other = v1.job(prompt_of(150), max_tokens=4, capture=captures), v1.job(prompt_of(9, seed=2), max_tokens=8)
+    job, other = (
+        v1.job(prompt_of(150), max_tokens=4, capture=captures),
+        v1.job(prompt_of(9, seed=2), max_tokens=8),
+    )
     v1.run(job, other)
     stored = v1.capture(job)
     whole, short = read(v1, job)
     (part,) = whole.parts
-    rows = np.stack([stored.array(layer, hook=hook) for hook, layers in part.sites.items() for layer in layers])  # type: ignore[arg-type]
+    rows = np.stack(
+        [stored.array(layer, hook=hook) for hook, layers in part.sites.items() for layer in layers]
+    )  # type: ignore[arg-type]
     norm = np.linalg.norm(rows, axis=-1)
     np.testing.assert_allclose(part.arrays["norm"].numpy(), norm, rtol=1e-6)
     top = np.argsort(-np.abs(rows), axis=-1, kind="stable")[..., :4]
@@ -55,42 +70,65 @@ def test_reader_gets_the_rows_of_a_capture_in_chunks_and_beside_others(v1: Host)
     assert (part.positions, part.token_ids) == (stored.positions(), stored.token_ids())
     assert (whole.package, whole.version, whole.options) == ("row-geometry", "1.0", {"k": 4})
     assert short.parts[0].arrays["dimensions"].numpy().shape == (1, 1, 3)
-    assert [each["digest"] for each in v1.info["extensions"] if each["name"] == "row-geometry"] == [whole.digest]
+    assert [each["digest"] for each in v1.info["extensions"] if each["name"] == "row-geometry"] == [
+        whole.digest
+    ]
 
 
 @pytest.mark.parametrize("engine", ["v2", "tp2", "pp2", "overlapped"])
-def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(engine: str, request: pytest.FixtureRequest) -> None:
-    """Each stage reads its own layers, one rank of it; a fault fails the request, also where one stage reads nothing, and no other."""
+def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Each stage reads its own layers, one rank of it; a fault fails the request, also where one
+    stage reads nothing, and no other.
+    """
     host: Host = request.getfixturevalue(engine)
     stages = host.settings.pipeline_parallel_size
     wish: Any = {"hooks": {"post_block": "all", "mlp_out": [1]}, "positions": "all"}
-    captures = [capture_of([], "all", sites={"mlp_out": [1], "post_block": ALL}), reader(host, "row-geometry", 70, **wish)]
+    captures = [
+        capture_of([], "all", sites={"mlp_out": [1], "post_block": ALL}),
+        reader(host, "row-geometry", 70, **wish),
+    ]
     raising = reader(host, "unruly", 12, layers=[LAYERS - 1], options={"mood": "raise"})
-    job, failing = host.job(prompt_of(70), max_tokens=4, capture=captures), host.job(prompt_of(12), capture=raising)
+    job, failing = (
+        host.job(prompt_of(70), max_tokens=4, capture=captures),
+        host.job(prompt_of(12), capture=raising),
+    )
     host.run(job, failing)
     stored, (reading,) = host.capture(job), read(host, job)
     assert len(reading.parts) == stages
     seen = []
     for part in reading.parts:
         sites = [(hook, layer) for hook, layers in part.sites.items() for layer in layers]
-        norms = np.linalg.norm(np.stack([stored.array(layer, hook=hook) for hook, layer in sites]), axis=-1)  # type: ignore[arg-type]
+        norms = np.linalg.norm(
+            np.stack([stored.array(layer, hook=hook) for hook, layer in sites]), axis=-1
+        )  # type: ignore[arg-type]
         np.testing.assert_allclose(part.arrays["norm"].numpy(), norms, rtol=1e-6)
         assert (part.positions, part.token_ids) == (stored.positions(), stored.token_ids())
         seen += sites
     assert sorted(seen) == sorted([("mlp_out", 1), *(("post_block", layer) for layer in ALL)])
-    told = [(receipt.kind, "unruly: ValueError: no such luck" in receipt.message) for receipt in host.receipts(failing)]
+    told = [
+        (receipt.kind, "unruly: ValueError: no such luck" in receipt.message)
+        for receipt in host.receipts(failing)
+    ]
     assert ("reading_failed", True) in told
 
 
 def test_a_fault_in_a_reader_fails_its_request_alone(v1: Host) -> None:
     moods = ["good", "raise", "exit", "large", "other", "write"]
-    jobs = {mood: v1.job(prompt_of(12), capture=reader(v1, "unruly", 12, options={"mood": mood})) for mood in moods}
+    jobs = {
+        mood: v1.job(prompt_of(12), capture=reader(v1, "unruly", 12, options={"mood": mood}))
+        for mood in moods
+    }
     beside = v1.job(prompt_of(12), capture=[capture_of(ALL, "all"), reader(v1, "row-geometry", 12)])
     v1.run(*jobs.values(), beside)
     words = {
-        "raise": "unruly: ValueError: no such luck", "exit": "it raised SystemExit(3)", "large": "returned 72 bytes",
-        "other": "declares the arrays ['rows']", "write": "read-only",
-    }  # fmt: skip
+        "raise": "unruly: ValueError: no such luck",
+        "exit": "it raised SystemExit(3)",
+        "large": "returned 72 bytes",
+        "other": "declares the arrays ['rows']",
+        "write": "read-only",
+    }
     for mood, job in jobs.items():
         (receipt,) = v1.receipts(job)
         if mood == "good":

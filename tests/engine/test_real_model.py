@@ -1,6 +1,8 @@
-"""The demo model, in fp32 and in bf16: its rows against transformers on the same checkpoint, and a direction out of them at work.
+"""The demo model, in fp32 and in bf16: its rows against transformers on the same checkpoint, and a
+direction out of them at work.
 
-The direction's study is `examples/sentiment_direction.py`; what is tested here is its code, with few prompts.
+The direction's study is `examples/sentiment_direction.py`; what is tested here is its code, with
+few prompts.
 """
 
 import importlib.util
@@ -19,14 +21,22 @@ from patching_kit import Cell, patches
 from reference import Reference
 from test_graded_tokens import logprobs_of
 from tokenizers import Tokenizer
-from tolerances import BF16_ENTERED, BF16_EXCESS, FP32_ENTERED, FP32_LAYERS, FP32_LOGPROBS, FP32_ROWS_30_LAYERS
+from tolerances import (
+    BF16_ENTERED,
+    BF16_EXCESS,
+    FP32_ENTERED,
+    FP32_LAYERS,
+    FP32_LOGPROBS,
+    FP32_ROWS_30_LAYERS,
+)
 
 from midstream.schemas.specs import Entry, Grade, SteeringSpec
 from midstream.schemas.tensors import from_numpy
 from midstream.workers.demo_model import fetch_demo_model
 
 LAYERS = list(range(30))
-#: bf16, nats: two units in the last place of a logit of 16 to 32; two products with the output matrix round apart by one each.
+#: bf16, nats: two units in the last place of a logit of 16 to 32; two products with the output
+#: matrix round apart by one each.
 BF16_LOGIT = 0.25
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 40, 150)]
 
@@ -44,12 +54,24 @@ def truth(model: Path) -> list[np.ndarray]:
 def streams(model: Path, dtype: torch.dtype) -> list[np.ndarray]:
     """Of each prompt: `[layers, positions, hidden]` float32."""
     reference = Reference(model, dtype)
-    return [np.stack([stream for _, stream in sorted(reference.post_block(prompt).items())]) for prompt in PROMPTS]
+    return [
+        np.stack([stream for _, stream in sorted(reference.post_block(prompt).items())])
+        for prompt in PROMPTS
+    ]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def host(request: pytest.FixtureRequest, model: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = nursery.host(tmp_path_factory.mktemp(request.param) / "engine", model, dtype=request.param)
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"]
+)
+def host(
+    request: pytest.FixtureRequest,
+    model: Path,
+    nursery: Nursery,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Host]:
+    host = nursery.host(
+        tmp_path_factory.mktemp(request.param) / "engine", model, dtype=request.param
+    )
     yield host
     host.close()
 
@@ -60,7 +82,9 @@ def captured(host: Host) -> tuple[str, list[np.ndarray]]:
     job = host.job(*PROMPTS, max_tokens=1, capture=capture_of(LAYERS, "all_prompt"))
     host.run(job)
     assert host.capture(job).dtype() == host.settings.dtype
-    return host.settings.dtype, [host.capture(job).stack(request=number) for number in range(len(PROMPTS))]
+    return host.settings.dtype, [
+        host.capture(job).stack(request=number) for number in range(len(PROMPTS))
+    ]
 
 
 def layer_errors(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -72,7 +96,10 @@ def row_errors(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model) -> None:
-    """fp32: equal up to the order of summation. bf16: no further from the fp32 truth than transformers in bf16 is."""
+    """fp32: equal up to the order of summation.
+
+    bf16: no further from the fp32 truth than transformers in bf16 is.
+    """
     dtype, rows = captured
     if dtype == "float32":
         for got, wanted in zip(rows, truth, strict=True):
@@ -82,14 +109,19 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
     rounding = streams(model, torch.bfloat16)
     for got, rounded, wanted in zip(rows, rounding, truth, strict=True):
         assert layer_errors(got, wanted).max() <= BF16_EXCESS * layer_errors(rounded, wanted).max()
-        assert np.median(row_errors(got, wanted)) <= BF16_EXCESS * np.median(row_errors(rounded, wanted))
+        assert np.median(row_errors(got, wanted)) <= BF16_EXCESS * np.median(
+            row_errors(rounded, wanted)
+        )
 
 
-# -- the next token --------------------------------------------------------------------------------------------------------
+# -- the next token
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -> None:
-    """To the bit of float32 as vLLM's own log-probabilities of the same request; in fp32 as transformers'."""
+    """To the bit of float32 as vLLM's own log-probabilities of the same request; in fp32 as
+    transformers'.
+    """
     prompt = PROMPTS[1]
     (output,) = host.run(host.job(prompt, max_tokens=1, logprobs=5)).popitem()[1]
     tokens = [each.token_id for each in output.logprobs[0].top]
@@ -100,31 +132,51 @@ def test_the_next_token_is_graded_as_vllm_and_transformers_say_it(host, model) -
     if host.settings.dtype == "float32":
         reference = Reference(model)
         reference.rows(prompt)
-        assert graded == pytest.approx(logprobs_of(reference.logits[-1])[tokens].tolist(), abs=FP32_LOGPROBS)
+        assert graded == pytest.approx(
+            logprobs_of(reference.logits[-1])[tokens].tolist(), abs=FP32_LOGPROBS
+        )
 
 
 def test_reentry_at_the_patched_layer_equals_a_full_forward(host) -> None:
     prompt, other = PROMPTS[1], PROMPTS[2][:40]
-    runs = [host.job(tokens, max_tokens=1, capture=capture_of(LAYERS, "all_prompt", hook="pre_attn")) for tokens in (prompt, other)]
+    runs = [
+        host.job(tokens, max_tokens=1, capture=capture_of(LAYERS, "all_prompt", hook="pre_attn"))
+        for tokens in (prompt, other)
+    ]
     host.run(*runs)
     base, source = (host.keep(job) for job in runs)
     places = [(layer, position) for layer in (1, 9, 17, 25) for position in (3, 20, 39)]
-    jobs = [host.job(prompt, max_tokens=1, steering=patches(source, [Cell("pre_attn", *place)])) for place in [*places, *places]]
+    jobs = [
+        host.job(prompt, max_tokens=1, steering=patches(source, [Cell("pre_attn", *place)]))
+        for place in [*places, *places]
+    ]
     entered = jobs[len(places) :]
     for batch in (jobs[: len(places)], entered):
         skipped = host.call("midstream_status")[0]["skipped_rows"]
-        entries = {job.id: Entry(base, job.steering[0][0].layers[0]) for job in batch if batch is entered}
-        host.run_any(*batch, grades={job.id: [Grade(list(range(0, 49152, 512)))] for job in batch}, entries=entries, together=True)
+        entries = {
+            job.id: Entry(base, job.steering[0][0].layers[0]) for job in batch if batch is entered
+        }
+        host.run_any(
+            *batch,
+            grades={job.id: [Grade(list(range(0, 49152, 512)))] for job in batch},
+            entries=entries,
+            together=True,
+        )
         assert (host.call("midstream_status")[0]["skipped_rows"] > skipped) == (batch is entered)
-    full, short = (np.array([host.receipts(job)[0].graded for job in batch]) for batch in (jobs[: len(places)], entered))
+    full, short = (
+        np.array([host.receipts(job)[0].graded for job in batch])
+        for batch in (jobs[: len(places)], entered)
+    )
     assert np.abs(full - full[:1]).max() > 1.0, "the patches do something"
     limit = FP32_ENTERED if host.settings.dtype == "float32" else BF16_ENTERED
     assert np.abs(short - full).max() <= limit
 
 
-# -- a direction ---------------------------------------------------------------------------------------------------------
+# -- a direction
+# --------------------------------------------------------------------------------------------------
 
-#: Where the study finds most effect, and a scale at which it has not yet reached what the model can say.
+#: Where the study finds most effect, and a scale at which it has not yet reached what the model can
+#: say.
 LAYER, SCALE = 17, 2.0
 SOME_PROMPTS = slice(0, 100, 12)
 TOKENS = 24
@@ -163,9 +215,20 @@ def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> No
     prompts = tokenised(tokenizer, found.prompts[SOME_PROMPTS])
 
     def score(scale: float) -> float:
-        steering = host.steering(SteeringSpec(layers=LAYER, vector=from_numpy(direction), scale=scale)) if scale else None
+        steering = (
+            host.steering(SteeringSpec(layers=LAYER, vector=from_numpy(direction), scale=scale))
+            if scale
+            else None
+        )
         job = host.job(*prompts, max_tokens=TOKENS, steering=steering)
-        return float(np.mean([study.word_score(output.text, found.words) for output in host.run_together(job)[job.id]]))
+        return float(
+            np.mean(
+                [
+                    study.word_score(output.text, found.words)
+                    for output in host.run_together(job)[job.id]
+                ]
+            )
+        )
 
     low, plain, high = score(-SCALE), score(0), score(SCALE)
     assert low < plain < high
@@ -177,21 +240,33 @@ def test_logprobs_from_captured_rows_equal_the_engines(host, study, model) -> No
     unembedding = study.Unembedding(model)
     plain = host.job(PROMPTS[1], max_tokens=TOKENS, logprobs=0)
     (output,) = host.run(plain)[plain.id]
-    again = host.job(PROMPTS[1] + output.token_ids, max_tokens=1, capture=capture_of([29], "all_prompt"))
+    again = host.job(
+        PROMPTS[1] + output.token_ids, max_tokens=1, capture=capture_of([29], "all_prompt")
+    )
     host.run(again)
     rows = host.capture(again).array(29)[len(PROMPTS[1]) - 1 : -1]
     given = np.array([token.logprob for token in output.logprobs])
-    tolerance = 1e-3 if host.settings.dtype == "float32" else 0.3  # nats; bf16 logits around 20 are 0.125 apart
+    # nats; bf16 logits around 20 are 0.125 apart
+    tolerance = 1e-3 if host.settings.dtype == "float32" else 0.3
     np.testing.assert_allclose(unembedding.logprobs(rows, output.token_ids), given, atol=tolerance)
 
 
 def test_the_lens_of_the_demo_model_equals_transformers(host: Host, model: Path) -> None:
-    """All layers in fp32; in bf16 the last layer's logit of each generated token is the largest, up to that logit's rounding."""
+    """All layers in fp32; in bf16 the last layer's logit of each generated token is the largest, up
+    to that logit's rounding.
+    """
     job = host.job(PROMPTS[1], max_tokens=4, capture=lens(LAYERS, "all", tokens=(7, 40000)))
     (output,) = host.run(job)[job.id]
     (reading,) = lenses(host, job)
     first = len(PROMPTS[1]) - 1
-    for token, top, logprobs in zip(output.token_ids, reading.top_tokens[-1][first:], reading.top_logprobs[-1][first:], strict=True):
-        assert logprobs[top.index(token)] >= logprobs[0] - BF16_LOGIT * (host.settings.dtype == "bfloat16")
+    for token, top, logprobs in zip(
+        output.token_ids,
+        reading.top_tokens[-1][first:],
+        reading.top_logprobs[-1][first:],
+        strict=True,
+    ):
+        assert logprobs[top.index(token)] >= logprobs[0] - BF16_LOGIT * (
+            host.settings.dtype == "bfloat16"
+        )
     if host.settings.dtype == "float32":
         check(reading, Truth(model).logprobs((PROMPTS[1] + output.token_ids)[:-1]), FP32_LOGPROBS)

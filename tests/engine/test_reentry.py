@@ -1,4 +1,6 @@
-"""Cells whose forward begins at the layer that they patch come to what they come to when all layers are computed. fp32."""
+"""Cells whose forward begins at the layer that they patch come to what they come to when all layers
+are computed. fp32.
+"""
 
 import time
 from collections.abc import Callable
@@ -23,8 +25,14 @@ BLOCK = 128
 
 
 def base_run(host: Host, prompt: list[int], *, blocks: bool = False) -> str:
-    """A source run of the prompt's stream before every layer but the first; with `blocks` its KV cache is kept as well."""
-    job = host.job(prompt, max_tokens=1, capture=capture_of(list(range(1, LAYERS)), "all_prompt", tag="base", hook="pre_attn"))
+    """A source run of the prompt's stream before every layer but the first; with `blocks` its KV
+    cache is kept as well.
+    """
+    job = host.job(
+        prompt,
+        max_tokens=1,
+        capture=capture_of(list(range(1, LAYERS)), "all_prompt", tag="base", hook="pre_attn"),
+    )
     answer = host.run_any(job, blocks={job.id: run_key(job.id, 0, "base")} if blocks else {})
     assert not answer.errors
     return host.keep(job)
@@ -38,40 +46,75 @@ def cell(host: Host, prompt: list[int], *edits: Edit) -> Job:
     return host.job(prompt, max_tokens=1, steering=host.steering(*edits))
 
 
-def ask(host: Host, *cells: Job, key: str = "", base: str = "", beside: Job | None = None, **options: Any) -> dict[str, list[Receipt]]:
-    """In one batch; with `key` each cell may begin at its lowest layer, with `base` behind that run's blocks. The last receipts of each."""
+def ask(
+    host: Host,
+    *cells: Job,
+    key: str = "",
+    base: str = "",
+    beside: Job | None = None,
+    **options: Any,
+) -> dict[str, list[Receipt]]:
+    """In one batch; with `key` each cell may begin at its lowest layer, with `base` behind that
+    run's blocks. The last receipts of each.
+    """
     options["bases"] = {job.id: base for job in cells if base}
-    entries = {job.id: Entry(key, min(entry.layers[0] for entry in job.steering[0])) for job in cells if key}
+    entries = {
+        job.id: Entry(key, min(entry.layers[0] for entry in job.steering[0]))
+        for job in cells
+        if key
+    }
     jobs = cells if beside is None else (*cells, beside)
-    wanted = {job.id: len(of_job(host, job)) + host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size for job in cells}
-    answer = host.run_any(*jobs, entries=entries, grades={job.id: [Grade(EVERY)] for job in cells}, **options)
+    wanted = {
+        job.id: len(of_job(host, job))
+        + host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size
+        for job in cells
+    }
+    answer = host.run_any(
+        *jobs, entries=entries, grades={job.id: [Grade(EVERY)] for job in cells}, **options
+    )
     assert not answer.errors, answer.errors
     deadline = time.monotonic() + 60
     while any(len(of_job(host, job)) < wanted[job.id] for job in cells):
         assert time.monotonic() < deadline, "receipts are missing"
         time.sleep(0.02)
-    return {job.id: of_job(host, job)[-host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :] for job in cells}
+    return {
+        job.id: of_job(host, job)[
+            -host.settings.tensor_parallel_size * host.settings.pipeline_parallel_size :
+        ]
+        for job in cells
+    }
 
 
 def of_job(host: Host, job: Job) -> list[Receipt]:
-    """All receipts so far, those of the same request asked again included; the latest last, by rank."""
+    """All receipts so far, those of the same request asked again included; the latest last, by
+    rank.
+    """
     found = [receipt for receipt in host.all_receipts() if receipt.job == job.id]
     return sorted(found, key=lambda receipt: (receipt.step, receipt.rank))
 
 
 def graded(receipts: list[Receipt]) -> np.ndarray:
-    assert [(receipt.status, receipt.message) for receipt in receipts] == [("ok", "")] * len(receipts)
+    assert [(receipt.status, receipt.message) for receipt in receipts] == [("ok", "")] * len(
+        receipts
+    )
     return np.array(next(receipt.graded for receipt in receipts if receipt.graded))
 
 
 def counting(host: Host) -> Callable[[], list[tuple[int, int]]]:
-    """When called: of each rank, how many token rows it computed since, and how many of its layers it left out, times those rows."""
+    """When called: of each rank, how many token rows it computed since, and how many of its layers
+    it left out, times those rows.
+    """
 
     def status() -> list[tuple[int, int]]:
-        return [(rank["token_rows"], rank["skipped_rows"]) for rank in host.call("midstream_status")]
+        return [
+            (rank["token_rows"], rank["skipped_rows"]) for rank in host.call("midstream_status")
+        ]
 
     before = status()
-    return lambda: [(rows - former, skipped - then) for (rows, skipped), (former, then) in zip(status(), before, strict=True)]
+    return lambda: [
+        (rows - former, skipped - then)
+        for (rows, skipped), (former, then) in zip(status(), before, strict=True)
+    ]
 
 
 def patched_truth(reference: Reference, prompt: list[int], *edits: Edit) -> np.ndarray:
@@ -80,79 +123,136 @@ def patched_truth(reference: Reference, prompt: list[int], *edits: Edit) -> np.n
 
 
 @pytest.mark.parametrize("layer", range(1, LAYERS))
-def test_reentry_equals_a_full_forward_at_every_hook(cached: Host, reference: Reference, layer: int) -> None:
+def test_reentry_equals_a_full_forward_at_every_hook(
+    cached: Host, reference: Reference, layer: int
+) -> None:
     prompt = prompt_of(24, seed=61)
-    key, edits = base_run(cached, prompt), [edit_of(layer, position, hook) for hook in HOOKS for position in (3, 23)]
+    key, edits = (
+        base_run(cached, prompt),
+        [edit_of(layer, position, hook) for hook in HOOKS for position in (3, 23)],
+    )
     full = ask(cached, *(cell(cached, prompt, edit) for edit in edits))
     count = counting(cached)
     entered = ask(cached, *(cell(cached, prompt, edit) for edit in edits), key=key)
     assert count() == [(24 * len(edits), 24 * len(edits) * layer)]
     for edit, whole, short in zip(edits, full.values(), entered.values(), strict=True):
         np.testing.assert_allclose(graded(short), graded(whole), atol=FP32_ENTERED, rtol=0)
-        np.testing.assert_allclose(graded(short), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            graded(short), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0
+        )
         assert short[0].applied == whole[0].applied == 1
 
 
-def test_reentry_with_cached_blocks_starts_at_the_patched_token(cached: Host, reference: Reference) -> None:
+def test_reentry_with_cached_blocks_starts_at_the_patched_token(
+    cached: Host, reference: Reference
+) -> None:
     """And where they had to make room it begins at the first, with the same result."""
     prompt = prompt_of(40, seed=70)
     key = base_run(cached, prompt, blocks=True)
     edits = [edit_of(layer, position) for layer in (1, 3) for position in (1, 17, 39)]
     for beside in (None, cached.job(prompt_of(400, seed=71), max_tokens=2)):
         count = counting(cached)
-        # Together: all of them in flight take every block, and one that came when most had begun would find that what was kept had to go.
-        found = ask(cached, *(cell(cached, prompt, edit) for edit in edits), key=key, beside=beside, together=True)
+        # Together: all of them in flight take every block, and one that came when most had begun
+        # would find that what was kept had to go.
+        found = ask(
+            cached,
+            *(cell(cached, prompt, edit) for edit in edits),
+            key=key,
+            beside=beside,
+            together=True,
+        )
         if beside is None:
             assert count()[0][0] == 2 * (39 + 23 + 1)
         for edit, receipts in zip(edits, found.values(), strict=True):
-            np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+            np.testing.assert_allclose(
+                graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0
+            )
             assert receipts[0].applied == 1
-    other = [prompt[0], *prompt_of(39, seed=74)]  # under the same name: nothing of the base is taken for it
+    # under the same name: nothing of the base is taken for it
+    other = [prompt[0], *prompt_of(39, seed=74)]
     astray, count = cell(cached, other, edit_of(3, 17)), counting(cached)
     cached.run_any(astray, entries={astray.id: Entry(key, 0)}, grades={astray.id: [Grade(EVERY)]})
-    np.testing.assert_allclose(graded(cached.receipts(astray)), patched_truth(reference, other, edit_of(3, 17)), atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(cached.receipts(astray)),
+        patched_truth(reference, other, edit_of(3, 17)),
+        atol=FP32_LOGPROBS,
+        rtol=0,
+    )
     assert count()[0][0] == 40
     # All blocks there are, if they run side by side.
-    cached.run_together(*(cached.job(prompt_of(tokens, seed=tokens), max_tokens=4) for tokens in (500, 250, 490, 240)))
+    cached.run_together(
+        *(
+            cached.job(prompt_of(tokens, seed=tokens), max_tokens=4)
+            for tokens in (500, 250, 490, 240)
+        )
+    )
     count, last = counting(cached), cell(cached, prompt, edits[-1])
     receipts = ask(cached, last, key=key)[last.id]
     assert count()[0][0] == 40, "what was kept had to make room"
-    np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edits[-1]), atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(receipts), patched_truth(reference, prompt, edits[-1]), atol=FP32_LOGPROBS, rtol=0
+    )
     job = cached.job(prompt, max_tokens=1)
     cached.run_any(job, grades={job.id: [Grade(EVERY)]})
-    np.testing.assert_allclose(graded(cached.receipts(job)), truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(cached.receipts(job)), truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0
+    )
 
 
-def test_a_step_with_an_ordinary_request_in_it_computes_all_layers(cached: Host, reference: Reference) -> None:
+def test_a_step_with_an_ordinary_request_in_it_computes_all_layers(
+    cached: Host, reference: Reference
+) -> None:
     prompt, beside = prompt_of(24, seed=61), prompt_of(30, seed=62)
     key, count = base_run(cached, prompt), counting(cached)
     ordinary = cached.job(beside, max_tokens=1, capture=capture_of([3], "last_prompt"))
-    found = ask(cached, *(cell(cached, prompt, edit_of(layer, 5)) for layer in (2, 3)), key=key, beside=ordinary, together=True)
+    found = ask(
+        cached,
+        *(cell(cached, prompt, edit_of(layer, 5)) for layer in (2, 3)),
+        key=key,
+        beside=ordinary,
+        together=True,
+    )
     ((_, skipped),) = count()
     assert skipped == 0
     for layer, receipts in zip((2, 3), found.values(), strict=True):
-        np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit_of(layer, 5)), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            graded(receipts),
+            patched_truth(reference, prompt, edit_of(layer, 5)),
+            atol=FP32_LOGPROBS,
+            rtol=0,
+        )
     row = cached.capture(ordinary).array(3)[0]
     np.testing.assert_allclose(row, reference.post_block(beside)[3][-1], rtol=1e-4, atol=1e-4)
 
 
-def test_reentry_fills_shared_blocks_and_shares_none_of_its_own(cached: Host, reference: Reference) -> None:
-    """Not even the same cell again, as after a preemption: below its layer there is nothing in them."""
+def test_reentry_fills_shared_blocks_and_shares_none_of_its_own(
+    cached: Host, reference: Reference
+) -> None:
+    """Not even the same cell again, as after a preemption: below its layer there is nothing in
+    them.
+    """
     prompt, edit = prompt_of(300, seed=63), edit_of(3, 200)
     wanted, plain = patched_truth(reference, prompt, edit), truth(reference, prompt)
     key = base_run(cached, prompt)
     for seed in (64, 65, 66):  # nothing of the prompt is left in the cache
         cached.run(cached.job(prompt_of(400, seed=seed), max_tokens=1))
     mine, count = cell(cached, prompt, edit), counting(cached)
-    np.testing.assert_allclose(graded(ask(cached, mine, key=key)[mine.id]), wanted, atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(ask(cached, mine, key=key)[mine.id]), wanted, atol=FP32_LOGPROBS, rtol=0
+    )
     assert count() == [(300, 0)], "it had to fill the first block, which others share"
     again = cell(cached, prompt, edit)
-    np.testing.assert_allclose(graded(ask(cached, again, key=key)[again.id]), wanted, atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(ask(cached, again, key=key)[again.id]), wanted, atol=FP32_LOGPROBS, rtol=0
+    )
     assert count() == [(300 + 300 - BLOCK, 3 * (300 - BLOCK))]
     # The same request with the same cache keys, and all layers computed.
     ordinary = cached.job(prompt_of(9), max_tokens=1)
     np.testing.assert_allclose(
-        graded(ask(cached, again, key=key, beside=ordinary, together=True)[again.id]), wanted, atol=FP32_LOGPROBS, rtol=0
+        graded(ask(cached, again, key=key, beside=ordinary, together=True)[again.id]),
+        wanted,
+        atol=FP32_LOGPROBS,
+        rtol=0,
     )
     for _ in range(2):
         job = cached.job(prompt, max_tokens=1)
@@ -161,11 +261,18 @@ def test_reentry_fills_shared_blocks_and_shares_none_of_its_own(cached: Host, re
         np.testing.assert_allclose(graded(cached.receipts(job)), plain, atol=FP32_LOGPROBS, rtol=0)
 
 
-def test_reentry_without_a_prefix_cache_fills_no_shared_blocks(v1: Host, reference: Reference) -> None:
+def test_reentry_without_a_prefix_cache_fills_no_shared_blocks(
+    v1: Host, reference: Reference
+) -> None:
     prompt, edit = prompt_of(60, seed=74), edit_of(3, 50)
     key, count = base_run(v1, prompt), counting(v1)
     mine = cell(v1, prompt, edit)
-    np.testing.assert_allclose(graded(ask(v1, mine, key=key)[mine.id]), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(ask(v1, mine, key=key)[mine.id]),
+        patched_truth(reference, prompt, edit),
+        atol=FP32_LOGPROBS,
+        rtol=0,
+    )
     assert count() == [(60, 3 * 60)]
 
 
@@ -185,16 +292,30 @@ def test_a_cell_without_rows_fails_alone(cached: Host, reference: Reference) -> 
     (lost,), (fine,) = cached.receipts(again), cached.receipts(there)
     assert (lost.status, lost.kind, lost.graded) == ("error", "intervention_failed", [])
     assert keys[0] in lost.message
-    np.testing.assert_allclose(graded([fine]), patched_truth(reference, prompts[1], edit_of(2, 5)), atol=FP32_LOGPROBS, rtol=0)
-    assert cached.call("midstream_status")[0]["tainted"] == 0, "nobody is served its blocks, so nothing has to be forgotten"
+    np.testing.assert_allclose(
+        graded([fine]),
+        patched_truth(reference, prompts[1], edit_of(2, 5)),
+        atol=FP32_LOGPROBS,
+        rtol=0,
+    )
+    assert cached.call("midstream_status")[0]["tainted"] == 0, (
+        "nobody is served its blocks, so nothing has to be forgotten"
+    )
 
 
 #: (fixture, checkpoint, of each rank the layers below 3 that it holds)
-WAYS = [("tp2", "qwen3", (3, 3)), ("pp2", "qwen3", (2, 1)), ("v2", "llama", (3,)), ("compiled", "llama", (0,))]
+WAYS = [
+    ("tp2", "qwen3", (3, 3)),
+    ("pp2", "qwen3", (2, 1)),
+    ("v2", "llama", (3,)),
+    ("compiled", "llama", (0,)),
+]
 
 
 @pytest.mark.parametrize(("way", "checkpoint", "below"), WAYS)
-def test_reentry_works_in_every_mode_but_compiled(request, way: str, checkpoint: str, below: tuple[int, ...]) -> None:
+def test_reentry_works_in_every_mode_but_compiled(
+    request, way: str, checkpoint: str, below: tuple[int, ...]
+) -> None:
     host, reference = request.getfixturevalue(way), Reference(request.getfixturevalue(checkpoint))
     prompt = prompt_of(10, seed=69)
     key, count = base_run(host, prompt), counting(host)
@@ -202,7 +323,9 @@ def test_reentry_works_in_every_mode_but_compiled(request, way: str, checkpoint:
     found = ask(host, *(cell(host, prompt, edit) for edit in edits), key=key)
     assert count() == [(20, 20 * layers) for layers in below]
     for edit, receipts in zip(edits, found.values(), strict=True):
-        np.testing.assert_allclose(graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            graded(receipts), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0
+        )
 
 
 def test_compiled_cells_start_at_the_patched_token(compiled: Host, reference: Reference) -> None:
@@ -219,12 +342,16 @@ def test_compiled_cells_start_at_the_patched_token(compiled: Host, reference: Re
     assert count() == [(3 * (39 + 23 + 1), 0)]
     for edit, whole, part in zip(edits, full.values(), short.values(), strict=True):
         np.testing.assert_allclose(graded(part), graded(whole), atol=FP32_LOGPROBS, rtol=0)
-        np.testing.assert_allclose(graded(part), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            graded(part), patched_truth(reference, prompt, edit), atol=FP32_LOGPROBS, rtol=0
+        )
         assert part[0].applied == 1
     for _ in range(2):  # nothing of the cells is found by others
         job = compiled.job(prompt, max_tokens=1)
         compiled.run_any(job, grades={job.id: [Grade(EVERY)]})
-        np.testing.assert_allclose(graded(compiled.receipts(job)), truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            graded(compiled.receipts(job)), truth(reference, prompt), atol=FP32_LOGPROBS, rtol=0
+        )
 
 
 def test_a_rank_without_rows_skips_the_same_layers(tp2: Host, qwen3) -> None:
@@ -238,4 +365,6 @@ def test_a_rank_without_rows_skips_the_same_layers(tp2: Host, qwen3) -> None:
     assert key in second.message
     after = cell(tp2, prompt, edit_of(2, 5))
     wanted = patched_truth(Reference(qwen3), prompt, edit_of(2, 5))
-    np.testing.assert_allclose(graded(ask(tp2, after, key=key)[after.id]), wanted, atol=FP32_LOGPROBS, rtol=0)
+    np.testing.assert_allclose(
+        graded(ask(tp2, after, key=key)[after.id]), wanted, atol=FP32_LOGPROBS, rtol=0
+    )

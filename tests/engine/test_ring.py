@@ -1,4 +1,6 @@
-"""Captures whose rows exceed the ring are split over steps, on compiled engines whose ring holds 170 tokens of all sites."""
+"""Captures whose rows exceed the ring are split over steps, on compiled engines whose ring holds
+170 tokens of all sites.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -24,10 +26,19 @@ def everything(positions: PositionSelector = "all") -> StoredCapture:
 
 
 @pytest.fixture(scope="module")
-def engine(nurseries: Callable[[str], Nursery], llama, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Host]]:
+def engine(
+    nurseries: Callable[[str], Nursery], llama, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Host]]:
     def start(name: str, **settings) -> Host:
-        options = {"enforce_eager": False, "capture_buffer_mib": 1, "max_num_batched_tokens": STEP_TOKENS, "max_model_len": STEP_TOKENS}
-        return nurseries("v1").host(tmp_path_factory.mktemp("ring") / name, llama, **(options | settings))
+        options = {
+            "enforce_eager": False,
+            "capture_buffer_mib": 1,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_model_len": STEP_TOKENS,
+        }
+        return nurseries("v1").host(
+            tmp_path_factory.mktemp("ring") / name, llama, **(options | settings)
+        )
 
     return start
 
@@ -44,17 +55,23 @@ def rows_match(host: Host, reference: Reference, job: Job, output: Output) -> No
     tokens = job.prompts[0].token_ids + output.token_ids
     rows, reader = reference.rows(tokens[:-1], [], "before"), host.capture(job)
     positions = reader.positions(0)
-    assert positions == list(job.captures[0][0].select(0, len(tokens) - 1, len(job.prompts[0].token_ids)))
+    assert positions == list(
+        job.captures[0][0].select(0, len(tokens) - 1, len(job.prompts[0].token_ids))
+    )
     for hook, layers in SITES.items():
         for layer in layers:
-            assert relative_error(reader.array(layer, hook), rows[hook, layer][positions]) <= FP32_ROWS, (hook, layer)
+            assert (
+                relative_error(reader.array(layer, hook), rows[hook, layer][positions]) <= FP32_ROWS
+            ), (hook, layer)
 
 
 def steps(host: Host) -> int:
     return host.call("midstream_status")[0]["step"]
 
 
-def test_one_capture_takes_several_steps_worth_of_the_ring(small: Host, reference: Reference) -> None:
+def test_one_capture_takes_several_steps_worth_of_the_ring(
+    small: Host, reference: Reference
+) -> None:
     assert small.info["capture_row_limit"] == ROOM
     before = steps(small)
     job = small.job(prompt_of(900, seed=1), max_tokens=3, capture=everything())
@@ -70,9 +87,14 @@ def test_a_prompt_of_few_captured_positions_is_not_split(small: Host, reference:
     assert steps(small) - before <= 2, "one, and one that reports the end"
 
 
-def test_many_captures_and_plain_requests_share_the_ring_and_all_end(small: Host, reference: Reference) -> None:
+def test_many_captures_and_plain_requests_share_the_ring_and_all_end(
+    small: Host, reference: Reference
+) -> None:
     preempted = small.call("midstream_status")[0]["preemptions"]
-    jobs = [small.job(prompt_of(118 + n, seed=10 + n), max_tokens=16, capture=everything()) for n in range(12)]
+    jobs = [
+        small.job(prompt_of(118 + n, seed=10 + n), max_tokens=16, capture=everything())
+        for n in range(12)
+    ]
     plain = [small.job(prompt_of(200 + n, seed=40 + n), max_tokens=8) for n in range(12)]
     mixed = [job for pair in zip(jobs, plain, strict=True) for job in pair]
     outputs = small.run(*mixed)
@@ -94,26 +116,43 @@ def test_rows_of_cached_blocks_take_no_room_in_the_ring(small: Host, reference: 
 
 
 @pytest.mark.long
-def test_drafts_and_prompts_fit_the_ring_together(engine: Callable[..., Host], reference: Reference) -> None:
+def test_drafts_and_prompts_fit_the_ring_together(
+    engine: Callable[..., Host], reference: Reference
+) -> None:
     host = engine("drafting", speculative_tokens=3, enable_prefix_caching=False)
     repeating = [(prompt_of(8, seed=60 + n) * 40)[: 250 + n] for n in range(10)]
     jobs = [host.job(prompt, max_tokens=12, capture=everything()) for prompt in repeating]
     outputs = host.run(*jobs)
     for job in jobs:
         rows_match(host, reference, job, outputs[job.id][0])
-    assert host.call("midstream_status")[0]["token_rows"] > sum(map(len, repeating)) + 10 * 11, "drafts were computed"
+    assert host.call("midstream_status")[0]["token_rows"] > sum(map(len, repeating)) + 10 * 11, (
+        "drafts were computed"
+    )
     host.close()
 
 
 @pytest.mark.long
-def test_rows_equal_those_of_a_ring_that_holds_the_whole_step(engine: Callable[..., Host], small: Host, reference: Reference) -> None:
+def test_rows_equal_those_of_a_ring_that_holds_the_whole_step(
+    engine: Callable[..., Host], small: Host, reference: Reference
+) -> None:
     large = engine("large", capture_buffer_mib=64)
     found = []
     for host in (large, small):
         before = steps(host)
         job = host.job(prompt_of(700, seed=4), max_tokens=2, capture=everything("all_prompt"))
         host.run(job)
-        found.append((steps(host) - before, np.stack([host.capture(job).array(layer, hook) for hook in HOOKS for layer in range(LAYERS)])))
+        found.append(
+            (
+                steps(host) - before,
+                np.stack(
+                    [
+                        host.capture(job).array(layer, hook)
+                        for hook in HOOKS
+                        for layer in range(LAYERS)
+                    ]
+                ),
+            )
+        )
     large.close()
     (few, whole), (many, split) = found
     assert few < many

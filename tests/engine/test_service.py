@@ -1,4 +1,6 @@
-"""The whole service on the real engine: what users send over HTTP arrives in the forward pass, and what goes wrong there comes back."""
+"""The whole service on the real engine: what users send over HTTP arrives in the forward pass, and
+what goes wrong there comes back.
+"""
 
 import json
 from collections.abc import Iterator
@@ -18,16 +20,26 @@ from midstream.client import Client, returned_rows
 from midstream.schemas.jobs import CaptureResults
 from midstream.workers.demo_model import fetch_demo_model
 
-SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}  # a real engine may stall the process for seconds
+# a real engine may stall the process for seconds
+SLOW = {"lease_s": 15.0, "visibility_timeout_s": 30}
 CHAT = [{"role": "user", "content": "Name a colour."}]
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     model = fetch_demo_model()
-    options = {"engine": "vllm", "model": str(model), "model_name": "demo", "max_model_len": 1024, "kv_cache_gib": 0.5, **SLOW}
+    options = {
+        "engine": "vllm",
+        "model": str(model),
+        "model_name": "demo",
+        "max_model_len": 1024,
+        "kv_cache_gib": 0.5,
+        **SLOW,
+    }
     options |= {"dtype": "float32", "log_format": "json"}
-    with Stack(tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options) as stack:
+    with Stack(
+        tmp_path_factory.mktemp("service"), api=True, start_timeout_s=180, **options
+    ) as stack:
         yield stack
 
 
@@ -40,16 +52,32 @@ def vector(service: Stack) -> np.ndarray:
 def packed(values: np.ndarray) -> dict:
     import base64
 
-    return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(values.astype("<f4").tobytes()).decode()}
+    return {
+        "dtype": "float32",
+        "shape": list(values.shape),
+        "data": base64.b64encode(values.astype("<f4").tobytes()).decode(),
+    }
 
 
 def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, float]]:
-    """The last layer's rows at the prompts' last tokens `[prompts, hidden]`, and how likely the next tokens are, where asked."""
+    """The last layer's rows at the prompts' last tokens `[prompts, hidden]`, and how likely the
+    next tokens are, where asked.
+    """
     wanted = {"layers": [-1], "positions": "last_prompt", "consumers": ["memory"]}
-    body = {"model": "demo", "temperature": 0, "max_tokens": 4, "capture": wanted, "capture_wait": True} | body
+    body = {
+        "model": "demo",
+        "temperature": 0,
+        "max_tokens": 4,
+        "capture": wanted,
+        "capture_wait": True,
+    } | body
     response = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=60).raise_for_status()
-    parts = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")] or [response.json()]
-    results = next(part["capture_results"] for part in reversed(parts) if part.get("capture_results"))
+    parts = [
+        json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")
+    ] or [response.json()]
+    results = next(
+        part["capture_results"] for part in reversed(parts) if part.get("capture_results")
+    )
     assert parts[-1].get("determinism", {}).get("consistent", True) is True
     reader = returned_rows(msgspec.convert(results, CaptureResults))
     rows = np.concatenate([reader.array(29, request=request) for request in reader.requests()])
@@ -57,21 +85,35 @@ def ask(service: Stack, path: str, **body: Any) -> tuple[np.ndarray, dict[str, f
     if logprobs is None:
         return rows, {}
     if "content" in logprobs:
-        return rows, {each["token"]: each["logprob"] for each in logprobs["content"][0]["top_logprobs"]}
+        return rows, {
+            each["token"]: each["logprob"] for each in logprobs["content"][0]["top_logprobs"]
+        }
     return rows, logprobs["top_logprobs"][0]
 
 
 # field case 11, field case 12
 def test_every_endpoint_is_steered_on_the_real_engine(service: Stack, vector: np.ndarray) -> None:
-    """Every way of asking gives the steered stream of the same prompt, and not the plain one: rows are compared, not tokens."""
-    steering, prompts = [{"layers": [10], "vector": packed(vector)}], ["The sky is", "My favourite food is"]
-    for path, asked in (("chat/completions", [{"messages": CHAT}]), ("completions", [{"prompt": prompt} for prompt in prompts])):
-        top: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if path.startswith("chat") else {"logprobs": 20}
+    """Every way of asking gives the steered stream of the same prompt, and not the plain one: rows
+    are compared, not tokens.
+    """
+    steering, prompts = (
+        [{"layers": [10], "vector": packed(vector)}],
+        ["The sky is", "My favourite food is"],
+    )
+    for path, asked in (
+        ("chat/completions", [{"messages": CHAT}]),
+        ("completions", [{"prompt": prompt} for prompt in prompts]),
+    ):
+        top: dict[str, Any] = (
+            {"logprobs": True, "top_logprobs": 20} if path.startswith("chat") else {"logprobs": 20}
+        )
         plain = [ask(service, path, **each, **top) for each in asked]
         alone = [ask(service, path, **each, steering=steering, **top) for each in asked]
         for (rows, logprobs), (steered, others) in zip(plain, alone, strict=True):
             assert relative_error(steered, rows) > 10 * BF16_BATCH
-            moved = [abs(others[token] - logprobs[token]) for token in others.keys() & logprobs.keys()]
+            moved = [
+                abs(others[token] - logprobs[token]) for token in others.keys() & logprobs.keys()
+            ]
             assert max(moved, default=np.inf) > LOGPROB_MOVED
         wanted = np.concatenate([rows for rows, _ in alone])
         together = {"prompt": prompts} if path == "completions" else asked[0]
@@ -86,8 +128,12 @@ def test_a_streamed_capture_ends_with_its_results(service: Stack) -> None:
         "capture": {"layers": [3], "positions": "all"}, "capture_wait": True,
     }  # fmt: skip
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-    results = next(event["capture_results"] for event in reversed(events) if event.get("capture_results"))
+        events = [
+            json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")
+        ]
+    results = next(
+        event["capture_results"] for event in reversed(events) if event.get("capture_results")
+    )
     assert results["status"] == "ok"
     assert all((Path(results["root"]) / file["path"]).is_file() for file in results["files"])
 
@@ -98,7 +144,11 @@ def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
         def one(number: int) -> tuple[int, np.ndarray]:
             prompt = prompt_of(5 + number, seed=number)
             answer = client.completion(
-                model="demo", prompt=prompt, max_tokens=2, capture={"layers": [0, 29], "positions": "all_prompt"}, capture_wait=True
+                model="demo",
+                prompt=prompt,
+                max_tokens=2,
+                capture={"layers": [0, 29], "positions": "all_prompt"},
+                capture_wait=True,
             )
             assert answer.capture_results.status == "ok"
             reader = client.capture(answer.job)
@@ -119,16 +169,24 @@ def test_forty_held_captures_at_once_are_all_whole(service: Stack) -> None:
         ({"capture": {"layers": "all", "positions": [99]}}, "capture.positions"),
         ({"capture": {"layers": "all", "tag": "../x"}}, "capture.tag"),
         ({"steering": [{"layers": [0], "vector": packed(np.ones(575))}]}, "steering[0].vector"),
-        ({"steering": [{"layers": [0], "vector": packed(np.full(576, np.nan))}]}, "steering[0].vector"),
+        (
+            {"steering": [{"layers": [0], "vector": packed(np.full(576, np.nan))}]},
+            "steering[0].vector",
+        ),
         ({"steering": [{"layers": ["0"], "vector": packed(np.ones(576))}]}, "steering[0].layers"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [5] * 1025}, "prompt"),
     ],
 )
-def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(service: Stack, change: dict, field: str) -> None:
+def test_bad_input_is_refused_by_field_and_the_engine_never_sees_it(
+    service: Stack, change: dict, field: str
+) -> None:
     with httpx.Client(base_url=service.url, timeout=30) as http:  # field case 27
         before = len(http.get("/v1/jobs").json()["jobs"])
-        answer = http.post("/v1/completions", json={"model": "demo", "prompt": "The sky is", "max_tokens": 1, **change})
+        answer = http.post(
+            "/v1/completions",
+            json={"model": "demo", "prompt": "The sky is", "max_tokens": 1, **change},
+        )
         assert answer.status_code == 400, answer.text
         assert answer.json()["field"].startswith(field)
         assert len(http.get("/v1/jobs").json()["jobs"]) == before
@@ -141,7 +199,9 @@ def test_engine_load_is_reported_while_generating(service: Stack) -> None:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=60)
             while not answer.done() and not seen["running"]:
-                (worker,) = httpx.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()["workers"]
+                (worker,) = httpx.get(f"{service.url}/v1/steering/dynamic", timeout=30).json()[
+                    "workers"
+                ]
                 (seen,) = worker["ranks"]
             assert answer.result().status_code == 200
         if seen["running"]:

@@ -1,4 +1,5 @@
-"""The smoke of a version of vLLM: capture, steering and patching against transformers, with both runners and two ranks.
+"""The smoke of a version of vLLM: capture, steering and patching against transformers, with both
+runners and two ranks.
 
 `make smoke-vllm PYTHON=…` runs it in another environment, after the seams of its vLLM were checked.
 """
@@ -32,12 +33,18 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "v1 compiled": ("llama", {"enforce_eager": False}, {}),
     "v1 TP=2": ("qwen3", {"tensor_parallel_size": 2}, {}),
     "v1 PP=2": ("qwen3", {"pipeline_parallel_size": 2}, {}),
-    "v2 eager": ("llama", {"runner": "v2"}, {"PYTHONPATH": f"{TRITON_CPU}:{os.environ.get('PYTHONPATH', '')}", "TRITON_INTERPRET": "1"}),
+    "v2 eager": (
+        "llama",
+        {"runner": "v2"},
+        {"PYTHONPATH": f"{TRITON_CPU}:{os.environ.get('PYTHONPATH', '')}", "TRITON_INTERPRET": "1"},
+    ),
 }
 
 
 def _named_vllm(folder: Path) -> Path:
-    """A folder that has the CPU build found under the name `vllm`, which 0.31 asks for when it looks for Triton's backend."""
+    """A folder that has the CPU build found under the name `vllm`, which 0.31 asks for when it
+    looks for Triton's backend.
+    """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
         return folder
@@ -57,18 +64,27 @@ class Engine:
         (folder / "engine").mkdir()
         if "TRITON_INTERPRET" in env:
             env = env | {"PYTHONPATH": f"{_named_vllm(folder)}:{env['PYTHONPATH']}"}
-        self.host = Host(folder / "engine", self.path, env, **(options_of(Way("v1", "eager", "float32")) | settings))
+        self.host = Host(
+            folder / "engine",
+            self.path,
+            env,
+            **(options_of(Way("v1", "eager", "float32")) | settings),
+        )
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     made = Engine(request.param, tmp_path_factory.mktemp("smoke"))
     yield made
     made.host.close()
 
 
 def test_captured_and_steered_rows_are_transformers_rows(engine: Engine) -> None:
-    figures = judge([capture(engine.host, hooks_of(engine.name))], Truth(engine.path, "float32"), "float32")
+    figures = judge(
+        [capture(engine.host, hooks_of(engine.name))], Truth(engine.path, "float32"), "float32"
+    )
     tolerance = Way("v1", "eager", "float32").tolerance
     assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > tolerance} == {}
 
@@ -78,7 +94,12 @@ def test_patched_rows_are_transformers_rows(engine: Engine) -> None:
     clean = host.job(prompt_of(24, seed=71), max_tokens=1, capture=everything())
     host.run(clean)
     cells = [Cell(hook, 1, 5), Cell(hook, 2, 11)]
-    patched = host.job(prompt_of(24, seed=72), max_tokens=1, capture=everything(), steering=patches(host.keep(clean), cells))
+    patched = host.job(
+        prompt_of(24, seed=72),
+        max_tokens=1,
+        capture=everything(),
+        steering=patches(host.keep(clean), cells),
+    )
     host.run(patched)
     wanted = Reference(engine.path).rows(prompt_of(24, seed=72), edits(cells, rows_of(host, clean)))
     found = rows_of(host, patched)
@@ -86,9 +107,18 @@ def test_patched_rows_are_transformers_rows(engine: Engine) -> None:
     assert {layer for _, layer in found} == set(ALL)
 
 
-def test_an_engine_does_not_start_where_a_seam_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_does_not_start_where_a_seam_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = checkpoint("llama", tmp_path / "llama")
     gone = seams.Seam("vllm.v1.request:Request", ("gone_in_a_later_version",), "nothing")
     monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, gone))
-    with pytest.raises(Exception, match=r"vllm.v1.request:Request \(used by nothing\): expected gone_in_a_later_version"):
-        asyncio.run(VllmEngine(Settings(model=str(path), data_dir=str(tmp_path / "data"), dtype="float32")).start())
+    with pytest.raises(
+        Exception,
+        match=r"vllm.v1.request:Request \(used by nothing\): expected gone_in_a_later_version",
+    ):
+        asyncio.run(
+            VllmEngine(
+                Settings(model=str(path), data_dir=str(tmp_path / "data"), dtype="float32")
+            ).start()
+        )

@@ -1,4 +1,7 @@
-"""Speculative decoding: drafts that the model rejects leave no row behind. v1 runner, n-gram drafts, fp32."""
+"""Speculative decoding: drafts that the model rejects leave no row behind.
+
+v1 runner, n-gram drafts, fp32.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,24 +26,46 @@ ALL = list(range(LAYERS))
 
 
 @pytest.fixture(scope="module")
-def speculating(llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    host = nursery.host(tmp_path_factory.mktemp("speculating") / "engine", llama, speculative_tokens=3, hooks="all,inside")
+def speculating(
+    llama: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Host]:
+    host = nursery.host(
+        tmp_path_factory.mktemp("speculating") / "engine",
+        llama,
+        speculative_tokens=3,
+        hooks="all,inside",
+    )
     yield host
     host.close()
 
 
-def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(speculating: Host, reference: Reference) -> None:
-    """Prompts that repeat themselves, so that drafts are made; a random model rejects most of them."""  # field case 7
+def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(
+    speculating: Host, reference: Reference
+) -> None:
+    # field case 7
+    """Prompts that repeat themselves, so that drafts are made; a random model rejects most of
+    them.
+    """
     vector = np.random.default_rng(4).normal(size=HIDDEN).astype(np.float32)
     name = speculating.vector(vector)
-    plain = [speculating.job(prompt_of(12, seed=n) * 3, max_tokens=24, capture=capture_of(ALL, "all")) for n in range(6)]
-    steered = speculating.job(prompt_of(10) * 3, max_tokens=24, capture=capture_of(ALL, "all"), steering=[steer(name, [1], 2.0)])
+    plain = [
+        speculating.job(prompt_of(12, seed=n) * 3, max_tokens=24, capture=capture_of(ALL, "all"))
+        for n in range(6)
+    ]
+    steered = speculating.job(
+        prompt_of(10) * 3,
+        max_tokens=24,
+        capture=capture_of(ALL, "all"),
+        steering=[steer(name, [1], 2.0)],
+    )
     before = speculating.call("midstream_status")[0]["token_rows"]
     answers = speculating.run(*plain, steered)
     computed = speculating.call("midstream_status")[0]["token_rows"] - before
     for job in (*plain, steered):
         tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
-        wanted = reference.post_block(tokens[:-1], [(1, 2.0 * vector, None)] if job.id == steered.id else [])
+        wanted = reference.post_block(
+            tokens[:-1], [(1, 2.0 * vector, None)] if job.id == steered.id else []
+        )
         reader = speculating.capture(job)
         assert reader.positions(0) == list(range(len(tokens) - 1))
         assert reader.token_ids(0) == tokens[:-1]
@@ -52,8 +77,15 @@ def test_rows_of_rejected_drafts_never_appear_and_accepted_ones_are_right(specul
 
 def test_drafts_leave_no_rows_edits_or_patterns_inside(speculating: Host, llama: Path) -> None:
     before = speculating.call("midstream_status")[0]["token_rows"]
-    check_together(speculating, InsideReference(llama), [prompt_of(12, seed=n) * 3 for n in range(8)], max_tokens=24)
-    assert speculating.call("midstream_status")[0]["token_rows"] - before > 8 * (36 + 24 - 1) + 8, "no drafts were rejected"
+    check_together(
+        speculating,
+        InsideReference(llama),
+        [prompt_of(12, seed=n) * 3 for n in range(8)],
+        max_tokens=24,
+    )
+    assert speculating.call("midstream_status")[0]["token_rows"] - before > 8 * (36 + 24 - 1) + 8, (
+        "no drafts were rejected"
+    )
 
 
 def test_an_edit_that_overflows_drafts_fails_and_leaves_nothing_behind(speculating: Host) -> None:
@@ -61,57 +93,90 @@ def test_an_edit_that_overflows_drafts_fails_and_leaves_nothing_behind(speculati
     prompt = prompt_of(12, seed=9) * 3
     first = speculating.job(prompt, max_tokens=12, capture=capture_of(ALL, "all"))
     text = speculating.run_together(first)[first.id][0].token_ids
-    at_once, later = [steer(huge, [0, 1])], [steer(huge, [0, 1], positions=Window(40))]  # from a token on that a draft may bring
-    attacks = [speculating.job(prompt_of(12, seed=20 + n) * 3, max_tokens=24, steering=each) for n, each in enumerate((at_once, later))]
+    at_once, later = (
+        [steer(huge, [0, 1])],
+        [steer(huge, [0, 1], positions=Window(40))],
+    )  # from a token on that a draft may bring
+    attacks = [
+        speculating.job(prompt_of(12, seed=20 + n) * 3, max_tokens=24, steering=each)
+        for n, each in enumerate((at_once, later))
+    ]
     speculating.run(*attacks)
     for attack in attacks:
         assert [receipt.kind for receipt in speculating.receipts(attack)] == ["intervention_failed"]
     after = speculating.job(prompt, max_tokens=12, capture=capture_of(ALL, "all"))
     assert speculating.run_together(after)[after.id][0].token_ids == text
     for layer in ALL:
-        assert np.array_equal(speculating.capture(after).array(layer), speculating.capture(first).array(layer))
+        assert np.array_equal(
+            speculating.capture(after).array(layer), speculating.capture(first).array(layer)
+        )
 
 
-def test_prompts_cached_up_to_their_last_token_are_graded_by_its_row(speculating: Host, reference: Reference) -> None:
+def test_prompts_cached_up_to_their_last_token_are_graded_by_its_row(
+    speculating: Host, reference: Reference
+) -> None:
     """vLLM computes that token with placeholder drafts behind it."""
     prompt = prompt_of(257, seed=41)
     right = truth(reference, prompt)
     for hit in (0, 256):
-        job = speculating.job(prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt") if hit else None)
+        job = speculating.job(
+            prompt, max_tokens=2, capture=capture_of(ALL, "last_prompt") if hit else None
+        )
         before = speculating.call("midstream_status")[0]["token_rows"]
         answer = speculating.run_any(job, grades={job.id: [Grade(EVERY)]})
         assert answer.outputs[job.id][0].cached_tokens == hit
         (receipt,) = speculating.receipts(job)
         assert (receipt.status, receipt.message) == ("ok", "")
         np.testing.assert_allclose(receipt.graded, right, atol=FP32_LOGPROBS, rtol=0)
-    assert speculating.call("midstream_status")[0]["token_rows"] - before >= 4, "the last token was computed without drafts"
-    assert relative_error(speculating.capture(job).array(2), reference.post_block(prompt)[2][-1:]) <= FP32_ROWS
+    assert speculating.call("midstream_status")[0]["token_rows"] - before >= 4, (
+        "the last token was computed without drafts"
+    )
+    assert (
+        relative_error(speculating.capture(job).array(2), reference.post_block(prompt)[2][-1:])
+        <= FP32_ROWS
+    )
 
 
-def test_cells_that_patch_the_last_token_are_graded_beside_others(speculating: Host, reference: Reference) -> None:
+def test_cells_that_patch_the_last_token_are_graded_beside_others(
+    speculating: Host, reference: Reference
+) -> None:
     prompt = prompt_of(40, seed=42)
     key = base_run(speculating, prompt, blocks=True)
     vector = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)
-    edits = [Edit(layer, vector, [position], "post_block", "replace") for layer in (1, 3) for position in (39, 17, 39)]
-    found = ask(speculating, *(cell(speculating, prompt, edit) for edit in edits), key=key, together=True)
+    edits = [
+        Edit(layer, vector, [position], "post_block", "replace")
+        for layer in (1, 3)
+        for position in (39, 17, 39)
+    ]
+    found = ask(
+        speculating, *(cell(speculating, prompt, edit) for edit in edits), key=key, together=True
+    )
     for edit, receipts in zip(edits, found.values(), strict=True):
         reference.rows(prompt, [edit])
-        np.testing.assert_allclose(graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0)
+        np.testing.assert_allclose(
+            graded(receipts), logprobs_of(reference.logits[-1]), atol=FP32_LOGPROBS, rtol=0
+        )
 
 
 def test_a_probe_ends_a_request_among_its_drafts(speculating: Host) -> None:
-    """Accepted drafts up to the token that crosses are returned; rows of rejected ones decide nothing."""
+    """Accepted drafts up to the token that crosses are returned; rows of rejected ones decide
+    nothing.
+    """
     stopped, checked = 0, []
     for seed in range(6):
         weights, prompt = Weights(100 + seed, k=16), prompt_of(12, seed=seed) * 3
-        free = speculating.job(prompt, max_tokens=24, probes=[weights.probe(speculating, LAYERS - 1)])
+        free = speculating.job(
+            prompt, max_tokens=24, probes=[weights.probe(speculating, LAYERS - 1)]
+        )
         tokens = speculating.run(free)[free.id][0].token_ids
         scores = tokens_of(scores_of(speculating, free)["p"])
         assert len(scores) == 36 + 23
         label, position, threshold = new_maximum(scores, 38, 58)
         thresholds = [threshold if number == label else None for number in range(16)]
         probe = weights.probe(speculating, LAYERS - 1, "stop", thresholds=thresholds)
-        job = speculating.job(prompt, max_tokens=24, probes=[probe], capture=capture_of([LAYERS - 1], "all"))
+        job = speculating.job(
+            prompt, max_tokens=24, probes=[probe], capture=capture_of([LAYERS - 1], "all")
+        )
         (output,) = speculating.run(job)[job.id]
         assert (output.finish_reason, output.token_ids) == ("probe:p", tokens[: position - 36 + 1])
         assert speculating.capture(job).positions(0) == list(range(position + 1))

@@ -1,4 +1,7 @@
-"""Steered streams are the reference's streams, steered requests do not touch their neighbours. v1 runner, fp32."""
+"""Steered streams are the reference's streams, steered requests do not touch their neighbours.
+
+v1 runner, fp32.
+"""
 
 import numpy as np
 import pytest
@@ -15,10 +18,17 @@ def direction(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layers", [[0], [2], ALL])
-def test_a_steered_request_has_the_reference_stream_in_every_later_layer(v1: Host, reference: Reference, layers) -> None:
+def test_a_steered_request_has_the_reference_stream_in_every_later_layer(
+    v1: Host, reference: Reference, layers
+) -> None:
     vector = direction(1)
     prompt = prompt_of(100)
-    job = v1.job(prompt, max_tokens=5, capture=capture_of(ALL, "all"), steering=[steer(v1.vector(vector), layers, 1.5)])
+    job = v1.job(
+        prompt,
+        max_tokens=5,
+        capture=capture_of(ALL, "all"),
+        steering=[steer(v1.vector(vector), layers, 1.5)],
+    )
     tokens = prompt + v1.run(job)[job.id][0].token_ids
     wanted = reference.post_block(tokens[:-1], [(layer, 1.5 * vector, None) for layer in layers])
     plain = reference.post_block(tokens[:-1])
@@ -32,21 +42,38 @@ def test_a_steered_request_has_the_reference_stream_in_every_later_layer(v1: Hos
 def test_entries_for_one_layer_add_up(v1: Host, reference: Reference) -> None:
     first, second = direction(1), direction(2)
     prompt = prompt_of(12)
-    entries = [steer(v1.vector(first), [1], 2.0), steer(v1.vector(second), [1, 2], -1.0), steer(v1.vector(second), [1], 0.5, [3, 4])]
+    entries = [
+        steer(v1.vector(first), [1], 2.0),
+        steer(v1.vector(second), [1, 2], -1.0),
+        steer(v1.vector(second), [1], 0.5, [3, 4]),
+    ]
     job = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=entries)
     v1.run(job)
-    edits = [(1, 2.0 * first, None), (1, -second, None), (2, -second, None), (1, 0.5 * second, [3, 4])]
+    edits = [
+        (1, 2.0 * first, None),
+        (1, -second, None),
+        (2, -second, None),
+        (1, 0.5 * second, [3, 4]),
+    ]
     wanted = reference.post_block(prompt, edits)
     for layer in ALL:
         assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
 
 
 @pytest.mark.parametrize("positions", [[3], [70, 2], [-1]])
-def test_positional_steering_fires_once_at_its_position(v1: Host, reference: Reference, positions) -> None:
-    """Not in every prefill chunk (steps hold 64 tokens) and not in every decode step."""  # field case 9
+def test_positional_steering_fires_once_at_its_position(
+    v1: Host, reference: Reference, positions
+) -> None:
+    # field case 9
+    """Not in every prefill chunk (steps hold 64 tokens) and not in every decode step."""
     vector, prompt = direction(3), prompt_of(100)
     where = sorted(position % 100 for position in positions)
-    job = v1.job(prompt, max_tokens=6, capture=capture_of(ALL, "all"), steering=[steer(v1.vector(vector), [1], 1.0, where)])
+    job = v1.job(
+        prompt,
+        max_tokens=6,
+        capture=capture_of(ALL, "all"),
+        steering=[steer(v1.vector(vector), [1], 1.0, where)],
+    )
     tokens = prompt + v1.run(job)[job.id][0].token_ids
     wanted = reference.post_block(tokens[:-1], [(1, vector, where)])
     for layer in ALL:
@@ -56,17 +83,28 @@ def test_positional_steering_fires_once_at_its_position(v1: Host, reference: Ref
 
 def test_generated_only_steering_leaves_the_prompt_alone(v1: Host, reference: Reference) -> None:
     vector, prompt = direction(4), prompt_of(30)
-    job = v1.job(prompt, max_tokens=6, capture=capture_of(ALL, "all"), steering=[steer(v1.vector(vector), [0], 1.0, "all_generated")])
+    job = v1.job(
+        prompt,
+        max_tokens=6,
+        capture=capture_of(ALL, "all"),
+        steering=[steer(v1.vector(vector), [0], 1.0, "all_generated")],
+    )
     tokens = prompt + v1.run(job)[job.id][0].token_ids
     wanted = reference.post_block(tokens[:-1], [(0, vector, list(range(30, 35)))])
     for layer in ALL:
         assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
 
 
-def test_the_second_prompt_of_a_job_is_steered_like_the_first(v1: Host, reference: Reference) -> None:
+def test_the_second_prompt_of_a_job_is_steered_like_the_first(
+    v1: Host, reference: Reference
+) -> None:
     vector = direction(5)  # field case 11
     job = v1.job(
-        prompt_of(9), prompt_of(14, seed=1), max_tokens=1, capture=capture_of([3], "all"), steering=[steer(v1.vector(vector), [0])]
+        prompt_of(9),
+        prompt_of(14, seed=1),
+        max_tokens=1,
+        capture=capture_of([3], "all"),
+        steering=[steer(v1.vector(vector), [0])],
     )
     v1.run(job)
     for request, prompt in enumerate(job.prompts):
@@ -76,8 +114,14 @@ def test_the_second_prompt_of_a_job_is_steered_like_the_first(v1: Host, referenc
 
 def test_neighbours_of_a_steered_request_keep_their_rows(v1: Host, reference: Reference) -> None:
     vector = 50 * direction(6)
-    steered = [v1.job(prompt_of(20, seed=n), max_tokens=8, steering=[steer(v1.vector(vector), ALL)]) for n in range(4)]
-    plain = [v1.job(prompt_of(20, seed=50 + n), max_tokens=8, capture=capture_of(ALL, "all")) for n in range(4)]
+    steered = [
+        v1.job(prompt_of(20, seed=n), max_tokens=8, steering=[steer(v1.vector(vector), ALL)])
+        for n in range(4)
+    ]
+    plain = [
+        v1.job(prompt_of(20, seed=50 + n), max_tokens=8, capture=capture_of(ALL, "all"))
+        for n in range(4)
+    ]
     answers = v1.run(*(job for pair in zip(steered, plain, strict=True) for job in pair))
     for job in plain:
         tokens = job.prompts[0].token_ids + answers[job.id][0].token_ids
@@ -89,8 +133,15 @@ def test_neighbours_of_a_steered_request_keep_their_rows(v1: Host, reference: Re
 def test_scale_zero_and_a_vector_with_its_negative_change_nothing(v1: Host) -> None:
     name, prompt = v1.vector(direction(7)), prompt_of(25)
     plain = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"))
-    zero = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=[steer(name, ALL, 0.0)])
-    both = v1.job(prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=[steer(name, ALL), steer(name, ALL, -1.0)])
+    zero = v1.job(
+        prompt, max_tokens=1, capture=capture_of(ALL, "all"), steering=[steer(name, ALL, 0.0)]
+    )
+    both = v1.job(
+        prompt,
+        max_tokens=1,
+        capture=capture_of(ALL, "all"),
+        steering=[steer(name, ALL), steer(name, ALL, -1.0)],
+    )
     for job in (plain, zero, both):
         v1.run(job)
     for layer in ALL:
@@ -100,10 +151,16 @@ def test_scale_zero_and_a_vector_with_its_negative_change_nothing(v1: Host) -> N
 
 
 def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference: Reference) -> None:
-    """The engine of this fixture has 4 rows; 20 distinct configurations are sent at once."""  # field case 24
+    # field case 24
+    """The engine of this fixture has 4 rows; 20 distinct configurations are sent at once."""
     vectors = [direction(100 + n) for n in range(20)]
     jobs = [
-        v1.job(prompt_of(15, seed=n), max_tokens=3, capture=capture_of([3], "all"), steering=[steer(v1.vector(vector), [1])])
+        v1.job(
+            prompt_of(15, seed=n),
+            max_tokens=3,
+            capture=capture_of([3], "all"),
+            steering=[steer(v1.vector(vector), [1])],
+        )
         for n, vector in enumerate(vectors)
     ]
     answers = v1.run(*jobs)
@@ -140,7 +197,9 @@ def test_vectors_that_a_rank_refuses_fail_the_job_before_it_runs(v1: Host) -> No
 def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     name = v1.vector(direction(10))  # field case 45, field case 47
     before = v1.call("midstream_status")[0]["vectors"]
-    jobs = [v1.job(prompt_of(5, seed=n), max_tokens=2, steering=[steer(name, [0])]) for n in range(5)]
+    jobs = [
+        v1.job(prompt_of(5, seed=n), max_tokens=2, steering=[steer(name, [0])]) for n in range(5)
+    ]
     v1.run(*jobs)
     v1.run(v1.job(prompt_of(6), max_tokens=2, steering=[steer(name, [1], 3.0)]))
     assert v1.call("midstream_status")[0]["vectors"] == before + 1

@@ -1,4 +1,6 @@
-"""Two real ranks behind the service: what is steered for everyone, and ranks that are out of step until they are made equal again."""
+"""Two real ranks behind the service: what is steered for everyone, and ranks that are out of step
+until they are made equal again.
+"""
 
 import base64
 import time
@@ -18,12 +20,20 @@ from midstream.schemas.steering import Dynamic, GlobalView
 
 pytestmark = pytest.mark.long
 
-SHORT, LONG = prompt_of(9), prompt_of(300, seed=1)  # less than a block of the KV cache, and more than two
+# less than a block of the KV cache, and more than two
+SHORT, LONG = prompt_of(9), prompt_of(300, seed=1)
 
 
 def push(layer: int, seed: int = 3) -> dict[str, Any]:
     values = (4 * np.random.default_rng(seed).normal(size=64)).astype("<f4")
-    return {"layers": [layer], "vector": {"dtype": "float32", "shape": [64], "data": base64.b64encode(values.tobytes()).decode()}}
+    return {
+        "layers": [layer],
+        "vector": {
+            "dtype": "float32",
+            "shape": [64],
+            "data": base64.b64encode(values.tobytes()).decode(),
+        },
+    }
 
 
 #: Several tiers and families at once.
@@ -35,7 +45,10 @@ STEERING = [
 
 
 class Service:
-    """One worker of two tensor-parallel ranks, over HTTP. Rank 1 leaves out the first action that it should apply."""
+    """One worker of two tensor-parallel ranks, over HTTP.
+
+    Rank 1 leaves out the first action that it should apply.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -43,12 +56,17 @@ class Service:
 
     def begin(self, prompt: list[int], max_tokens: int = 6, **asked: Any) -> str:
         sampling = {"max_tokens": max_tokens, "logprobs": 3, "ignore_eos": True}
-        answer = self.http.post("/v1/jobs", json={"model": "tiny", "prompts": [prompt], "sampling": sampling, **asked})
+        answer = self.http.post(
+            "/v1/jobs", json={"model": "tiny", "prompts": [prompt], "sampling": sampling, **asked}
+        )
         assert answer.status_code == 202, answer.text
         return str(answer.json()["id"])
 
     def view(self, job_id: str, wait: int = 0) -> JobView:
-        return from_json(self.http.get(f"/v1/jobs/{job_id}", params={"wait": wait} if wait else {}).content, JobView)
+        return from_json(
+            self.http.get(f"/v1/jobs/{job_id}", params={"wait": wait} if wait else {}).content,
+            JobView,
+        )
 
     def result(self, job_id: str) -> JobResult:
         while (view := self.view(job_id, wait=30)).state in (State.QUEUED, State.RUNNING):
@@ -72,7 +90,9 @@ class Service:
         return from_json(answer.content, GlobalView)
 
     def dynamic(self) -> Dynamic:
-        """Once the worker answers in time: a machine may stall for longer than the API waits for it."""
+        """Once the worker answers in time: a machine may stall for longer than the API waits for
+        it.
+        """
         for _ in range(30):
             told = from_json(self.http.get("/v1/steering/dynamic").content, Dynamic)
             if "did not answer" not in told.determinism.detail:
@@ -81,16 +101,43 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(qwen3: Path, two_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = {"engine": "vllm", "model": str(qwen3), "model_name": "tiny", "max_model_len": 2048, "kv_cache_gib": 0.1}
-    patience = {"lease_s": 15.0, "visibility_timeout_s": 30, "steering_wait_s": 60.0, "start_timeout_s": 240}
+def service(
+    qwen3: Path, two_ranks: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    options = {
+        "engine": "vllm",
+        "model": str(qwen3),
+        "model_name": "tiny",
+        "max_model_len": 2048,
+        "kv_cache_gib": 0.1,
+    }
+    patience = {
+        "lease_s": 15.0,
+        "visibility_timeout_s": 30,
+        "steering_wait_s": 60.0,
+        "start_timeout_s": 240,
+    }
     directory = tmp_path_factory.mktemp("steering")
-    with Stack(directory, api=True, tensor_parallel_size=2, fault="skip_action:rank=1", certify=False, **options, **patience) as stack:
+    with Stack(
+        directory,
+        api=True,
+        tensor_parallel_size=2,
+        fault="skip_action:rank=1",
+        certify=False,
+        **options,
+        **patience,
+    ) as stack:
         yield Service(stack)
 
 
-def test_ranks_with_different_actions_are_detected_at_the_first_result_and_aligned(service: Service) -> None:
-    """Nobody polls. The job is run once more, the engine lives on, and everybody can see what happened."""  # field case 30
+def test_ranks_with_different_actions_are_detected_at_the_first_result_and_aligned(
+    service: Service,
+) -> None:
+    # field case 30
+    """Nobody polls.
+
+    The job is run once more, the engine lives on, and everybody can see what happened.
+    """
     service.run(SHORT)
     affected = service.begin(SHORT, steering=STEERING)
     result = service.result(affected)
@@ -110,10 +157,14 @@ def test_ranks_with_different_actions_are_detected_at_the_first_result_and_align
 
     again = service.run(SHORT, steering=STEERING)
     assert again.determinism is not None
-    assert (again.outputs, again.determinism.retried) == (result.outputs, []), "the second attempt was steered on both ranks"
+    assert (again.outputs, again.determinism.retried) == (result.outputs, []), (
+        "the second attempt was steered on both ranks"
+    )
 
 
-def test_global_steering_equals_steering_every_request_and_leaves_no_trace(service: Service) -> None:
+def test_global_steering_equals_steering_every_request_and_leaves_no_trace(
+    service: Service,
+) -> None:
     plain, own = service.run(SHORT).outputs, service.run(SHORT, steering=STEERING).outputs
     assert plain[0].logprobs != own[0].logprobs
     version = service.set_global(STEERING).version
@@ -121,18 +172,27 @@ def test_global_steering_equals_steering_every_request_and_leaves_no_trace(servi
     assert steered.outputs == own, "bit for bit"
     assert steered.determinism is not None
     assert (steered.determinism.consistent, steered.determinism.global_version) == (True, version)
-    assert {rank.applied > 0 for stage in steered.determinism.stages for rank in stage.ranks} == {True}
+    assert {rank.applied > 0 for stage in steered.determinism.stages for rank in stage.ranks} == {
+        True
+    }
     both = service.run(SHORT, steering=[push(3, 9)]).outputs
-    assert both[0].logprobs not in (own[0].logprobs, service.run(SHORT, steering=[push(3, 8)]).outputs[0].logprobs)
+    assert both[0].logprobs not in (
+        own[0].logprobs,
+        service.run(SHORT, steering=[push(3, 8)]).outputs[0].logprobs,
+    )
     assert service.clear_global().version > version
     assert service.run(SHORT).outputs == plain, "bit for bit"
-    assert [rank.rows_used for worker in service.dynamic().workers for rank in worker.ranks] == [0, 0]
+    assert [rank.rows_used for worker in service.dynamic().workers for rank in worker.ranks] == [
+        0,
+        0,
+    ]
 
 
 def test_a_running_request_keeps_the_global_steering_that_it_began_under(service: Service) -> None:
     plain = service.run(SHORT, 1900).outputs
     still_running = False
-    for _ in range(5):  # on a busy machine the change may come after the job's last token: then nothing was tried
+    for _ in range(5):
+        # on a busy machine the change may come after the job's last token: then nothing was tried
         job_id = service.begin(SHORT, 1900, capture={"layers": [1]})
         while service.view(job_id).state is State.QUEUED:
             time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""Does "from token n on" mean each position from there on once: in chunks, in decode steps, after preemption, in the prefix cache?
+"""Does "from token n on" mean each position from there on once: in chunks, in decode steps, after
+preemption, in the prefix cache?
 
 v1 runner, eager, fp32.
 """
@@ -30,15 +31,26 @@ EDITS = [
 def over(host: Host, edit: Edit, window: Window) -> list[StoredSteering]:
     """The edit at a range of positions."""
     (entry,) = host.steering(edit)
-    return [StoredSteering(**{name: getattr(entry, name) for name in entry.__struct_fields__} | {"positions": window})]
+    return [
+        StoredSteering(
+            **{name: getattr(entry, name) for name in entry.__struct_fields__}
+            | {"positions": window}
+        )
+    ]
 
 
 def named(window: Window, total: int) -> list[int]:
-    return list(range(min(window.start, total), total if window.stop is None else min(window.stop, total)))
+    return list(
+        range(min(window.start, total), total if window.stop is None else min(window.stop, total))
+    )
 
 
-def check(host: Host, reference: Reference, job: Job, output: Output, edit: Edit, window: Window) -> list[int]:
-    """Captured rows of a steered request are the reference's; returns the positions that were fed and named."""
+def check(
+    host: Host, reference: Reference, job: Job, output: Output, edit: Edit, window: Window
+) -> list[int]:
+    """Captured rows of a steered request are the reference's; returns the positions that were fed
+    and named.
+    """
     tokens = job.prompts[0].token_ids + output.token_ids[:-1]
     where = named(window, len(tokens))
     wanted = reference.post_block(tokens, [edit._replace(positions=where)])
@@ -49,11 +61,27 @@ def check(host: Host, reference: Reference, job: Job, output: Output, edit: Edit
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=["add_matched", "clamp", "add"])
-def test_a_range_is_edited_once_per_position_over_chunks_and_decode_steps(v1: Host, reference: Reference, edit: Edit) -> None:
-    """Steps hold 64 tokens, the prompt 150: it begins in the first chunk, in the last, or in the generated part."""  # field case 9
-    windows = [Window(start=3), Window(start=130), Window(start=152), Window(start=60, stop=70), Window(start=148, stop=153)]
+def test_a_range_is_edited_once_per_position_over_chunks_and_decode_steps(
+    v1: Host, reference: Reference, edit: Edit
+) -> None:
+    # field case 9
+    """Steps hold 64 tokens, the prompt 150: it begins in the first chunk, in the last, or in the
+    generated part.
+    """
+    windows = [
+        Window(start=3),
+        Window(start=130),
+        Window(start=152),
+        Window(start=60, stop=70),
+        Window(start=148, stop=153),
+    ]
     jobs = [
-        v1.job(prompt_of(150, seed=n), max_tokens=6, capture=capture_of(ALL, "all"), steering=over(v1, edit, w))
+        v1.job(
+            prompt_of(150, seed=n),
+            max_tokens=6,
+            capture=capture_of(ALL, "all"),
+            steering=over(v1, edit, w),
+        )
         for n, w in enumerate(windows)
     ]
     answers = v1.run(*jobs)
@@ -62,9 +90,16 @@ def test_a_range_is_edited_once_per_position_over_chunks_and_decode_steps(v1: Ho
         assert v1.receipts(job)[0].applied == len(where) > 0
 
 
-def test_a_range_is_captured_once_per_position_over_chunks_and_decode_steps(v1: Host, reference: Reference) -> None:
+def test_a_range_is_captured_once_per_position_over_chunks_and_decode_steps(
+    v1: Host, reference: Reference
+) -> None:
     prompt = prompt_of(150, seed=9)
-    windows = [Window(start=130), Window(start=152), Window(start=60, stop=70), Window(start=148, stop=153)]
+    windows = [
+        Window(start=130),
+        Window(start=152),
+        Window(start=60, stop=70),
+        Window(start=148, stop=153),
+    ]
     jobs = [v1.job(prompt, max_tokens=6, capture=capture_of(ALL, window)) for window in windows]
     answers = v1.run(*jobs)
     for job, window in zip(jobs, windows, strict=True):
@@ -73,12 +108,17 @@ def test_a_range_is_captured_once_per_position_over_chunks_and_decode_steps(v1: 
 
 
 def test_a_range_is_edited_alike_after_preemption(cached: Host, reference: Reference) -> None:
-    """Seven blocks for six requests of up to three blocks each; the range begins before, at and behind the end of the prompt."""
+    """Seven blocks for six requests of up to three blocks each; the range begins before, at and
+    behind the end of the prompt.
+    """
     before = cached.call("midstream_status")[0]["preemptions"]  # field case 6, field case 9
     windows = [Window(start=start) for start in (5, 100, 109, 110, 200, 270)]
     jobs = [
         cached.job(
-            prompt_of(110, seed=700 + n), max_tokens=180, capture=capture_of(ALL, "all"), steering=over(cached, EDITS[n % 3], window)
+            prompt_of(110, seed=700 + n),
+            max_tokens=180,
+            capture=capture_of(ALL, "all"),
+            steering=over(cached, EDITS[n % 3], window),
         )
         for n, window in enumerate(windows)
     ]
@@ -91,27 +131,50 @@ def test_a_range_is_edited_alike_after_preemption(cached: Host, reference: Refer
 
 
 @pytest.mark.parametrize(
-    ("window", "shared"), [(Window(start=140), 1), (Window(start=128), 1), (Window(start=127), 0), (Window(start=300), 2)]
+    ("window", "shared"),
+    [
+        (Window(start=140), 1),
+        (Window(start=128), 1),
+        (Window(start=127), 0),
+        (Window(start=300), 2),
+    ],
 )
 def test_the_prompt_below_a_range_is_shared_with_plain_requests_both_ways(
     cached: Host, reference: Reference, window: Window, shared: int
 ) -> None:
     for turn in ("plain first", "steered first"):  # field cases 13, 16
         prompt = prompt_of(300, seed=1000 + window.start + 500 * (turn == "plain first"))
-        steered = cached.job(prompt, max_tokens=3, capture=capture_of(ALL, "last_prompt"), steering=over(cached, EDITS[2], window))
+        steered = cached.job(
+            prompt,
+            max_tokens=3,
+            capture=capture_of(ALL, "last_prompt"),
+            steering=over(cached, EDITS[2], window),
+        )
         plain = cached.job(prompt, max_tokens=3, capture=capture_of(ALL, "last_prompt"))
         first, second = (plain, steered) if turn == "plain first" else (steered, plain)
         outputs: dict[str, Any] = {job.id: cached.run(job)[job.id][0] for job in (first, second)}
-        assert (outputs[first.id].cached_tokens, outputs[second.id].cached_tokens) == (0, shared * BLOCK), turn
+        assert (outputs[first.id].cached_tokens, outputs[second.id].cached_tokens) == (
+            0,
+            shared * BLOCK,
+        ), turn
         check(cached, reference, steered, outputs[steered.id], EDITS[2], window)
         check(cached, reference, plain, outputs[plain.id], EDITS[2]._replace(scale=0.0), window)
 
 
 def test_the_next_chat_turn_reuses_blocks_of_a_range(cached: Host, reference: Reference) -> None:
-    """From token n on is the same in a longer prompt: unlike `all_generated`, it does not go by where the prompt ended."""
+    """From token n on is the same in a longer prompt: unlike `all_generated`, it does not go by
+    where the prompt ended.
+    """
     steering, first = over(cached, EDITS[2], Window(start=200)), prompt_of(300, seed=75)
-    second = first + cached.run(job := cached.job(first, max_tokens=141, steering=steering))[job.id][0].token_ids[:140]
-    again = cached.job(second, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=steering)
+    second = (
+        first
+        + cached.run(job := cached.job(first, max_tokens=141, steering=steering))[job.id][
+            0
+        ].token_ids[:140]
+    )
+    again = cached.job(
+        second, max_tokens=2, capture=capture_of(ALL, "last_prompt"), steering=steering
+    )
     output = cached.run(again)[again.id][0]
     assert output.cached_tokens == 3 * BLOCK
     check(cached, reference, again, output, EDITS[2], Window(start=200))

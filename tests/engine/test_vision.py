@@ -1,4 +1,6 @@
-"""Rows of models that take images are those of transformers' model, with text alone and with images."""
+"""Rows of models that take images are those of transformers' model, with text alone and with
+images.
+"""
 
 import io
 from collections.abc import Callable
@@ -24,7 +26,8 @@ from midstream.schemas.jobs import Job
 from midstream.workers.engine.no_torchvision import stand_in
 
 EAGER = Way("v1", "eager", "float32")
-#: Each of another kind: one that rotates by three positions, one whose language model has no head of its own, one with sandwich norms.
+#: Each of another kind: one that rotates by three positions, one whose language model has no head
+#: of its own, one with sandwich norms.
 FEW = ("qwen2-vl", "smolvlm")
 
 
@@ -36,7 +39,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 def picture(seed: int, width: int, height: int) -> tuple[Image.Image, bytes]:
     """Random pixels, and their PNG file."""
-    image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, size=(height, width, 3), dtype=np.uint8))
+    image = Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, size=(height, width, 3), dtype=np.uint8)
+    )
     image.save(file := io.BytesIO(), "PNG")
     return image, file.getvalue()
 
@@ -45,51 +50,92 @@ PICTURES = [picture(1, 60, 40), picture(2, 30, 90)]
 
 
 def prompt_with(
-    placeholder: list[int], pictures: list[tuple[Image.Image, bytes]] = PICTURES, around: tuple[list[int], list[int]] = ([], [])
+    placeholder: list[int],
+    pictures: list[tuple[Image.Image, bytes]] = PICTURES,
+    around: tuple[list[int], list[int]] = ([], []),
 ) -> tuple[list[int], list[ImageRef]]:
-    """A prompt as written: words, and an image behind each five of them; `around`: tokens before and after each image."""
+    """A prompt as written: words, and an image behind each five of them; `around`: tokens before
+    and after each image.
+    """
     ids: list[int] = []
     images = []
     for number, (_, data) in enumerate(pictures):
         ids += [word % 400 for word in prompt_of(5, seed=number)] + around[0]
-        images.append(ImageRef(digest=digest_of(data), start=len(ids), stop=len(ids) + len(placeholder)))
+        images.append(
+            ImageRef(digest=digest_of(data), start=len(ids), stop=len(ids) + len(placeholder))
+        )
         ids += placeholder + around[1]
     return ids + prompt_of(4, seed=9), images
 
 
-def job_with(host: Host, ids: list[int], images: list[ImageRef], pictures: list[tuple[Image.Image, bytes]] = PICTURES, **asked: Any) -> Job:
+def job_with(
+    host: Host,
+    ids: list[int],
+    images: list[ImageRef],
+    pictures: list[tuple[Image.Image, bytes]] = PICTURES,
+    **asked: Any,
+) -> Job:
     host.files |= {digest_of(data): data for _, data in pictures}
     job = host.job(ids, max_tokens=3, **asked)
-    return msgspec.structs.replace(job, prompts=[msgspec.structs.replace(job.prompts[0], images=images)])
+    return msgspec.structs.replace(
+        job, prompts=[msgspec.structs.replace(job.prompts[0], images=images)]
+    )
 
 
 def seen_by_transformers(
     path: Path, pictures: list[tuple[Image.Image, bytes]] = PICTURES, place: str = "<image>"
 ) -> tuple[int, dict[str, Any]]:
-    """How many tokens of images transformers' own processor gives, and what the model gets beside the tokens."""
+    """How many tokens of images transformers' own processor gives, and what the model gets beside
+    the tokens.
+    """
     stand_in()
     processor = AutoProcessor.from_pretrained(path)
-    made = processor(text=[f"w5 {place} " * len(pictures)], images=[[image for image, _ in pictures]], return_tensors="pt")
-    beside = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+    made = processor(
+        text=[f"w5 {place} " * len(pictures)],
+        images=[[image for image, _ in pictures]],
+        return_tensors="pt",
+    )
+    beside = {
+        name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")
+    }
     return made["input_ids"][0].tolist().count(500), beside
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "llava" else (pytest.mark.matrix,)) for name in PROCESSORS])
-def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, nursery: Nursery, tmp_path: Path) -> None:
-    """Edits are at the places as written: an image's is the place of its placeholder, and one is at a single token of an image."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "llava" else (pytest.mark.matrix,))
+        for name in PROCESSORS
+    ],
+)
+def test_prompts_with_images_give_transformers_rows_plain_and_edited(
+    name: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    """Edits are at the places as written: an image's is the place of its placeholder, and one is at
+    a single token of an image.
+    """
     path = with_images(name, tmp_path / "checkpoint")
     host = nursery.host(tmp_path / "engine", path, **options_of(EAGER))
     try:
         hooks, placeholder = tuple(host.info["hooks"]), host.info["image_placeholder"]
         assert host.info["images"], host.info["images_refused"]
-        ids, images = prompt_with(placeholder, around=([502], [503]) if name.startswith("qwen") else ([], []))
+        ids, images = prompt_with(
+            placeholder, around=([502], [503]) if name.startswith("qwen") else ([], [])
+        )
         everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
         second = capture_of([1], [images[1].start], tag="second")
         added, put = 4 * np.random.default_rng(5).normal(size=(2, 64)).astype(np.float32)
-        written = [Edit(1, added, [2, images[0].start], "post_block"), Edit(2, put, [len(ids) - 1], "pre_attn", "replace")]
-        one_token = msgspec.structs.replace(host.steering(Edit(0, put, [0], "mlp_out"))[0], positions=[inside(1, 2)])
+        written = [
+            Edit(1, added, [2, images[0].start], "post_block"),
+            Edit(2, put, [len(ids) - 1], "pre_attn", "replace"),
+        ]
+        one_token = msgspec.structs.replace(
+            host.steering(Edit(0, put, [0], "mlp_out"))[0], positions=[inside(1, 2)]
+        )
         plain = job_with(host, ids, images, capture=[everything, second])
-        edited = job_with(host, ids, images, capture=everything, steering=[*host.steering(*written), one_token])
+        edited = job_with(
+            host, ids, images, capture=everything, steering=[*host.steering(*written), one_token]
+        )
         outputs = host.run(plain, edited)
         readers = {job.id: host.capture(job) for job in (plain, edited)}
         spans = readers[plain.id].images()
@@ -112,19 +158,31 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(name: str, 
     truth, beyond = Reference(path), {}
     for job, these in ((plain, []), (edited, edits)):
         if "mm_token_type_ids" in beside:
-            beside["mm_token_type_ids"] = torch.tensor([[int(token == 500) for token in readers[job.id].token_ids()]])
+            beside["mm_token_type_ids"] = torch.tensor(
+                [[int(token == 500) for token in readers[job.id].token_ids()]]
+            )
         wanted = truth.rows(readers[job.id].token_ids(), these, images=beside)
         for (hook, layer), right in wanted.items():
-            error = np.linalg.norm(readers[job.id].array(layer, hook) - right, axis=-1) / np.linalg.norm(right, axis=-1)
-            beyond |= {(job.id, hook, layer): float(error.max())} if error.max() > EAGER.tolerance else {}
+            error = np.linalg.norm(
+                readers[job.id].array(layer, hook) - right, axis=-1
+            ) / np.linalg.norm(right, axis=-1)
+            beyond |= (
+                {(job.id, hook, layer): float(error.max())} if error.max() > EAGER.tolerance else {}
+            )
     assert beyond == {}
 
 
 # field case 15
-def test_prompts_of_equal_tokens_and_other_images_share_no_rows(nursery: Nursery, tmp_path: Path) -> None:
+def test_prompts_of_equal_tokens_and_other_images_share_no_rows(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     """Neither cached blocks nor kept rows; the same image does."""
     path = with_images("llava", tmp_path / "checkpoint")
-    host = nursery.host(tmp_path / "engine", path, **options_of(EAGER) | {"enable_prefix_caching": True, "block_size": 32})
+    host = nursery.host(
+        tmp_path / "engine",
+        path,
+        **options_of(EAGER) | {"enable_prefix_caching": True, "block_size": 32},
+    )
     try:
         pairs = [PICTURES, [PICTURES[0], picture(3, 30, 90)], PICTURES]
         written, images = [], []
@@ -151,12 +209,22 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(nursery: Nursery
     assert np.abs(rows[0] - rows[1]).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else (pytest.mark.matrix,)) for name in CHECKPOINTS])
-def test_text_alone_gives_transformers_rows_plain_and_edited(name: str, nursery: Nursery, checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FEW else (pytest.mark.matrix,))
+        for name in CHECKPOINTS
+    ],
+)
+def test_text_alone_gives_transformers_rows_plain_and_edited(
+    name: str, nursery: Nursery, checkpoints, tmp_path: Path
+) -> None:
     host = nursery.host(tmp_path / "engine", checkpoints(name), **options_of(EAGER))
     try:
         outcomes = capture(host, tuple(host.info["hooks"]))
     finally:
         host.close()
     figures = judge([outcomes], Truth(checkpoints(name), "float32"), "float32")
-    assert {hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance} == {}
+    assert {
+        hook: str(figure) for hook, figure in figures.items() if figure.worst > EAGER.tolerance
+    } == {}

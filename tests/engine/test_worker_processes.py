@@ -1,4 +1,7 @@
-"""When a worker or its engine is killed, are the engine's processes gone, and is the job run again? Real vLLM."""
+"""When a worker or its engine is killed, are the engine's processes gone, and is the job run again?
+
+Real vLLM.
+"""
 
 import os
 import signal
@@ -23,7 +26,14 @@ LONG = 1000  # tokens: about ten seconds for the tiny model
 @pytest.fixture(scope="module")
 def stack(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    settings = {"engine": "vllm", "model": str(llama), "model_name": "tiny", "max_model_len": 4096, "kv_cache_gib": 0.1, "lease_s": 60}
+    settings = {
+        "engine": "vllm",
+        "model": str(llama),
+        "model_name": "tiny",
+        "max_model_len": 4096,
+        "kv_cache_gib": 0.1,
+        "lease_s": 60,
+    }
     with Stack(directory, start_timeout_s=180, **settings) as running:
         yield running
 
@@ -63,7 +73,9 @@ def wait_gone(pids: list[int], seconds: float) -> None:
 
 
 def start_long_job(stack: Stack) -> str:
-    """A job that runs and is far from its end: where the machine stalled until it was nearly over, another is started."""
+    """A job that runs and is far from its end: where the machine stalled until it was nearly over,
+    another is started.
+    """
     for _ in range(5):
         job_id = stack.submit(["a prompt", "another"], max_tokens=LONG, capture=CAPTURE)
         view = stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
@@ -83,14 +95,21 @@ def test_killing_a_worker_kills_its_engine_and_the_job_is_rerun(stack: Stack) ->
     assert stack.view(job_id).state is State.RUNNING, "it was killed in the middle"
     stack.restart("worker")
     view = stack.wait(job_id)
-    assert (view.state, view.attempt, view.receipts, view.receipts_expected) == (State.SUCCEEDED, 2, 2, 2)
+    assert (view.state, view.attempt, view.receipts, view.receipts_expected) == (
+        State.SUCCEEDED,
+        2,
+        2,
+        2,
+    )
     with CaptureReader(stack.settings.capture_root, job_id) as reader:
         assert [reader.manifest(request).attempt for request in reader.requests()] == [2, 2]
 
 
 # field case 37
 @pytest.mark.parametrize("victim", ["VLLM::EngineCor", "VLLM::Worker"])  # Linux keeps 15 characters
-def test_when_a_process_of_the_engine_dies_the_worker_exits_and_the_job_is_run_again(stack: Stack, victim: str) -> None:
+def test_when_a_process_of_the_engine_dies_the_worker_exits_and_the_job_is_run_again(
+    stack: Stack, victim: str
+) -> None:
     engine = descendants(stack.pid("worker"))
     (pid,) = [pid for pid, name in engine.items() if name == victim]
     job_id = start_long_job(stack)

@@ -1,4 +1,5 @@
-"""Small random checkpoints of the architectures that we serve: 4 layers, hidden 64, fp32, and every weight matters.
+"""Small random checkpoints of the architectures that we serve: 4 layers, hidden 64, fp32, and every
+weight matters.
 
 `python tests/engine/tiny.py FOLDER [NAME …]` writes them.
 """
@@ -25,7 +26,8 @@ INITIALIZER = 0.15
 
 _AS_IT_IS: Mapping[str, float] = {}
 
-#: Of every config that knows these words. Head size 32 is the least that vLLM's CPU attention takes.
+#: Of every config that knows these words. Head size 32 is the least that vLLM's CPU attention
+#: takes.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -37,13 +39,19 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-_GROUPED: dict[str, Any] = _COMMON | {"intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+_GROUPED: dict[str, Any] = _COMMON | {
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint to be made: transformers' config class and its arguments; `architecture` is what vLLM looks up."""
+    """A checkpoint to be made: transformers' config class and its arguments; `architecture` is what
+    vLLM looks up.
+    """
 
     architecture: str
     config: str
@@ -54,13 +62,30 @@ class Checkpoint:
         return getattr(transformers, self.config)(**self.options, architectures=[self.architecture])
 
     def make(self, path: Path) -> Path:
-        """Write it, with a tokenizer of 512 words, unless it is there; returns `path`. The weights depend on the options only."""
+        """Write it, with a tokenizer of 512 words, unless it is there; returns `path`.
+
+        The weights depend on the options only.
+        """
         seed = zlib.crc32(repr((self.architecture, sorted(self.options.items()))).encode())
-        return write(path, getattr(transformers, self.architecture), self.hf_config(), self.architecture, seed)
+        return write(
+            path,
+            getattr(transformers, self.architecture),
+            self.hf_config(),
+            self.architecture,
+            seed,
+        )
 
 
-def write(path: Path, kind: Any, config: Any, architecture: str, seed: int, tamed: Mapping[str, float] = _AS_IT_IS) -> Path:
-    """Write a checkpoint of transformers' class `kind`, which vLLM is to look up as `architecture`, unless it is there; its path.
+def write(
+    path: Path,
+    kind: Any,
+    config: Any,
+    architecture: str,
+    seed: int,
+    tamed: Mapping[str, float] = _AS_IT_IS,
+) -> Path:
+    """Write a checkpoint of transformers' class `kind`, which vLLM is to look up as `architecture`,
+    unless it is there; its path.
 
     `tamed`: parts of the names of parameters, and what those are multiplied with.
     """
@@ -74,7 +99,9 @@ def write(path: Path, kind: Any, config: Any, architecture: str, seed: int, tame
         for name, parameter in model.named_parameters():
             # Fresh norms and biases are ones and zeros: a missing one would not be seen.
             if parameter.ndim == 1:
-                parameter += (0.2 if "norm" in name or ".ln_" in name else 0.1) * torch.randn_like(parameter)
+                parameter += (0.2 if "norm" in name or ".ln_" in name else 0.1) * torch.randn_like(
+                    parameter
+                )
             elif not parameter.isfinite().all() or parameter.std() == 0:
                 parameter.normal_(0, INITIALIZER)
             for part, factor in tamed.items():
@@ -97,7 +124,9 @@ def save_tokenizer(path: Path) -> None:
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", eos_token="w1"
+    ).save_pretrained(path)
 
 
 def _llama_like(name: str, **options: Any) -> Checkpoint:
@@ -106,16 +135,27 @@ def _llama_like(name: str, **options: Any) -> Checkpoint:
 
 def _narrow(name: str, **options: Any) -> Checkpoint:
     """Of those whose heads share `hidden_size`."""
-    return Checkpoint(f"{name}ForCausalLM", f"{name}Config", _GROUPED | {"num_attention_heads": 2, "num_key_value_heads": 1} | options)
+    return Checkpoint(
+        f"{name}ForCausalLM",
+        f"{name}Config",
+        _GROUPED | {"num_attention_heads": 2, "num_key_value_heads": 1} | options,
+    )
 
 
-#: Name → checkpoint. Every entry of `architectures.ARCHITECTURES` is served by at least one of them.
+#: Name → checkpoint. Every entry of `architectures.ARCHITECTURES` is served by at least one of
+#: them.
 CHECKPOINTS: dict[str, Checkpoint] = {
     "llama": _llama_like("Llama"),
     "mistral": _llama_like("Mistral", sliding_window=WINDOW),
     "qwen2": _narrow("Qwen2"),
     "qwen3": _llama_like("Qwen3"),
-    "qwen3-moe": _llama_like("Qwen3Moe", moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
+    "qwen3-moe": _llama_like(
+        "Qwen3Moe",
+        moe_intermediate_size=96,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
     "mixtral": _llama_like("Mixtral", **_EXPERTS),
     "phi3": _narrow("Phi3"),
     "gemma": _llama_like("Gemma", tie_word_embeddings=True),
@@ -131,36 +171,66 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
         _GROUPED
-        | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
+        | {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": WINDOW,
+        }
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
-    "opt": Checkpoint("OPTForCausalLM", "OPTConfig", _COMMON | {"num_attention_heads": 2, "ffn_dim": 160, "word_embed_proj_dim": HIDDEN}),
+    "opt": Checkpoint(
+        "OPTForCausalLM",
+        "OPTConfig",
+        _COMMON | {"num_attention_heads": 2, "ffn_dim": 160, "word_embed_proj_dim": HIDDEN},
+    ),
     "gpt2": Checkpoint(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 2, "n_positions": 4096, "tie_word_embeddings": True}
-        | {key: _COMMON[key] for key in ("vocab_size", "initializer_range", "eos_token_id", "bos_token_id")},
+        {
+            "n_embd": HIDDEN,
+            "n_layer": LAYERS,
+            "n_head": 2,
+            "n_positions": 4096,
+            "tie_word_embeddings": True,
+        }
+        | {
+            key: _COMMON[key]
+            for key in ("vocab_size", "initializer_range", "eos_token_id", "bos_token_id")
+        },
     ),
     "olmo": _narrow("Olmo"),
     "olmo2": _narrow("Olmo2"),
     "gpt-neox": Checkpoint(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
-        _COMMON | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": True},
+        _COMMON
+        | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": True},
     ),
     "gpt-neox-sequential": Checkpoint(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
-        _COMMON | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": False},
+        _COMMON
+        | {"num_attention_heads": 2, "intermediate_size": 160, "use_parallel_residual": False},
     ),
     "smollm3": _narrow("SmolLM3"),
     "starcoder2": _narrow("Starcoder2", sliding_window=None),
 }
 #: Served by nothing: named in tests of what is refused.
 REFUSED: dict[str, Checkpoint] = {
-    "opt-post-norm": Checkpoint("OPTForCausalLM", "OPTConfig", CHECKPOINTS["opt"].options | {"do_layer_norm_before": False}),
-    "gpt2-by-layer": Checkpoint("GPT2LMHeadModel", "GPT2Config", CHECKPOINTS["gpt2"].options | {"scale_attn_by_inverse_layer_idx": True}),
-    "bloom": Checkpoint("BloomForCausalLM", "BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 2}),
+    "opt-post-norm": Checkpoint(
+        "OPTForCausalLM", "OPTConfig", CHECKPOINTS["opt"].options | {"do_layer_norm_before": False}
+    ),
+    "gpt2-by-layer": Checkpoint(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        CHECKPOINTS["gpt2"].options | {"scale_attn_by_inverse_layer_idx": True},
+    ),
+    "bloom": Checkpoint(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": 2, "n_head": 2},
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Small random checkpoints whose language model takes images: 4 layers, hidden 64, fp32, a vision tower of two layers.
+"""Small random checkpoints whose language model takes images: 4 layers, hidden 64, fp32, a vision
+tower of two layers.
 
 `python tests/engine/tiny_vision.py FOLDER [NAME …]` writes them.
 """
@@ -28,10 +29,25 @@ _VISION: dict[str, Any] = {
 }
 #: Sizes of an image, in pixels, that LLaVA-NeXT cuts into squares of `image_size`.
 _GRID = [[28, 56], [56, 28], [56, 56]]
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+}
 _INTERLEAVED = {"rope_parameters": _MROPE["rope_parameters"] | {"mrope_interleaved": True}}
-_QWEN_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
-_QWEN2_VISION = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14, "spatial_merge_size": 2}
+_QWEN_TOKENS = {
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+}
+_QWEN2_VISION = {
+    "depth": 2,
+    "embed_dim": 64,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+}
 _QWEN25_VISION = {
     "depth": 2,
     "hidden_size": 64,
@@ -54,24 +70,42 @@ _QWEN3_VISION = {
 }
 
 
-def _vision(name: str, config: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> Checkpoint:
+def _vision(
+    name: str, config: str, text: dict[str, Any], vision: dict[str, Any], **options: Any
+) -> Checkpoint:
     shared = {"tie_word_embeddings": False, "text_config": text, "vision_config": vision}
     return Checkpoint(f"{name}ForConditionalGeneration", f"{config}Config", shared | options)
 
 
 def _narrow(model_type: str, **options: Any) -> dict[str, Any]:
-    return _GROUPED | {"model_type": model_type, "num_attention_heads": 2, "num_key_value_heads": 1} | options
+    return (
+        _GROUPED
+        | {"model_type": model_type, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | options
+    )
 
 
 def _shuffled(name: str) -> Checkpoint:
     """Idefics 3 and those built like it."""
     vision = _VISION | {"model_type": f"{name.lower()}_vision"}
-    return _vision(name, name, _TEXT | {"model_type": "llama"}, vision, image_token_id=500, scale_factor=2, pad_token_id=None)
+    return _vision(
+        name,
+        name,
+        _TEXT | {"model_type": "llama"},
+        vision,
+        image_token_id=500,
+        scale_factor=2,
+        pad_token_id=None,
+    )
 
 
 CHECKPOINTS: dict[str, Checkpoint] = {
     "llava": _vision(
-        "Llava", "Llava", _TEXT | {"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}, image_token_index=500
+        "Llava",
+        "Llava",
+        _TEXT | {"model_type": "llama"},
+        _VISION | {"model_type": "clip_vision_model"},
+        image_token_index=500,
     ),
     "mistral3": _vision(
         "Mistral3",
@@ -84,7 +118,12 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         "Gemma3",
         "Gemma3",
         _TEXT
-        | {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": WINDOW, "tie_word_embeddings": True}
+        | {
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 32,
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+        }
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
         _VISION | {"model_type": "siglip_vision_model"},
         image_token_index=500,
@@ -93,9 +132,23 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         mm_tokens_per_image=4,
         tie_word_embeddings=True,
     ),
-    "qwen2-vl": _vision("Qwen2VL", "Qwen2VL", _narrow("qwen2_vl_text", **_MROPE), _QWEN2_VISION, **_QWEN_TOKENS),
-    "qwen2.5-vl": _vision("Qwen2_5_VL", "Qwen2_5_VL", _narrow("qwen2_5_vl_text", **_MROPE), _QWEN25_VISION, **_QWEN_TOKENS),
-    "qwen3-vl": _vision("Qwen3VL", "Qwen3VL", _TEXT | {"model_type": "qwen3_vl_text"} | _INTERLEAVED, _QWEN3_VISION, **_QWEN_TOKENS),
+    "qwen2-vl": _vision(
+        "Qwen2VL", "Qwen2VL", _narrow("qwen2_vl_text", **_MROPE), _QWEN2_VISION, **_QWEN_TOKENS
+    ),
+    "qwen2.5-vl": _vision(
+        "Qwen2_5_VL",
+        "Qwen2_5_VL",
+        _narrow("qwen2_5_vl_text", **_MROPE),
+        _QWEN25_VISION,
+        **_QWEN_TOKENS,
+    ),
+    "qwen3-vl": _vision(
+        "Qwen3VL",
+        "Qwen3VL",
+        _TEXT | {"model_type": "qwen3_vl_text"} | _INTERLEAVED,
+        _QWEN3_VISION,
+        **_QWEN_TOKENS,
+    ),
     "idefics3": _shuffled("Idefics3"),
     "smolvlm": _shuffled("SmolVLM"),
     "internvl": _vision(
@@ -146,8 +199,12 @@ def _words(special: dict[int, str]) -> Any:
     words = {special.get(number, f"w{number}"): number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w510", pad_token="w511")
-    made.add_special_tokens({"additional_special_tokens": list(special.values())}, replace_extra_special_tokens=False)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w0", eos_token="w510", pad_token="w511"
+    )
+    made.add_special_tokens(
+        {"additional_special_tokens": list(special.values())}, replace_extra_special_tokens=False
+    )
     return made
 
 
@@ -159,7 +216,11 @@ def _pil(model: str, name: str, **options: Any) -> Any:
 
 _CLIP = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 _IMAGE = {500: "<image>"}
-_TILES = {460 + 6 * row + column: f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)}
+_TILES = {
+    460 + 6 * row + column: f"<row_{row + 1}_col_{column + 1}>"
+    for row in range(6)
+    for column in range(6)
+}
 
 
 def _llava() -> Any:
@@ -183,8 +244,14 @@ def _llava_next() -> Any:
 
 
 def _idefics3() -> Any:
-    special = _IMAGE | {502: "<fake_token_around_image>", 503: "<global-img>", 504: "<end_of_utterance>"} | _TILES
-    images = _pil("idefics3", "Idefics3", size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
+    special = (
+        _IMAGE
+        | {502: "<fake_token_around_image>", 503: "<global-img>", 504: "<end_of_utterance>"}
+        | _TILES
+    )
+    images = _pil(
+        "idefics3", "Idefics3", size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
+    )
     return transformers.Idefics3Processor(images, _words(special), image_seq_len=1)
 
 
@@ -193,22 +260,33 @@ def _gemma3() -> Any:
     for name, word in (("image_token", 500), ("boi_token", 502), ("eoi_token", 503)):
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(word))
         setattr(tokenizer, f"{name}_id", word)
-    return transformers.Gemma3Processor(_pil("gemma3", "Gemma3", size={"height": 28, "width": 28}), tokenizer, image_seq_length=4)
+    return transformers.Gemma3Processor(
+        _pil("gemma3", "Gemma3", size={"height": 28, "width": 28}), tokenizer, image_seq_length=4
+    )
 
 
 def _mistral3() -> Any:
-    images = _pil("pixtral", "Pixtral", size={"longest_edge": 56}, patch_size={"height": 14, "width": 14})
+    images = _pil(
+        "pixtral", "Pixtral", size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
+    )
     words = _words({500: "[IMG]", 502: "[IMG_BREAK]", 503: "[IMG_END]"})
     return transformers.PixtralProcessor(images, words, patch_size=14, spatial_merge_size=2)
 
 
-_QWEN_WORDS = {500: "<|image_pad|>", 501: "<|video_pad|>", 502: "<|vision_start|>", 503: "<|vision_end|>"}
+_QWEN_WORDS = {
+    500: "<|image_pad|>",
+    501: "<|video_pad|>",
+    502: "<|vision_start|>",
+    503: "<|vision_end|>",
+}
 
 
 def _qwen(name: str, patch_size: int = 14) -> Any:
     size = {"shortest_edge": (2 * patch_size) ** 2, "longest_edge": (8 * patch_size) ** 2}
     images = _pil("qwen2_vl", "Qwen2VL", size=size, patch_size=patch_size)
-    videos = getattr(transformers, "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor")
+    videos = getattr(
+        transformers, "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"
+    )
     return getattr(transformers, f"{name}Processor")(images, _words(_QWEN_WORDS), videos())
 
 
@@ -224,11 +302,17 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
 }
 #: How a prompt has an image.
 _QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
-PLACES = {"mistral3": "[IMG]", "qwen2-vl": _QWEN_PLACE, "qwen2.5-vl": _QWEN_PLACE, "qwen3-vl": _QWEN_PLACE}
+PLACES = {
+    "mistral3": "[IMG]",
+    "qwen2-vl": _QWEN_PLACE,
+    "qwen2.5-vl": _QWEN_PLACE,
+    "qwen3-vl": _QWEN_PLACE,
+}
 #: Each message, its parts in turn; an image is its placeholder.
 CHAT = (
     "{% for message in messages %}w3 {% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}w4"
+    "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif "
+    "%}{% endfor %}{% endfor %}w4"
 )
 
 
@@ -247,10 +331,15 @@ def with_images(name: str, path: Path) -> Path:
 
 
 def _as_published(file: Path) -> None:
-    """transformers leaves out a level of the encoder's names, which the checkpoints on the hub have and vLLM expects."""
+    """transformers leaves out a level of the encoder's names, which the checkpoints on the hub have
+    and vLLM expects.
+    """
     tensors = load_file(file)
     level = "vision_tower.vision_model."
-    named = {key if level in key else key.replace("vision_tower.", level): value for key, value in tensors.items()}
+    named = {
+        key if level in key else key.replace("vision_tower.", level): value
+        for key, value in tensors.items()
+    }
     save_file(named, file, metadata={"format": "pt"})
 
 

@@ -4,11 +4,14 @@ from typing import NamedTuple
 
 #: fp32 rows of the 4-layer models against transformers: the same arithmetic in another order.
 FP32_ROWS = 1e-5
-#: fp32, 30 layers: all rows of a layer together, relative to their length (measured: 3.8e-6 at most over 56,610 rows).
+#: fp32, 30 layers: all rows of a layer together, relative to their length (measured: 3.8e-6 at most
+#: over 56,610 rows).
 FP32_LAYERS = 1e-5
-#: fp32, 30 layers, single rows: the worst of many (measured: p99.9 8e-6, worst 2.3e-5; vLLM's CPU kernels use faster exponentials).
+#: fp32, 30 layers, single rows: the worst of many (measured: p99.9 8e-6, worst 2.3e-5; vLLM's CPU
+#: kernels use faster exponentials).
 FP32_ROWS_30_LAYERS = 5e-5
-#: bf16 has 8 bits of mantissa, so transformers itself is 1 % from its fp32 rows. Captured rows may be this much further away.
+#: bf16 has 8 bits of mantissa, so transformers itself is 1 % from its fp32 rows. Captured rows may
+#: be this much further away.
 BF16_EXCESS = 1.5
 #: The same rows in another batch composition, fp32: matrix kernels may sum in another order.
 FP32_BATCH = 1e-5
@@ -16,36 +19,45 @@ FP32_BATCH = 1e-5
 BF16_BATCH = 0.02
 #: As BF16_BATCH in fp16, whose roundings are an eighth.
 FP16_BATCH = 0.005
-#: nats: what a steered token's log-probability differs by from the plain one's at least; far above any rounding in bf16.
+#: nats: what a steered token's log-probability differs by from the plain one's at least; far above
+#: any rounding in bf16.
 LOGPROB_MOVED = 0.5
 #: v1 against v2, fp32: another attention path.
 FP32_RUNNERS = 1e-5
-#: fp32: a vector is added at one site and taken away at the next; (s + v) − v is s up to two roundings of s + v, then three layers.
+#: fp32: a vector is added at one site and taken away at the next; (s + v) − v is s up to two
+#: roundings of s + v, then three layers.
 FP32_CANCELLED = 1e-5
-#: fp32: a component that was set (to 0 by an ablation) is so up to the rounding of 64 products, relative to the row's length.
+#: fp32: a component that was set (to 0 by an ablation) is so up to the rounding of 64 products,
+#: relative to the row's length.
 FP32_COMPONENT = 1e-6
-#: fp32, nats: log-probabilities of generated tokens against transformers' (logits of some tens, whose rows agree to FP32_ROWS).
+#: fp32, nats: log-probabilities of generated tokens against transformers' (logits of some tens,
+#: whose rows agree to FP32_ROWS).
 FP32_LOGPROBS = 1e-3
-#: fp32: a query's share of attention on one key, against transformers' eager attention: softmax of the same scores in another order.
+#: fp32: a query's share of attention on one key, against transformers' eager attention: softmax of
+#: the same scores in another order.
 FP32_ATTENTION = 1e-5
-#: As FP32_ROWS, at every hook of every architecture, with edits four times as long as a row (measured: 7.3e-6, of Mixtral's experts).
+#: As FP32_ROWS, at every hook of every architecture, with edits four times as long as a row
+#: (measured: 7.3e-6, of Mixtral's experts).
 FP32_HOOKS = 2e-5
 #: fp32: (1 − α)·h + α·t against float64; four roundings.
 FP32_LERP = 5e-7
-#: fp32, 30 layers, logit differences of some tens against TransformerLens: as FP32_ROWS_30_LAYERS, through the last matrix.
+#: fp32, 30 layers, logit differences of some tens against TransformerLens: as FP32_ROWS_30_LAYERS,
+#: through the last matrix.
 LENS_LOGITS = 1e-3
 #: fp32, 30 layers, logit differences of the same prompt in two batches.
 FP32_BATCH_LOGITS = 5e-4
-#: fp32, nats: a forward that begins at a layer with captured rows against one from the first layer, in another batch (measured: 0).
+#: fp32, nats: a forward that begins at a layer with captured rows against one from the first layer,
+#: in another batch (measured: 0).
 FP32_ENTERED = 1e-5
-#: As FP32_ENTERED in bf16, 30 layers: another batch rounds elsewhere, as BF16_BATCH; log-probabilities of some −20 are 0.125 apart
-#: (measured: 0.24 over 1,152 of them).
+#: As FP32_ENTERED in bf16, 30 layers: another batch rounds elsewhere, as BF16_BATCH;
+#: log-probabilities of some −20 are 0.125 apart (measured: 0.24 over 1,152 of them).
 BF16_ENTERED = 0.5
 
 
-#: fp32, quantised activations: a single row. A number that lies between two codes falls to the one or to the other as the last bit of a
-#: sum decides; that row differs by one code (int8: 1/127 of its largest number, FP8: 1/16 of the number), and later tokens attend to it
-#: (measured: 0.15; rows of another layer or another scale differ by 1 and more).
+#: fp32, quantised activations: a single row. A number that lies between two codes falls to the one
+#: or to the other as the last bit of a sum decides; that row differs by one code (int8: 1/127 of
+#: its largest number, FP8: 1/16 of the number), and later tokens attend to it (measured: 0.15; rows
+#: of another layer or another scale differ by 1 and more).
 FP32_CODES = 0.3
 
 
@@ -58,14 +70,18 @@ class Tolerance(NamedTuple):
 FIDELITY = {
     "float32": Tolerance(
         FP32_HOOKS,
-        "error of a row relative to its norm, against transformers in fp32: the same arithmetic in a different order (other matrix "
+        "error of a row relative to its norm, against transformers in fp32: the same "
+        "arithmetic in a different order (other matrix "
         "kernels, another attention implementation), over four layers",
     ),
     "bfloat16": Tolerance(
         BF16_EXCESS,
-        "multiple of transformers' own bf16 error, both against transformers in fp32: the two round in different places, so "
-        "they are equally far from the truth, but differ from each other; where a router chooses experts, the figure is that of "
-        "the median row, and the median over five prompts, because rounding decides the expert of a token near a tie, and later "
+        "multiple of transformers' own bf16 error, both against transformers in fp32: "
+        "the two round in different places, so "
+        "they are equally far from the truth, but differ from each other; where a "
+        "router chooses experts, the figure is that of "
+        "the median row, and the median over five prompts, because rounding decides "
+        "the expert of a token near a tie, and later "
         "tokens attend to it",
     ),
 }
@@ -74,11 +90,16 @@ FIDELITY = {
 QUANTISED = {
     "fp32": Tolerance(
         FP32_HOOKS,
-        "error of a row relative to its norm, against transformers in fp32, as in fidelity.md; where activations are rounded, of the "
-        f"median row, and {FP32_CODES} of every row: the last bit of a sum may decide between two codes",
+        "error of a row relative to its norm, against transformers in fp32, as in "
+        "fidelity.md; where activations are rounded, of the "
+        f"median row, and {FP32_CODES} of every row: the last bit of a sum may decide "
+        "between two codes",
     ),
     "fp16, bf16": Tolerance(
         BF16_EXCESS,
-        "multiple of transformers' own error in that dtype, both against transformers in fp32, over all rows together",
+        (
+            "multiple of transformers' own error in that dtype, both against transformers "
+            "in fp32, over all rows together"
+        ),
     ),
 }

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from cluster import Cluster, Outage
 
-#: Fault → how often the full gate causes it: kills, stops (SIGTERM), pauses past the lease (SIGSTOP), refused writes of Redis; a machine
-#: that dies, and whose Redis loads its log slowly while the other processes on it start; a relay that is away for longer than receipts may
-#: take. `api`: for each replica.
+#: Fault → how often the full gate causes it: kills, stops (SIGTERM), pauses past the lease
+#: (SIGSTOP), refused writes of Redis; a machine that dies, and whose Redis loads its log slowly
+#: while the other processes on it start; a relay that is away for longer than receipts may take.
+#: `api`: for each replica.
 FULL = {
     "worker": 30,
     "redis": 5,
@@ -22,7 +23,8 @@ FULL = {
     "machine": 2,
     "relay long": 1,
 }
-#: In a run of its own, because jobs wait for the weights that they were accepted for: all workers end, and come back with other weights.
+#: In a run of its own, because jobs wait for the weights that they were accepted for: all workers
+#: end, and come back with other weights.
 OTHER_WEIGHTS = {"worker": 6, "relay": 1, "redis": 1, "model": 4}
 #: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
 BUCKET = {"bucket away": 5, "bucket busy": 10}
@@ -31,19 +33,23 @@ STOP, PAUSE, NO_ROOM, AWAY, BUSY, LONG = " stop", " pause", " full", " away", " 
 PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
 DOWN_S = 1.0
-#: A relay is away for longer than `capture_timeout_s` by this: its sign of life lasts some time, in which the time of receipts counts.
+#: A relay is away for longer than `capture_timeout_s` by this: its sign of life lasts some time, in
+#: which the time of receipts counts.
 LONG_S = 25.0
 #: Seconds between two looks at whether jobs wait for other weights.
 LOOK_S = 1.0
 #: What dies with a machine.
 MACHINE = ["redis", "relay", "callbacks", "worker", "api"]
-#: Faults happen between these shares of the load, so that each has something before and something behind it.
+#: Faults happen between these shares of the load, so that each has something before and something
+#: behind it.
 FIRST, LAST = 0.03, 0.95
 
 
 @dataclass
 class Fault:
-    """Before job number `before` is sent, one of `targets` is killed, or gets SIGTERM; or `together` all of them."""
+    """Before job number `before` is sent, one of `targets` is killed, or gets SIGTERM; or
+    `together` all of them.
+    """
 
     kind: str  # as in `FULL`
     targets: list[str]
@@ -63,12 +69,22 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
         if what in together:
             wanted += [(kind, together[what])] * count
         elif what == "worker":
-            wanted += [(kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)]
+            wanted += [
+                (kind, rng.sample(cluster.workers, len(cluster.workers))) for _ in range(count)
+            ]
         elif what == "api":
             wanted += [(kind, [replica]) for replica in cluster.ports for _ in range(count)]
         else:
             wanted += [(kind, [what])] * count
-    faults = [Fault(kind, targets, rng.randint(int(FIRST * jobs), int(LAST * jobs)), rng.uniform(0.05, DOWN_S)) for kind, targets in wanted]
+    faults = [
+        Fault(
+            kind,
+            targets,
+            rng.randint(int(FIRST * jobs), int(LAST * jobs)),
+            rng.uniform(0.05, DOWN_S),
+        )
+        for kind, targets in wanted
+    ]
     for fault in faults:
         fault.together = fault.kind in together
         if fault.kind.endswith(LONG):
@@ -77,7 +93,9 @@ def schedule(rng: random.Random, cluster: Cluster, jobs: int, kills: dict[str, i
 
 
 class Chaos:
-    """Executes faults as the load comes to them; several things may be away at once, the same thing never twice."""
+    """Executes faults as the load comes to them; several things may be away at once, the same thing
+    never twice.
+    """
 
     def __init__(self, cluster: Cluster, faults: list[Fault]):
         self._cluster, self.faults = cluster, faults
@@ -92,7 +110,9 @@ class Chaos:
                 await self._fire(fault)
 
     async def serve_all(self) -> None:
-        """Give the workers other weights whenever only jobs that were accepted for those are left, until cancelled."""
+        """Give the workers other weights whenever only jobs that were accepted for those are left,
+        until cancelled.
+        """
         while True:
             await asyncio.sleep(LOOK_S)
             if await asyncio.to_thread(self._cluster.unserved):
@@ -105,15 +125,33 @@ class Chaos:
 
     async def _fire(self, fault: Fault) -> None:
         async with self._freed:
-            few = self._busy.isdisjoint if fault.together else lambda names: not self._busy.issuperset(names)
+            few = (
+                self._busy.isdisjoint
+                if fault.together
+                else lambda names: not self._busy.issuperset(names)
+            )
             await self._freed.wait_for(lambda: few(fault.targets))
-            targets = fault.targets if fault.together else [next(name for name in fault.targets if name not in self._busy)]
+            targets = (
+                fault.targets
+                if fault.together
+                else [next(name for name in fault.targets if name not in self._busy)]
+            )
             self._busy.update(targets)
-        strikes = {STOP: self._cluster.stop_in_order, NO_ROOM: self._cluster.fill, AWAY: self._cluster.part, BUSY: self._cluster.burden}
-        strike = next((found for suffix, found in strikes.items() if fault.kind.endswith(suffix)), self._cluster.strike)
+        strikes = {
+            STOP: self._cluster.stop_in_order,
+            NO_ROOM: self._cluster.fill,
+            AWAY: self._cluster.part,
+            BUSY: self._cluster.burden,
+        }
+        strike = next(
+            (found for suffix, found in strikes.items() if fault.kind.endswith(suffix)),
+            self._cluster.strike,
+        )
         how = signal.SIGSTOP if fault.kind.endswith(PAUSE) else signal.SIGKILL
         if fault.together:
-            fault.outage = await asyncio.to_thread({"machine": self._cluster.outage, "model": self._cluster.swap}[fault.kind], targets)
+            fault.outage = await asyncio.to_thread(
+                {"machine": self._cluster.outage, "model": self._cluster.swap}[fault.kind], targets
+            )
         else:
             fault.outage = await asyncio.to_thread(strike, targets[0], how)
         fault.fired.set()
@@ -121,8 +159,12 @@ class Chaos:
 
     async def _revive(self, fault: Fault, targets: list[str]) -> None:
         assert fault.outage is not None
-        await asyncio.sleep(fault.down_s + (self._cluster.settings.lease_s + PAST_LEASE_S if fault.outage.paused else 0))
-        if "redis" not in targets:  # what starts while Redis is away waits for it, but says so by ending where it must
+        await asyncio.sleep(
+            fault.down_s
+            + (self._cluster.settings.lease_s + PAST_LEASE_S if fault.outage.paused else 0)
+        )
+        if "redis" not in targets:
+            # what starts while Redis is away waits for it, but says so by ending where it must
             await self._until_free("redis")
         await asyncio.to_thread(self._cluster.revive, fault.outage)
         async with self._freed:

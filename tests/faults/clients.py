@@ -1,7 +1,8 @@
 """What do the service's clients request, and which answers do they get while its parts die?
 
-Each job has a client of its own that does what the guide tells clients to do: it sends an Idempotency-Key, repeats what was
-answered 503 or broke, at whichever replica answers, and follows the job to its end. All answers are recorded.
+Each job has a client of its own that does what the guide tells clients to do: it sends an
+Idempotency-Key, repeats what was answered 503 or broke, at whichever replica answers, and follows
+the job to its end. All answers are recorded.
 """
 
 import asyncio
@@ -35,14 +36,25 @@ WAYS = {
 }
 #: Each job with a number that is a multiple of this is a harvest instead: it lasts for many jobs.
 HARVEST_EVERY = 100
-#: How a file is rewritten while it is harvested: another file of its name, or the same one with other documents; also with one more in
-#: front, or without the last ones.
+#: How a file is rewritten while it is harvested: another file of its name, or the same one with
+#: other documents; also with one more in front, or without the last ones.
 REWRITES = ("replaced", "in place", "prepended", "shorter")
 #: Seconds after a harvest was planned at which its file is rewritten, at most.
 REWRITE_S = 2.0
 HELD = {"held job", "completion", "captured completion"}
 #: Text of a prompt: words that no other has.
-WORDS = ("steer", "capture", "patch", "stream", "layer", "token", "receipt", "ledger", "relay", "worker")
+WORDS = (
+    "steer",
+    "capture",
+    "patch",
+    "stream",
+    "layer",
+    "token",
+    "receipt",
+    "ledger",
+    "relay",
+    "worker",
+)
 #: Seconds after which a client has lost its patience, which is a failure of the service.
 PATIENCE_S = 240.0
 #: A held response may take this much longer than `max_wait_s`: it outlives a restart of Redis.
@@ -64,12 +76,16 @@ class Plan:
     capture: dict[str, Any] | None = None
     callback: str | None = None
     when: str = ""  # of a cancelled job: `running` when it is to be cancelled then, else soon
-    file: str = ""  # of a harvest: the file in `Clients.sources` that its documents are read from; empty: they are in the request
+    # of a harvest: the file in `Clients.sources` that its documents are read from; empty: they are
+    # in the request
+    file: str = ""
     rewrite: str = ""  # what becomes of that file while it is harvested, of `REWRITES`
 
     @property
     def hooks(self) -> dict[str, list[int]]:
-        """What a harvest reads: of a file so much that it has many units, each of which is read when its turn comes."""
+        """What a harvest reads: of a file so much that it has many units, each of which is read
+        when its turn comes.
+        """
         return {hook: [0, 1, 2, 3] for hook in HOOKS} if self.file else {"post_block": [0, 3]}
 
     @property
@@ -97,49 +113,85 @@ class Plan:
             body["callback_url"] = self.callback
         if self.way == "harvest":
             source = {"path": self.file} if self.file else {"lines": list(self.prompts)}
-            return body | {"source": source, "hooks": self.hooks, "shards": {"mib": 1, "shuffle": self.number}}
+            return body | {
+                "source": source,
+                "hooks": self.hooks,
+                "shards": {"mib": 1, "shuffle": self.number},
+            }
         if self.way == "sweep":
             clean, corrupt = self.prompts
             pair = {"clean": clean, "corrupt": corrupt, "answer": "a", "foil": "b"}
-            return body | {"pairs": [pair], "layers": [0, 1], "positions": "last_prompt", "metric": "logit_diff", "noise": 2}
+            return body | {
+                "pairs": [pair],
+                "layers": [0, 1],
+                "positions": "last_prompt",
+                "metric": "logit_diff",
+                "noise": 2,
+            }
         if self.capture:
             body["capture"] = self.capture
         if self.path == "/v1/jobs":
             if self.way == "steered job":
                 vector = np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
-                tensor = {"dtype": "float32", "shape": [HIDDEN_SIZE], "data": base64.b64encode(vector).decode()}
+                tensor = {
+                    "dtype": "float32",
+                    "shape": [HIDDEN_SIZE],
+                    "data": base64.b64encode(vector).decode(),
+                }
                 body["steering"] = [{"layers": [1], "vector": tensor}]
-            return body | {"prompts": list(self.prompts), "sampling": {"max_tokens": self.max_tokens}}
+            return body | {
+                "prompts": list(self.prompts),
+                "sampling": {"max_tokens": self.max_tokens},
+            }
         body |= {"prompt": list(self.prompts), "max_tokens": self.max_tokens, "temperature": 0}
-        return body | {"capture_wait": self.way == "captured completion", "stream": self.way == "streamed completion"}
+        return body | {
+            "capture_wait": self.way == "captured completion",
+            "stream": self.way == "streamed completion",
+        }
 
 
-def plans(rng: random.Random, count: int, callback: str | None = None, files: bool = False) -> list[Plan]:
-    """`count` different jobs; one in five has the callback URL `callback`. `files`: every other harvest reads a file."""
+def plans(
+    rng: random.Random, count: int, callback: str | None = None, files: bool = False
+) -> list[Plan]:
+    """`count` different jobs; one in five has the callback URL `callback`.
+
+    `files`: every other harvest reads a file.
+    """
     made = []
     for number in range(count):
         way = rng.choices(list(WAYS), list(WAYS.values()))[0]
         if number % HARVEST_EVERY == 0:
             from_file = files and number // HARVEST_EVERY % 2 == 1
             length = FILE_DOCUMENTS if from_file else DOCUMENTS
-            harvest = Plan(number, "harvest", tuple(document(rng, number, place) for place in range(length)), 0)
+            harvest = Plan(
+                number, "harvest", tuple(document(rng, number, place) for place in range(length)), 0
+            )
             if from_file:
                 rewrite = rng.choice(REWRITES) if number // HARVEST_EVERY % 4 == 1 else ""
                 harvest = replace(harvest, file=f"{number}.jsonl", rewrite=rewrite)
             made.append(harvest)
             continue
-        words = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(2 if way == "sweep" else rng.choice((1, 1, 2, 3)))]
+        words = [
+            " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+            for _ in range(2 if way == "sweep" else rng.choice((1, 1, 2, 3)))
+        ]
         prompts = tuple(f"{number} {text}"[:40].ljust(12, ".") for text in words)
         if way == "sweep":
             prompts = (f"{number:06d} clean", f"{number:06d} wrong")
-        captured = way == "captured completion" or (way in ("job", "held job") and rng.random() < 0.4)
+        captured = way == "captured completion" or (
+            way in ("job", "held job") and rng.random() < 0.4
+        )
         made.append(
             Plan(
                 number,
                 way,
                 prompts,
-                rng.randint(60, 250) if rng.random() < 0.02 or way == "cancelled job" else rng.randint(2, 16),
-                {"layers": [0, 3], "positions": "all", "layout": rng.choice(("auto", "packed"))} if captured else None,
+                rng.randint(60, 250)
+                if rng.random() < 0.02 or way == "cancelled job"
+                else rng.randint(2, 16),
+                {"layers": [0, 3], "positions": "all", "layout": rng.choice(("auto", "packed"))}
+                if captured
+                else None,
                 callback if callback and rng.random() < 0.2 else None,
                 rng.choice(("soon", "running")),
             )
@@ -157,7 +209,8 @@ class Observed:
 
     plan: Plan
     key: str
-    ids: dict[str, None] = field(default_factory=dict)  # of jobs, in the order in which they were received
+    # of jobs, in the order in which they were received
+    ids: dict[str, None] = field(default_factory=dict)
     begun: float = 0.0  # when it was first sent
     accepted: float = 0.0  # when a 200 or 202 was first there
     finished: float = 0.0  # when its end was received
@@ -174,7 +227,10 @@ class Observed:
 
 
 class Clients:
-    """All clients, over all replicas. `was_away(replica, start, end)`: whether a broken connection has its reason."""
+    """All clients, over all replicas.
+
+    `was_away(replica, start, end)`: whether a broken connection has its reason.
+    """
 
     def __init__(
         self,
@@ -188,7 +244,10 @@ class Clients:
         """`sources`: the folder of the files that harvests read."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
         timeout = httpx.Timeout(30.0, read=max_wait_s + OUTAGE_S)
-        self._http = {name: httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) for name, url in urls.items()}
+        self._http = {
+            name: httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout)
+            for name, url in urls.items()
+        }
         self._run, self._rng, self._was_away = run, rng, was_away
         self._wait_s = max_wait_s
         self._sources = sources
@@ -217,7 +276,9 @@ class Clients:
         answer = await self._ask(observed, "POST", plan.path, json=plan.body(), headers=headers)
         observed.held_s = time.monotonic() - began
         if answer.status_code not in (200, 202):
-            observed.wrong.append(f"{plan.way} was answered {answer.status_code}: {answer.text[:300]}")
+            observed.wrong.append(
+                f"{plan.way} was answered {answer.status_code}: {answer.text[:300]}"
+            )
             return
         if plan.way == "harvest":
             await self._harvested(observed)
@@ -225,14 +286,23 @@ class Clients:
         if "completion" in plan.way and answer.status_code == 200:
             observed.texts = _texts(plan, answer)
         if plan.way == "cancelled job":
-            await self._until_started(observed) if plan.when == "running" else await asyncio.sleep(self._rng.random() * 0.3)
+            await self._until_started(observed) if plan.when == "running" else await asyncio.sleep(
+                self._rng.random() * 0.3
+            )
             cancelled = await self._ask(observed, "POST", f"/v1/jobs/{observed.id}/cancel")
             if cancelled.status_code not in (200, 202, 409):
-                observed.wrong.append(f"cancel was answered {cancelled.status_code}: {cancelled.text[:200]}")
+                observed.wrong.append(
+                    f"cancel was answered {cancelled.status_code}: {cancelled.text[:200]}"
+                )
         while observed.state not in TERMINAL:
-            view = await self._ask(observed, "GET", f"/v1/jobs/{observed.id}", params={"wait": self._wait_s})
+            view = await self._ask(
+                observed, "GET", f"/v1/jobs/{observed.id}", params={"wait": self._wait_s}
+            )
             if view.status_code != 200:
-                observed.wrong.append(f"GET of {observed.id}, which was accepted, was answered {view.status_code}: {view.text[:200]}")
+                observed.wrong.append(
+                    f"GET of {observed.id}, which was accepted, was answered {view.status_code}: "
+                    f"{view.text[:200]}"
+                )
                 return
             observed.state = view.json()["state"]
         observed.finished = time.monotonic()
@@ -241,7 +311,9 @@ class Clients:
             if result.status_code == 200:
                 observed.texts = [output["text"] for output in result.json()["outputs"]]
             else:
-                observed.wrong.append(f"the result of {observed.id} was answered {result.status_code}")
+                observed.wrong.append(
+                    f"the result of {observed.id} was answered {result.status_code}"
+                )
 
     async def _harvested(self, observed: Observed) -> None:
         rewrite_at = float("inf")
@@ -249,7 +321,10 @@ class Clients:
         while observed.state not in TERMINAL:
             view = await self._ask(observed, "GET", f"/v1/harvests/{observed.id}")
             if view.status_code != 200:
-                observed.wrong.append(f"GET of {observed.id}, which was accepted, was answered {view.status_code}: {view.text[:200]}")
+                observed.wrong.append(
+                    f"GET of {observed.id}, which was accepted, was answered {view.status_code}: "
+                    f"{view.text[:200]}"
+                )
                 return
             observed.state = view.json()["state"]
             if observed.state == "paused":
@@ -258,7 +333,11 @@ class Clients:
                 rewrites, rewrite_at = False, time.monotonic() + self._rng.random() * REWRITE_S
             if time.monotonic() > rewrite_at and self._sources:
                 rewrite_at = float("inf")
-                _write(self._sources / observed.plan.file, observed.plan.others, anew=observed.plan.rewrite != "in place")
+                _write(
+                    self._sources / observed.plan.file,
+                    observed.plan.others,
+                    anew=observed.plan.rewrite != "in place",
+                )
             await asyncio.sleep(0.5)
         observed.finished = time.monotonic()
 
@@ -266,7 +345,13 @@ class Clients:
         """A long poll for each change."""
         known = {"If-None-Match": '"0"'}  # without one the poll would wait for the end
         while True:
-            view = await self._ask(observed, "GET", f"/v1/jobs/{observed.id}", params={"wait": self._wait_s}, headers=known)
+            view = await self._ask(
+                observed,
+                "GET",
+                f"/v1/jobs/{observed.id}",
+                params={"wait": self._wait_s},
+                headers=known,
+            )
             if view.status_code == 200 and view.json()["state"] != "queued":
                 return
             known = {"If-None-Match": view.headers.get("etag", "")}
@@ -280,26 +365,40 @@ class Clients:
                 answer = await self._http[replica].request(method, path, **more)
             except httpx.TimeoutException as error:
                 observed.answers["hung"] += 1
-                observed.wrong.append(f"{method} {path} hung for {time.monotonic() - began:.0f} s at {replica}: {error!r}")
+                observed.wrong.append(
+                    f"{method} {path} hung for {time.monotonic() - began:.0f} s at {replica}: "
+                    f"{error!r}"
+                )
                 continue
             except httpx.TransportError as error:
                 observed.answers["broken"] += 1
                 if not self._was_away(replica, began, time.monotonic()):
-                    observed.wrong.append(f"{method} {path} broke at {replica}, which lived: {error!r}")
+                    observed.wrong.append(
+                        f"{method} {path} broke at {replica}, which lived: {error!r}"
+                    )
                 await asyncio.sleep(0.05 + self._rng.random() * 0.2)
                 continue
             observed.answers[str(answer.status_code)] += 1
-            if answer.status_code in (200, 202) and method == "POST" and not path.endswith("/cancel"):
+            if (
+                answer.status_code in (200, 202)
+                and method == "POST"
+                and not path.endswith("/cancel")
+            ):
                 observed.ids[answer.headers.get(JOB_HEADER) or answer.json()["id"]] = None
                 observed.accepted = observed.accepted or time.monotonic()
             if answer.status_code in (429, 503):
-                await asyncio.sleep(min(float(answer.headers.get("retry-after", "1")), 0.5) * (0.5 + self._rng.random()))
+                await asyncio.sleep(
+                    min(float(answer.headers.get("retry-after", "1")), 0.5)
+                    * (0.5 + self._rng.random())
+                )
                 continue
             return answer
 
 
 def _write(path: Path, documents: Sequence[str], anew: bool = True) -> None:
-    """Write a corpus of one document per line: as another file of this name, or into the file that is there."""
+    """Write a corpus of one document per line: as another file of this name, or into the file that
+    is there.
+    """
     text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
     if not anew:
         path.write_text(text)

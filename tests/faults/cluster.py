@@ -1,6 +1,7 @@
 """Which processes does the fault gate run, how are they killed, and when was each of them away?
 
-`Stack` of the system tests with several API replicas. Every process is started again by the harness, as a supervisor would.
+`Stack` of the system tests with several API replicas. Every process is started again by the
+harness, as a supervisor would.
 """
 
 import contextlib
@@ -21,9 +22,11 @@ from stack import Stack, free_port
 from midstream.schemas.settings import Settings
 from midstream.workers.fake.model import identity_of
 
-#: The weights that workers have under the name `clients.MODEL`: at first, and after a fault of the kind `model`.
+#: The weights that workers have under the name `clients.MODEL`: at first, and after a fault of the
+#: kind `model`.
 MODELS = [MODEL, f"{MODEL}@other"]
-#: Leases of a minute would make the gate wait for them; what is shown does not depend on their length.
+#: Leases of a minute would make the gate wait for them; what is shown does not depend on their
+#: length.
 SETTINGS: dict[str, Any] = {
     "fake_token_s": 0.02,
     "lease_s": 5.0,
@@ -39,9 +42,11 @@ SETTINGS: dict[str, Any] = {
     "model_name": MODEL,
     "on_model_change": "wait",
 }
-#: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what starts meanwhile needs for its start.
+#: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what
+#: starts meanwhile needs for its start.
 LOADED_COMMANDS, LOAD_S = 20_000, 12.0
-#: How long a process that ends with an error is started again for: while Redis restarts, or workers with other weights count as alive.
+#: How long a process that ends with an error is started again for: while Redis restarts, or workers
+#: with other weights count as alive.
 STARTING_S = 60.0
 #: How long a worker's kill waits for the worker to hold a job, in seconds.
 WORK_S = 5.0
@@ -62,7 +67,9 @@ class Outage:
 
 
 class Cluster(Stack):
-    """`workers` workers (`worker`, `worker-2`, …) and `apis` API replicas (`api`, `api-2`, …), which clients choose from."""
+    """`workers` workers (`worker`, `worker-2`, …) and `apis` API replicas (`api`, `api-2`, …),
+    which clients choose from.
+    """
 
     def __init__(
         self,
@@ -74,14 +81,22 @@ class Cluster(Stack):
         bucket: FaultProxy | None = None,
         **settings: Any,
     ):
-        """`callbacks_fault`: the setting `fault` of the callbacks process, which moves its clock. `bucket`: what harvests go into."""
+        """`callbacks_fault`: the setting `fault` of the callbacks process, which moves its clock.
+
+        `bucket`: what harvests go into.
+        """
         if bucket is not None:
-            settings |= {"harvest_stores": s3_kit.uri(bucket), "artifact_access_key": s3_kit.ACCESS_KEY}
+            settings |= {
+                "harvest_stores": s3_kit.uri(bucket),
+                "artifact_access_key": s3_kit.ACCESS_KEY,
+            }
             settings |= {"artifact_secret_key": s3_kit.SECRET_KEY}
         self.sources = directory / "sources"
         self.sources.mkdir(parents=True)
         settings["harvest_sources"] = str(self.sources)
-        super().__init__(directory, api=False, workers=workers, start_timeout_s=120, **(SETTINGS | settings))
+        super().__init__(
+            directory, api=False, workers=workers, start_timeout_s=120, **(SETTINGS | settings)
+        )
         replicas = ["api", *[f"api-{number}" for number in range(2, apis + 1)]][:apis]
         self.ports = {name: free_port() for name in replicas}
         self.names += replicas
@@ -111,15 +126,23 @@ class Cluster(Stack):
         return outage
 
     def fill(self, name: str, _: signal.Signals) -> Outage:
-        """Redis answers from now on, and refuses every write, as when its memory or its disk is full."""
+        """Redis answers from now on, and refuses every write, as when its memory or its disk is
+        full.
+        """
         outage = Outage(name, time.monotonic(), full=True)
         self.outages.append(outage)
         self._limit_redis(1)
         return outage
 
     def outage(self, names: list[str]) -> Outage:
-        """A machine with Redis and one of each other process dies. What comes back with it starts while Redis loads its log, slowly."""
-        with redis.Redis.from_url(self.settings.redis_url) as client, client.pipeline(transaction=False) as pipe:
+        """A machine with Redis and one of each other process dies.
+
+        What comes back with it starts while Redis loads its log, slowly.
+        """
+        with (
+            redis.Redis.from_url(self.settings.redis_url) as client,
+            client.pipeline(transaction=False) as pipe,
+        ):
             for number in range(LOADED_COMMANDS):
                 pipe.set("ms:gate-load", number)
             with contextlib.suppress(redis.ResponseError):  # it takes no writes just now
@@ -157,10 +180,15 @@ class Cluster(Stack):
         return outage
 
     def unserved(self) -> bool:
-        """Whether jobs wait for the weights that are not served, and none is left for those that are."""
+        """Whether jobs wait for the weights that are not served, and none is left for those that
+        are.
+        """
         served = identity_of(Settings(model=self.model)).encode()
         try:
-            with redis.Redis.from_url(self.settings.redis_url, retry=None) as client, client.pipeline(transaction=False) as pipe:
+            with (
+                redis.Redis.from_url(self.settings.redis_url, retry=None) as client,
+                client.pipeline(transaction=False) as pipe,
+            ):
                 for job in client.zrange("ms:live", 0, -1):
                     pipe.hget(f"ms:job:{job.decode()}", "identity")
                 found = pipe.execute()
@@ -176,7 +204,9 @@ class Cluster(Stack):
         return outage
 
     def burden(self, name: str, _: signal.Signals) -> Outage:
-        """The bucket answers writes with 503 and cuts some in the middle; it still does so for a while once others go on."""
+        """The bucket answers writes with 503 and cuts some in the middle; it still does so for a
+        while once others go on.
+        """
         assert self._bucket is not None, "this cluster has no bucket"
         self.outages.append(outage := Outage(name, time.monotonic(), mend=lambda: None))
         self._bucket.fault("503", "^PUT", times=20)
@@ -188,7 +218,10 @@ class Cluster(Stack):
             client.config_set("maxmemory", memory)
 
     def stop_in_order(self, name: str, _: signal.Signals) -> Outage:
-        """SIGTERM, which must end the process in time and in order. (uvicorn stops in order and then dies of the signal.)"""
+        """SIGTERM, which must end the process in time and in order.
+
+        (uvicorn stops in order and then dies of the signal.)
+        """
         outage = Outage(name, time.monotonic())
         self.outages.append(outage)
         code = self.end(name, STOP_S)
@@ -203,13 +236,16 @@ class Cluster(Stack):
         deadline = time.monotonic() + WORK_S
         with redis.Redis.from_url(self.settings.redis_url, retry=None) as client:
             while time.monotonic() < deadline:
-                with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):  # it may be killed just now
+                with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+                    # it may be killed just now
                     if client.scard(name):
                         return
                 time.sleep(0.005)
 
     def revive(self, outage: Outage, **changed: Any) -> None:
-        """Start it again, as a supervisor would also when it ends while it starts, and wait until it is ready."""
+        """Start it again, as a supervisor would also when it ends while it starts, and wait until
+        it is ready.
+        """
         if outage.paused:
             self.kill(outage.name, signal.SIGCONT)
             outage.ready = time.monotonic()
@@ -226,17 +262,25 @@ class Cluster(Stack):
         outage.ready = time.monotonic()
 
     def _start(self, name: str, **changed: Any) -> None:
-        """Start a process again, as a supervisor would also when it ends while it starts: a worker with other weights does so while the
-        others count as alive."""
+        """Start a process again, as a supervisor would also when it ends while it starts: a worker
+        with other weights does so while the others count as alive.
+        """
         deadline = time.monotonic() + STARTING_S
         while True:
             try:
                 self.restart(name, **changed)
                 return
             except AssertionError:
-                if time.monotonic() > deadline or name == "redis" or self.processes[name].poll() is None:
+                if (
+                    time.monotonic() > deadline
+                    or name == "redis"
+                    or self.processes[name].poll() is None
+                ):
                     raise
 
     def was_away(self, name: str, start: float, end: float) -> bool:
         """Whether `name` was killed, or not ready again, at some time between."""
-        return any(outage.name == name and outage.killed <= end and outage.ready >= start for outage in self.outages)
+        return any(
+            outage.name == name and outage.killed <= end and outage.ready >= start
+            for outage in self.outages
+        )

@@ -1,8 +1,12 @@
-"""What became of every job in the end, by the ledger, the event streams and the files? Each rule names who broke it.
+"""What became of every job in the end, by the ledger, the event streams and the files?
 
-Lost: a job whose client received its acceptance, and that did not succeed (or was not cancelled where that was asked for).
-Duplicate effect: two jobs for one Idempotency-Key; more than one result, end, or set of files for a job; an event that occurs twice;
-files or receipts of another attempt than the one that gave the result; an output or a row that is not what the deterministic engine gives.
+Each rule names who broke it.
+
+Lost: a job whose client received its acceptance, and that did not succeed (or was not cancelled
+where that was asked for). Duplicate effect: two jobs for one Idempotency-Key; more than one result,
+end, or set of files for a job; an event that occurs twice; files or receipts of another attempt
+than the one that gave the result; an output or a row that is not what the deterministic engine
+gives.
 """
 
 import asyncio
@@ -28,7 +32,13 @@ from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.schemas.keys import DEFAULT_TENANT
 from midstream.schemas.settings import Settings
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.fake.model import Dice, identity_of, make_tokenizer, residual_rows, weights_of
+from midstream.workers.fake.model import (
+    Dice,
+    identity_of,
+    make_tokenizer,
+    residual_rows,
+    weights_of,
+)
 
 #: Jobs that are looked at together.
 AT_ONCE = 32
@@ -38,7 +48,15 @@ MAY_END = {"cancelled job": {State.CANCELLED, State.ABORTED, State.SUCCEEDED}}
 class Verdict:
     """`found[rule]`: who broke it, in words; `seen`: counts worth telling."""
 
-    RULES = ("lost", "duplicate", "wrong answer", "unresolved", "terminal changed", "webhook", "left over")
+    RULES = (
+        "lost",
+        "duplicate",
+        "wrong answer",
+        "unresolved",
+        "terminal changed",
+        "webhook",
+        "left over",
+    )
 
     def __init__(self) -> None:
         self.found: dict[str, list[str]] = {rule: [] for rule in self.RULES}
@@ -52,7 +70,13 @@ class Verdict:
         return not any(self.found.values())
 
 
-async def judge(settings: Settings, observed: list[Observed], monitor: Monitor, receiver: Receiver, verdict: Verdict) -> None:
+async def judge(
+    settings: Settings,
+    observed: list[Observed],
+    monitor: Monitor,
+    receiver: Receiver,
+    verdict: Verdict,
+) -> None:
     """Everything that can be asked of the ledger and of the disk once the load is over."""
     await judge_jobs(settings, observed, verdict)
     ledger = Ledger.connect(settings)
@@ -64,17 +88,25 @@ async def judge(settings: Settings, observed: list[Observed], monitor: Monitor, 
 
 
 async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verdict) -> None:
-    """Every job, its results and its files, and that nothing is left over: all but what readers and receivers saw meanwhile."""
+    """Every job, its results and its files, and that nothing is left over: all but what readers and
+    receivers saw meanwhile.
+    """
     ledger = Ledger.connect(settings)
     try:
         await _accounts(ledger, observed, verdict)
-        tokenizer, gate, store = make_tokenizer(), asyncio.Semaphore(AT_ONCE), open_store(settings.artifacts)
+        tokenizer, gate, store = (
+            make_tokenizer(),
+            asyncio.Semaphore(AT_ONCE),
+            open_store(settings.artifacts),
+        )
 
         async def one(client: Observed) -> None:
             async with gate:
                 await _job(ledger, tokenizer, store, client, verdict)
 
-        await asyncio.gather(*[one(client) for client in observed if client.ids and client.plan.way != "harvest"])
+        await asyncio.gather(
+            *[one(client) for client in observed if client.ids and client.plan.way != "harvest"]
+        )
         for client in observed:
             if client.ids and client.plan.way == "harvest":
                 await _harvest(ledger, client, verdict)
@@ -85,17 +117,25 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
 
 async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) -> None:
     """Every accepted job is there once, and nobody's is there."""
-    known = {raw.decode() for name in ("ms:jobs", "ms:harvests") for raw in await ledger.redis.zrange(name, 0, -1)}
+    known = {
+        raw.decode()
+        for name in ("ms:jobs", "ms:harvests")
+        for raw in await ledger.redis.zrange(name, 0, -1)
+    }
     for client in observed:
         for wrong in client.wrong:
-            verdict.say("unresolved", f"job {client.plan.number} ({client.plan.way}, {client.id}): {wrong}")
+            verdict.say(
+                "unresolved", f"job {client.plan.number} ({client.plan.way}, {client.id}): {wrong}"
+            )
         if len(client.ids) > 1:
             verdict.say("duplicate", f"key {client.key} has the jobs {', '.join(client.ids)}")
         for job in client.ids:
             if job not in known:
                 verdict.say("lost", f"{job} was accepted and is not in the ledger")
         if not client.ids:
-            verdict.say("unresolved", f"job {client.plan.number} was never accepted: {dict(client.answers)}")
+            verdict.say(
+                "unresolved", f"job {client.plan.number} was never accepted: {dict(client.answers)}"
+            )
     own = {job for client in observed for job in client.ids}
     for name in known - own:
         job = await ledger.job(name)
@@ -104,12 +144,22 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
     verdict.seen["jobs"] = len(known)
 
 
-async def _job(ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, client: Observed, verdict: Verdict) -> None:
+async def _job(
+    ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, client: Observed, verdict: Verdict
+) -> None:
     try:
         job, result = await ledger.job(client.id), await ledger.result(client.id)
     except MidstreamError as error:
-        when = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + client.accepted))
-        verdict.say("lost", f"{client.id} ({client.plan.way}), accepted at {when}, last seen as {client.state!r}: {error.detail}")
+        when = time.strftime(
+            "%H:%M:%S", time.localtime(time.time() - time.monotonic() + client.accepted)
+        )
+        verdict.say(
+            "lost",
+            (
+                f"{client.id} ({client.plan.way}), accepted at {when}, last seen as "
+                f"{client.state!r}: {error.detail}"
+            ),
+        )
         return
     view = await ledger.view(client.id)
     events = [event async for event in _events(ledger, client.id)]
@@ -118,9 +168,20 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, clien
     verdict.seen["other weights"] += _weights(job.identity) != 0
     verdict.seen["again"] += view.attempt > 1
     if view.state not in MAY_END.get(client.plan.way, {State.SUCCEEDED}):
-        verdict.say("lost", f"{job.id} ({client.plan.way}) ended {view.state}: {view.error.detail if view.error else ''}")
-    if client.state in TERMINAL and client.state != view.state:  # a client that gave up may have received `queued` last
-        verdict.say("terminal changed", f"{job.id}: its client received {client.state}, the ledger has {view.state}")
+        verdict.say(
+            "lost",
+            (
+                f"{job.id} ({client.plan.way}) ended {view.state}: "
+                f"{view.error.detail if view.error else ''}"
+            ),
+        )
+    if (
+        client.state in TERMINAL and client.state != view.state
+    ):  # a client that gave up may have received `queued` last
+        verdict.say(
+            "terminal changed",
+            f"{job.id}: its client received {client.state}, the ledger has {view.state}",
+        )
     for wrong in _history(events, view.state, view.attempt):
         verdict.say("duplicate", f"{job.id}: {wrong}")
     for wrong in _said_twice(events):
@@ -128,8 +189,12 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, clien
     if view.state is not State.SUCCEEDED:
         return
     if view.receipts != view.receipts_expected:
-        verdict.say("duplicate", f"{job.id} has {view.receipts} receipts of {view.receipts_expected}")
-    for wrong in _sweep(result) if job.sweep is not None else _outputs(tokenizer, job, result, client):
+        verdict.say(
+            "duplicate", f"{job.id} has {view.receipts} receipts of {view.receipts_expected}"
+        )
+    for wrong in (
+        _sweep(result) if job.sweep is not None else _outputs(tokenizer, job, result, client)
+    ):
         verdict.say("wrong answer", f"{job.id} ({client.plan.way}): {wrong}")
     for wrong in _streamed(events, result) if job.stream else ():
         verdict.say("duplicate", f"{job.id}: {wrong}")
@@ -138,33 +203,67 @@ async def _job(ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, clien
 
 
 async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
-    """Every token of every document has its row at both layers once, in the order of its seed, bit for bit what the engine gives."""
+    """Every token of every document has its row at both layers once, in the order of its seed, bit
+    for bit what the engine gives.
+    """
     view = await Harvests(ledger).view(client.id)
     verdict.seen["harvests"] += 1
     verdict.seen["harvests paused"] += bool(client.paused)
-    if client.plan.rewrite and view.state == "failed" and view.error and client.plan.file in view.error.detail:
+    if (
+        client.plan.rewrite
+        and view.state == "failed"
+        and view.error
+        and client.plan.file in view.error.detail
+    ):
         verdict.seen["changed sources"] += 1
         return
     if view.state != "succeeded":
-        verdict.say("lost", f"{client.id} ended {view.state} ({view.reason}): {view.error.detail if view.error else ''}")
+        verdict.say(
+            "lost",
+            (
+                f"{client.id} ended {view.state} ({view.reason}): "
+                f"{view.error.detail if view.error else ''}"
+            ),
+        )
         return
     documents = list(client.plan.prompts)
     try:
         made = await asyncio.to_thread(checked, view.uri)
         if made.manifest.identity != view.identity:
-            raise AssertionError(f"its manifest names the model {made.manifest.identity}, the harvest {view.identity}")
-        await asyncio.to_thread(check_rows, made, documents, client.plan.sites, _weights(view.identity))
+            raise AssertionError(
+                f"its manifest names the model {made.manifest.identity}, the harvest "
+                f"{view.identity}"
+            )
+        await asyncio.to_thread(
+            check_rows, made, documents, client.plan.sites, _weights(view.identity)
+        )
     except (AssertionError, MidstreamError, OSError) as error:
         verdict.say("duplicate", f"{client.id} at {view.uri}: {str(error)[:500]}")
     else:
-        if (view.rows, view.bytes, view.documents) != (len(made), made.manifest.bytes, len(documents)):
-            verdict.say("wrong answer", f"{client.id} counts {view.rows} rows of {view.documents} documents, and has {len(made)}")
+        if (view.rows, view.bytes, view.documents) != (
+            len(made),
+            made.manifest.bytes,
+            len(documents),
+        ):
+            verdict.say(
+                "wrong answer",
+                (
+                    f"{client.id} counts {view.rows} rows of {view.documents} documents, and has "
+                    f"{len(made)}"
+                ),
+            )
         verdict.seen["rows"] += len(made)
 
 
 def _weights(identity: str) -> int:
-    """The weights of the model of this identity: those that the job was accepted for decide its numbers."""
-    return next(weights_of(settings) for settings in map(_served, MODELS) if identity_of(settings) == identity)
+    """The weights of the model of this identity: those that the job was accepted for decide its
+    numbers.
+    """
+    return next(
+        weights_of(settings)
+        for settings in map(_served, MODELS)
+        if identity_of(settings) == identity
+    )
 
 
 def _served(model: str) -> Settings:
@@ -180,7 +279,9 @@ async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
 
 
 def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
-    """One end, said once and last; an attempt begins once; after it has, no earlier one is heard of."""
+    """One end, said once and last; an attempt begins once; after it has, no earlier one is heard
+    of.
+    """
     moves = [(event.data["state"], event.attempt) for event in events if event.event == "state"]
     ends = [name for name, _ in moves if name in ("succeeded", "failed", "cancelled", "aborted")]
     if ends != [state]:
@@ -196,35 +297,54 @@ def _history(events: list[Event], state: State, attempt: int) -> Iterator[str]:
 
 
 def _said_twice(events: list[Event]) -> Iterator[str]:
-    """Outputs, receipts and cells that an attempt reported more than once. Two tokens may be alike: see `_streamed`."""
-    once = Counter((event.event, event.attempt, str(event.data)) for event in events if event.event in ("output", "receipt", "cell"))
+    """Outputs, receipts and cells that an attempt reported more than once.
+
+    Two tokens may be alike: see `_streamed`.
+    """
+    once = Counter(
+        (event.event, event.attempt, str(event.data))
+        for event in events
+        if event.event in ("output", "receipt", "cell")
+    )
     for (name, attempt, data), count in once.items():
         if count > 1:
             yield f"attempt {attempt} reported the {name} {data} {count} times"
 
 
 def _streamed(events: list[Event], result: JobResult) -> Iterator[str]:
-    """The streamed tokens are those that are stored, each once. (Its text is judged by what its client received.)"""
+    """The streamed tokens are those that are stored, each once.
+
+    (Its text is judged by what its client received.)
+    """
     streamed: dict[int, list[int]] = defaultdict(list)
     for event in events:
         if event.event == "token" and event.attempt == result.attempt:
             streamed[event.data["index"]] += event.data["token_ids"]
     for output in result.outputs:
         if streamed[output.index] != output.token_ids:
-            yield f"prompt {output.index} was streamed as {streamed[output.index]}, stored is {output.token_ids}"
+            yield (
+                f"prompt {output.index} was streamed as {streamed[output.index]}, stored is "
+                f"{output.token_ids}"
+            )
 
 
 def _outputs(tokenizer: Tokenizer, job: Job, result: JobResult, client: Observed) -> Iterator[str]:
-    """What the fake engine gives for these prompts, and what the client received is what is stored."""
+    """What the fake engine gives for these prompts, and what the client received is what is
+    stored.
+    """
     for number, prompt in enumerate(job.prompts):
         steering = job.steering[number] if job.steering else []
-        dice = Dice(tokenizer, prompt.token_ids, job.sampling.seed, steering, _weights(job.identity))
+        dice = Dice(
+            tokenizer, prompt.token_ids, job.sampling.seed, steering, _weights(job.identity)
+        )
         wanted = tokenizer.decode([dice.roll() for _ in range(job.sampling.max_tokens)])
         stored = [output.text for output in result.outputs if output.index == number]
         if stored != [wanted]:
             yield f"prompt {number} gave {stored}, not {wanted!r}"
         if client.texts is not None and client.texts[number] != wanted:
-            yield f"its client received {client.texts[number]!r} for prompt {number}, not {wanted!r}"
+            yield (
+                f"its client received {client.texts[number]!r} for prompt {number}, not {wanted!r}"
+            )
     if len(result.outputs) != len(job.prompts):
         yield f"{len(result.outputs)} outputs of {len(job.prompts)} prompts"
 
@@ -233,15 +353,24 @@ def _sweep(result: JobResult) -> Iterator[str]:
     assert result.sweep is not None
     summary = result.sweep.summary
     if summary.cells != summary.total:
-        yield f"{summary.cells} cells of {summary.total}, {summary.skipped} skipped: {result.sweep.skipped[:2]}"
+        yield (
+            f"{summary.cells} cells of {summary.total}, {summary.skipped} skipped: "
+            f"{result.sweep.skipped[:2]}"
+        )
 
 
 def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdict) -> Iterator[str]:
-    """One blob for each captured prompt, of the attempt that gave the result, whole, with the rows of that prompt."""
+    """One blob for each captured prompt, of the attempt that gave the result, whole, with the rows
+    of that prompt.
+    """
     by_request: dict[int, list[FileEntry]] = defaultdict(list)
     for file in result.capture_results.files:
         by_request[file.request].append(file)
-    wanted = [number for number, captures in enumerate(job.captures) if captures] if job.sweep is None else []
+    wanted = (
+        [number for number, captures in enumerate(job.captures) if captures]
+        if job.sweep is None
+        else []
+    )
     if job.sweep is None and sorted(by_request) != wanted:
         yield f"captures of prompts {sorted(by_request)}, wanted of {wanted}"
     outputs = {output.index: output for output in result.outputs}
@@ -250,12 +379,20 @@ def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdic
             yield f"{len(files)} blobs of prompt {number}"
         for file in files:
             verdict.seen["blobs"] += 1
-            wrong = _blob(store, job, result.attempt, file, outputs[number].token_ids if number in outputs else None)
+            wrong = _blob(
+                store,
+                job,
+                result.attempt,
+                file,
+                outputs[number].token_ids if number in outputs else None,
+            )
             if wrong:
                 yield f"{file.path} + {file.offset}: {wrong}"
 
 
-def _blob(store: ArtifactStore, job: Job, attempt: int, file: FileEntry, generated: list[int] | None) -> str:
+def _blob(
+    store: ArtifactStore, job: Job, attempt: int, file: FileEntry, generated: list[int] | None
+) -> str:
     """Why the blob is not what its receipt says; empty when it is."""
     with store.open(file.path) as source:
         raw = source.read(file.offset, file.bytes)
@@ -267,19 +404,29 @@ def _blob(store: ArtifactStore, job: Job, attempt: int, file: FileEntry, generat
         return f"it is of {manifest.job}, prompt {manifest.request}"
     if job.sweep is None and manifest.attempt != attempt:
         return f"it is of attempt {manifest.attempt}, the result is of {attempt}"
-    if generated is not None and manifest.token_ids != [*job.prompts[file.request].token_ids, *generated[:-1]][: len(manifest.token_ids)]:
+    if (
+        generated is not None
+        and manifest.token_ids
+        != [*job.prompts[file.request].token_ids, *generated[:-1]][: len(manifest.token_ids)]
+    ):
         return "its tokens are not the prompt's and the output's"
     positions, tokens = np.array(manifest.positions), np.array(manifest.token_ids)
     for tensor in header.tensors.values():
         if tensor.site is not None:
             hook, layer = tensor.site
-            rows = np.frombuffer(raw[tensor.start : tensor.start + tensor.length], dtype="<f4").reshape(tensor.shape)
-            if not np.array_equal(rows, residual_rows(layer, positions, tokens, hook, _weights(job.identity))):
+            rows = np.frombuffer(
+                raw[tensor.start : tensor.start + tensor.length], dtype="<f4"
+            ).reshape(tensor.shape)
+            if not np.array_equal(
+                rows, residual_rows(layer, positions, tokens, hook, _weights(job.identity))
+            ):
                 return f"rows of {tensor.name} are wrong"
     return ""
 
 
-async def _ends(ledger: Ledger, observed: list[Observed], monitor: Monitor, verdict: Verdict) -> None:
+async def _ends(
+    ledger: Ledger, observed: list[Observed], monitor: Monitor, verdict: Verdict
+) -> None:
     """Every end that anybody saw is the end."""
 
     def again() -> None:
@@ -292,7 +439,9 @@ async def _ends(ledger: Ledger, observed: list[Observed], monitor: Monitor, verd
     verdict.seen["ends seen"] = len(monitor.ends)
 
 
-async def _webhooks(ledger: Ledger, observed: list[Observed], receiver: Receiver, verdict: Verdict) -> None:
+async def _webhooks(
+    ledger: Ledger, observed: list[Observed], receiver: Receiver, verdict: Verdict
+) -> None:
     """Each requested end of a job was delivered, under one id, and nothing else was."""
     for wrong in receiver.wrong:
         verdict.say("webhook", wrong)
@@ -301,7 +450,13 @@ async def _webhooks(ledger: Ledger, observed: list[Observed], receiver: Receiver
         end = f"job.{(await ledger.view(job)).state}"
         delivered = {event: len(names) for event, names in receiver.delivered[job].items()}
         if delivered != {end: 1}:
-            verdict.say("webhook", f"{job} ({client.plan.way}) ended as {end}; event -> ids of what was delivered: {delivered}")
+            verdict.say(
+                "webhook",
+                (
+                    f"{job} ({client.plan.way}) ended as {end}; event -> ids of what was delivered: "
+                    f"{delivered}"
+                ),
+            )
     for job in receiver.delivered.keys() - wanted.keys():
         verdict.say("webhook", f"{job}: a webhook was delivered that no client had requested")
     verdict.seen["webhooks"] = len(receiver.got)
@@ -314,21 +469,40 @@ async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
     if live := await ledger.redis.zcard("ms:live"):
         verdict.say("left over", f"{live} jobs are looked after, and all are over")
     async for name in ledger.redis.scan_iter(match="ms:held:*"):
-        verdict.say("left over", f"{name.decode()} has {await ledger.redis.scard(name)} jobs, and all are over")
+        verdict.say(
+            "left over",
+            f"{name.decode()} has {await ledger.redis.scard(name)} jobs, and all are over",
+        )
     for kind in ("sent", "wait"):
         async for name in ledger.redis.scan_iter(match=f"ms:{kind}:*"):
-            verdict.say("left over", f"{name.decode()} is not empty: a place in the window, or a turn, of a job that is over")
-    usage = {name.decode(): int(number) for name, number in (await ledger.redis.hgetall("ms:usage")).items()}
+            verdict.say(
+                "left over",
+                (
+                    f"{name.decode()} is not empty: a place in the window, or a turn, of a job that "
+                    "is over"
+                ),
+            )
+    usage = {
+        name.decode(): int(number)
+        for name, number in (await ledger.redis.hgetall("ms:usage")).items()
+    }
     for name, number in usage.items():
         if number and not name.endswith("/bytes"):
             verdict.say("left over", f"{number} of {name} are counted as used, and nothing runs")
     if still := await Harvests(ledger).live():
         verdict.say("left over", f"harvests {still} are looked after, and all are over")
-    captured = [name for kind in ("capture", "harvest") async for name in ledger.redis.scan_iter(match=f"ms:{kind}:*")]
+    captured = [
+        name
+        for kind in ("capture", "harvest")
+        async for name in ledger.redis.scan_iter(match=f"ms:{kind}:*")
+    ]
     async with ledger.redis.pipeline(transaction=False) as pipe:
         for name in captured:
             pipe.hget(name, "bytes")
         held = sum(int(number or 0) for number in await pipe.execute())
     if held != usage.get(f"{DEFAULT_TENANT}/bytes", 0):
         counted = usage.get(f"{DEFAULT_TENANT}/bytes", 0)
-        verdict.say("left over", f"{counted} bytes of captures and harvests are counted, and there are {held}")
+        verdict.say(
+            "left over",
+            f"{counted} bytes of captures and harvests are counted, and there are {held}",
+        )

@@ -1,4 +1,7 @@
-"""Does a job that is over ever become something else? Watches every change in Redis, as a reader would, and remembers ends."""
+"""Does a job that is over ever become something else?
+
+Watches every change in Redis, as a reader would, and remembers ends.
+"""
 
 import contextlib
 import threading
@@ -23,7 +26,10 @@ class End(NamedTuple):
 
 
 class Monitor(threading.Thread):
-    """`ends`: job id → its end as it was first seen. `changed`: what was seen to differ from that."""
+    """`ends`: job id → its end as it was first seen.
+
+    `changed`: what was seen to differ from that.
+    """
 
     def __init__(self, redis_url: str):
         super().__init__(name="monitor", daemon=True)
@@ -34,7 +40,8 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         while not self._over.is_set():
-            with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):  # Redis is being killed as well
+            with contextlib.suppress(redis.ConnectionError, redis.TimeoutError):
+                # Redis is being killed as well
                 self._watch()
             self._over.wait(TICK_S)
 
@@ -43,7 +50,10 @@ class Monitor(threading.Thread):
         self.join()
 
     def _watch(self) -> None:
-        with redis.Redis.from_url(self._url, retry=None) as client, client.pubsub(ignore_subscribe_messages=True) as channel:
+        with (
+            redis.Redis.from_url(self._url, retry=None) as client,
+            client.pubsub(ignore_subscribe_messages=True) as channel,
+        ):
             channel.psubscribe("ms:changed:*")
             while not self._over.is_set():
                 stirred = set()

@@ -1,4 +1,7 @@
-"""Who receives webhooks in the gate, is away for an hour, and counts what comes? And who lets that hour pass in seconds?"""
+"""Who receives webhooks in the gate, is away for an hour, and counts what comes?
+
+And who lets that hour pass in seconds?
+"""
 
 import json
 import threading
@@ -10,14 +13,18 @@ from typing import Any
 
 #: The receiver is away for this long, by the simulated clock, while about this many seconds pass.
 DOWN_S, DOWN_REAL_S = 3600.0, 15.0
-#: The simulated clock goes on in steps of so many seconds, which is less than a loan of a delivery lasts.
+#: The simulated clock goes on in steps of so many seconds, which is less than a loan of a delivery
+#: lasts.
 STEP_S = 20.0
 #: The whole ladder of retries, jitter included: what was not delivered by then never is.
 LADDER_S = 4 * 24 * 3600.0
 
 
 class Receiver:
-    """`http://127.0.0.1:<port>/`. `got[webhook-id]`: how often it was accepted; `delivered[job]`: event → ids of its webhooks."""
+    """`http://127.0.0.1:<port>/`.
+
+    `got[webhook-id]`: how often it was accepted; `delivered[job]`: event → ids of its webhooks.
+    """
 
     def __init__(self) -> None:
         self.got: Counter[str] = Counter()
@@ -28,7 +35,9 @@ class Receiver:
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="receiver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="receiver", daemon=True
+        )
 
     @property
     def url(self) -> str:
@@ -62,7 +71,9 @@ class Receiver:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                status = receiver._take(self.headers, self.rfile.read(int(self.headers["content-length"])))
+                status = receiver._take(
+                    self.headers, self.rfile.read(int(self.headers["content-length"]))
+                )
                 if status is None:
                     self.close_connection = True
                     return
@@ -77,7 +88,9 @@ class Receiver:
 
 
 class Clock:
-    """The senders' clock, ahead of the real one by what a file holds (`MIDSTREAM_FAULT=webhooks:clock=FILE`)."""
+    """The senders' clock, ahead of the real one by what a file holds
+    (`MIDSTREAM_FAULT=webhooks:clock=FILE`).
+    """
 
     def __init__(self, file: Path):
         self.file, self.ahead = file, 0.0

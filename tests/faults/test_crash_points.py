@@ -1,7 +1,9 @@
-"""Whatever a process had just made durable when it was killed: does the job end right, once, and does its client learn it?
+"""Whatever a process had just made durable when it was killed: does the job end right, once, and
+does its client learn it?
 
-A process is started with one crash point armed, a job is sent that comes to it, and the process is gone. What is started in its
-place has the next point armed, so that jobs may go through several deaths. In the end the gate's judge looks at all of them.
+A process is started with one crash point armed, a job is sent that comes to it, and the process is
+gone. What is started in its place has the next point armed, so that jobs may go through several
+deaths. In the end the gate's judge looks at all of them.
 """
 
 import asyncio
@@ -21,7 +23,11 @@ from receiver import Clock, Receiver
 from midstream.schemas.faults import CRASH_POINTS, FOLDER
 
 PLAIN = Plan(0, "job", ("a plain prompt",), 8)
-PACKED = replace(PLAIN, way="captured completion", capture={"layers": [0], "positions": "all", "layout": "packed"})
+PACKED = replace(
+    PLAIN,
+    way="captured completion",
+    capture={"layers": [0], "positions": "all", "layout": "packed"},
+)
 SEGMENT = replace(PACKED, capture={"layers": [0], "positions": "all", "layout": "segment"})
 SWEEP = Plan(0, "sweep", ("clean prompt", "other prompt"), 1)
 CANCELLED = replace(PLAIN, way="cancelled job", max_tokens=400, when="running")
@@ -64,7 +70,10 @@ def test_the_workload_reaches_every_crash_point() -> None:
 # field case 37, 38
 def test_a_job_survives_a_kill_at_every_crash_point(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
-    with Receiver() as receiver, Cluster(tmp_path, workers=1, apis=1, callbacks_fault=clock.fault, **SETTINGS) as cluster:
+    with (
+        Receiver() as receiver,
+        Cluster(tmp_path, workers=1, apis=1, callbacks_fault=clock.fault, **SETTINGS) as cluster,
+    ):
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
         observed = asyncio.run(walk(cluster, receiver))
@@ -79,12 +88,23 @@ def test_a_job_survives_a_kill_at_every_crash_point(tmp_path: Path) -> None:
 
 async def walk(cluster: Cluster, receiver: Receiver) -> list[Observed]:
     """Every process at each of its points; what the clients observed."""
-    clients = Clients(cluster.urls, "walk", random.Random(1), cluster.settings.max_wait_s, cluster.was_away, cluster.sources)
+    clients = Clients(
+        cluster.urls,
+        "walk",
+        random.Random(1),
+        cluster.settings.max_wait_s,
+        cluster.was_away,
+        cluster.sources,
+    )
     following = []
     try:
         for number, (point, (name, plan)) in enumerate(WALK.items()):
             outage = await asyncio.to_thread(arm, cluster, name, point)
-            following.append(asyncio.create_task(clients.follow(replace(plan, number=number, callback=receiver.url))))
+            following.append(
+                asyncio.create_task(
+                    clients.follow(replace(plan, number=number, callback=receiver.url))
+                )
+            )
             if point == "sweeper.requeued":
                 await asyncio.to_thread(lose_a_worker, cluster)
             await asyncio.to_thread(await_death, cluster, name, point)
@@ -103,7 +123,8 @@ def arm(cluster: Cluster, name: str, point: str) -> Outage:
     cluster.outages.append(outage)
     if cluster.processes[name].poll() is None:
         cluster.kill(name)
-    cluster.spawn(name, fault=f"{BESIDES.get(point, '')}crash:at={point}")  # what it finds may bring it there before it is ready
+    # what it finds may bring it there before it is ready
+    cluster.spawn(name, fault=f"{BESIDES.get(point, '')}crash:at={point}")
     return outage
 
 
@@ -120,5 +141,7 @@ def lose_a_worker(cluster: Cluster) -> None:
 
 def await_death(cluster: Cluster, name: str, point: str) -> None:
     code = cluster.exit_code(name, DEATH_S)
-    assert code == -signal.SIGKILL, f"{name} ended with {code} instead of dying at {point}:\n{cluster.log(name)[-2000:]}"
+    assert code == -signal.SIGKILL, (
+        f"{name} ended with {code} instead of dying at {point}:\n{cluster.log(name)[-2000:]}"
+    )
     assert (cluster.directory / FOLDER / point).exists(), f"{name} was killed, and not at {point}"

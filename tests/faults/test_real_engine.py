@@ -1,4 +1,6 @@
-"""Is every captured row of the demo model whole and right after its worker, its engine and its rank were killed ten times? Real vLLM."""
+"""Is every captured row of the demo model whole and right after its worker, its engine and its rank
+were killed ten times? Real vLLM.
+"""
 
 import json
 import os
@@ -23,11 +25,19 @@ from midstream.workers.demo_model import fetch_demo_model
 VICTIMS = ["worker"] * 6 + ["VLLM::EngineCor"] * 2 + ["VLLM::Worker"] * 2
 #: Layouts in turn: rows of small jobs in segments, and files of their own.
 CAPTURES = [
-    StoredCapture(sites={"post_block": list(range(30)), "pre_attn": [0, 15]}, positions="all_prompt", tag="gate", layout=layout)
+    StoredCapture(
+        sites={"post_block": list(range(30)), "pre_attn": [0, 15]},
+        positions="all_prompt",
+        tag="gate",
+        layout=layout,
+    )
     for layout in ("segment", "packed", "auto")
 ]
 JOBS, TOKENS = 6, 48
-TEXT = "The Eiffel Tower is located in the city of Paris, and the Colosseum is located in the city of Rome. "
+TEXT = (
+    "The Eiffel Tower is located in the city of Paris, and the Colosseum is "
+    "located in the city of Rome. "
+)
 
 
 def prompts_of(number: int) -> list[str]:
@@ -35,14 +45,20 @@ def prompts_of(number: int) -> list[str]:
 
 
 def submit(stack: Stack, number: int) -> str:
-    return stack.submit(prompts_of(number), max_tokens=TOKENS, capture=CAPTURES[number % len(CAPTURES)])
+    return stack.submit(
+        prompts_of(number), max_tokens=TOKENS, capture=CAPTURES[number % len(CAPTURES)]
+    )
 
 
 def rows(stack: Stack, job_id: str) -> list[dict[str, np.ndarray]]:
     """Of each prompt: `<hook>.<layer>` → `[positions, hidden]`."""
     with CaptureReader(stack.settings.capture_root, job_id) as reader:
         return [
-            {f"{hook}.{layer}": reader.array(layer, hook, number) for hook in reader.hooks(number) for layer in reader.layers(number, hook)}
+            {
+                f"{hook}.{layer}": reader.array(layer, hook, number)
+                for hook in reader.hooks(number)
+                for layer in reader.layers(number, hook)
+            }
             for number in reader.requests()
         ]
 
@@ -53,17 +69,26 @@ def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> 
     assert view.state is State.SUCCEEDED, view
     assert view.receipts == view.receipts_expected == 2
     with CaptureReader(stack.settings.capture_root, job_id) as reader:
-        assert [reader.manifest(request).attempt for request in reader.requests()] == [view.attempt] * 2
+        assert [reader.manifest(request).attempt for request in reader.requests()] == [
+            view.attempt
+        ] * 2
         checks = reader.verify()
         assert all(found.ok for found in checks), checks
         observed = {(file.path, file.offset): file.crc32 for file in result.capture_results.files}
-        there = {(str(found.path.relative_to(stack.settings.capture_root)), found.offset): found.crc32 for found in checks}
+        there = {
+            (str(found.path.relative_to(stack.settings.capture_root)), found.offset): found.crc32
+            for found in checks
+        }
     assert observed.items() <= there.items(), "what the receipts say is what the disk holds"
-    assert sorted(file.request for file in result.capture_results.files) == [0, 1], "one blob of each prompt, of one attempt"
+    assert sorted(file.request for file in result.capture_results.files) == [0, 1], (
+        "one blob of each prompt, of one attempt"
+    )
     for mine, theirs in zip(rows(stack, job_id), reference, strict=True):
         assert mine.keys() == theirs.keys()
         for site, wanted in theirs.items():
-            worst = np.max(np.linalg.norm(mine[site] - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+            worst = np.max(
+                np.linalg.norm(mine[site] - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+            )
             assert worst < FP32_ROWS_30_LAYERS, f"{job_id} {site}: {worst}"
     return len(observed)
 
@@ -84,11 +109,19 @@ def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # f
     seed = random.SystemRandom().randrange(10**9)
     rng = random.Random(seed)
     victims = rng.sample(VICTIMS, len(VICTIMS))
-    settings = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "dtype": "float32", "max_model_len": 512}
+    settings = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "dtype": "float32",
+        "max_model_len": 512,
+    }
     jobs: list[tuple[int, str]] = []
     ready: list[float] = []
     following: list[float] = []
-    with Stack(tmp_path, start_timeout_s=300, lease_s=30, kv_cache_gib=0.25, max_attempts=20, **settings) as stack:
+    with Stack(
+        tmp_path, start_timeout_s=300, lease_s=30, kv_cache_gib=0.25, max_attempts=20, **settings
+    ) as stack:
         calm = [submit(stack, number) for number in range(JOBS)]
         for job_id in calm:
             stack.wait(job_id, 120)
@@ -105,7 +138,13 @@ def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # f
             jobs.append((number, submit(stack, number)))
             stack.wait(jobs[-1][1], 120)
             following.append(time.monotonic() - killed)
-            print(f"killed {victim}: ready again after {ready[-1]:.1f} s, the next job over after {following[-1]:.1f} s", flush=True)
+            print(
+                (
+                    f"killed {victim}: ready again after {ready[-1]:.1f} s, the next job over after "
+                    f"{following[-1]:.1f} s"
+                ),
+                flush=True,
+            )
         for _, job_id in jobs:
             stack.wait(job_id, 120)
         blobs = sum(check(stack, job_id, reference[number]) for number, job_id in jobs)
@@ -115,6 +154,9 @@ def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # f
         "ready_s": [round(float(np.median(ready)), 1), round(max(ready), 1)],
         "next_s": [round(float(np.median(following)), 1), round(max(following), 1)],
     }  # fmt: skip
-    print(f"\nreal engine: {len(victims)} kills, {len(jobs)} jobs, {again} of them run again, {blobs} blobs verified")
+    print(
+        f"\nreal engine: {len(victims)} kills, {len(jobs)} jobs, {again} of them run "
+        f"again, {blobs} blobs verified"
+    )
     print(json.dumps(figures))
     assert again > 0, "some jobs were in the engine when it was killed"

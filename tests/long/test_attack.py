@@ -10,12 +10,15 @@ from tiny import checkpoint
 
 from midstream.workers.demo_model import fetch_demo_model
 
-#: For each of them, and as long as the first round of every attack takes. `ATTACK_SECONDS=600` looks longer.
+#: For each of them, and as long as the first round of every attack takes. `ATTACK_SECONDS=600`
+#: looks longer.
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "45"))
 
 
 @pytest.mark.timeout(SECONDS * 2 + 600)
-@pytest.mark.parametrize(("model", "dtype"), [*(("llama", dtype) for dtype in LARGE), ("demo", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [*(("llama", dtype) for dtype in LARGE), ("demo", "bfloat16")]
+)
 def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -> None:
     path = fetch_demo_model() if model == "demo" else checkpoint(model, tmp_path / model)
     (tmp_path / "engine").mkdir()
@@ -27,4 +30,6 @@ def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -
         host.close()
     print(f"\n{model}, {dtype}, {SECONDS:.0f} s: {seen}")
     assert seen.by_attack.keys() == set(ATTACKS)
-    assert all(seen.by_attack.values()), "each kind of attack would have left rows that are not finite"
+    assert all(seen.by_attack.values()), (
+        "each kind of attack would have left rows that are not finite"
+    )

@@ -13,7 +13,8 @@ from up_kit import Up
 
 from midstream.client import Client
 
-#: The port that pages write for the stack. Ports of this hundred that a page starts other things on are free ones here.
+#: The port that pages write for the stack. Ports of this hundred that a page starts other things on
+#: are free ones here.
 STACK_PORT = "8321"
 #: And for the relay's metrics.
 METRICS_PORT = "8360"
@@ -26,11 +27,20 @@ WORKER = "vm-SmolLM2-135M-Instruct"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data = tmp_path_factory.mktemp("stack") / ".midstream"
-    folders = {"lora_dir": data / "adapters", "lens_dir": data / "lenses", "sae_dir": ROOT / "examples" / "data" / "saes"}
+    folders = {
+        "lora_dir": data / "adapters",
+        "lens_dir": data / "lenses",
+        "sae_dir": ROOT / "examples" / "data" / "saes",
+    }
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
         patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
-        options = {"hooks": "all,inside", "tool_parser": "hermes", "metrics_port": three_ports(), **folders}
+        options = {
+            "hooks": "all,inside",
+            "tool_parser": "hermes",
+            "metrics_port": three_ports(),
+            **folders,
+        }
         up = Up(data, engine=None, model_name=None, worker_id=WORKER, **options)
         try:
             up.ready(ENGINE_START_S)
@@ -41,11 +51,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", pages(), ids=str)
-def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(path: Path, stack: Up, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run_in_order_and_print_what_it_shows(
+    path: Path, stack: Up, tmp_path: Path
+) -> None:
     (tmp_path / ".midstream").symlink_to(stack.data)
     url = stack.ready()
-    ports = {STACK_PORT: url.rpartition(":")[2], METRICS_PORT: stack.environment["MIDSTREAM_METRICS_PORT"]}
-    text = PORT.sub(lambda found: ports.setdefault(found[0], str(free_port())), (ROOT / path).read_text())
+    ports = {
+        STACK_PORT: url.rpartition(":")[2],
+        METRICS_PORT: stack.environment["MIDSTREAM_METRICS_PORT"],
+    }
+    text = PORT.sub(
+        lambda found: ports.setdefault(found[0], str(free_port())), (ROOT / path).read_text()
+    )
     page = Page(path, text, tmp_path, environment_of(url, stack.data))
     with Client(url) as client:
         try:

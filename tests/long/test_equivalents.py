@@ -1,4 +1,6 @@
-"""The table of equivalents in docs/coming-from.md: TransformerLens, nnsight, `HookedModel` and our client give the same numbers."""
+"""The table of equivalents in docs/coming-from.md: TransformerLens, nnsight, `HookedModel` and our
+client give the same numbers.
+"""
 
 import re
 import subprocess
@@ -19,7 +21,11 @@ from midstream.workers.demo_model import fetch_demo_model
 #: Run by hand: an environment of its own.
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 SCRIPT = ROOT / "tests" / "nnsight_calls.py"
-P, OTHER, LOOP = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of", (19, 23, 25)
+P, OTHER, LOOP = (
+    "The Eiffel Tower is located in the city of",
+    "The Colosseum is located in the city of",
+    (19, 23, 25),
+)
 #: Of float32 rows, as a share of the largest value; of log-probabilities: nats.
 ROWS, NATS = 1e-4, 2e-3
 END = "<|im_end|>"
@@ -27,7 +33,10 @@ END = "<|im_end|>"
 
 def recorded(path: Path, script: str, *arguments: str) -> dict[str, np.ndarray]:
     """What a script writes that runs in the environment of TransformerLens and nnsight."""
-    for command in (["make", ".cache/lens/.ready"], [".cache/lens/bin/python", script, *arguments, str(path)]):
+    for command in (
+        ["make", ".cache/lens/.ready"],
+        [".cache/lens/bin/python", script, *arguments, str(path)],
+    ):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return load_file(path)
@@ -36,14 +45,32 @@ def recorded(path: Path, script: str, *arguments: str) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """What nnsight gave."""
-    return recorded(tmp_path_factory.mktemp("nnsight") / "rows.safetensors", str(SCRIPT), str(fetch_demo_model()))
+    return recorded(
+        tmp_path_factory.mktemp("nnsight") / "rows.safetensors",
+        str(SCRIPT),
+        str(fetch_demo_model()),
+    )
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HookedModel]:
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "dtype": "float32", "hooks": "all,inside"}
-    sizes = {"max_model_len": 512, "kv_cache_gib": 0.25, "certify": False, "lease_s": 15.0, "visibility_timeout_s": 30}
-    with Stack(tmp_path_factory.mktemp("stack"), api=True, start_timeout_s=300, **options, **sizes) as stack:
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "dtype": "float32",
+        "hooks": "all,inside",
+    }
+    sizes = {
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+        "certify": False,
+        "lease_s": 15.0,
+        "visibility_timeout_s": 30,
+    }
+    with Stack(
+        tmp_path_factory.mktemp("stack"), api=True, start_timeout_s=300, **options, **sizes
+    ) as stack:
         hooked = HookedModel(url=stack.url)
         with hooked.client:
             yield hooked
@@ -71,12 +98,22 @@ def test_every_activation_is_that_of_transformerlens(model: HookedModel, tmp_pat
 
 
 #: Name in the cache → hook of the client.
-READ = {"resid_pre": "pre_attn", "resid_post": "post_block", "attn_out": "attn_out", "mlp_out": "mlp_out", "z": "z"}
+READ = {
+    "resid_pre": "pre_attn",
+    "resid_post": "post_block",
+    "attn_out": "attn_out",
+    "mlp_out": "mlp_out",
+    "z": "z",
+}
 
 
 def test_rows_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
     _, cache = model.run_with_cache(P)
-    job = model.client.run(prompts=[P], capture={"hooks": dict.fromkeys(READ.values(), 12), "positions": "all_prompt"}, progress=False)
+    job = model.client.run(
+        prompts=[P],
+        capture={"hooks": dict.fromkeys(READ.values(), 12), "positions": "all_prompt"},
+        progress=False,
+    )
     reader = model.client.capture(job)
     for name, hook in READ.items():
         rows = reader.array(12, hook)
@@ -87,7 +124,9 @@ def test_rows_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndar
     close(model.client.attention(P)[12], theirs["pattern"][0])
 
 
-def test_predictions_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
+def test_predictions_are_those_of_nnsight(
+    model: HookedModel, theirs: dict[str, np.ndarray]
+) -> None:
     tokens = theirs["ids"].tolist()
     last = model.client.lens(P, layers=-1, positions="last_prompt", tokens=tokens)
     wanted = logprobs(theirs["logits"][0, -1])[tokens]
@@ -99,25 +138,48 @@ def test_predictions_are_those_of_nnsight(model: HookedModel, theirs: dict[str, 
 
 #: Edit → (the hook of `HookedModel`, the fields of the client). (v, model) → both.
 EDITS: dict[str, Callable[[np.ndarray, HookedModel], tuple[Any, dict[str, Any]]]] = {
-    "add": lambda v, model: (("blocks.12.hook_resid_post", ops.add(v)), {"steering": [{"layers": 12, "vector": v}]}),
-    "ablate": lambda v, model: (("blocks.12.hook_resid_post", ops.ablate(v)), {"steering": [{"layers": 12, "op": "ablate", "vector": v}]}),
+    "add": lambda v, model: (
+        ("blocks.12.hook_resid_post", ops.add(v)),
+        {"steering": [{"layers": 12, "vector": v}]},
+    ),
+    "ablate": lambda v, model: (
+        ("blocks.12.hook_resid_post", ops.ablate(v)),
+        {"steering": [{"layers": 12, "op": "ablate", "vector": v}]},
+    ),
     "zero_head": lambda v, model: (
         ("blocks.12.attn.hook_z", ops.zero(heads=[3])),
-        {"patch": [{"layers": 12, "hook": "z", "heads": 3, "positions": "all_prompt", "source": {"zeros": True}}]},
+        {
+            "patch": [
+                {
+                    "layers": 12,
+                    "hook": "z",
+                    "heads": 3,
+                    "positions": "all_prompt",
+                    "source": {"zeros": True},
+                }
+            ]
+        },
     ),
     "patch": lambda v, model: (
-        ("blocks.8.hook_resid_post", ops.patch(cache := model.run_with_cache(OTHER, "blocks.8.hook_resid_post")[1], pos=[3])),
+        (
+            "blocks.8.hook_resid_post",
+            ops.patch(cache := model.run_with_cache(OTHER, "blocks.8.hook_resid_post")[1], pos=[3]),
+        ),
         {"patch": [{"layers": 8, "positions": [3], "source": {"run": cache.job}}]},
     ),
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_edits_are_those_of_nnsight(name: str, model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
+def test_edits_are_those_of_nnsight(
+    name: str, model: HookedModel, theirs: dict[str, np.ndarray]
+) -> None:
     tokens = theirs["ids"].tolist()
     hook, fields = EDITS[name](theirs["v"], model)
     wanted = logprobs(theirs[name][0])[:, tokens]
-    assert np.abs(wanted - logprobs(theirs["logits"][0])[:, tokens]).max() > 10 * NATS, "the edit changes nothing: it shows nothing"
+    assert np.abs(wanted - logprobs(theirs["logits"][0])[:, tokens]).max() > 10 * NATS, (
+        "the edit changes nothing: it shows nothing"
+    )
     assert np.abs(model.run_with_hooks(P, [hook])[0, :, tokens] - wanted).max() < NATS
     found = model.client.lens(P, layers=-1, positions="all_prompt", tokens=tokens, **fields)
     assert np.abs(found.named_logprobs[0] - wanted).max() < NATS
@@ -125,7 +187,9 @@ def test_edits_are_those_of_nnsight(name: str, model: HookedModel, theirs: dict[
 
 def test_a_sweep_is_a_loop_over_traces(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
     study = PatchStudy(P, OTHER, " Paris", " Rome", client=model.client)
-    study.sweep(hooks="resid_pre", layers=list(LOOP), positions=[9], metric="logit_diff", progress=False)
+    study.sweep(
+        hooks="resid_pre", layers=list(LOOP), positions=[9], metric="logit_diff", progress=False
+    )
     paris, rome = theirs["ids"]
     wanted = theirs["grid"][:, paris] - theirs["grid"][:, rome]
     assert np.abs(study.grid().values["pre_attn"][:, 0] - wanted).max() < NATS
@@ -146,8 +210,17 @@ def squeezed(code: str) -> str:
 
 
 def test_the_table_shows_the_code_that_was_run() -> None:
-    table = (ROOT / "docs" / "coming-from.md").read_text().partition("## Equivalents")[2].partition("\n## ")[0]
-    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in table.splitlines() if line.startswith("|")][2:]
+    table = (
+        (ROOT / "docs" / "coming-from.md")
+        .read_text()
+        .partition("## Equivalents")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        re.split(r"(?<!\\) \| ", line.strip("| "))
+        for line in table.splitlines()
+        if line.startswith("|")
+    ][2:]
     code = squeezed(SCRIPT.read_text())
     shown = [each for row in rows for each in re.findall(r"`([^`]+)`", row[2])]
     assert len(shown) > 15

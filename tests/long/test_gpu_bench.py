@@ -1,4 +1,6 @@
-"""The GPU benchmarks run on a CPU with the smallest sizes, every stage of them: so they cannot rot where there is no GPU."""
+"""The GPU benchmarks run on a CPU with the smallest sizes, every stage of them: so they cannot rot
+where there is no GPU.
+"""
 
 import json
 import os
@@ -21,13 +23,27 @@ WANTED = {
 
 @pytest.mark.timeout(900)
 def test_every_stage_runs_on_a_cpu_and_fills_the_page(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "all.py"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu" / "all.py"),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=850, env=environment)
-    logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in (tmp_path / "logs").glob("*.log"))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=850, env=environment
+    )
+    logs = "\n".join(
+        path.read_text(errors="replace")[-2000:] for path in (tmp_path / "logs").glob("*.log")
+    )
     assert done.returncode == 0, done.stdout + done.stderr + logs
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(WANTED, "ok") | {"pipeline": "skipped"}
+    assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(
+        WANTED, "ok"
+    ) | {"pipeline": "skipped"}
     for name, figures in WANTED.items():
         found = records[name]["figures"]
         assert {key: found[key]["value"] for key in figures} == figures, name
@@ -37,5 +53,7 @@ def test_every_stage_runs_on_a_cpu_and_fills_the_page(tmp_path: Path) -> None:
     assert records["graphs"]["figures"]["rows"]["value"] > 100
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(f"## {name}" in page for name in records)
-    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    again = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
     assert again.stdout.count("not run again") == len(records), again.stdout

@@ -1,4 +1,6 @@
-"""The TransformerLens-style facade gives TransformerLens' numbers, and the tutorials run and show what they show: one served model."""
+"""The TransformerLens-style facade gives TransformerLens' numbers, and the tutorials run and show
+what they show: one served model.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,7 +22,8 @@ from midstream.workers.demo_model import fetch_demo_model
 
 #: Of `benchmarks/lens_facade.py`.
 GOLDEN = ROOT / "tests" / "data" / "hooked.safetensors"
-#: Of float32 rows, as a share of the largest value: other kernels, in up to thirty layers. Of log-probabilities: nats.
+#: Of float32 rows, as a share of the largest value: other kernels, in up to thirty layers. Of
+#: log-probabilities: nats.
 ROWS, NATS = 1e-4, 2e-3
 
 
@@ -32,7 +35,9 @@ class Golden:
             self.arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             about = file.metadata()
         self.prompt, self.other = about["prompt"], about["other"]
-        self.ids, self.tokens, self.labels = (json.loads(about[name]) for name in ("ids", "tokens", "labels"))
+        self.ids, self.tokens, self.labels = (
+            json.loads(about[name]) for name in ("ids", "tokens", "labels")
+        )
 
     def activations(self) -> list[str]:
         return [name for name in self.arrays if name.startswith("blocks.")]
@@ -46,8 +51,18 @@ def golden() -> Golden:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("lens")
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "SmolLM2-135M-Instruct", "dtype": "float32"}
-    sizes = {"max_model_len": 512, "kv_cache_gib": 0.25, "hooks": "all,inside", "sae_dir": str(ROOT / "examples" / "data" / "saes")}
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "SmolLM2-135M-Instruct",
+        "dtype": "float32",
+    }
+    sizes = {
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+        "hooks": "all,inside",
+        "sae_dir": str(ROOT / "examples" / "data" / "saes"),
+    }
     slow = {"lease_s": 60.0, "visibility_timeout_s": 120, "certify": False}
     with Stack(directory, api=True, start_timeout_s=300, **options, **sizes, **slow) as stack:
         yield stack
@@ -71,14 +86,18 @@ def close(found: Any, wanted: np.ndarray, tolerance: float) -> None:
     assert float(np.abs(found - wanted).max()) <= tolerance * max(1.0, float(np.abs(wanted).max()))
 
 
-def test_activations_are_those_of_transformerlens(run: tuple[Logits, ActivationCache], golden: Golden) -> None:
+def test_activations_are_those_of_transformerlens(
+    run: tuple[Logits, ActivationCache], golden: Golden
+) -> None:
     _, cache = run
     assert set(golden.activations()) <= set(cache)
     for name in golden.activations():
         close(cache[name], golden.arrays[name], ROWS)
 
 
-def test_stacks_of_the_stream_are_those_of_transformerlens(run: tuple[Logits, ActivationCache], golden: Golden) -> None:
+def test_stacks_of_the_stream_are_those_of_transformerlens(
+    run: tuple[Logits, ActivationCache], golden: Golden
+) -> None:
     _, cache = run
     for name, options in (("accumulated_resid", {"incl_mid": True}), ("decompose_resid", {})):
         stack, labels = getattr(cache, name)(return_labels=True, pos_slice=-1, **options)
@@ -89,7 +108,9 @@ def test_stacks_of_the_stream_are_those_of_transformerlens(run: tuple[Logits, Ac
     close(cache.stack_activation("resid_post"), cache.accumulated_resid()[1:], 0.0)
 
 
-def test_predictions_are_those_of_transformerlens(run: tuple[Logits, ActivationCache], model: HookedModel, golden: Golden) -> None:
+def test_predictions_are_those_of_transformerlens(
+    run: tuple[Logits, ActivationCache], model: HookedModel, golden: Golden
+) -> None:
     logits, _ = run
     length = len(golden.ids[0])
     assert logits.shape == (1, length, model.cfg.d_vocab)
@@ -98,20 +119,28 @@ def test_predictions_are_those_of_transformerlens(run: tuple[Logits, ActivationC
     assert ids[:, 0].tolist() == golden.arrays["top"][:, 0].tolist() == logits.argmax()[0].tolist()
     assert (np.diff(values) <= 0).all()
     close(logits.loss(per_token=True)[0], golden.arrays["loss"], NATS)
-    assert model(golden.prompt, return_type="loss") == pytest.approx(float(golden.arrays["loss"].mean()), abs=NATS)
+    assert model(golden.prompt, return_type="loss") == pytest.approx(
+        float(golden.arrays["loss"].mean()), abs=NATS
+    )
 
 
-#: Edit of `benchmarks/lens_facade.py` → the same by our ops. (direction, cache of the other prompt, tokens of the prompt) → hooks.
+#: Edit of `benchmarks/lens_facade.py` → the same by our ops. (direction, cache of the other prompt,
+#: tokens of the prompt) → hooks.
 EDITS: dict[str, Callable[[np.ndarray, ActivationCache, int], list[Any]]] = {
     "add": lambda v, other, n: [("blocks.10.hook_resid_post", ops.add(v, scale=0.5, pos=-1))],
-    "ablate": lambda v, other, n: [([("resid_post", layer) for layer in range(10, 20)], ops.ablate(v))],
+    "ablate": lambda v, other, n: [
+        ([("resid_post", layer) for layer in range(10, 20)], ops.ablate(v))
+    ],
     "clamp": lambda v, other, n: [("blocks.12.hook_resid_post", ops.clamp(v, low=-1, high=1))],
     "zero_heads": lambda v, other, n: [("blocks.20.attn.hook_z", ops.zero(heads=[1, 4]))],
     "zero_attn": lambda v, other, n: [("blocks.23.hook_attn_out", ops.zero())],
     "zero_mlp": lambda v, other, n: [("blocks.5.mlp.hook_post", ops.zero())],
     "patch": lambda v, other, n: [("blocks.8.hook_resid_pre", ops.patch(other, pos=[2, 3, 4]))],
     "pattern": lambda v, other, n: [("blocks.17.attn.hook_pattern", ops.attend({3: np.eye(n)}))],
-    "two": lambda v, other, n: [("blocks.10.hook_resid_post", ops.add(0.5 * v, pos=-1)), ("blocks.23.hook_attn_out", ops.zero())],
+    "two": lambda v, other, n: [
+        ("blocks.10.hook_resid_post", ops.add(0.5 * v, pos=-1)),
+        ("blocks.23.hook_attn_out", ops.zero()),
+    ],
 }
 
 
@@ -121,22 +150,33 @@ def other(model: HookedModel, golden: Golden) -> ActivationCache:
 
 
 def test_every_edit_of_the_reference_is_tried(golden: Golden) -> None:
-    assert {name.partition(".")[2] for name in golden.arrays if name.startswith("edited.")} == EDITS.keys()
+    assert {
+        name.partition(".")[2] for name in golden.arrays if name.startswith("edited.")
+    } == EDITS.keys()
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_runs_with_edits_are_those_of_transformerlens(name: str, model: HookedModel, other: ActivationCache, golden: Golden) -> None:
+def test_runs_with_edits_are_those_of_transformerlens(
+    name: str, model: HookedModel, other: ActivationCache, golden: Golden
+) -> None:
     hooks = EDITS[name](golden.arrays["direction"], other, len(golden.ids[0]))
     wanted = golden.arrays[f"edited.{name}"]
     found = model.run_with_hooks(golden.prompt, hooks)[0, :, golden.tokens]
     assert np.abs(found - wanted).max() < NATS
-    assert np.abs(wanted - golden.arrays["logprobs"]).max() > 10 * NATS, "the edit changes nothing: it shows nothing"
+    assert np.abs(wanted - golden.arrays["logprobs"]).max() > 10 * NATS, (
+        "the edit changes nothing: it shows nothing"
+    )
 
 
-def test_rows_of_an_array_are_written_as_rows_of_a_cache_are(model: HookedModel, other: ActivationCache, golden: Golden) -> None:
+def test_rows_of_an_array_are_written_as_rows_of_a_cache_are(
+    model: HookedModel, other: ActivationCache, golden: Golden
+) -> None:
     (hook,) = EDITS["patch"](np.zeros(0), other, 0)
     uploaded = [(hook[0], ops.replace(other[hook[0]][:, 2:5], pos=[2, 3, 4]))]
-    found = [model.run_with_hooks(golden.prompt, hooks)[0, -1, golden.tokens] for hooks in ([hook], uploaded)]
+    found = [
+        model.run_with_hooks(golden.prompt, hooks)[0, -1, golden.tokens]
+        for hooks in ([hook], uploaded)
+    ]
     assert np.abs(found[0] - found[1]).max() < NATS
 
 
@@ -184,7 +224,9 @@ def test_generation_is_steered_at_generated_tokens_too(model: HookedModel, golde
     assert model.generate(golden.ids[0], 3, do_sample=False).shape == (1, len(golden.ids[0]) + 3)
 
 
-def test_the_server_deletes_the_rows_of_a_cache(model: HookedModel, golden: Golden, tmp_path: Path) -> None:
+def test_the_server_deletes_the_rows_of_a_cache(
+    model: HookedModel, golden: Golden, tmp_path: Path
+) -> None:
     _, cache = model.run_with_cache(golden.prompt, "blocks.0.hook_resid_post")
     model.client.delete_capture(cache.job)
     with pytest.raises(MidstreamError) as caught:
@@ -192,15 +234,22 @@ def test_the_server_deletes_the_rows_of_a_cache(model: HookedModel, golden: Gold
     assert caught.value.status in (400, 404, 410)
 
 
-# --- Tutorials -----------------------------------------------------------------------------------------------------------
+# --- Tutorials
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_runs_and_prints_what_it_shows(path: Path, service: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tutorial_runs_and_prints_what_it_shows(
+    path: Path, service: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_PUBLIC_URL", service.url)  # the kernel finds the stack by it
     written, run = read(path), read(path)
     nbclient.NotebookClient(
-        run, timeout=300, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        run,
+        timeout=300,
+        startup_timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": tmp_path}},
     ).execute()
     for cell, now in zip(written.cells, run.cells, strict=True):
         if cell.cell_type != "code":

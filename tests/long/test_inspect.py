@@ -1,4 +1,6 @@
-"""Inspect AI, as it is published, evaluates the demo model through the provider `midstream/<model>`."""
+"""Inspect AI, as it is published, evaluates the demo model through the provider
+`midstream/<model>`.
+"""
 
 import json
 import os
@@ -24,24 +26,56 @@ HIDDEN = 576
 @pytest.fixture(scope="module")
 def python() -> Path:
     """Inspect AI wants other versions than vLLM: its own environment, made once and kept."""
-    done = subprocess.run(["make", "inspect"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "inspect"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return ROOT / ".cache" / "inspect" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.25}
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "tool_parser": TOOL_PARSER, "certify": False, "dtype": "float32"}
-    with Stack(tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=300, **options, **slow) as stack:
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+    }
+    slow = {
+        "lease_s": 15.0,
+        "visibility_timeout_s": 30,
+        "tool_parser": TOOL_PARSER,
+        "certify": False,
+        "dtype": "float32",
+    }
+    with Stack(
+        tmp_path_factory.mktemp("inspect"), api=True, start_timeout_s=300, **options, **slow
+    ) as stack:
         yield stack
 
 
-def program(command: Path, service: Stack, folder: Path, *arguments: str, cwd: Path | None = None) -> str:
-    """Its output. Inspect's cache and traces lie in `folder`, where it is run unless `cwd` is given."""
-    own = {"MIDSTREAM_PUBLIC_URL": service.url, "INSPECT_CACHE_DIR": str(folder / "cache"), "XDG_DATA_HOME": str(folder)}
+def program(
+    command: Path, service: Stack, folder: Path, *arguments: str, cwd: Path | None = None
+) -> str:
+    """Its output.
+
+    Inspect's cache and traces lie in `folder`, where it is run unless `cwd` is given.
+    """
+    own = {
+        "MIDSTREAM_PUBLIC_URL": service.url,
+        "INSPECT_CACHE_DIR": str(folder / "cache"),
+        "XDG_DATA_HOME": str(folder),
+    }
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
-    done = subprocess.run([str(command), *arguments], cwd=cwd or folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(command), *arguments],
+        cwd=cwd or folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -53,7 +87,14 @@ def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
     with Client(service.url) as client:
         client.register_module("shift", [{"layers": 15, "vector": vector}])
-    printed = program(python, service, folder, str(ROOT / "tests" / "inspect_calls.py"), service.url, str(folder / "logs"))
+    printed = program(
+        python,
+        service,
+        folder,
+        str(ROOT / "tests" / "inspect_calls.py"),
+        service.url,
+        str(folder / "logs"),
+    )
     return json.loads(printed.splitlines()[-1])
 
 
@@ -63,7 +104,10 @@ def test_a_sample_sets_modules_patches_and_captures_of_its_own(found: Any, servi
     assert len(texts) == 3, "each changes the answer"
     assert samples["captured"]["text"] == samples["plain"]["text"]
     ours = samples["captured"]["ours"]
-    assert (ours["capture_results"]["status"], ours["capture_results"]["job"]) == ("ok", ours["job"])
+    assert (ours["capture_results"]["status"], ours["capture_results"]["job"]) == (
+        "ok",
+        ours["job"],
+    )
     assert samples["module"]["ours"]["determinism"]["consistent"] is True
     with Client(service.url) as client:
         assert client.capture(ours["job"]).array(10).shape[1] == HIDDEN
@@ -81,11 +125,15 @@ def test_the_cache_tells_contents_apart_and_not_names(found: Any) -> None:
     assert first == same
     assert len({first, replaced, steered}) == 3
     assert cleared == replaced
-    assert away != later, "of a service that does not say what it serves, nothing is taken from the cache"
+    assert away != later, (
+        "of a service that does not say what it serves, nothing is taken from the cache"
+    )
 
 
 def test_a_mistake_fails_the_sample_with_the_text_that_names_it(found: Any) -> None:
-    assert "metadata 'midstream' of sample 'unknown': unknown field 'moduls'; valid: steering" in found["samples"]["unknown"]["error"]
+    assert (
+        "metadata 'midstream' of sample 'unknown': unknown field 'moduls'; valid: steering"
+    ) in found["samples"]["unknown"]["error"]
     assert "nobody" in found["samples"]["missing"]["error"]
     assert found["samples"]["plain"]["error"] is None
     texts = (
@@ -94,12 +142,18 @@ def test_a_mistake_fails_the_sample_with_the_text_that_names_it(found: Any) -> N
         "modules: must be a name",
         "per_sample: 'no' is not true or false",
     )
-    assert all(text in error for text, error in zip(texts, found["refused"], strict=True)), found["refused"]
+    assert all(text in error for text, error in zip(texts, found["refused"], strict=True)), found[
+        "refused"
+    ]
 
 
 def test_a_cached_answer_is_of_the_same_interventions(found: Any) -> None:
     first, second, steered = (each["plain"] for each in found["cached"])
-    assert (first["cached"], second["cached"], steered["cached"]) == (["write"], ["read"], ["write"])
+    assert (first["cached"], second["cached"], steered["cached"]) == (
+        ["write"],
+        ["read"],
+        ["write"],
+    )
     assert first["text"] == second["text"] == found["samples"]["plain"]["text"]
     assert steered["text"] == found["samples"]["module"]["text"]
 
@@ -123,27 +177,77 @@ def test_an_error_of_the_service_is_not_asked_again(found: Any) -> None:
     assert failed["decisions"] == [[False, "transient", None]]
 
 
-def test_the_command_line_takes_arguments_of_the_model(found: Any, python: Path, service: Stack, tmp_path: Path) -> None:
+def test_the_command_line_takes_arguments_of_the_model(
+    found: Any, python: Path, service: Stack, tmp_path: Path
+) -> None:
     tokens = 8
-    question = json.loads((ROOT / "examples" / "data" / "opinions.jsonl").read_text().splitlines()[0])["input"]
+    question = json.loads(
+        (ROOT / "examples" / "data" / "opinions.jsonl").read_text().splitlines()[0]
+    )["input"]
     texts = {}
     for argument in ("modules=shift", 'steering=[{"module": "shift", "scale": 0.5}]'):
         logs = tmp_path / str(len(texts))
-        chosen = ["--model", "midstream/demo", "-M", argument, "-T", f"tokens={tokens}", "--limit", "1"]
+        chosen = [
+            "--model",
+            "midstream/demo",
+            "-M",
+            argument,
+            "-T",
+            f"tokens={tokens}",
+            "--limit",
+            "1",
+        ]
         written = ["--log-dir", str(logs), "--log-format", "json", "--display", "none"]
-        program(python.with_name("inspect"), service, tmp_path, "eval", "examples/inspect_steering.py", *chosen, *written, cwd=ROOT)
+        program(
+            python.with_name("inspect"),
+            service,
+            tmp_path,
+            "eval",
+            "examples/inspect_steering.py",
+            *chosen,
+            *written,
+            cwd=ROOT,
+        )
         (log,) = logs.glob("*.json")
-        texts[argument] = json.loads(log.read_text())["samples"][0]["output"]["choices"][0]["message"]["content"]
+        texts[argument] = json.loads(log.read_text())["samples"][0]["output"]["choices"][0][
+            "message"
+        ]["content"]
     with Client(service.url) as client:
-        asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": tokens}
-        whole, half = (client.chat("demo", **asked, steering={"module": "shift", "scale": scale}).text for scale in (1.0, 0.5))
+        asked = {
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": tokens,
+        }
+        whole, half = (
+            client.chat("demo", **asked, steering={"module": "shift", "scale": scale}).text
+            for scale in (1.0, 0.5)
+        )
     assert list(texts.values()) == [whole, half]
     assert whole != half
 
 
 def test_the_example_scores_the_module_higher(python: Path, service: Stack, tmp_path: Path) -> None:
-    printed = program(python, service, tmp_path, str(ROOT / "examples" / "inspect_steering.py"), "--logs", str(tmp_path / "logs"))
+    printed = program(
+        python,
+        service,
+        tmp_path,
+        str(ROOT / "examples" / "inspect_steering.py"),
+        "--logs",
+        str(tmp_path / "logs"),
+    )
     print(printed)
-    assert len(re.findall(r"^with.*: [-+][0-9.]+ \(standard error [0-9.]+, 40 samples\)$", printed, re.MULTILINE)) == 2
-    difference, error = map(float, re.search(r"^difference: (\S+) \(standard error (\S+)\)$", printed, re.MULTILINE).groups())  # type: ignore[union-attr]
+    assert (
+        len(
+            re.findall(
+                r"^with.*: [-+][0-9.]+ \(standard error [0-9.]+, 40 samples\)$",
+                printed,
+                re.MULTILINE,
+            )
+        )
+        == 2
+    )
+    difference, error = map(
+        float,
+        re.search(r"^difference: (\S+) \(standard error (\S+)\)$", printed, re.MULTILINE).groups(),
+    )  # type: ignore[union-attr]
     assert difference > 2 * error

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness, as it is published, reads log-likelihoods from `/v1/completions`, steered by `?module=` and not."""
+"""lm-evaluation-harness, as it is published, reads log-likelihoods from `/v1/completions`, steered
+by `?module=` and not.
+"""
 
 import json
 import os
@@ -24,16 +26,26 @@ ATOL = 1e-4
 
 @pytest.fixture(scope="module")
 def command() -> Path:
-    done = subprocess.run(["make", "lm-eval"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "lm-eval"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return ROOT / ".cache" / "lm-eval" / "bin" / "lm_eval"
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "max_model_len": 512, "kv_cache_gib": 0.25}
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+    }
     slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "certify": False, "dtype": "float32"}
-    with Stack(tmp_path_factory.mktemp("lm-eval"), api=True, start_timeout_s=300, **options, **slow) as stack:
+    with Stack(
+        tmp_path_factory.mktemp("lm-eval"), api=True, start_timeout_s=300, **options, **slow
+    ) as stack:
         vector = np.random.default_rng(0).standard_normal(576).astype(np.float32)
         with Client(stack.url) as client:
             client.register_module("shift", [{"layers": 15, "vector": vector}])
@@ -41,31 +53,60 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def evaluated(command: Path, url: str, folder: Path) -> list[dict[str, Any]]:
-    """The samples of an evaluation at the endpoint `url`: batches of eight prompts, each a list of token ids."""
+    """The samples of an evaluation at the endpoint `url`: batches of eight prompts, each a list of
+    token ids.
+    """
     model = f"model=demo,base_url={url},tokenizer={fetch_demo_model()},tokenizer_backend=huggingface,max_length=512"
-    chosen = ["--model", "local-completions", "--model_args", model, "--tasks", "examples/lm_eval/outlook.yaml", "--batch_size", "8"]
+    chosen = [
+        "--model",
+        "local-completions",
+        "--model_args",
+        model,
+        "--tasks",
+        "examples/lm_eval/outlook.yaml",
+        "--batch_size",
+        "8",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     written = [*chosen, "--log_samples", "--output_path", str(folder / "results")]
-    done = subprocess.run([str(command), *written], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(command), *written],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (samples,) = (folder / "results").rglob("samples_*.jsonl")
     return [json.loads(line) for line in samples.read_text().splitlines()]
 
 
 def likelihood(client: Client, context: str, end: str, **steering: Any) -> tuple[float, bool]:
-    """The log-likelihood of `end` behind `context`, and whether each of its tokens is the likeliest."""
-    answer = client.completion("demo", context + end, max_tokens=0, temperature=0, echo=True, logprobs=1, **steering)
+    """The log-likelihood of `end` behind `context`, and whether each of its tokens is the
+    likeliest.
+    """
+    answer = client.completion(
+        "demo", context + end, max_tokens=0, temperature=0, echo=True, logprobs=1, **steering
+    )
     said = answer.raw["choices"][0]["logprobs"]
     ends = [at for at, offset in enumerate(said["text_offset"]) if offset >= len(context)]
     assert "".join(said["tokens"][at] for at in ends) == end
-    likeliest = all(said["token_logprobs"][at] == max(said["top_logprobs"][at].values()) for at in ends)
+    likeliest = all(
+        said["token_logprobs"][at] == max(said["top_logprobs"][at].values()) for at in ends
+    )
     return sum(said["token_logprobs"][at] for at in ends), likeliest
 
 
-def test_log_likelihoods_are_those_of_the_client_steered_and_not(command: Path, service: Stack, tmp_path: Path) -> None:
+def test_log_likelihoods_are_those_of_the_client_steered_and_not(
+    command: Path, service: Stack, tmp_path: Path
+) -> None:
     endpoint = f"{service.url}/v1/completions"
-    ways: dict[str, Any] = {"": {}, f"?module=shift:{SCALE}": {"steering": {"module": "shift", "scale": SCALE}}}
+    ways: dict[str, Any] = {
+        "": {},
+        f"?module=shift:{SCALE}": {"steering": {"module": "shift", "scale": SCALE}},
+    }
     found = []
     with Client(service.url) as client:
         for number, (suffix, steering) in enumerate(ways.items()):
@@ -74,12 +115,16 @@ def test_log_likelihoods_are_those_of_the_client_steered_and_not(command: Path, 
             pairs = [
                 (sample["doc"]["text"], end, response)
                 for sample in samples
-                for end, response in zip(sample["doc"]["choices"], sample["filtered_resps"], strict=True)
+                for end, response in zip(
+                    sample["doc"]["choices"], sample["filtered_resps"], strict=True
+                )
             ]
             expected = [likelihood(client, context, end, **steering) for context, end, _ in pairs]
             theirs = np.array([float(response[0]) for _, _, response in pairs])
             np.testing.assert_allclose(theirs, [value for value, _ in expected], rtol=0, atol=ATOL)
-            assert [str(response[1]) == "True" for _, _, response in pairs] == [likeliest for _, likeliest in expected]
+            assert [str(response[1]) == "True" for _, _, response in pairs] == [
+                likeliest for _, likeliest in expected
+            ]
             found.append(dict(zip([pair[:2] for pair in pairs], theirs, strict=True)))
     plain, steered = found
     assert plain.keys() == steered.keys()

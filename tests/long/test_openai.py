@@ -1,4 +1,6 @@
-"""The OpenAI-style endpoints against stock vLLM's server on the same machine, call by call; and what only Midstream adds to them."""
+"""The OpenAI-style endpoints against stock vLLM's server on the same machine, call by call; and
+what only Midstream adds to them.
+"""
 
 import base64
 import os
@@ -20,28 +22,48 @@ from midstream.workers.demo_model import fetch_demo_model
 pytestmark = pytest.mark.timeout(1800)
 HIDDEN = 576
 CAPTURE: dict[str, Any] = {"layers": [10, 29], "positions": "all"}
-#: What is served here compiles in a tenth of it, what is refused in more than ten times as long, on a machine of any kind.
+#: What is served here compiles in a tenth of it, what is refused in more than ten times as long, on
+#: a machine of any kind.
 COMPILE_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "kv_cache_gib": 0.5}
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "kv_cache_gib": 0.5,
+    }
     options |= {"tool_parser": TOOL_PARSER, "format_compile_s": COMPILE_S}
     folder = tmp_path_factory.mktemp("service")
-    with Stack(folder, api=True, start_timeout_s=400, lease_s=60.0, visibility_timeout_s=120, **options, **ENGINE) as stack:
+    with Stack(
+        folder,
+        api=True,
+        start_timeout_s=400,
+        lease_s=60.0,
+        visibility_timeout_s=120,
+        **options,
+        **ENGINE,
+    ) as stack:
         yield stack
 
 
 def ask(service: Stack, path: str, **body: Any) -> dict[str, Any]:
-    response = httpx.post(f"{service.url}/v1/{path}", json={"model": "demo", "max_tokens": 8, **body}, timeout=300)
+    response = httpx.post(
+        f"{service.url}/v1/{path}", json={"model": "demo", "max_tokens": 8, **body}, timeout=300
+    )
     assert response.status_code == 200, response.text
     return dict(response.json())
 
 
 @pytest.mark.packages  # by hand: two servers, ten minutes
-def test_answers_equal_those_of_stock_vllm(service: Stack, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every sixth call (`OPENAI_CALLS=all`: all): equal in every field, or different for the reason that the page names."""
+def test_answers_equal_those_of_stock_vllm(
+    service: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every sixth call (`OPENAI_CALLS=all`: all): equal in every field, or different for the reason
+    that the page names.
+    """
     wrong = {}
     with stock_server(tmp_path_factory.mktemp("stock")) as stock:
         for call in calls()[:: 1 if os.environ.get("OPENAI_CALLS") == "all" else 6]:
@@ -52,7 +74,12 @@ def test_answers_equal_those_of_stock_vllm(service: Stack, tmp_path_factory: pyt
 
 
 def test_each_choice_has_receipts_rows_and_a_seed_of_its_own(service: Stack) -> None:
-    body: dict[str, Any] = {"prompt": list(PROMPTS[:2]), "temperature": 1, "capture": CAPTURE, "capture_wait": True}
+    body: dict[str, Any] = {
+        "prompt": list(PROMPTS[:2]),
+        "temperature": 1,
+        "capture": CAPTURE,
+        "capture_wait": True,
+    }
     many = ask(service, "completions", **body, n=3, seed=40)
     assert [choice["index"] for choice in many["choices"]] == list(range(6))
     ranks = many["determinism"]["stages"][0]["ranks"]
@@ -60,35 +87,63 @@ def test_each_choice_has_receipts_rows_and_a_seed_of_its_own(service: Stack) -> 
     single = [ask(service, "completions", **{**body, "seed": 40 + choice}) for choice in range(3)]
     for index, choice in enumerate(many["choices"]):
         prompt, number = divmod(index, 3)
-        assert choice["text"] == single[number]["choices"][prompt]["text"], "the seed is the request's, plus the choice"
+        assert choice["text"] == single[number]["choices"][prompt]["text"], (
+            "the seed is the request's, plus the choice"
+        )
     with Client(service.url) as client:
         rows = client.capture(many["id"])
         assert rows.requests() == list(range(6))
         for number in range(3):
             alone = client.capture(single[number]["id"])
             for prompt in range(2):
-                assert np.allclose(rows.array(29, request=prompt * 3 + number), alone.array(29, request=prompt), rtol=0, atol=1e-2)
+                assert np.allclose(
+                    rows.array(29, request=prompt * 3 + number),
+                    alone.array(29, request=prompt),
+                    rtol=0,
+                    atol=1e-2,
+                )
 
 
 def test_tools_and_formats_work_under_steering(service: Stack) -> None:
     """The constraint holds, the ranks report what they applied, and the rows are there."""
     with Client(service.url) as client:
-        steering = [{"layers": [10], "vector": np.random.default_rng(1).normal(size=576).astype(np.float32)}]
+        steering = [
+            {"layers": [10], "vector": np.random.default_rng(1).normal(size=576).astype(np.float32)}
+        ]
         chosen = client.completion(
-            "demo", PROMPTS[0], steering=steering, capture=CAPTURE, capture_wait=True, structured_outputs={"regex": "(yes|no){3}"},
-            temperature=0, max_tokens=8,
-        )  # fmt: skip
+            "demo",
+            PROMPTS[0],
+            steering=steering,
+            capture=CAPTURE,
+            capture_wait=True,
+            structured_outputs={"regex": "(yes|no){3}"},
+            temperature=0,
+            max_tokens=8,
+        )
         assert chosen.text.replace("yes", "").replace("no", "") == ""
         assert chosen.determinism.consistent
         assert chosen.capture_results.status == "ok"
-        called = client.chat("demo", ASK, steering=steering, tools=[STRICT_WEATHER], tool_choice="required", temperature=0, max_tokens=60)
+        called = client.chat(
+            "demo",
+            ASK,
+            steering=steering,
+            tools=[STRICT_WEATHER],
+            tool_choice="required",
+            temperature=0,
+            max_tokens=60,
+        )
         assert called.determinism.consistent
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        {"json": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2200)}}},
+        {
+            "json": {
+                "type": "object",
+                "properties": {f"p{number}": {"type": "string"} for number in range(2200)},
+            }
+        },
         {"regex": "(a|b|ab)*" * 200},
         {"regex": "((a{1,100}){1,100}){1,100}"},  # matching "aaa…" never ends
         {"regex": "[("},
@@ -96,15 +151,27 @@ def test_tools_and_formats_work_under_steering(service: Stack) -> None:
     ],
     ids=["many members", "ambiguous", "nested repetitions", "broken expression", "broken grammar"],
 )
-def test_a_hostile_constraint_is_a_400_and_harms_no_other(service: Stack, form: dict[str, Any]) -> None:
+def test_a_hostile_constraint_is_a_400_and_harms_no_other(
+    service: Stack, form: dict[str, Any]
+) -> None:
     body = {"model": "demo", "prompt": PROMPTS[0], "structured_outputs": form}
     refused = httpx.post(f"{service.url}/v1/completions", json=body, timeout=300)
-    assert (refused.status_code, refused.json()["field"]) == (400, "structured_outputs"), refused.text
-    person = ask(service, "completions", prompt=PROMPTS[0], structured_outputs={"json": PERSON}, max_tokens=40, temperature=0)
+    assert (refused.status_code, refused.json()["field"]) == (400, "structured_outputs"), (
+        refused.text
+    )
+    person = ask(
+        service,
+        "completions",
+        prompt=PROMPTS[0],
+        structured_outputs={"json": PERSON},
+        max_tokens=40,
+        temperature=0,
+    )
     assert person["choices"][0]["text"].startswith("{")
 
 
-# --- As vllm-lens' clients ask ---------------------------------------------------------------------------------------------
+# --- As vllm-lens' clients ask
+# ---------------------------------------------------------------------------------------------
 
 
 LENS_LAYERS = [0, 10, 28]  # of the last one transformers keeps what the final norm makes of it
@@ -113,18 +180,28 @@ LENS_LAYERS = [0, 10, 28]  # of the last one transformers keeps what the final n
 def lens_tensor(values: np.ndarray) -> dict[str, Any]:
     """As vllm-lens serialises a tensor."""
     data = base64.b64encode(zstandard.compress(values.tobytes())).decode()
-    return {"data": data, "dtype": "float32", "original_dtype": "torch.float32", "shape": list(values.shape), "compression": "zstd"}
+    return {
+        "data": data,
+        "dtype": "float32",
+        "original_dtype": "torch.float32",
+        "shape": list(values.shape),
+        "compression": "zstd",
+    }
 
 
 def lens_rows(answer: dict[str, Any]) -> np.ndarray:
     """`[layers, positions, hidden_size]`, as vllm-lens reads them."""
     given = answer["activations"]["residual_stream"]
     raw = base64.b64decode(given["data"])
-    return np.frombuffer(zstandard.decompress(raw) if given.get("compression") == "zstd" else raw, given["dtype"]).reshape(given["shape"])
+    return np.frombuffer(
+        zstandard.decompress(raw) if given.get("compression") == "zstd" else raw, given["dtype"]
+    ).reshape(given["shape"])
 
 
 def lens_asked(service: Stack, **xargs: Any) -> dict[str, Any]:
-    return ask(service, "completions", prompt=PROMPTS[0], temperature=0, ignore_eos=True, vllm_xargs=xargs)
+    return ask(
+        service, "completions", prompt=PROMPTS[0], temperature=0, ignore_eos=True, vllm_xargs=xargs
+    )
 
 
 def test_rows_for_vllm_lens_are_the_hidden_states_of_transformers(service: Stack) -> None:
@@ -145,22 +222,51 @@ def test_rows_for_vllm_lens_are_the_hidden_states_of_transformers(service: Stack
 @pytest.mark.parametrize("norm_match", [False, True])
 def test_vectors_of_vllm_lens_steer_as_ours_do(service: Stack, norm_match: bool) -> None:
     values = np.random.default_rng(5).normal(size=(1, HIDDEN)).astype("<f4")
-    lens = {"activations": lens_tensor(values), "layer_indices": [10], "scale": 3.0, "norm_match": norm_match, "position_indices": None}
+    lens = {
+        "activations": lens_tensor(values),
+        "layer_indices": [10],
+        "scale": 3.0,
+        "norm_match": norm_match,
+        "position_indices": None,
+    }
     theirs = lens_asked(service, output_residual_stream=LENS_LAYERS, apply_steering_vectors=[lens])
-    vector = {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(values.tobytes()).decode()}
-    entry = {"layers": [10], "hook": "post_block", "vector": vector, "scale": 3.0, "norm_match": norm_match}
+    vector = {
+        "dtype": "float32",
+        "shape": [HIDDEN],
+        "data": base64.b64encode(values.tobytes()).decode(),
+    }
+    entry = {
+        "layers": [10],
+        "hook": "post_block",
+        "vector": vector,
+        "scale": 3.0,
+        "norm_match": norm_match,
+    }
     capture = {"layers": LENS_LAYERS, "positions": "all", "at": "after"}
     ours = ask(
-        service, "completions", prompt=PROMPTS[0], temperature=0, ignore_eos=True, steering=[entry], capture=capture, capture_wait=True
+        service,
+        "completions",
+        prompt=PROMPTS[0],
+        temperature=0,
+        ignore_eos=True,
+        steering=[entry],
+        capture=capture,
+        capture_wait=True,
     )
     plain = lens_asked(service, output_residual_stream=LENS_LAYERS)
     assert theirs["choices"] == ours["choices"]
     with Client(service.url) as client:
         reader = client.capture(ours["id"])
-        np.testing.assert_array_equal(lens_rows(theirs), np.stack([reader.array(layer) for layer in LENS_LAYERS]))
+        np.testing.assert_array_equal(
+            lens_rows(theirs), np.stack([reader.array(layer) for layer in LENS_LAYERS])
+        )
     prompt = theirs["usage"]["prompt_tokens"]
     moved = np.abs(lens_rows(theirs)[:, :prompt] - lens_rows(plain)[:, :prompt]).max(axis=(1, 2))
     assert moved[0] < 1e-3, "layer 0 is before the vector"
     assert min(moved[1:]) > 0.1
     if not norm_match:
-        np.testing.assert_allclose((lens_rows(theirs) - lens_rows(plain))[1, :prompt], np.tile(3 * values, (prompt, 1)), atol=1e-2)
+        np.testing.assert_allclose(
+            (lens_rows(theirs) - lens_rows(plain))[1, :prompt],
+            np.tile(3 * values, (prompt, 1)),
+            atol=1e-2,
+        )

@@ -1,4 +1,6 @@
-"""The documentation builds as a site, without the network, and a reader's browser loads nothing from another host."""
+"""The documentation builds as a site, without the network, and a reader's browser loads nothing
+from another host.
+"""
 
 import os
 import re
@@ -12,11 +14,23 @@ from tree import ROOT
 
 SITE = ROOT / ".cache" / "site"
 #: What makes a browser load something: element → attributes. A link in the text (`a`) does not.
-LOADS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "object": "data"}
+LOADS = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "object": "data",
+}
 OUTSIDE = re.compile(r"(?:[a-z]+:)?//", re.IGNORECASE)
 STYLE = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)")
 #: Proxies that nothing listens on.
-NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+NO_NETWORK = dict.fromkeys(
+    ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
+    "http://127.0.0.1:9",
+)
 
 
 class References(HTMLParser):
@@ -42,14 +56,25 @@ class References(HTMLParser):
 def pages() -> dict[Path, References]:
     """The site's pages; its environment is installed once and kept."""
     for target, environment in ((".cache/docs/.ready", {}), ("docs", NO_NETWORK)):
-        done = subprocess.run(["make", target], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["make", target],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return {path: References(path.read_text()) for path in SITE.rglob("*.html")}
 
 
 def test_pages_of_the_site_load_nothing_from_other_hosts(pages: dict[Path, References]) -> None:
     loaded = {(path.name, target) for path, page in pages.items() for target in page.loads}
-    loaded |= {(path.name, next(filter(None, found))) for path in SITE.rglob("*.css") for found in STYLE.findall(path.read_text())}
+    loaded |= {
+        (path.name, next(filter(None, found)))
+        for path in SITE.rglob("*.css")
+        for found in STYLE.findall(path.read_text())
+    }
     assert len(loaded) > 100
     assert [found for found in sorted(loaded) if OUTSIDE.match(found[1])] == []
 
@@ -64,22 +89,30 @@ def test_links_of_the_site_lead_to_pages_and_anchors(pages: dict[Path, Reference
                 continue
             file, _, anchor = unquote(target).partition("#")
             found = (path.parent / file).resolve() if file else path
-            if not found.is_file() or (anchor and found in pages and anchor not in pages[found].anchors):
+            if not found.is_file() or (
+                anchor and found in pages and anchor not in pages[found].anchors
+            ):
                 wrong.append(f"{path.relative_to(SITE)}: {target}")
     assert wrong == []
 
 
-def test_references_of_the_site_have_every_command_endpoint_and_name(pages: dict[Path, References]) -> None:
+def test_references_of_the_site_have_every_command_endpoint_and_name(
+    pages: dict[Path, References],
+) -> None:
     import midstream
     import midstream.lens
 
-    python, cli, http = ((SITE / "reference" / f"{name}.html").read_text() for name in ("python", "cli", "http"))
+    python, cli, http = (
+        (SITE / "reference" / f"{name}.html").read_text() for name in ("python", "cli", "http")
+    )
     missing = [
         name
         for name in [*midstream.__all__, *midstream.lens.__all__]
         if not name.startswith("__") and not re.search(rf'id="midstream\.[\w.]*\b{name}"', python)
     ]
     assert missing == []
-    assert re.search(r'id="[\w.]*\.Client\.sweep"', python), "calls that the client inherits from its groups"
+    assert re.search(r'id="[\w.]*\.Client\.sweep"', python), (
+        "calls that the client inherits from its groups"
+    )
     assert 'id="post-v1jobs"' in http
     assert 'id="midstream-modules-register"' in cli

@@ -1,4 +1,6 @@
-"""The example that trains a sparse autoencoder with sae-lens runs, with tiny sizes, from harvest to features that are served."""
+"""The example that trains a sparse autoencoder with sae-lens runs, with tiny sizes, from harvest to
+features that are served.
+"""
 
 import os
 import re
@@ -29,8 +31,20 @@ def python() -> Path:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("sae")
     (directory / "saes").mkdir()
-    options = {"engine": "vllm", "model": str(fetch_demo_model()), "model_name": "demo", "max_model_len": 256, "kv_cache_gib": 0.25}
-    slow = {"lease_s": 15.0, "visibility_timeout_s": 30, "sae_dir": str(directory / "saes"), "certify": False, "dtype": "float32"}
+    options = {
+        "engine": "vllm",
+        "model": str(fetch_demo_model()),
+        "model_name": "demo",
+        "max_model_len": 256,
+        "kv_cache_gib": 0.25,
+    }
+    slow = {
+        "lease_s": 15.0,
+        "visibility_timeout_s": 30,
+        "sae_dir": str(directory / "saes"),
+        "certify": False,
+        "dtype": "float32",
+    }
     with Stack(directory, api=True, start_timeout_s=300, **options, **slow) as stack:
         yield stack
 
@@ -38,9 +52,28 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.timeout(1500)
 def test_the_example_trains_registers_and_shows_features(python: Path, service: Stack) -> None:
     out = Path(service.settings.sae_dir) / "small"
-    sizes = ["--rounds", "1", "--tokens", "12", "--features", "64", "--active", "8", "--steps", "400"]
+    sizes = [
+        "--rounds",
+        "1",
+        "--tokens",
+        "12",
+        "--features",
+        "64",
+        "--active",
+        "8",
+        "--steps",
+        "400",
+    ]
     environment = {**os.environ, "MIDSTREAM_PUBLIC_URL": service.url}
-    command = [str(python), str(ROOT / "examples" / "train_sae.py"), "--out", str(out), "--name", "small", *sizes]
+    command = [
+        str(python),
+        str(ROOT / "examples" / "train_sae.py"),
+        "--out",
+        str(out),
+        "--name",
+        "small",
+        *sizes,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
@@ -50,26 +83,46 @@ def test_the_example_trains_registers_and_shows_features(python: Path, service: 
     assert len(rows) == 3
     with Client(service.url) as client:
         (registered,) = client.saes()
-        assert (registered.name, registered.layer, registered.form.architecture) == ("small", LAYER, "jumprelu")
-        found = client.features("The soup was rich and warm, and we asked for a second bowl.", "small", top_k=64)
+        assert (registered.name, registered.layer, registered.form.architecture) == (
+            "small",
+            LAYER,
+            "jumprelu",
+        )
+        found = client.features(
+            "The soup was rich and warm, and we asked for a second bowl.", "small", top_k=64
+        )
     check_against_sae_lens(python, service, out, found.reading.features)
 
 
-def check_against_sae_lens(python: Path, service: Stack, out: Path, served: list[list[int]]) -> None:
-    """What is served is what sae-lens loads: the same features are active at each token of a prompt, but for what rounding decides."""
+def check_against_sae_lens(
+    python: Path, service: Stack, out: Path, served: list[list[int]]
+) -> None:
+    """What is served is what sae-lens loads: the same features are active at each token of a
+    prompt, but for what rounding decides.
+    """
     with Client(service.url) as client:
         job = client.run(
-            model="demo", prompts=["The soup was rich and warm, and we asked for a second bowl."], sampling={"max_tokens": 1},
-            capture={"layers": LAYER, "positions": "all_prompt"}, progress=False,
-        )  # fmt: skip
+            model="demo",
+            prompts=["The soup was rich and warm, and we asked for a second bowl."],
+            sampling={"max_tokens": 1},
+            capture={"layers": LAYER, "positions": "all_prompt"},
+            progress=False,
+        )
         rows = client.capture(job).array(LAYER)
     np.save(out / "rows.npy", rows.astype(np.float32))
     code = (
-        "import sys, numpy, torch; from sae_lens import SAE; sae = SAE.load_from_disk(sys.argv[1])\n"
-        "values = sae.encode(torch.from_numpy(numpy.load(sys.argv[1] + '/rows.npy'))).detach().numpy()\n"
+        "import sys, numpy, torch; from sae_lens import SAE; sae = "
+        "SAE.load_from_disk(sys.argv[1])\n"
+        "values = sae.encode(torch.from_numpy(numpy.load(sys.argv[1] + "
+        "'/rows.npy'))).detach().numpy()\n"
         "print([numpy.flatnonzero(row > 0).tolist() for row in values])"
     )
-    done = subprocess.run([str(python), "-c", code, str(out)], capture_output=True, text=True, check=True)
-    theirs = [set(map(int, re.findall(r"\d+", row))) for row in re.findall(r"\[([0-9, ]*)\]", done.stdout.strip()[1:-1])]
+    done = subprocess.run(
+        [str(python), "-c", code, str(out)], capture_output=True, text=True, check=True
+    )
+    theirs = [
+        set(map(int, re.findall(r"\d+", row)))
+        for row in re.findall(r"\[([0-9, ]*)\]", done.stdout.strip()[1:-1])
+    ]
     for mine, other in zip(served[1:], theirs[1:], strict=True):
         assert len(set(mine) ^ other) <= 1 + len(other) // 10

@@ -1,4 +1,6 @@
-"""One client that writes and has each write acknowledged, as the API does it: which acknowledged writes are gone in the end?"""
+"""One client that writes and has each write acknowledged, as the API does it: which acknowledged
+writes are gone in the end?
+"""
 
 import asyncio
 import time
@@ -20,18 +22,31 @@ def key(number: int) -> str:
     return f"ms:write:{number}"
 
 
-def write_through(group: RedisGroup, replicas: int, happen: Callable[[], object]) -> tuple[list[float], list[str]]:
-    """When each acknowledgement came (monotonic), and the keys that are lost; `happen` takes place meanwhile."""
+def write_through(
+    group: RedisGroup, replicas: int, happen: Callable[[], object]
+) -> tuple[list[float], list[str]]:
+    """When each acknowledgement came (monotonic), and the keys that are lost; `happen` takes place
+    meanwhile.
+    """
     acknowledged = asyncio.run(_write(group.url(OPERATOR), replicas, happen))
     with group.client(group.master()) as client:
-        return sorted(acknowledged.values()), [key(number) for number in acknowledged if not client.exists(key(number))]
+        return sorted(acknowledged.values()), [
+            key(number) for number in acknowledged if not client.exists(key(number))
+        ]
 
 
 async def _write(url: str, replicas: int, happen: Callable[[], object]) -> dict[int, float]:
     retry = Retry(ExponentialBackoff(cap=0.4, base=0.05), 3)
-    pool = redis_open.async_pool(url, max_connections=10, timeout=5, socket_timeout=5, socket_connect_timeout=5, retry=retry)
+    pool = redis_open.async_pool(
+        url, max_connections=10, timeout=5, socket_timeout=5, socket_connect_timeout=5, retry=retry
+    )
     client = redis.asyncio.Redis.from_pool(pool)
-    barrier, over, acknowledged, number = AofBarrier(client, replicas), asyncio.Event(), dict[int, float](), 0
+    barrier, over, acknowledged, number = (
+        AofBarrier(client, replicas),
+        asyncio.Event(),
+        dict[int, float](),
+        0,
+    )
 
     async def disturb() -> None:
         try:

@@ -1,4 +1,7 @@
-"""All tests here lay out machines; without root they are skipped, with the reason. `make test-machines` stops instead."""
+"""All tests here lay out machines; without root they are skipped, with the reason.
+
+`make test-machines` stops instead.
+"""
 
 import pytest
 from network import why_not

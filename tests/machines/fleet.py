@@ -1,11 +1,13 @@
-"""The service on machines of a `Network`: which process runs where, and what is loaded, killed and judged.
+"""The service on machines of a `Network`: which process runs where, and what is loaded, killed and
+judged.
 
     with Fleet(tmp_path, network, {"relay": "relay", "worker": "w1", "worker-2": "w2"}) as fleet:
         verdict, observed = fleet.run(steps, seed=1)
 
-Processes without a machine run here, with the API. With a machine for `store`, captures and harvests are in a bucket there. Redis has
-TLS and a user per role, the relay CURVE keys; `SentinelFleet` opens Redis through Sentinel, without TLS, which the redis-server of the
-lock files lacks.
+Processes without a machine run here, with the API. With a machine for `store`, captures and
+harvests are in a bucket there. Redis has TLS and a user per role, the relay CURVE keys;
+`SentinelFleet` opens Redis through Sentinel, without TLS, which the redis-server of the lock files
+lacks.
 """
 
 import asyncio
@@ -33,12 +35,19 @@ from midstream.broker.ops.acl import OPERATOR
 from midstream.schemas.settings import Settings, load_settings
 
 SETTINGS: dict[str, Any] = {
-    "fake_token_s": 0.02, "lease_s": 5.0, "visibility_timeout_s": 6, "sweep_interval_s": 0.5, "max_wait_s": 15.0, "worker_concurrency": 48,
-    "max_num_seqs": 64, "log_level": "WARNING",
-}  # fmt: skip
+    "fake_token_s": 0.02,
+    "lease_s": 5.0,
+    "visibility_timeout_s": 6,
+    "sweep_interval_s": 0.5,
+    "max_wait_s": 15.0,
+    "worker_concurrency": 48,
+    "max_num_seqs": 64,
+    "log_level": "WARNING",
+}
 #: Clients at a time, and the pause of each between two jobs: these machines share two cores.
 AT_ONCE, PAUSE_S = 24, 0.2
-#: After the last step the load goes on for so long; then everything under way ends within `SETTLE_S`.
+#: After the last step the load goes on for so long; then everything under way ends within
+#: `SETTLE_S`.
 AFTER_S, SETTLE_S = 5.0, 60.0
 STORE, STORE_PORT, BUCKET = Path(__file__).with_name("store_machine.py"), 9000, "machines"
 PROCESSES = ("relay", "callbacks", "worker", "worker-2", "api")
@@ -49,7 +58,14 @@ Step = tuple[str, Callable[[], object]]
 class Fleet(Machines):
     """`where`: process → machine."""
 
-    def __init__(self, directory: Path, network: Network, where: dict[str, str], names: tuple[str, ...] = PROCESSES, **settings: Any):
+    def __init__(
+        self,
+        directory: Path,
+        network: Network,
+        where: dict[str, str],
+        names: tuple[str, ...] = PROCESSES,
+        **settings: Any,
+    ):
         self.network, self.where = network, where
         self.host = network.address(HERE)
         super().__init__(directory, None, names, **(SETTINGS | settings))
@@ -58,15 +74,22 @@ class Fleet(Machines):
         if "store" in where:
             endpoint = f"http://{network.address(where['store'])}:{STORE_PORT}"
             self._chosen |= {
-                "artifact_store": f"s3://{BUCKET}/kept", "artifact_endpoint": endpoint, "artifact_region": s3_kit.REGION,
-                "artifact_access_key": s3_kit.ACCESS_KEY, "artifact_secret_key": s3_kit.SECRET_KEY,
-                "harvest_stores": f"s3://{BUCKET}/rows?" + urlencode({"endpoint": endpoint, "region": s3_kit.REGION}),
-            }  # fmt: skip
+                "artifact_store": f"s3://{BUCKET}/kept",
+                "artifact_endpoint": endpoint,
+                "artifact_region": s3_kit.REGION,
+                "artifact_access_key": s3_kit.ACCESS_KEY,
+                "artifact_secret_key": s3_kit.SECRET_KEY,
+                "harvest_stores": f"s3://{BUCKET}/rows?"
+                + urlencode({"endpoint": endpoint, "region": s3_kit.REGION}),
+            }
 
     def environment(self, name: str) -> dict[str, str]:
         """The network that ranks on several machines meet on."""
         machine = self.where.get(name, HERE)
-        return {"VLLM_HOST_IP": self.network.address(machine), "GLOO_SOCKET_IFNAME": self.network.device(machine)}
+        return {
+            "VLLM_HOST_IP": self.network.address(machine),
+            "GLOO_SOCKET_IFNAME": self.network.device(machine),
+        }
 
     def settings(self, name: str, **changed: Any) -> Settings:
         if name == "follower":  # of the worker, on another machine
@@ -79,7 +102,13 @@ class Fleet(Machines):
     def _start_redis(self) -> None:
         if "store" in self.where:
             machine = self.where["store"]
-            command = [sys.executable, str(STORE), self.network.address(machine), str(STORE_PORT), BUCKET]
+            command = [
+                sys.executable,
+                str(STORE),
+                self.network.address(machine),
+                str(STORE_PORT),
+                BUCKET,
+            ]
             self._servers.append(self.network.popen(machine, command, stdout=subprocess.PIPE))
             assert self._servers[-1].stdout is not None
             assert self._servers[-1].stdout.readline() == b"ready\n"
@@ -87,14 +116,21 @@ class Fleet(Machines):
 
     def judges_settings(self) -> Settings:
         """Redis as the operator, and the folder of captures."""
-        return self.settings("api", redis_url=self.redis_url(OPERATOR), redis_password="", redis_tls_ca="")
+        return self.settings(
+            "api", redis_url=self.redis_url(OPERATOR), redis_password="", redis_tls_ca=""
+        )
 
     # What happens to processes
 
     def kill(self, name: str) -> None:
         """`kill -9`, also of the engine that a worker has started."""
         found = self.processes[name]
-        family = subprocess.run(["ps", "-o", "pid=", "--ppid", str(found.pid)], capture_output=True, text=True, check=False).stdout.split()
+        family = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(found.pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
         for pid in [found.pid, *map(int, family)]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -120,8 +156,12 @@ class Fleet(Machines):
 
     # Load
 
-    def run(self, steps: list[Step], seed: int, say: Callable[[str], object] = print) -> tuple[Verdict, list[Observed]]:
-        """Clients that submit, wait and repeat, while `steps` happen one after the other; then what became of every job."""
+    def run(
+        self, steps: list[Step], seed: int, say: Callable[[str], object] = print
+    ) -> tuple[Verdict, list[Observed]]:
+        """Clients that submit, wait and repeat, while `steps` happen one after the other; then what
+        became of every job.
+        """
         observed = asyncio.run(self._load(steps, random.Random(seed), say))
         verdict = Verdict()
         asyncio.run(self._settle())
@@ -135,8 +175,16 @@ class Fleet(Machines):
         """What may explain a verdict."""
         return ""
 
-    async def _load(self, steps: list[Step], rng: random.Random, say: Callable[[str], object]) -> list[Observed]:
-        clients = Clients({"api": self.url}, f"machines-{os.urandom(4).hex()}", rng, SETTINGS["max_wait_s"], lambda *_: True)
+    async def _load(
+        self, steps: list[Step], rng: random.Random, say: Callable[[str], object]
+    ) -> list[Observed]:
+        clients = Clients(
+            {"api": self.url},
+            f"machines-{os.urandom(4).hex()}",
+            rng,
+            SETTINGS["max_wait_s"],
+            lambda *_: True,
+        )
         todo, observed, over = iter(plans(rng, 100_000)), list[Observed](), asyncio.Event()
 
         async def one() -> None:
@@ -170,7 +218,15 @@ class Fleet(Machines):
 class SentinelFleet(Fleet):
     """The same over a `RedisGroup` on `redis`; `replicas` must have what is acknowledged."""
 
-    def __init__(self, directory: Path, network: Network, where: dict[str, str], redis: tuple[str, ...], replicas: int, **settings: Any):
+    def __init__(
+        self,
+        directory: Path,
+        network: Network,
+        where: dict[str, str],
+        redis: tuple[str, ...],
+        replicas: int,
+        **settings: Any,
+    ):
         super().__init__(directory, network, where, redis_replicas=replicas, **settings)
         self.group = RedisGroup(network, redis, directory / "redis", self.acl)
 
@@ -178,9 +234,15 @@ class SentinelFleet(Fleet):
         self.group.__enter__()
 
     def settings(self, name: str, **changed: Any) -> Settings:
-        found = super().settings(name, **{"redis_url": "", "redis_password": "", "redis_tls_ca": ""} | changed)
+        found = super().settings(
+            name, **{"redis_url": "", "redis_password": "", "redis_tls_ca": ""} | changed
+        )
         role = name.partition("-")[0]
-        return found if found.redis_url else load_settings({}, **{**_given(found), "redis_url": self.group.url(role)})
+        return (
+            found
+            if found.redis_url
+            else load_settings({}, **{**_given(found), "redis_url": self.group.url(role)})
+        )
 
     def redis_url(self, role: str) -> str:
         return self.group.url(role)
@@ -197,7 +259,11 @@ class SentinelFleet(Fleet):
 
 def _given(settings: Settings) -> dict[str, Any]:
     default = Settings()
-    return {name: getattr(settings, name) for name in Settings.__struct_fields__ if getattr(settings, name) != getattr(default, name)}
+    return {
+        name: getattr(settings, name)
+        for name in Settings.__struct_fields__
+        if getattr(settings, name) != getattr(default, name)
+    }
 
 
 __all__ = ["Fleet", "SentinelFleet", "wait_until"]

@@ -1,4 +1,5 @@
-"""Machines on one computer: network namespaces on a switch, whose wires can be cut, pulled and made slow. Needs root.
+"""Machines on one computer: network namespaces on a switch, whose wires can be cut, pulled and made
+slow. Needs root.
 
     with Network("w1", "w2", slow={"w2"}) as network:
         network.cut("w1", HERE)          # silently: both send to a station that is not there
@@ -29,9 +30,13 @@ def why_not() -> str:
     if shutil.which("ip") is None:
         return "there is no `ip` command (iproute2)"
     name = f"mt{os.getpid()}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["ip", "netns", "add", name], capture_output=True, text=True, check=False
+    )
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    return f"no network namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+    return (
+        f"no network namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+    )
 
 
 def ip(*arguments: str) -> None:
@@ -39,7 +44,9 @@ def ip(*arguments: str) -> None:
 
 
 class Network:
-    """The machines `names` and `HERE`, each with an address that all others reach until a wire is cut."""
+    """The machines `names` and `HERE`, each with an address that all others reach until a wire is
+    cut.
+    """
 
     def __init__(self, *names: str, slow: set[str] = frozenset()):  # type: ignore[assignment]
         self.names = (HERE, *names)
@@ -86,11 +93,21 @@ class Network:
             ip(*self._at(name), "link", "set", "lo", "up")
         if name in self._slow:
             command = [sys.executable, str(WIRE), self.namespace(name), device, self._switch, port]
-            self._wires[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._wires[name] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
             assert self._wires[name].stdout.readline() == b"ready\n"  # type: ignore[union-attr]
         else:
             ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", device)
-            ip("-n", self._switch, "link", "set", device, "netns", str(os.getpid()) if name == HERE else self.namespace(name))
+            ip(
+                "-n",
+                self._switch,
+                "link",
+                "set",
+                device,
+                "netns",
+                str(os.getpid()) if name == HERE else self.namespace(name),
+            )
         ip("-n", self._switch, "link", "set", port, "master", "bridge")
         ip("-n", self._switch, "link", "set", port, "up")
         ip(*self._at(name), "address", "add", f"{self.address(name)}/24", "dev", device)
@@ -110,19 +127,39 @@ class Network:
     # What happens to machines
 
     def cut(self, one: str, *others: str) -> None:
-        """From now on nothing passes between `one` and each of `others` (all: none named), and nobody is told."""
+        """From now on nothing passes between `one` and each of `others` (all: none named), and
+        nobody is told.
+        """
         for other in others or self.names:
             if other != one:
                 self._cut.add((one, other))
                 for here, there in ((one, other), (other, one)):
                     at = ("dev", self.device(here), "nud", "permanent")
-                    ip(*self._at(here), "neighbour", "replace", self.address(there), "lladdr", NOBODY, *at)
+                    ip(
+                        *self._at(here),
+                        "neighbour",
+                        "replace",
+                        self.address(there),
+                        "lladdr",
+                        NOBODY,
+                        *at,
+                    )
 
     def heal(self) -> None:
         """Undo every cut."""
         for pair in self._cut:
             for here, there in (pair, pair[::-1]):
-                ip(*self._at(here), "neighbour", "flush", "to", self.address(there), "dev", self.device(here), "nud", "permanent")
+                ip(
+                    *self._at(here),
+                    "neighbour",
+                    "flush",
+                    "to",
+                    self.address(there),
+                    "dev",
+                    self.device(here),
+                    "nud",
+                    "permanent",
+                )
         self._cut.clear()
 
     def pull(self, name: str) -> None:
@@ -133,7 +170,9 @@ class Network:
         ip("-n", self._switch, "link", "set", f"port{self.names.index(name)}", "up")
 
     def delay(self, name: str, ms: float = 0.0, loss: float = 0.0) -> None:
-        """From now on each frame to and from a machine in `slow` takes `ms` longer, and `loss` (0 to 1) of them are lost."""
+        """From now on each frame to and from a machine in `slow` takes `ms` longer, and `loss` (0
+        to 1) of them are lost.
+        """
         wire = self._wires[name].stdin
         assert wire is not None
         wire.write(f"{ms / 1000} {loss}\n".encode())

@@ -20,11 +20,21 @@ from midstream.broker.ops import redis_server
 from midstream.broker.ops.acl import OPERATOR
 
 SERVICE, REDIS_PORT, SENTINEL_PORT = "midstream", 6390, 26390
-#: After so long without an answer a sentinel takes a master for dead. A real installation gives it more.
+#: After so long without an answer a sentinel takes a master for dead. A real installation gives it
+#: more.
 DOWN_MS = 2000
 START_S = 20.0
 #: What a sentinel writes down of a failover.
-TELLING = ("switch-master", "failover", "sdown master", "odown", "promoted", "convert-to-slave", "fix-slave-config", "elected")
+TELLING = (
+    "switch-master",
+    "failover",
+    "sdown master",
+    "odown",
+    "promoted",
+    "convert-to-slave",
+    "fix-slave-config",
+    "elected",
+)
 
 
 class RedisGroup:
@@ -49,19 +59,39 @@ class RedisGroup:
 
     def _operator(self, machine: str, timeout: float) -> "redis.Redis":
         return redis.Redis(
-            self.network.address(machine), REDIS_PORT, username=OPERATOR, password=self.password(OPERATOR), socket_timeout=timeout,
-            socket_connect_timeout=timeout, retry=None,
-        )  # fmt: skip
+            self.network.address(machine),
+            REDIS_PORT,
+            username=OPERATOR,
+            password=self.password(OPERATOR),
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            retry=None,
+        )
 
     def __enter__(self) -> "RedisGroup":
         try:
             for machine in self.machines:
                 self.start(machine)
-            self._wait(lambda: self.client(self.machines[0]).info("replication")["connected_slaves"] == len(self.machines) - 1)
+            self._wait(
+                lambda: (
+                    self.client(self.machines[0]).info("replication")["connected_slaves"]
+                    == len(self.machines) - 1
+                )
+            )
             for machine in self.machines:
                 self._start_sentinel(machine)
-            self._wait(lambda: all(self._state(machine)["num-other-sentinels"] == len(self.machines) - 1 for machine in self.machines))
-            self._wait(lambda: all(self._state(machine)["num-slaves"] == len(self.machines) - 1 for machine in self.machines))
+            self._wait(
+                lambda: all(
+                    self._state(machine)["num-other-sentinels"] == len(self.machines) - 1
+                    for machine in self.machines
+                )
+            )
+            self._wait(
+                lambda: all(
+                    self._state(machine)["num-slaves"] == len(self.machines) - 1
+                    for machine in self.machines
+                )
+            )
             threading.Thread(target=self._watch, name="roles", daemon=True).start()
         except BaseException:
             self.__exit__()
@@ -84,11 +114,23 @@ class RedisGroup:
             folder.mkdir(parents=True)
             (folder / "users.acl").write_bytes((self.acl / "users.acl").read_bytes())
             lines = [
-                f"bind {self.network.address(machine)}", f"port {REDIS_PORT}", f"dir {folder}", "protected-mode no", "appendonly yes",
-                'save ""', "maxmemory-policy noeviction", f"aclfile {folder}/users.acl", "masteruser replica",
-                f"masterauth {self.password('replica')}", "min-replicas-to-write 1", "min-replicas-max-lag 3", "repl-diskless-sync yes",
-                "repl-diskless-sync-delay 0", "repl-ping-replica-period 1", "repl-timeout 5",
-            ]  # fmt: skip
+                f"bind {self.network.address(machine)}",
+                f"port {REDIS_PORT}",
+                f"dir {folder}",
+                "protected-mode no",
+                "appendonly yes",
+                'save ""',
+                "maxmemory-policy noeviction",
+                f"aclfile {folder}/users.acl",
+                "masteruser replica",
+                f"masterauth {self.password('replica')}",
+                "min-replicas-to-write 1",
+                "min-replicas-max-lag 3",
+                "repl-diskless-sync yes",
+                "repl-diskless-sync-delay 0",
+                "repl-ping-replica-period 1",
+                "repl-timeout 5",
+            ]
             if machine != self.machines[0]:
                 lines.append(f"replicaof {self.network.address(self.machines[0])} {REDIS_PORT}")
             config.write_text("\n".join(lines) + "\n")
@@ -100,21 +142,36 @@ class RedisGroup:
         folder.mkdir(parents=True)
         config = folder / "sentinel.conf"
         config.write_text(
-            "\n".join([
-                f"bind {self.network.address(machine)}", f"port {SENTINEL_PORT}", f"dir {folder}", "protected-mode no",
-                f"sentinel monitor {SERVICE} {self.network.address(self.machines[0])} {REDIS_PORT} 2",
-                f"sentinel auth-user {SERVICE} sentinel", f"sentinel auth-pass {SERVICE} {self.password('sentinel')}",
-                f"sentinel down-after-milliseconds {SERVICE} {DOWN_MS}", f"sentinel failover-timeout {SERVICE} 10000",
-            ]) + "\n"
-        )  # fmt: skip
+            "\n".join(
+                [
+                    f"bind {self.network.address(machine)}",
+                    f"port {SENTINEL_PORT}",
+                    f"dir {folder}",
+                    "protected-mode no",
+                    (
+                        f"sentinel monitor {SERVICE} {self.network.address(self.machines[0])} "
+                        f"{REDIS_PORT} 2"
+                    ),
+                    f"sentinel auth-user {SERVICE} sentinel",
+                    f"sentinel auth-pass {SERVICE} {self.password('sentinel')}",
+                    f"sentinel down-after-milliseconds {SERVICE} {DOWN_MS}",
+                    f"sentinel failover-timeout {SERVICE} 10000",
+                ]
+            )
+            + "\n"
+        )
         self._spawn(f"sentinel-{machine}", machine, [str(config), "--sentinel"])
 
     def _spawn(self, name: str, machine: str, arguments: list[str]) -> None:
         with (self.directory / f"{name}.log").open("ab") as log:
-            self.processes[name] = self.network.popen(machine, [redis_server.executable(), *arguments], stdout=log, stderr=log)
+            self.processes[name] = self.network.popen(
+                machine, [redis_server.executable(), *arguments], stdout=log, stderr=log
+            )
 
     def _state(self, sentinel: str) -> dict[str, object]:
-        with redis.Redis(self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None) as client:
+        with redis.Redis(
+            self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None
+        ) as client:
             found: dict[str, object] = client.sentinel_master(SERVICE)
             return found
 
@@ -126,16 +183,31 @@ class RedisGroup:
             for machine, client in clients.items():
                 with contextlib.suppress(redis.RedisError, OSError):
                     info = client.info("replication")
-                    replicas = [f"{value['ip']}:{value['offset']}" for name, value in info.items() if isinstance(value, dict)]
-                    said.append(f"{machine} {info['role']} {info['master_replid'][:6]} {info['master_repl_offset']} {replicas}")
+                    replicas = [
+                        f"{value['ip']}:{value['offset']}"
+                        for name, value in info.items()
+                        if isinstance(value, dict)
+                    ]
+                    said.append(
+                        f"{machine} {info['role']} {info['master_replid'][:6]} "
+                        f"{info['master_repl_offset']} {replicas}"
+                    )
             self._seen.append(f"{time.strftime('%H:%M:%S')} {'; '.join(said)}")
 
     def account(self) -> str:
         """What the sentinels did, and who was what."""
         told = []
         for machine in self.machines:
-            lines = (self.directory / f"sentinel-{machine}.log").read_text(errors="replace").splitlines()
-            told += [f"sentinel {machine}: {line}" for line in lines if any(word in line for word in TELLING)]
+            lines = (
+                (self.directory / f"sentinel-{machine}.log")
+                .read_text(errors="replace")
+                .splitlines()
+            )
+            told += [
+                f"sentinel {machine}: {line}"
+                for line in lines
+                if any(word in line for word in TELLING)
+            ]
         return "\n".join([*told, *self._seen])
 
     def master(self) -> str:
@@ -145,7 +217,9 @@ class RedisGroup:
             with contextlib.suppress(redis.RedisError, OSError):
                 states.append(self._state(sentinel))
         address = max(states, key=lambda state: int(str(state["config-epoch"])))["ip"]
-        return next(machine for machine in self.machines if self.network.address(machine) == address)
+        return next(
+            machine for machine in self.machines if self.network.address(machine) == address
+        )
 
     def others(self) -> list[str]:
         master = self.master()
@@ -153,7 +227,9 @@ class RedisGroup:
 
     def order_failover(self) -> None:
         """As an operator does: the master lives, and a replica takes over."""
-        with redis.Redis(self.network.address(self.machines[0]), SENTINEL_PORT, socket_timeout=3, retry=None) as client:
+        with redis.Redis(
+            self.network.address(self.machines[0]), SENTINEL_PORT, socket_timeout=3, retry=None
+        ) as client:
             client.execute_command("SENTINEL", "FAILOVER", SERVICE)
 
     def await_failover(self, former: str, timeout: float = 60.0) -> float:
@@ -163,20 +239,39 @@ class RedisGroup:
         return time.monotonic() - began
 
     def await_whole(self, timeout: float = 120.0) -> None:
-        """Until all replicas follow the master, and every sentinel has seen that they do: then the next failover may come.
+        """Until all replicas follow the master, and every sentinel has seen that they do: then the
+        next failover may come.
 
-        A sentinel looks every 10 s. One that still takes a replica for the master that it was, and is cut off with the present master
-        while that replica is promoted, makes it a replica again when it returns: see docs/redis.md.
+        A sentinel looks every 10 s. One that still takes a replica for the master that it was, and
+        is cut off with the present master while that replica is promoted, makes it a replica again
+        when it returns: see docs/redis.md.
         """
-        self._wait(lambda: self.client(self.master()).info("replication")["connected_slaves"] == len(self.machines) - 1, timeout)
-        self._wait(lambda: len({str(self._state(machine)["ip"]) for machine in self.machines}) == 1, timeout)
-        self._wait(lambda: all(self._state(machine)["flags"] == "master" for machine in self.machines), timeout)
+        self._wait(
+            lambda: (
+                self.client(self.master()).info("replication")["connected_slaves"]
+                == len(self.machines) - 1
+            ),
+            timeout,
+        )
+        self._wait(
+            lambda: len({str(self._state(machine)["ip"]) for machine in self.machines}) == 1,
+            timeout,
+        )
+        self._wait(
+            lambda: all(self._state(machine)["flags"] == "master" for machine in self.machines),
+            timeout,
+        )
         self._wait(lambda: all(map(self._sees_replicas, self.machines)), timeout)
 
     def _sees_replicas(self, sentinel: str) -> bool:
-        with redis.Redis(self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None) as client:
+        with redis.Redis(
+            self.network.address(sentinel), SENTINEL_PORT, socket_timeout=3, retry=None
+        ) as client:
             replicas: list[dict[str, str]] = client.sentinel_slaves(SERVICE)
-        seen = [replica["flags"] == "slave" and replica["role-reported"] == "slave" for replica in replicas]
+        seen = [
+            replica["flags"] == "slave" and replica["role-reported"] == "slave"
+            for replica in replicas
+        ]
         return seen == [True] * (len(self.machines) - 1)
 
     def kill(self, machine: str) -> None:

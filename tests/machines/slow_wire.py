@@ -1,6 +1,8 @@
-"""A wire between two namespaces that can be slow and lossy: `slow_wire.py NETNS DEVICE NETNS DEVICE`, then lines `SECONDS LOSS` on stdin.
+"""A wire between two namespaces that can be slow and lossy: `slow_wire.py NETNS DEVICE NETNS
+DEVICE`, then lines `SECONDS LOSS` on stdin.
 
-Linux has `tc netem` for that, a module that not every kernel has. Two TAP devices, and frames that wait their turn in between.
+Linux has `tc netem` for that, a module that not every kernel has. Two TAP devices, and frames that
+wait their turn in between.
 """
 
 import ctypes

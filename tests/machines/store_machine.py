@@ -1,4 +1,6 @@
-"""The object store of a network of machines: `store_machine.py HOST PORT BUCKET` serves S3 there until it is killed (tests/s3_kit.py)."""
+"""The object store of a network of machines: `store_machine.py HOST PORT BUCKET` serves S3 there
+until it is killed (tests/s3_kit.py).
+"""
 
 import sys
 import threading

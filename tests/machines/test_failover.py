@@ -1,4 +1,6 @@
-"""Redis with two replicas and Sentinel: does a failover in the middle of load lose anything that was acknowledged?"""
+"""Redis with two replicas and Sentinel: does a failover in the middle of load lose anything that
+was acknowledged?
+"""
 
 import itertools
 import random
@@ -19,18 +21,29 @@ WHERE = {"worker-2": "w2"}
 
 @pytest.mark.timeout(900)
 def test_a_failover_under_load_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    """The master is cut off from its replicas, but lives and answers all clients; it is cut off from everything; it is killed."""
+    """The master is cut off from its replicas, but lives and answers all clients; it is cut off
+    from everything; it is killed.
+    """
     seed = random.SystemRandom().randrange(10**9)
     print(f"\nfailover with seed {seed}")
     with (
         Network(*REDIS, "w2") as network,
-        SentinelFleet(tmp_path, network, WHERE, REDIS, 1, names=("relay", "callbacks", "worker", "worker-2", "api")) as fleet,
+        SentinelFleet(
+            tmp_path,
+            network,
+            WHERE,
+            REDIS,
+            1,
+            names=("relay", "callbacks", "worker", "worker-2", "api"),
+        ) as fleet,
     ):
         group = fleet.group
         took: list[float] = []
 
         def partition(*others: str) -> None:
-            """The old master stays alive, and is found again after it has been alone for a while."""
+            """The old master stays alive, and is found again after it has been alone for a
+            while.
+            """
             former = group.master()
             network.cut(former, *(others or group.others()))
             took.append(group.await_failover(former))
@@ -65,26 +78,40 @@ def test_a_failover_under_load_loses_nothing_acknowledged(tmp_path: Path) -> Non
             ("the master is killed", kill),
         ]
         verdict, observed = fleet.run(steps, seed)
-        print(f"failovers took {[round(seconds, 1) for seconds in took]} s until Sentinel named the new master")
+        print(
+            f"failovers took {[round(seconds, 1) for seconds in took]} s until Sentinel "
+            "named the new master"
+        )
     assert verdict.found == {rule: [] for rule in verdict.RULES}
     assert len(observed) > 200, "the load was too light to show anything"
 
 
 @pytest.mark.parametrize("way", ["ordered", "paused", "cut off", "killed", "replica cut off"])
 def test_acknowledged_writes_outlive_a_failover(tmp_path: Path, way: str) -> None:
-    """Also where the old master lives, and a replica that does not take over still follows it for a while."""
+    """Also where the old master lives, and a replica that does not take over still follows it for a
+    while.
+    """
     write_users(tmp_path / "acl")
-    with Network(*REDIS) as network, RedisGroup(network, REDIS, tmp_path / "redis", tmp_path / "acl") as group:
+    with (
+        Network(*REDIS) as network,
+        RedisGroup(network, REDIS, tmp_path / "redis", tmp_path / "acl") as group,
+    ):
         took: list[float] = []
 
         def happen() -> None:
             former = group.master()
-            if way == "replica cut off":  # no failover: whoever is left confirms, and the one that returns catches up
+            if (
+                way == "replica cut off"
+            ):  # no failover: whoever is left confirms, and the one that returns catches up
                 network.cut(group.others()[0])
                 time.sleep(10)
             else:
-                {"ordered": group.order_failover, "paused": lambda: group.pause(former), "killed": lambda: group.kill(former),
-                 "cut off": lambda: network.cut(former, *group.others())}[way]()  # fmt: skip
+                {
+                    "ordered": group.order_failover,
+                    "paused": lambda: group.pause(former),
+                    "killed": lambda: group.kill(former),
+                    "cut off": lambda: network.cut(former, *group.others()),
+                }[way]()
                 took.append(group.await_failover(former))
                 if way == "paused":
                     group.resume(former)
@@ -96,6 +123,9 @@ def test_acknowledged_writes_outlive_a_failover(tmp_path: Path, way: str) -> Non
 
         times, lost = write_through(group, 1, happen)
         pause = max(after - before for before, after in itertools.pairwise(times))
-        print(f"\n{way}: {len(times)} acknowledged, {len(lost)} lost, longest pause {pause:.1f} s, new master after {took} s")
+        print(
+            f"\n{way}: {len(times)} acknowledged, {len(lost)} lost, longest pause "
+            f"{pause:.1f} s, new master after {took} s"
+        )
         assert not lost, group.account()
     assert len(times) > 200, "too few writes to show anything"

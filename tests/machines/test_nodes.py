@@ -1,4 +1,6 @@
-"""One engine on two machines, without Ray: rows, steering, patches and checksums are those of one machine, and one may be lost."""
+"""One engine on two machines, without Ray: rows, steering, patches and checksums are those of one
+machine, and one may be lost.
+"""
 
 import base64
 import threading
@@ -22,33 +24,55 @@ PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is locat
 TEXT = "Once upon a time in a land far away there lived a king who"
 LAYERS, HIDDEN, TOKENS = 30, 576, 8
 ENGINE = {
-    "engine": "vllm", "model_name": "demo", "kv_cache_gib": 0.25, "max_model_len": 256, "dtype": "float32", "certify": False,
+    "engine": "vllm",
+    "model_name": "demo",
+    "kv_cache_gib": 0.25,
+    "max_model_len": 256,
+    "dtype": "float32",
+    "certify": False,
     "lease_s": 15.0,
-}  # fmt: skip
+}
 
 
 def submitted(fleet: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The result of a job that succeeded."""
     with httpx.Client(base_url=fleet.url, timeout=120) as http:
         job = http.post(path, json={"model": "demo"} | body).raise_for_status().json()["id"]
-        wait_until(lambda: http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()["state"] not in ("queued", "running"), 240)
+        wait_until(
+            lambda: (
+                http.get(f"/v1/jobs/{job}", params={"wait": 60}).json()["state"]
+                not in ("queued", "running")
+            ),
+            240,
+        )
         result: dict[str, Any] = http.get(f"/v1/jobs/{job}/result").raise_for_status().json()
         view = http.get(f"/v1/jobs/{job}").json()
     assert result["state"] == "succeeded", result
-    return result | {"id": job, "receipts": view.get("receipts", 0), "attempt": view.get("attempt", 0)}
+    return result | {
+        "id": job,
+        "receipts": view.get("receipts", 0),
+        "attempt": view.get("attempt", 0),
+    }
 
 
 def captured(fleet: Fleet, **more: Any) -> tuple[list[str], int, list[np.ndarray]]:
-    """Texts, number of receipts, and of each prompt the rows of all layers: `[layers, positions, hidden]`."""
+    """Texts, number of receipts, and of each prompt the rows of all layers: `[layers, positions,
+    hidden]`.
+    """
     body = {
-        "prompts": PROMPTS, "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
-        "capture": {"layers": "all", "positions": "all_prompt"}, **more,
-    }  # fmt: skip
+        "prompts": PROMPTS,
+        "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        "capture": {"layers": "all", "positions": "all_prompt"},
+        **more,
+    }
     result = submitted(fleet, "/v1/jobs", body)
     with CaptureReader(fleet.settings("api").capture_root, result["id"]) as reader:
         assert all(check.ok for check in reader.verify())
         rows = [
-            np.stack([reader.array(layer, reader.hooks(number)[0], number) for layer in range(LAYERS)]) for number in range(len(PROMPTS))
+            np.stack(
+                [reader.array(layer, reader.hooks(number)[0], number) for layer in range(LAYERS)]
+            )
+            for number in range(len(PROMPTS))
         ]
     return [output["text"] for output in result["outputs"]], result["receipts"], rows
 
@@ -56,20 +80,38 @@ def captured(fleet: Fleet, **more: Any) -> tuple[list[str], int, list[np.ndarray
 def steering() -> list[dict[str, Any]]:
     """A vector at a layer of either machine."""
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
-    tensor = {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(vector.tobytes()).decode()}
+    tensor = {
+        "dtype": "float32",
+        "shape": [HIDDEN],
+        "data": base64.b64encode(vector.tobytes()).decode(),
+    }
     return [{"layers": [3, 20], "vector": tensor, "scale": 2.0}]
 
 
 def patched(fleet: Fleet) -> list[float]:
     pair = {"clean": PROMPTS[0], "corrupt": PROMPTS[1], "answer": " Paris", "foil": " Rome"}
-    body = {"pairs": [pair], "layers": [2, 14, 15, 28], "positions": "last_prompt", "metric": "logit_diff"}
+    body = {
+        "pairs": [pair],
+        "layers": [2, 14, 15, 28],
+        "positions": "last_prompt",
+        "metric": "logit_diff",
+    }
     summary = submitted(fleet, "/v1/sweeps", body)["sweep"]
     assert summary["summary"]["cells"] == summary["summary"]["total"] > 0
-    return [float(value) for pair in summary["pairs"] for grid in pair["grids"].values() for row in grid for value in row]
+    return [
+        float(value)
+        for pair in summary["pairs"]
+        for grid in pair["grids"].values()
+        for row in grid
+        for value in row
+    ]
 
 
 def close(mine: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
-    worst = max(float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1))) for a, b in zip(mine, theirs, strict=True))
+    worst = max(
+        float(np.max(np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)))
+        for a, b in zip(mine, theirs, strict=True)
+    )
     print(f"worst row: {worst:.2e}")
     return worst < FP32_ROWS_30_LAYERS
 
@@ -79,10 +121,23 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
     model = str(fetch_demo_model())
     one = ("relay", "callbacks", "worker", "api")
     with Network("w1", "w2") as network:
-        with Fleet(tmp_path / "one", network, {"worker": "w1"}, one, model=model, **ENGINE) as fleet:
-            plain, steered, grid = captured(fleet), captured(fleet, steering=steering()), patched(fleet)
-        nodes = {"pipeline_parallel_size": 2, "nodes": 2, "node_master": f"{network.address('w1')}:29501"}
-        two, where = ("relay", "callbacks", "follower", "worker", "api"), {"worker": "w1", "follower": "w2"}
+        with Fleet(
+            tmp_path / "one", network, {"worker": "w1"}, one, model=model, **ENGINE
+        ) as fleet:
+            plain, steered, grid = (
+                captured(fleet),
+                captured(fleet, steering=steering()),
+                patched(fleet),
+            )
+        nodes = {
+            "pipeline_parallel_size": 2,
+            "nodes": 2,
+            "node_master": f"{network.address('w1')}:29501",
+        }
+        two, where = (
+            ("relay", "callbacks", "follower", "worker", "api"),
+            {"worker": "w1", "follower": "w2"},
+        )
         with Fleet(tmp_path / "two", network, where, two, model=model, **ENGINE, **nodes) as fleet:
             for (texts, receipts, rows), (expected, alone, their_rows) in [
                 (captured(fleet), plain), (captured(fleet, steering=steering()), steered),
@@ -98,7 +153,10 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
 
 
 class Supervisor:
-    """Starts processes again when they end, as a service manager does. `ended`: name, exit code and time of each end."""
+    """Starts processes again when they end, as a service manager does.
+
+    `ended`: name, exit code and time of each end.
+    """
 
     def __init__(self, fleet: Fleet, *names: str):
         self._fleet, self._names = fleet, names
@@ -124,13 +182,23 @@ class Supervisor:
 
 
 def lose_a_machine(fleet: Fleet, how: str) -> None:
-    """The follower dies, or its wire to the worker is cut while a job runs: the worker ends within two leases, and the job runs again."""
+    """The follower dies, or its wire to the worker is cut while a job runs: the worker ends within
+    two leases, and the job runs again.
+    """
     expected = captured(fleet)[0]
     body = {
-        "model": "demo", "prompts": [*PROMPTS, TEXT], "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
-    }  # fmt: skip
-    long = body | {"prompts": [TEXT], "sampling": {"max_tokens": 150, "temperature": 0, "ignore_eos": True}}
-    with httpx.Client(base_url=fleet.url, timeout=60) as http, Supervisor(fleet, "follower", "worker") as supervisor:
+        "model": "demo",
+        "prompts": [*PROMPTS, TEXT],
+        "sampling": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+    }
+    long = body | {
+        "prompts": [TEXT],
+        "sampling": {"max_tokens": 150, "temperature": 0, "ignore_eos": True},
+    }
+    with (
+        httpx.Client(base_url=fleet.url, timeout=60) as http,
+        Supervisor(fleet, "follower", "worker") as supervisor,
+    ):
         running = http.post("/v1/jobs", json=long).raise_for_status().json()["id"]
         wait_until(lambda: http.get(f"/v1/jobs/{running}").json()["state"] == "running", 60)
         began = time.monotonic()
@@ -143,7 +211,10 @@ def lose_a_machine(fleet: Fleet, how: str) -> None:
         fleet.network.heal()
         for each in (job, running):
             wait_until(lambda: http.get(f"/v1/jobs/{each}").json()["state"] == "succeeded", 240)  # noqa: B023
-        print(f"and the jobs were done {time.monotonic() - began:.1f} s after it; ends: {[end[:2] for end in supervisor.ended]}")
+        print(
+            f"and the jobs were done {time.monotonic() - began:.1f} s after it; ends: "
+            f"{[end[:2] for end in supervisor.ended]}"
+        )
         assert http.get(f"/v1/jobs/{running}").json()["attempt"] > 1
         outputs = http.get(f"/v1/jobs/{job}/result").json()["outputs"]
         assert [output["text"] for output in outputs[:2]] == expected

@@ -1,7 +1,9 @@
-"""One engine on two machines over Ray, on CPUs: rows, steering and patches are those of one machine, and one machine may be lost.
+"""One engine on two machines over Ray, on CPUs: rows, steering and patches are those of one
+machine, and one machine may be lost.
 
-vLLM refuses Ray on CPUs; the platform in `ray_platform` has the device key that Ray places ranks by. Ray is not among the packages of the
-lock files: `pip install ray`, or the folder that has it in PYTHONPATH.
+vLLM refuses Ray on CPUs; the platform in `ray_platform` has the device key that Ray places ranks
+by. Ray is not among the packages of the lock files: `pip install ray`, or the folder that has it in
+PYTHONPATH.
 """
 
 import os
@@ -35,16 +37,27 @@ class Ray:
         self.address = f"{network.address(machines[0])}:{PORT}"
         for machine in machines:
             self.start(
-                machine, [f"--address={self.address}"] if self.processes else ["--head", f"--port={PORT}", "--include-dashboard=false"]
+                machine,
+                [f"--address={self.address}"]
+                if self.processes
+                else ["--head", f"--port={PORT}", "--include-dashboard=false"],
             )
 
     def environment(self, machine: str) -> dict[str, str]:
-        place = {"VLLM_HOST_IP": self.network.address(machine), "GLOO_SOCKET_IFNAME": self.network.device(machine)}
+        place = {
+            "VLLM_HOST_IP": self.network.address(machine),
+            "GLOO_SOCKET_IFNAME": self.network.device(machine),
+        }
         path = os.pathsep.join([str(PLATFORM), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**ENVIRONMENT, **place, "PYTHONPATH": path, "RAY_ADDRESS": self.address}
 
     def start(self, machine: str, options: list[str]) -> None:
-        own = [f"--node-ip-address={self.network.address(machine)}", "--num-gpus=1", "--num-cpus=2", "--object-store-memory=200000000"]
+        own = [
+            f"--node-ip-address={self.network.address(machine)}",
+            "--num-gpus=1",
+            "--num-cpus=2",
+            "--object-store-memory=200000000",
+        ]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *own, "--block"]
         log = self.directory / f"ray-{machine}.log"
         environment = {**os.environ, **self.environment(machine)}
@@ -57,7 +70,12 @@ class Ray:
 
     def kill(self, machine: str) -> None:
         """The node with all that runs on it."""
-        pids = subprocess.run(["ip", "netns", "pids", self.network.namespace(machine)], capture_output=True, text=True, check=True)
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.network.namespace(machine)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         subprocess.run(["kill", "-9", *pids.stdout.split()], check=False, capture_output=True)
         self.processes[machine].wait()
 
@@ -73,7 +91,11 @@ class RayFleet(Fleet):
     def environment(self, name: str) -> dict[str, str]:
         if name != "worker":
             return super().environment(name)
-        return super().environment(name) | self.ray.environment("w1") | {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "_MIDSTREAM_PLANE"}
+        return (
+            super().environment(name)
+            | self.ray.environment("w1")
+            | {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "_MIDSTREAM_PLANE"}
+        )
 
 
 @pytest.mark.timeout(900)
@@ -81,10 +103,18 @@ def test_an_engine_over_ray_gives_the_rows_of_one_machine(tmp_path: Path) -> Non
     pytest.importorskip("ray", reason="ray is not installed: it is in no lock file")
     names, model = ("relay", "callbacks", "worker", "api"), str(fetch_demo_model())
     with Network("w1", "w2") as network:
-        with Fleet(tmp_path / "one", network, {"worker": "w1"}, names, model=model, **ENGINE) as fleet:
-            plain, steered, grid = captured(fleet), captured(fleet, steering=steering()), patched(fleet)
+        with Fleet(
+            tmp_path / "one", network, {"worker": "w1"}, names, model=model, **ENGINE
+        ) as fleet:
+            plain, steered, grid = (
+                captured(fleet),
+                captured(fleet, steering=steering()),
+                patched(fleet),
+            )
         options: dict[str, Any] = {"pipeline_parallel_size": 2, "executor": "ray"}
-        over = RayFleet(tmp_path / "two", network, {"worker": "w1"}, names, model=model, **ENGINE, **options)
+        over = RayFleet(
+            tmp_path / "two", network, {"worker": "w1"}, names, model=model, **ENGINE, **options
+        )
         over.ray = ray = Ray(network, tmp_path, "w1", "w2")
         try:
             with over as fleet:

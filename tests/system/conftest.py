@@ -33,11 +33,17 @@ def redis_url(redis_session: redis_server.RedisServer) -> Iterator[str]:
             for key in left:
                 pipe.type(key)
             types = [kind.decode() for kind in pipe.execute()]
-        assert [(key, kind) for key, kind in zip(left, types, strict=True) if kind not in (documented().get(family(key)), "none")] == []
+        assert [
+            (key, kind)
+            for key, kind in zip(left, types, strict=True)
+            if kind not in (documented().get(family(key)), "none")
+        ] == []
 
 
 @pytest.fixture(scope="session")
-def api_session(redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+def api_session(
+    redis_session: redis_server.RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Api]:
     with running(tmp_path_factory.mktemp("api"), redis_session.url, lease_s=300.0) as api:
         yield api
 

@@ -1,7 +1,9 @@
-"""An API as its own process, and a worker by hand beside it: what the tests of the HTTP edge stand on.
+"""An API as its own process, and a worker by hand beside it: what the tests of the HTTP edge stand
+on.
 
-The ledger, the settler, Redis and HTTP are the real ones. `Hand` takes the place of worker and ranks: it claims jobs, stores
-outputs and settles receipts when the test says so, which makes every moment in between observable.
+The ledger, the settler, Redis and HTTP are the real ones. `Hand` takes the place of worker and
+ranks: it claims jobs, stores outputs and settles receipts when the test says so, which makes every
+moment in between observable.
 """
 
 import asyncio
@@ -41,9 +43,24 @@ T = TypeVar("T")
 
 MODEL = "tiny"
 LAYERS, HIDDEN, LONGEST = 4, 8, 32
-WORDS = ["<unk>", "<bos>", "hello", "there", "world", "user", "system", "assistant", ":", "a", "b", "c", "d"]
+WORDS = [
+    "<unk>",
+    "<bos>",
+    "hello",
+    "there",
+    "world",
+    "user",
+    "system",
+    "assistant",
+    ":",
+    "a",
+    "b",
+    "c",
+    "d",
+]
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }} : {{ "
+    "message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant :{% endif %}"
     "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
 )
@@ -52,14 +69,24 @@ START_TIMEOUT_S, STOP_TIMEOUT_S, CALL_TIMEOUT_S = 120.0, 60.0, 60.0
 
 
 def bundle() -> TokenizerBundle:
-    """One token per word of `WORDS`, and `<bos>` before plain text. Its saved truncation must not cut prompts."""
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    """One token per word of `WORDS`, and `<bos>` before plain text.
+
+    Its saved truncation must not cut prompts.
+    """
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
     tokenizer.add_special_tokens(["<bos>"])
     tokenizer.enable_truncation(3)
     return TokenizerBundle(
-        tokenizer_json=tokenizer.to_str(), chat_template=TEMPLATE, special_tokens={"bos_token": "<bos>"}, eos_token_ids=[]
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=TEMPLATE,
+        special_tokens={"bos_token": "<bos>"},
+        eos_token_ids=[],
     )
 
 
@@ -73,7 +100,8 @@ def model_info(**changes: Any) -> ModelInfo:
         "vocab_size": len(WORDS),
         "max_model_len": LONGEST,
         "dtype": "float32",
-        "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],  # as a model whose attention and MLP run side by side
+        # as a model whose attention and MLP run side by side
+        "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],
         "consumers": ["filesystem", "memory"],
         "memory_limit_kib": 1,
         "step_tokens": 16,
@@ -94,7 +122,9 @@ class Api:
 
     def start(self) -> None:
         """Start (again, on the same port) and wait for the ready line."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
+        }
         with self._log.open("ab") as output:
             mark = self.said
             self.process = subprocess.Popen(
@@ -106,7 +136,8 @@ class Api:
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
-            ended = self.process.poll() is not None  # asked first: a log that is read after the end is whole
+            # asked first: a log that is read after the end is whole
+            ended = self.process.poll() is not None
             if "api ready " in (text := self.log(mark)):
                 break
             assert not ended, text
@@ -141,7 +172,9 @@ class Api:
 
     def submit(self, **body: Any) -> str:
         """`POST /v1/jobs` of the tiny model; the new job's id."""
-        answer = self.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], **body})
+        answer = self.http.post(
+            "/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], **body}
+        )
         assert answer.status_code == 202, answer.text
         return str(answer.json()["id"])
 
@@ -152,8 +185,12 @@ class Api:
 @contextmanager
 def running(directory: Path, redis_url: str, api_port: int = 0, **settings: Any) -> Iterator[Api]:
     """An API over `redis_url`; its captures and log lie in `directory`."""
-    given: dict[str, Any] = {"lease_s": 300.0, **settings}  # nobody renews the sign of life of a worker by hand
-    api = Api(Settings(data_dir=str(directory), redis_url=redis_url, api_port=api_port, **given), directory / "api.log")
+    # nobody renews the sign of life of a worker by hand
+    given: dict[str, Any] = {"lease_s": 300.0, **settings}
+    api = Api(
+        Settings(data_dir=str(directory), redis_url=redis_url, api_port=api_port, **given),
+        directory / "api.log",
+    )
     try:
         yield api
     finally:
@@ -162,7 +199,10 @@ def running(directory: Path, redis_url: str, api_port: int = 0, **settings: Any)
 
 
 class Hand:
-    """A worker with `ranks` ranks, every move of which the test makes. Its ledger lives on a loop in a thread of its own."""
+    """A worker with `ranks` ranks, every move of which the test makes.
+
+    Its ledger lives on a loop in a thread of its own.
+    """
 
     worker = "hand"
     suffix = ".safetensors"  # of capture files
@@ -207,9 +247,17 @@ class Hand:
 
     def sign(self, **changes: Any) -> WorkerInfo:
         facts = {
-            "worker": self.worker, "boot": "b1", "model": MODEL, "version": midstream.__version__, "host": "here", "pid": 1,
-            "started": now(), "tp": 1, "pp": 1, "identity": IDENTITY,
-        }  # fmt: skip
+            "worker": self.worker,
+            "boot": "b1",
+            "model": MODEL,
+            "version": midstream.__version__,
+            "host": "here",
+            "pid": 1,
+            "started": now(),
+            "tp": 1,
+            "pp": 1,
+            "identity": IDENTITY,
+        }
         return WorkerInfo(**(facts | changes))
 
     # What a worker does with a job
@@ -220,9 +268,13 @@ class Hand:
         return claim
 
     def claim_next(self, timeout: float = CALL_TIMEOUT_S) -> Claim:
-        """The newest queued job, once there is one: for endpoints that do not say an id before they answer."""
+        """The newest queued job, once there is one: for endpoints that do not say an id before they
+        answer.
+        """
         deadline = time.monotonic() + timeout
-        while not (page := self.do(self.ledger.list(limit=1))).jobs or page.jobs[0].state != "queued":
+        while (
+            not (page := self.do(self.ledger.list(limit=1))).jobs or page.jobs[0].state != "queued"
+        ):
             assert time.monotonic() < deadline, "no job came"
             time.sleep(0.01)
         return self.claim(page.jobs[0].id)
@@ -234,13 +286,19 @@ class Hand:
 
     def emit(self, claim: Claim, event: Event) -> bool:
         self._events[claim.job.id, claim.attempt] += 1
-        return self.do(self.ledger.emit(claim.job.id, claim.attempt, self._events[claim.job.id, claim.attempt], event))
+        return self.do(
+            self.ledger.emit(
+                claim.job.id, claim.attempt, self._events[claim.job.id, claim.attempt], event
+            )
+        )
 
     def store(self, claim: Claim, texts: Sequence[str] | None = None) -> None:
         """Outputs of every prompt, with an `output` event each, as the worker does."""
         outputs = outputs_of(claim.job, texts)
         for output in outputs:
-            self.emit(claim, Event(event="output", data={"index": output.index}, attempt=claim.attempt))
+            self.emit(
+                claim, Event(event="output", data={"index": output.index}, attempt=claim.attempt)
+            )
         assert self.do(self.ledger.store_outputs(claim.job.id, claim.attempt, outputs))
 
     def fail(self, claim: Claim, problem: Problem) -> None:
@@ -250,12 +308,25 @@ class Hand:
         """One rank's receipt, settled as the relay settles it."""
         tp, pp = self.ranks[rank]
         facts: dict[str, Any] = {
-            "version": midstream.__version__, "worker": self.worker, "boot": "b1", "job": claim.job.id, "request": request,
-            "attempt": claim.attempt, "rank": rank, "world": len(self.ranks), "tp": tp, "pp": pp, "step": 7, "actions": 3,
-            "checksum": "00000000deadbeef", "status": "ok",
-        }  # fmt: skip
+            "version": midstream.__version__,
+            "worker": self.worker,
+            "boot": "b1",
+            "job": claim.job.id,
+            "request": request,
+            "attempt": claim.attempt,
+            "rank": rank,
+            "world": len(self.ranks),
+            "tp": tp,
+            "pp": pp,
+            "step": 7,
+            "actions": 3,
+            "checksum": "00000000deadbeef",
+            "status": "ok",
+        }
         self._sequence[rank] += 1
-        self._settler.settle(self.worker, rank, self._epoch, [(self._sequence[rank], Receipt(**(facts | changes)))])
+        self._settler.settle(
+            self.worker, rank, self._epoch, [(self._sequence[rank], Receipt(**(facts | changes)))]
+        )
 
     def receipts(self, claim: Claim) -> None:
         """Every rank's receipt for every prompt, with the files of what was captured."""
@@ -265,7 +336,9 @@ class Hand:
                 files = [self.capture(claim, request, rank, capture) for capture in wanted]
                 self.receipt(claim, request, rank, files=files)
 
-    def capture(self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None) -> CapturedFile:
+    def capture(
+        self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None
+    ) -> CapturedFile:
         """A real file of what `blob` gives."""
         wanted = wanted or claim.job.captures[request][0]
         blob = self.blob(claim, request, rank, wanted)
@@ -273,17 +346,28 @@ class Hand:
         publish(open_store(self.settings.capture_root), [(path, blob)])
         sites, positions = blob.manifest.sites, len(blob.manifest.positions)
         rows = positions * sum(map(len, sites.values()))
-        return CapturedFile(path, blob.size, blob.crc32, rows, sites=sites, positions=positions, tag=wanted.tag)
+        return CapturedFile(
+            path, blob.size, blob.crc32, rows, sites=sites, positions=positions, tag=wanted.tag
+        )
 
-    def blob(self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None) -> Blob:
-        """This stage's share of the layers at every prompt position, whatever positions were asked for."""
+    def blob(
+        self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None
+    ) -> Blob:
+        """This stage's share of the layers at every prompt position, whatever positions were asked
+        for.
+        """
         job, pp = claim.job, self.ranks[rank][1]
         wanted = wanted or job.captures[request][0]
         stages = 1 + max(stage for _, stage in self.ranks)
-        shares = {hook: [layer for layer in layers if layer * stages // LAYERS == pp] for hook, layers in wanted.sites.items()}
+        shares = {
+            hook: [layer for layer in layers if layer * stages // LAYERS == pp]
+            for hook, layers in wanted.sites.items()
+        }
         sites = {str(hook): layers for hook, layers in shares.items() if layers}
         ids = job.prompts[request].token_ids
-        return blob_of(job.id, request, claim.attempt, pp, stages, wanted, sites, list(range(len(ids))), ids)
+        return blob_of(
+            job.id, request, claim.attempt, pp, stages, wanted, sites, list(range(len(ids))), ids
+        )
 
     def finish(self, job_id: str, texts: Sequence[str] | None = None) -> None:
         """Claim, generate and settle: the job succeeds."""
@@ -308,7 +392,11 @@ def outputs_of(job: Job, texts: Sequence[str] | None = None) -> list[Output]:
     if job.sampling.logprobs is not None:
         other = TokenLogprob(token_id=3, token="there", logprob=-2.0)
         own = TokenLogprob(token_id=2, token="hello", logprob=-0.5)
-        logprobs = [TokenLogprob(token_id=2, token="hello", logprob=-0.5, top=[own, other][: job.sampling.logprobs])]
+        logprobs = [
+            TokenLogprob(
+                token_id=2, token="hello", logprob=-0.5, top=[own, other][: job.sampling.logprobs]
+            )
+        ]
     return [
         Output(
             index=index,
@@ -333,18 +421,38 @@ def blob_of(
     positions: list[int],
     token_ids: list[int],
 ) -> Blob:
-    """A capture blob: at post_block row r of layer L holds `100·L + r`, at the hooks before it 10,000 more for each."""
+    """A capture blob: at post_block row r of layer L holds `100·L + r`, at the hooks before it
+    10,000 more for each.
+    """
     tensors: list[Any] = []
     for hook, layers in sites.items():
         offset = 10_000 * (HOOKS.index("post_block") - HOOKS.index(hook))  # type: ignore[arg-type]
         for layer in layers:
-            rows = np.repeat((offset + 100 * layer + np.array(positions, dtype="<f4"))[:, None], HIDDEN, axis=1)
+            rows = np.repeat(
+                (offset + 100 * layer + np.array(positions, dtype="<f4"))[:, None], HIDDEN, axis=1
+            )
             tensors.append((f"{hook}.{layer}", "float32", rows.shape, [rows.tobytes()]))
     for name, values in (("positions", positions), ("token_ids", token_ids)):
         tensors.append((name, "int64", [len(values)], [np.array(values, dtype="<i8").tobytes()]))
     manifest = Manifest(
-        format=FORMAT, version=midstream.__version__, job=job, request=request, attempt=attempt, worker=Hand.worker, rank=pp, pp=pp,
-        stages=stages, sites=sites, stage_sites=sites, at=wanted.at, dtype="float32", hidden_size=HIDDEN, prompt_tokens=len(token_ids),
-        positions=positions, token_ids=token_ids, tag=wanted.tag, all_sites={str(hook): layers for hook, layers in wanted.sites.items()},
-    )  # fmt: skip
+        format=FORMAT,
+        version=midstream.__version__,
+        job=job,
+        request=request,
+        attempt=attempt,
+        worker=Hand.worker,
+        rank=pp,
+        pp=pp,
+        stages=stages,
+        sites=sites,
+        stage_sites=sites,
+        at=wanted.at,
+        dtype="float32",
+        hidden_size=HIDDEN,
+        prompt_tokens=len(token_ids),
+        positions=positions,
+        token_ids=token_ids,
+        tag=wanted.tag,
+        all_sites={str(hook): layers for hook, layers in wanted.sites.items()},
+    )
     return make_blob(manifest, tensors)

@@ -1,4 +1,6 @@
-"""Harvests over the fake engine: what must come out of them, row by row, and two harvests compared."""
+"""Harvests over the fake engine: what must come out of them, row by row, and two harvests
+compared.
+"""
 
 import numpy as np
 
@@ -8,11 +10,18 @@ from midstream.workers.fake.model import make_tokenizer, residual_rows
 
 
 def texts(count: int, length: int = 40) -> list[str]:
-    return [f"{number:06d} " + "abcdefghij"[number % 10] * (length + number % 17) for number in range(count)]
+    return [
+        f"{number:06d} " + "abcdefghij"[number % 10] * (length + number % 17)
+        for number in range(count)
+    ]
 
 
-def check_rows(harvest: Harvest, documents: list[str], sites: list[tuple[str, int]], weights: int = 0) -> None:
-    """Every token of every document has its row at every site, once, and it is the fake model's with these weights."""
+def check_rows(
+    harvest: Harvest, documents: list[str], sites: list[tuple[str, int]], weights: int = 0
+) -> None:
+    """Every token of every document has its row at every site, once, and it is the fake model's
+    with these weights.
+    """
     tokenizer = make_tokenizer()
     expected = {
         (number, position): token
@@ -26,7 +35,9 @@ def check_rows(harvest: Harvest, documents: list[str], sites: list[tuple[str, in
     assert harvest.sites == sites
     for hook, layer in sites:
         rows = harvest.rows(slice(None), layer, hook)
-        assert np.array_equal(rows, residual_rows(layer, keys.positions, keys.token_ids, hook, weights))
+        assert np.array_equal(
+            rows, residual_rows(layer, keys.positions, keys.token_ids, hook, weights)
+        )
 
 
 def check_equal(first: Harvest, second: Harvest) -> None:
@@ -44,13 +55,20 @@ def checked(uri: str) -> Harvest:
     found = verify(uri)
     assert found.faults == []
     harvest = open(uri)
-    named = {file.key for shard in harvest.shards for file in shard.entry.files} | {part.key for part in harvest.manifest.parts}
+    named = {file.key for shard in harvest.shards for file in shard.entry.files} | {
+        part.key for part in harvest.manifest.parts
+    }
     (plan,) = harvest.store.children("plans/")
     assert objects(harvest.store) == named | {"manifest.json", plan}
     return harvest
 
 
 def objects(store: ArtifactStore, folder: str = "") -> set[str]:
-    """The keys of all objects. (A killed writer leaves files whose names begin with a dot: they are no objects.)"""
+    """The keys of all objects.
+
+    (A killed writer leaves files whose names begin with a dot: they are no objects.)
+    """
     below = store.children(folder)
-    return {key for key in below if not key.endswith("/")}.union(*[objects(store, key) for key in below if key.endswith("/")])
+    return {key for key in below if not key.endswith("/")}.union(
+        *[objects(store, key) for key in below if key.endswith("/")]
+    )

@@ -1,4 +1,6 @@
-"""A harvest on a worker without its process: its parts are run as their messages would have them run."""
+"""A harvest on a worker without its process: its parts are run as their messages would have them
+run.
+"""
 
 import asyncio
 from typing import Any
@@ -14,13 +16,22 @@ from midstream.workers.fake.model import HIDDEN_SIZE, identity_of
 from midstream.workers.serving.attempts import Attempts
 
 
-def stored(rig: Rig, documents: list[str], sites: dict[str, list[int]], **changes: Any) -> StoredHarvest:
+def stored(
+    rig: Rig, documents: list[str], sites: dict[str, list[int]], **changes: Any
+) -> StoredHarvest:
     harvest_id = new_harvest_id()
     fields: dict[str, Any] = {
-        "id": harvest_id, "model": "fake-model", "created": now(), "uri": f"{rig.settings.harvest_root}/{harvest_id}", "sites": sites,
-        "source": HarvestSource(lines=documents), "max_length": 4095, "row_bytes": 4 * HIDDEN_SIZE * sum(map(len, sites.values())),
-        "steering": "", "identity": identity_of(rig.settings),
-    }  # fmt: skip
+        "id": harvest_id,
+        "model": "fake-model",
+        "created": now(),
+        "uri": f"{rig.settings.harvest_root}/{harvest_id}",
+        "sites": sites,
+        "source": HarvestSource(lines=documents),
+        "max_length": 4095,
+        "row_bytes": 4 * HIDDEN_SIZE * sum(map(len, sites.values())),
+        "steering": "",
+        "identity": identity_of(rig.settings),
+    }
     return StoredHarvest(**(fields | changes))
 
 

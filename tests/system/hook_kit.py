@@ -53,7 +53,9 @@ class Receiver:
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["content-length"]))
-                got = Got(self.path, {key.lower(): value for key, value in self.headers.items()}, raw)
+                got = Got(
+                    self.path, {key.lower(): value for key, value in self.headers.items()}, raw
+                )
                 with receiver._lock:
                     receiver.got.append(got)
                     script = receiver.replies.get(self.path, [OK])
@@ -80,7 +82,9 @@ class Receiver:
         self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         self._thread.start()
 
     def secure(self, certificate: Path, key: Path) -> None:

@@ -1,4 +1,7 @@
-"""A Celery worker for the tests of leases: `python lease_worker.py URL QUEUE with|without SECONDS`. Prints what its task does."""
+"""A Celery worker for the tests of leases: `python lease_worker.py URL QUEUE with|without SECONDS`.
+
+Prints what its task does.
+"""
 
 import sys
 import time
@@ -7,7 +10,8 @@ from midstream.broker.queue import visibility
 from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.schemas.settings import Settings
 
-#: Seconds; leases are renewed four times in each, so that a busy machine may be late with one or two.
+#: Seconds; leases are renewed four times in each, so that a busy machine may be late with one or
+#: two.
 VISIBILITY_TIMEOUT_S = 5
 
 
@@ -25,9 +29,15 @@ def main() -> None:
 
     app.Worker(
         redirect_stdouts=False,
-        pool="threads", concurrency=4, queues=[queue_of(model)], without_gossip=True, without_mingle=True, quiet=True, loglevel="ERROR",
+        pool="threads",
+        concurrency=4,
+        queues=[queue_of(model)],
+        without_gossip=True,
+        without_mingle=True,
+        quiet=True,
+        loglevel="ERROR",
         hostname=f"{model}@test",
-    ).start()  # fmt: skip
+    ).start()
 
 
 if __name__ == "__main__":

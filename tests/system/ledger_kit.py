@@ -10,7 +10,13 @@ from celery import Celery
 
 from midstream.broker.ledger.jobs import Ledger, new_job_id
 from midstream.broker.ledger.settlement import Settler
-from midstream.broker.queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, lists_of, queue_of, task_of
+from midstream.broker.queue.celery_app import (
+    PRIORITY_OF_KIND,
+    PRIORITY_STEPS,
+    lists_of,
+    queue_of,
+    task_of,
+)
 from midstream.broker.queue.messages import job_of_task, task_id_of
 from midstream.schemas.base import now
 from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
@@ -48,8 +54,20 @@ def make_job(prompts: int = 1, capture: bool = False, steer: bool = False, **cha
         "sampling": Sampling(),
         "created": now(),
         "identity": IDENTITY,
-        "captures": [[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]] * (prompts if capture else 0),
-        "steering": [[StoredSteering(layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0)]]
+        "captures": [[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]]
+        * (prompts if capture else 0),
+        "steering": [
+            [
+                StoredSteering(
+                    layers=[0],
+                    hook="post_block",
+                    positions="all",
+                    family="add",
+                    tensors=["0" * 64],
+                    scale=1.0,
+                )
+            ]
+        ]
         * (prompts if steer else 0),
     }
     return Job(**(fields | changes))
@@ -57,7 +75,13 @@ def make_job(prompts: int = 1, capture: bool = False, steer: bool = False, **cha
 
 def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -> None:
     """Send a message by Celery's own means: one of a former attempt, or one beside the ledger's."""
-    app.send_task(task_of(kind), args=[job_id], queue=queue_of(model), priority=PRIORITY_OF_KIND[kind], task_id=task_id_of(job_id, attempt))
+    app.send_task(
+        task_of(kind),
+        args=[job_id],
+        queue=queue_of(model),
+        priority=PRIORITY_OF_KIND[kind],
+        task_id=task_id_of(job_id, attempt),
+    )
 
 
 class Sent(NamedTuple):
@@ -70,9 +94,16 @@ class Sent(NamedTuple):
 
 async def sent(ledger: Ledger, model: str = MODEL) -> list[Sent]:
     """The messages that wait, in the order in which workers get them."""
-    raw = [message for name in lists_of(queue_of(model)) for message in reversed(await ledger.redis.lrange(name, 0, -1))]
+    raw = [
+        message
+        for name in lists_of(queue_of(model))
+        for message in reversed(await ledger.redis.lrange(name, 0, -1))
+    ]
     messages = [json.loads(each) for each in raw]
-    return [Sent(*job_of_task(message["headers"]["id"]), message["properties"]["priority"]) for message in messages]
+    return [
+        Sent(*job_of_task(message["headers"]["id"]), message["properties"]["priority"])
+        for message in messages
+    ]
 
 
 async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None = None) -> None:
@@ -82,7 +113,9 @@ async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None =
     async def lossy(args: list[Any]) -> Any:
         async with ledger.redis.pipeline(transaction=True) as pipe:
             await script(args=args, client=pipe)
-            _ = pipe.lpop(lists_of(queue_of(job.model))[PRIORITY_STEPS.index(PRIORITY_OF_KIND[job.kind])])
+            _ = pipe.lpop(
+                lists_of(queue_of(job.model))[PRIORITY_STEPS.index(PRIORITY_OF_KIND[job.kind])]
+            )
             reply, lost = await pipe.execute()
         assert json.loads(lost)["headers"]["id"] == job.id
         return reply
@@ -94,7 +127,9 @@ async def submit_unsent(ledger: Ledger, job: Job, blobs: dict[str, Any] | None =
         ledger._scripts._bound["submit"] = script
 
 
-def receipt(job: Job | str, request: int = 0, rank: int = 0, attempt: int = 1, **changes: Any) -> Receipt:
+def receipt(
+    job: Job | str, request: int = 0, rank: int = 0, attempt: int = 1, **changes: Any
+) -> Receipt:
     fields: dict[str, Any] = {
         "version": "0.1.0",
         "worker": WORKER,
@@ -115,10 +150,15 @@ def receipt(job: Job | str, request: int = 0, rank: int = 0, attempt: int = 1, *
 
 
 def outputs(prompts: int = 1, text: str = "x") -> list[Output]:
-    return [Output(index=place, text=text, token_ids=[5], finish_reason="stop", prompt_tokens=3) for place in range(prompts)]
+    return [
+        Output(index=place, text=text, token_ids=[5], finish_reason="stop", prompt_tokens=3)
+        for place in range(prompts)
+    ]
 
 
-async def claimed(ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER, boot: str = BOOT) -> int:
+async def claimed(
+    ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER, boot: str = BOOT
+) -> int:
     """Submit and claim `job`; returns the attempt."""
     await ledger.submit(job, {})
     claim = await ledger.claim(job.id, worker, boot, ranks, IDENTITY)
@@ -128,7 +168,15 @@ async def claimed(ledger: Ledger, job: Job, ranks: int = 2, worker: str = WORKER
 
 def worker_info(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerInfo:
     facts: dict[str, Any] = {
-        "worker": worker, "boot": boot, "model": MODEL, "version": "0.1.0", "host": "here", "pid": 1, "started": now(), "tp": 2, "pp": 1,
+        "worker": worker,
+        "boot": boot,
+        "model": MODEL,
+        "version": "0.1.0",
+        "host": "here",
+        "pid": 1,
+        "started": now(),
+        "tp": 2,
+        "pp": 1,
         "identity": IDENTITY,
-    }  # fmt: skip
+    }
     return WorkerInfo(**(facts | changes))

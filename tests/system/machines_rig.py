@@ -1,4 +1,5 @@
-"""The service as on several machines: Redis with TLS, a user per role and passwords, a relay with CURVE, and a worker behind a link.
+"""The service as on several machines: Redis with TLS, a user per role and passwords, a relay with
+CURVE, and a worker behind a link.
 
     with Machines(tmp_path, Link.make()) as machines:     # None: all of it on this machine
         machines.link.cut()
@@ -55,9 +56,20 @@ class Link:
             return "network namespaces need root"
         if shutil.which("ip") is None:
             return "there is no `ip` command (iproute2)"
-        tried = subprocess.run(["ip", "netns", "add", f"mstry{os.getpid()}"], capture_output=True, text=True, check=False)
-        subprocess.run(["ip", "netns", "delete", f"mstry{os.getpid()}"], capture_output=True, check=False)
-        return f"no network namespace can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+        tried = subprocess.run(
+            ["ip", "netns", "add", f"mstry{os.getpid()}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        subprocess.run(
+            ["ip", "netns", "delete", f"mstry{os.getpid()}"], capture_output=True, check=False
+        )
+        return (
+            f"no network namespace can be made here: {tried.stderr.strip()}"
+            if tried.returncode
+            else ""
+        )
 
     @classmethod
     def make(cls) -> "Link":
@@ -79,13 +91,25 @@ class Link:
         return link
 
     def cut(self) -> None:
-        """From now on nothing arrives, and nobody is told: both sides send to a station that is not there.
+        """From now on nothing arrives, and nobody is told: both sides send to a station that is not
+        there.
 
-        A wire that is down is known to the kernel, which then tries again twice a second. Where packets vanish on their way it
-        waits twice as long each time.
+        A wire that is down is known to the kernel, which then tries again twice a second. Where
+        packets vanish on their way it waits twice as long each time.
         """
         for there, wire, address in self._ends:
-            ip(*there, "neighbour", "replace", address, "lladdr", NOBODY, "dev", wire, "nud", "permanent")
+            ip(
+                *there,
+                "neighbour",
+                "replace",
+                address,
+                "lladdr",
+                NOBODY,
+                "dev",
+                wire,
+                "nud",
+                "permanent",
+            )
 
     def heal(self) -> None:
         for there, wire, address in self._ends:
@@ -93,7 +117,9 @@ class Link:
 
     @property
     def _ends(self) -> tuple[tuple[tuple[str, ...], str, str], ...]:
-        """Of either side: how `ip` gets there, the wire's name, and the address at its other end."""
+        """Of either side: how `ip` gets there, the wire's name, and the address at its other
+        end.
+        """
         return ((), self._wire, self.there), (("-n", self.name), self._far, self.here)
 
     def close(self) -> None:
@@ -106,12 +132,18 @@ def ip(*arguments: str) -> None:
 
 
 class Machines:
-    """Processes `relay`, `callbacks`, `api` here and `worker` (`worker-2`, … with ids of their own) over there."""
+    """Processes `relay`, `callbacks`, `api` here and `worker` (`worker-2`, … with ids of their own)
+    over there.
+    """
 
     host = ""  # of Redis and the relay; empty: by the link
 
     def __init__(
-        self, directory: Path, link: Link | None = None, names: tuple[str, ...] = ("relay", "callbacks", "worker", "api"), **settings: Any
+        self,
+        directory: Path,
+        link: Link | None = None,
+        names: tuple[str, ...] = ("relay", "callbacks", "worker", "api"),
+        **settings: Any,
     ):
         self.directory, self.link, self.names = directory, link, names
         self.host = self.host or (link.here if link else "127.0.0.1")
@@ -121,10 +153,20 @@ class Machines:
         self._servers: list[subprocess.Popen[bytes]] = []
         self._plain: list[str] = []
         self._chosen: dict[str, Any] = {
-            "data_dir": str(directory / "data"), "engine": "fake", "model": "fake-model", "worker_id": "w1", "lease_s": 3.0,
-            "visibility_timeout_s": 4, "sweep_interval_s": 0.5, "worker_concurrency": 32, "auth": "open",
-            "relay_url": f"tcp://{self.host}:{free_port()}", "api_host": "127.0.0.1", "api_port": free_port(), "flower_port": free_port(),
-        } | settings  # fmt: skip
+            "data_dir": str(directory / "data"),
+            "engine": "fake",
+            "model": "fake-model",
+            "worker_id": "w1",
+            "lease_s": 3.0,
+            "visibility_timeout_s": 4,
+            "sweep_interval_s": 0.5,
+            "worker_concurrency": 32,
+            "auth": "open",
+            "relay_url": f"tcp://{self.host}:{free_port()}",
+            "api_host": "127.0.0.1",
+            "api_port": free_port(),
+            "flower_port": free_port(),
+        } | settings
         self.acl, self.curve = directory / "acl", directory / "curve"
         write_users(self.acl)
         make_certificates(directory / "tls", self.host)
@@ -146,15 +188,24 @@ class Machines:
 
     def settings(self, name: str, **changed: Any) -> Settings:
         role, _, number = name.partition("-")
-        values = self._chosen | {"redis_tls_ca": str(self.ca), "redis_password": self.password(role)}
+        values = self._chosen | {
+            "redis_tls_ca": str(self.ca),
+            "redis_password": self.password(role),
+        }
         values["redis_url"] = f"rediss://{role}@{self.host}:{self.tls_port}/0"
         if role == "worker":
             values["worker_id"] += f"-{number}" if number else ""
             if not (self.curve / f"{values['worker_id']}.key").exists():
                 new_keys("worker", values["worker_id"], self.curve)
-            values |= {"curve_secret_file": str(self.curve / f"{values['worker_id']}.key"), "curve_server_key": self._server_key}
+            values |= {
+                "curve_secret_file": str(self.curve / f"{values['worker_id']}.key"),
+                "curve_server_key": self._server_key,
+            }
         if role == "relay":
-            values |= {"curve_secret_file": str(self.curve / "relay.key"), "curve_clients_dir": str(self.curve / "clients")}
+            values |= {
+                "curve_secret_file": str(self.curve / "relay.key"),
+                "curve_clients_dir": str(self.curve / "clients"),
+            }
         return load_settings({}, **(values | changed))
 
     @property
@@ -192,17 +243,32 @@ class Machines:
 
     def spawn(self, name: str, **changed: Any) -> None:
         role = name.partition("-")[0]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
-        environment |= to_environment(self.settings(name, **changed)) | {"PYTHONUNBUFFERED": "1"} | self.environment(name)
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
+        }
+        environment |= (
+            to_environment(self.settings(name, **changed))
+            | {"PYTHONUNBUFFERED": "1"}
+            | self.environment(name)
+        )
         there = self.inside(name)
         self.log_file(name).parent.mkdir(parents=True, exist_ok=True)
         with self.log_file(name).open("ab") as log:
             log.write(f"--- started at {time.time()}\n".encode())
-            self.processes[name] = subprocess.Popen([*there, sys.executable, "-m", MODULES[role]], env=environment, stdout=log, stderr=log)
+            self.processes[name] = subprocess.Popen(
+                [*there, sys.executable, "-m", MODULES[role]],
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
 
     def inside(self, name: str) -> list[str]:
         """What to put before a command to run it on the machine of the process `name`."""
-        return ["ip", "netns", "exec", self.link.name] if self.link is not None and name.startswith("worker") else []
+        return (
+            ["ip", "netns", "exec", self.link.name]
+            if self.link is not None and name.startswith("worker")
+            else []
+        )
 
     def environment(self, name: str) -> dict[str, str]:
         """Further variables of the process `name`."""
@@ -210,9 +276,14 @@ class Machines:
 
     def wait_ready(self, name: str, timeout: float = 300.0) -> None:
         def ready() -> bool:
-            assert self.processes[name].poll() is None, f"{name} has ended:\n{self.log(name)[-4000:]}"
+            assert self.processes[name].poll() is None, (
+                f"{name} has ended:\n{self.log(name)[-4000:]}"
+            )
             if name == "flower":  # says nothing
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._chosen["flower_port"]), 1):
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(("127.0.0.1", self._chosen["flower_port"]), 1),
+                ):
                     return True
                 return False
             last = self.log(name).rpartition("--- started at ")[2]
@@ -230,7 +301,9 @@ class Machines:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            raise AssertionError(f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-4000:]}") from None
+            raise AssertionError(
+                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-4000:]}"
+            ) from None
 
     def restart(self, name: str, **changed: Any) -> None:
         """SIGTERM, wait, start again, wait until it is ready."""
@@ -242,7 +315,9 @@ class Machines:
         return self.directory / "logs" / f"{name}.log"
 
     def log(self, name: str) -> str:
-        return self.log_file(name).read_text(errors="replace") if self.log_file(name).exists() else ""
+        return (
+            self.log_file(name).read_text(errors="replace") if self.log_file(name).exists() else ""
+        )
 
     # Redis
 
@@ -250,20 +325,55 @@ class Machines:
         folder = self.directory / "redis"
         folder.mkdir(parents=True)
         plain = [
-            redis_server.executable(), "--bind", "127.0.0.1", "--port", str(self._redis_port), "--dir", str(folder), "--appendonly", "yes",
-            "--save", "", "--maxmemory-policy", "noeviction", "--aclfile", str(self.acl / "users.acl"),
-        ]  # fmt: skip
+            redis_server.executable(),
+            "--bind",
+            "127.0.0.1",
+            "--port",
+            str(self._redis_port),
+            "--dir",
+            str(folder),
+            "--appendonly",
+            "yes",
+            "--save",
+            "",
+            "--maxmemory-policy",
+            "noeviction",
+            "--aclfile",
+            str(self.acl / "users.acl"),
+        ]
         tls = self.directory / "tls"
         native = [
-            *plain, "--bind", self.host, "127.0.0.1", "--tls-port", str(self.tls_port), "--tls-auth-clients", "no",
-            "--tls-cert-file", str(tls / "redis.pem"), "--tls-key-file", str(tls / "redis.key"), "--tls-ca-cert-file", str(self.ca),
-        ]  # fmt: skip
+            *plain,
+            "--bind",
+            self.host,
+            "127.0.0.1",
+            "--tls-port",
+            str(self.tls_port),
+            "--tls-auth-clients",
+            "no",
+            "--tls-cert-file",
+            str(tls / "redis.pem"),
+            "--tls-key-file",
+            str(tls / "redis.key"),
+            "--tls-ca-cert-file",
+            str(self.ca),
+        ]
         self._plain = native  # how it is started again
         if not self._serve(native):
             self._plain = plain
             assert self._serve(plain), (folder / "redis.log").read_text()
-            proxy = [sys.executable, str(Path(__file__).with_name("tls_proxy.py")), self.host, str(self.tls_port), str(self._redis_port)]
-            self._servers.append(subprocess.Popen([*proxy, str(tls / "redis.pem"), str(tls / "redis.key")], stdout=subprocess.PIPE))
+            proxy = [
+                sys.executable,
+                str(Path(__file__).with_name("tls_proxy.py")),
+                self.host,
+                str(self.tls_port),
+                str(self._redis_port),
+            ]
+            self._servers.append(
+                subprocess.Popen(
+                    [*proxy, str(tls / "redis.pem"), str(tls / "redis.key")], stdout=subprocess.PIPE
+                )
+            )
             assert self._servers[-1].stdout is not None
             assert self._servers[-1].stdout.readline() == b"ready\n"
         with self.client() as client:
@@ -275,7 +385,10 @@ class Machines:
             process = subprocess.Popen(command, stdout=log, stderr=log)
         until = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < until:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._redis_port), 1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self._redis_port), 1),
+            ):
                 self._servers.append(process)
                 self._redis = process
                 return True
@@ -284,7 +397,10 @@ class Machines:
 
 
 def make_certificates(folder: Path, host: str) -> None:
-    """`ca.pem`, and `redis.pem` with `redis.key`, signed by it for `host`. Python 3.13 wants to read what an authority's key is for."""
+    """`ca.pem`, and `redis.pem` with `redis.key`, signed by it for `host`.
+
+    Python 3.13 wants to read what an authority's key is for.
+    """
     folder.mkdir(parents=True, exist_ok=True)
 
     def openssl(*arguments: str) -> None:
@@ -292,15 +408,41 @@ def make_certificates(folder: Path, host: str) -> None:
 
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     openssl(
-        "req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority",
-        "-addext", "keyUsage=critical,keyCertSign,cRLSign",
-    )  # fmt: skip
-    openssl("req", "-new", *curve, "-keyout", "redis.key", "-out", "redis.csr", "-subj", "/CN=redis")
+        "req",
+        "-x509",
+        *curve,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test authority",
+        "-addext",
+        "keyUsage=critical,keyCertSign,cRLSign",
+    )
+    openssl(
+        "req", "-new", *curve, "-keyout", "redis.key", "-out", "redis.csr", "-subj", "/CN=redis"
+    )
     (folder / "names").write_text(f"subjectAltName=IP:{host}\n")
     openssl(
-        "x509", "-req", "-in", "redis.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-out", "redis.pem",
-        "-extfile", "names",
-    )  # fmt: skip
+        "x509",
+        "-req",
+        "-in",
+        "redis.csr",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-out",
+        "redis.pem",
+        "-extfile",
+        "names",
+    )
 
 
 __all__ = ["ROLES", "Link", "Machines"]

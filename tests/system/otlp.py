@@ -6,7 +6,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 
 class Span(NamedTuple):
@@ -66,7 +69,11 @@ class Collector:
         request = ExportTraceServiceRequest.FromString(raw)
         with self._came:
             for of_process in request.resource_spans:
-                service = next(each.value.string_value for each in of_process.resource.attributes if each.key == "service.name")
+                service = next(
+                    each.value.string_value
+                    for each in of_process.resource.attributes
+                    if each.key == "service.name"
+                )
                 for scope in of_process.scope_spans:
                     self.spans += [_span(service, span) for span in scope.spans]
             self._came.notify_all()
@@ -76,12 +83,17 @@ class Collector:
         deadline = time.monotonic() + seconds
         with self._came:
             while True:
-                found = sorted((span for span in self.spans if span.trace == trace), key=lambda span: span.start)
+                found = sorted(
+                    (span for span in self.spans if span.trace == trace),
+                    key=lambda span: span.start,
+                )
                 missing = names - {span.name for span in found}
                 if not missing:
                     return found
                 left = deadline - time.monotonic()
-                assert left > 0, f"no span {missing} came; there are {[span.name for span in found]}"
+                assert left > 0, (
+                    f"no span {missing} came; there are {[span.name for span in found]}"
+                )
                 self._came.wait(left)
 
 
@@ -93,7 +105,11 @@ def tree(spans: list[Span]) -> str:
 
     def add(span: Span, depth: int) -> None:
         took = f"{(span.start - began) * 1000:7.1f} + {(span.end - span.start) * 1000:6.1f} ms"
-        which = "".join(f" {name} {span.attributes[name]}" for name in ("request", "rank") if name in span.attributes)
+        which = "".join(
+            f" {name} {span.attributes[name]}"
+            for name in ("request", "rank")
+            if name in span.attributes
+        )
         lines.append(f"{took}  {'   ' * depth}{span.name}{which} ({span.service})")
         for child in spans:
             if child.parent == span.id:
@@ -106,11 +122,20 @@ def tree(spans: list[Span]) -> str:
 
 
 def _span(service: str, span: Any) -> Span:
-    attributes = {each.key.removeprefix("midstream."): _value(each.value) for each in span.attributes}
+    attributes = {
+        each.key.removeprefix("midstream."): _value(each.value) for each in span.attributes
+    }
     return Span(
-        service, span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.start_time_unix_nano / 1e9,
-        span.end_time_unix_nano / 1e9, attributes, span.status.code == 2,
-    )  # fmt: skip
+        service,
+        span.name,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.start_time_unix_nano / 1e9,
+        span.end_time_unix_nano / 1e9,
+        attributes,
+        span.status.code == 2,
+    )
 
 
 def _value(value: Any) -> Any:

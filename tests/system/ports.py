@@ -1,7 +1,10 @@
-"""Which port may a process listen on that starts in a while, or again? One that nobody else on this machine takes meanwhile.
+"""Which port may a process listen on that starts in a while, or again?
 
-The kernel gives a free port to whoever asks, so what it once gave may be another's by the time at which it is needed: all of these lie
-below those that it gives, and each of the processes which share the tests has its own.
+One that nobody else on this machine takes meanwhile.
+
+The kernel gives a free port to whoever asks, so what it once gave may be another's by the time at
+which it is needed: all of these lie below those that it gives, and each of the processes which
+share the tests has its own.
 """
 
 import itertools

@@ -26,7 +26,12 @@ BOOT = "boot-1"
 
 
 def receipt(job: str, request: int, *, rank: int = 0, world: int = 1, **changes: Any) -> Receipt:
-    return ledger_kit.receipt(job, request, rank, **{"worker": "w", "boot": BOOT, "world": world, "step": request} | changes)
+    return ledger_kit.receipt(
+        job,
+        request,
+        rank,
+        **{"worker": "w", "boot": BOOT, "world": world, "step": request} | changes,
+    )
 
 
 class RelayProcess:
@@ -34,8 +39,12 @@ class RelayProcess:
 
     def __init__(self, redis_url: str, log: Path, url: str = "", **settings: Any):
         self.url = url or f"tcp://127.0.0.1:{free_port()}"
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
-        self._environment |= to_environment(Settings(redis_url=redis_url, relay_url=self.url, **settings))
+        self._environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
+        }
+        self._environment |= to_environment(
+            Settings(redis_url=redis_url, relay_url=self.url, **settings)
+        )
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -43,7 +52,10 @@ class RelayProcess:
     def start(self) -> None:
         with self.log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "midstream.broker.relay"], env=self._environment, stdout=subprocess.PIPE, stderr=errors
+                [sys.executable, "-m", "midstream.broker.relay"],
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
@@ -71,17 +83,38 @@ class RelayProcess:
 
 
 class SenderProcess:
-    """A process that appends one receipt per `(job, request)` and says which are durable; to be killed.
+    """A process that appends one receipt per `(job, request)` and says which are durable; to be
+    killed.
 
-    It begins with receipt number `first`. After `most` of them, if there are more, it waits for its end.
+    It begins with receipt number `first`. After `most` of them, if there are more, it waits for its
+    end.
     """
 
-    def __init__(self, directory: Path, relay_url: str, jobs: list[str], requests: int, first: int, most: int = 1_000_000):
-        command = [sys.executable, __file__, str(directory), relay_url, json.dumps(jobs), str(requests), str(first), str(most)]
+    def __init__(
+        self,
+        directory: Path,
+        relay_url: str,
+        jobs: list[str],
+        requests: int,
+        first: int,
+        most: int = 1_000_000,
+    ):
+        command = [
+            sys.executable,
+            __file__,
+            str(directory),
+            relay_url,
+            json.dumps(jobs),
+            str(requests),
+            str(first),
+            str(most),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
     def durable(self, enough: int, timeout: float = 60.0) -> int:
-        """How many receipts it called durable: as soon as there are `enough`, or it has ended, or after `timeout` seconds."""
+        """How many receipts it called durable: as soon as there are `enough`, or it has ended, or
+        after `timeout` seconds.
+        """
         assert self.process.stdout is not None
         count, until = 0, time.monotonic() + timeout
         with selectors.DefaultSelector() as ready:
@@ -122,14 +155,18 @@ class Jobs:
         return asyncio.run(run())
 
     def claim(self, count: int, requests: int, *, worker: str = "w", ranks: int = 1) -> list[str]:
-        """`count` running jobs of `requests` prompts each, all of which wait for a receipt per prompt and rank."""
+        """`count` running jobs of `requests` prompts each, all of which wait for a receipt per
+        prompt and rank.
+        """
 
         async def make(ledger: Ledger) -> list[str]:
             made = []
             for _ in range(count):
                 job = ledger_kit.make_job(requests, capture=True, model="m")
                 await ledger.submit(job, {})
-                assert await ledger.claim(job.id, worker, BOOT, ranks, ledger_kit.IDENTITY) is not None
+                assert (
+                    await ledger.claim(job.id, worker, BOOT, ranks, ledger_kit.IDENTITY) is not None
+                )
                 made.append(job.id)
             return made
 
@@ -147,7 +184,10 @@ class Jobs:
                 if event["event"] == "receipt":
                     key = (event["data"]["request"], event["data"]["rank"])
                     counts[key] = counts.get(key, 0) + 1
-            tickets = {tuple(map(int, field.decode().split("/"))) for field in client.hkeys(f"ms:ticket:{job}")}
+            tickets = {
+                tuple(map(int, field.decode().split("/")))
+                for field in client.hkeys(f"ms:ticket:{job}")
+            }
         assert tickets == set(counts)
         return counts
 

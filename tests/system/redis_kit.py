@@ -16,7 +16,9 @@ int fdatasync(int file) {{ usleep({SLOW_S * 1e6:.0f}); return syscall(SYS_fdatas
 
 
 def handed_over(url: str, timeout: float = 60.0) -> None:
-    """Wait until the kernel has all that Redis has answered: for what no API has promised to anybody."""
+    """Wait until the kernel has all that Redis has answered: for what no API has promised to
+    anybody.
+    """
     deadline = time.monotonic() + timeout
     with redis.Redis.from_url(url) as client:
         while client.info("persistence")["aof_buffer_length"]:
@@ -27,12 +29,16 @@ def handed_over(url: str, timeout: float = 60.0) -> None:
 def slow_disk(directory: Path) -> str:
     """What `LD_PRELOAD` must name so that every fsync of the log takes `SLOW_S`."""
     library = directory / "slow_disk.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=_SLOW.encode(), check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=_SLOW.encode(), check=True
+    )
     return str(library)
 
 
 def hold_back(url: str, timeout: float = 60.0) -> None:
-    """Return while a Redis on a slow disk holds back what it is told, just after it wrote what it had held back before."""
+    """Return while a Redis on a slow disk holds back what it is told, just after it wrote what it
+    had held back before.
+    """
     deadline = time.monotonic() + timeout
     with redis.Redis.from_url(url) as client:
         most = 0

@@ -8,7 +8,15 @@ def parse(text: str) -> list[dict[str, Any]]:
     """Its events, without comments and `retry`; the id is None of one without."""
     found = []
     for block in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":"))
+        fields = dict(
+            line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":")
+        )
         if "data" in fields:
-            found.append({"id": fields.get("id"), "event": fields["event"], "data": json.loads(fields["data"])})
+            found.append(
+                {
+                    "id": fields.get("id"),
+                    "event": fields["event"],
+                    "data": json.loads(fields["data"]),
+                }
+            )
     return found

@@ -1,4 +1,5 @@
-"""The whole service as separate processes on free loopback ports, for tests that kill, stop and restart its parts.
+"""The whole service as separate processes on free loopback ports, for tests that kill, stop and
+restart its parts.
 
     with Stack(tmp_path, engine="fake") as stack:
         job_id = stack.submit(["a prompt"])
@@ -6,7 +7,8 @@
         stack.restart("worker")
         assert stack.wait(job_id).state == "succeeded"
 
-Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when asked for) and, with `api=True`, `api`.
+Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when asked for) and, with
+`api=True`, `api`.
 """
 
 import asyncio
@@ -82,7 +84,12 @@ class Stack:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._redis: redis_server.RedisServer | None = None
         ours = ["worker", *[f"worker-{number}" for number in range(2, workers + 1)]][:workers]
-        self.names = ["relay", *(["callbacks"] if callbacks else []), *ours, *(["api"] if api else [])]
+        self.names = [
+            "relay",
+            *(["callbacks"] if callbacks else []),
+            *ours,
+            *(["api"] if api else []),
+        ]
         self._loop = asyncio.new_event_loop()
         self._ledger: Ledger | None = None
         self.settings = Settings(**self._chosen)
@@ -114,7 +121,9 @@ class Stack:
         return self
 
     def stop(self) -> None:
-        """End everything, the clients of a server before the server; whatever happens, nothing is left behind."""
+        """End everything, the clients of a server before the server; whatever happens, nothing is
+        left behind.
+        """
         try:
             if self._ledger is not None:
                 self._loop.run_until_complete(self._ledger.close())
@@ -135,7 +144,10 @@ class Stack:
             self._loop.close()
 
     def end(self, name: str, timeout: float = STOP_TIMEOUT_S) -> int:
-        """SIGTERM and wait; returns the exit code. A process that does not end in time is killed, which fails the test."""
+        """SIGTERM and wait; returns the exit code.
+
+        A process that does not end in time is killed, which fails the test.
+        """
         self._terminate(name)
         return self._ended(name, timeout)
 
@@ -154,7 +166,9 @@ class Stack:
             time.sleep(1)
             process.kill()
             process.wait()
-            raise AssertionError(f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-20000:]}") from None
+            raise AssertionError(
+                f"{name} did not end within {timeout} s of SIGTERM:\n{self.log(name)[-20000:]}"
+            ) from None
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send `how`; for SIGKILL wait until the process is gone."""
@@ -190,14 +204,24 @@ class Stack:
         self._redis = redis_server.start(self.directory / "redis", port=self._redis_port)
 
     def load_redis(self, seconds: float) -> None:
-        """Start a killed Redis that takes about `seconds` to load its log, and wait until it has."""
+        """Start a killed Redis that takes about `seconds` to load its log, and wait until it
+        has.
+        """
         files = [path for path in (self.directory / "redis").rglob("appendonly*") if path.is_file()]
         commands = sum(path.read_bytes().count(b"\r\n*") for path in files)
         pause = int(seconds * 1e6 / max(1, commands))
-        delay = pause - SLEEP_US if pause > SLEEP_US else -(SLEEP_US // max(1, pause))  # below zero: one command in so many
+        delay = (
+            pause - SLEEP_US if pause > SLEEP_US else -(SLEEP_US // max(1, pause))
+        )  # below zero: one command in so many
         spawn = redis_server._spawn
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(redis_server, "_spawn", lambda *given: spawn(*given[:4], given[4] | {"key-load-delay": str(delay)}, *given[5:]))
+            patch.setattr(
+                redis_server,
+                "_spawn",
+                lambda *given: spawn(
+                    *given[:4], given[4] | {"key-load-delay": str(delay)}, *given[5:]
+                ),
+            )
             self._start_redis()
 
     def await_loading(self) -> None:
@@ -212,12 +236,16 @@ class Stack:
         raise AssertionError("Redis did not load its log")
 
     def spawn(self, name: str, *, suffix: bool = True, **changed: Any) -> None:
-        """Start a process with some settings changed; `worker-2` gets its own worker id unless `suffix` is false."""
+        """Start a process with some settings changed; `worker-2` gets its own worker id unless
+        `suffix` is false.
+        """
         values = dict(self._chosen) | changed
         kind, _, number = name.partition("-")
         if number and suffix:
             values["worker_id"] = f"{values['worker_id']}-{number}"
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
+        }
         environment |= to_environment(Settings(**values)) | {"PYTHONUNBUFFERED": "1"}
         log = self.directory / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -242,13 +270,20 @@ class Stack:
         """Until `word` is in the log of a process, which must not end before."""
         deadline = time.monotonic() + self.start_timeout_s
         while True:
-            ended = self.processes[name].poll() is not None  # asked first: a log that is read after the end is whole
+            ended = (
+                self.processes[name].poll() is not None
+            )  # asked first: a log that is read after the end is whole
             if word in self.log(name):
                 return
             if ended:
-                raise AssertionError(f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)[-3000:]}")
+                raise AssertionError(
+                    f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)[-3000:]}"
+                )
             if time.monotonic() > deadline:
-                raise AssertionError(f"{name} did not say {word!r} within {self.start_timeout_s} s:\n{self.log(name)[-3000:]}")
+                raise AssertionError(
+                    f"{name} did not say {word!r} within {self.start_timeout_s} "
+                    f"s:\n{self.log(name)[-3000:]}"
+                )
             time.sleep(POLL_S)
 
     # Jobs, straight through the ledger
@@ -276,19 +311,25 @@ class Stack:
         send: bool = True,
         **more: Any,
     ) -> str:
-        """Commit a job, as the API does; without `send` its message is lost. Token ids are the fake engine's (one per byte).
+        """Commit a job, as the API does; without `send` its message is lost.
+
+        Token ids are the fake engine's (one per byte).
 
         `more`: other fields of the job.
         """
         from midstream.workers.fake.model import identity_of, make_tokenizer
 
         tokenizer, name = make_tokenizer(), self.settings.served_model
-        served = self.do(lambda ledger: ledger.model(name))  # None before the first worker: then the fake engine's
+        served = self.do(
+            lambda ledger: ledger.model(name)
+        )  # None before the first worker: then the fake engine's
         job = Job(
             id=new_job_id(),
             kind="generate",
             model=name,
-            prompts=[StoredPrompt(token_ids=tokenizer.encode(text).ids, text=text) for text in prompts],
+            prompts=[
+                StoredPrompt(token_ids=tokenizer.encode(text).ids, text=text) for text in prompts
+            ],
             sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos),
             created=now(),
             stream=stream,
@@ -306,7 +347,12 @@ class Stack:
     def result(self, job_id: str) -> JobResult:
         return self.do(lambda ledger: ledger.result(job_id))
 
-    def wait(self, job_id: str, timeout: float = WAIT_TIMEOUT_S, until: Callable[[JobView], bool] | None = None) -> JobView:
+    def wait(
+        self,
+        job_id: str,
+        timeout: float = WAIT_TIMEOUT_S,
+        until: Callable[[JobView], bool] | None = None,
+    ) -> JobView:
         """The job's view once it is over, or once `until(view)` holds."""
         deadline = time.monotonic() + timeout
         while True:
@@ -314,7 +360,10 @@ class Stack:
             if until(view) if until else view.state in TERMINAL:
                 return view
             if time.monotonic() > deadline:
-                raise AssertionError(f"{job_id} after {timeout} s: {msgspec.json.encode(view).decode()}\n{self.log('worker')[-3000:]}")
+                raise AssertionError(
+                    f"{job_id} after {timeout} s: "
+                    f"{msgspec.json.encode(view).decode()}\n{self.log('worker')[-3000:]}"
+                )
             time.sleep(POLL_S)
 
     def wait_running(self, job_id: str) -> JobView:

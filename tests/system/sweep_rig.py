@@ -1,4 +1,6 @@
-"""Sweeps over the fake engine, what must come out of them, and a worker with its relay in this process."""
+"""Sweeps over the fake engine, what must come out of them, and a worker with its relay in this
+process.
+"""
 
 import asyncio
 import itertools
@@ -30,7 +32,13 @@ from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, Unit, UnitRecord
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake.engine import FakeEngine
-from midstream.workers.fake.grades import Edit, expected_divergence, expected_logprob, own_row, replaced
+from midstream.workers.fake.grades import (
+    Edit,
+    expected_divergence,
+    expected_logprob,
+    own_row,
+    replaced,
+)
 from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, make_tokenizer
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
@@ -55,19 +63,29 @@ def columns(base: list[int], source: list[int], skipped: int = 3) -> list[Column
     ]
 
 
-def pair(clean: str = CLEAN, corrupt: str = CORRUPT, answer: str = "P", foil: str = "R", **changes: Any) -> StoredPair:
+def pair(
+    clean: str = CLEAN, corrupt: str = CORRUPT, answer: str = "P", foil: str = "R", **changes: Any
+) -> StoredPair:
     base, source = tokens(corrupt), tokens(clean)
     fields: dict[str, Any] = {
-        "base": base, "source": source, "columns": columns(base, source), "answer": tokens(answer), "foil": tokens(foil),
-    }  # fmt: skip
+        "base": base,
+        "source": source,
+        "columns": columns(base, source),
+        "answer": tokens(answer),
+        "foil": tokens(foil),
+    }
     return StoredPair(**(fields | changes))
 
 
 def sweep(*pairs: StoredPair, **changes: Any) -> StoredSweep:
     fields: dict[str, Any] = {
-        "pairs": list(pairs) or [pair()], "hooks": ["post_block"], "layers": LAYERS, "metric": "logit_diff", "direction": "denoise",
+        "pairs": list(pairs) or [pair()],
+        "hooks": ["post_block"],
+        "layers": LAYERS,
+        "metric": "logit_diff",
+        "direction": "denoise",
         "noise": 3,
-    }  # fmt: skip
+    }
     return StoredSweep(**(fields | changes))
 
 
@@ -77,8 +95,13 @@ def mask_of(asked: StoredSweep, unit: Unit) -> str:
     if column.ranks is None:
         return dims_name(column.dims) if column.dims else ""
     hook, layer = asked.hooks[unit.hook], asked.layers[unit.layer]
-    distance = sum(abs(own_row(hook, layer, to, stored.base) - own_row(hook, layer, of, stored.source)) for to, of in column.places)
-    chosen = np.argsort(-np.asarray(distance, np.float64), kind="stable")[slice(*column.ranks)].tolist()
+    distance = sum(
+        abs(own_row(hook, layer, to, stored.base) - own_row(hook, layer, of, stored.source))
+        for to, of in column.places
+    )
+    chosen = np.argsort(-np.asarray(distance, np.float64), kind="stable")[
+        slice(*column.ranks)
+    ].tolist()
     return dims_name(as_ranges(chosen))
 
 
@@ -93,13 +116,18 @@ def cell_edits(asked: StoredSweep, units: Units, number: int, job: str = "") -> 
         source = run_key(job, units.request(units.source(unit.pair), 0), "source")
         for (to, of), layer in itertools.product(places, layers):
             names = [row_name(RunRow(source, hook, layer, of)), mask]
-            found.append((hook, layer, to, to_msgpack(("replace_masked", names, [asked.alpha], 1.0))))
+            found.append(
+                (hook, layer, to, to_msgpack(("replace_masked", names, [asked.alpha], 1.0)))
+            )
         return found
     for layer, (to, of) in itertools.product(layers, places):
         if asked.ablation == "zeros":
             row = own_row(hook, layer, to, stored.base) * 0
         elif asked.ablation == "mean":
-            rows = [own_row(hook, layer, position, stored.base).astype("float64") for position in range(len(stored.base))]
+            rows = [
+                own_row(hook, layer, position, stored.base).astype("float64")
+                for position in range(len(stored.base))
+            ]
             row = (sum(rows) / len(rows)).astype("float32")
         else:
             row = own_row(hook, layer, of, stored.source)
@@ -108,17 +136,28 @@ def cell_edits(asked: StoredSweep, units: Units, number: int, job: str = "") -> 
 
 
 def answer_logprob(token_ids: list[int], edits: list[Edit], answer: list[int]) -> float:
-    return sum(expected_logprob([*token_ids, *answer[:place]], edits, token) for place, token in enumerate(answer))
+    return sum(
+        expected_logprob([*token_ids, *answer[:place]], edits, token)
+        for place, token in enumerate(answer)
+    )
 
 
 def difference(token_ids: list[int], edits: list[Edit], stored: StoredPair) -> float:
-    return answer_logprob(token_ids, edits, stored.answer) - answer_logprob(token_ids, edits, stored.foil)
+    return answer_logprob(token_ids, edits, stored.answer) - answer_logprob(
+        token_ids, edits, stored.foil
+    )
 
 
-def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | None = None, job: str = "") -> None:
-    """Every cell has the value that its patches give, or none and the reason: those of `lost`, and skipped columns."""
+def check_grid(
+    asked: StoredSweep, result: SweepResult, lost: dict[int, str] | None = None, job: str = ""
+) -> None:
+    """Every cell has the value that its patches give, or none and the reason: those of `lost`, and
+    skipped columns.
+    """
     units, lost = Units(asked), lost or {}
-    skipped = {(s.pair, s.hook, layer, s.column): s.reason for s in result.skipped for layer in s.layers}
+    skipped = {
+        (s.pair, s.hook, layer, s.column): s.reason for s in result.skipped for layer in s.layers
+    }
     for number in range(units.first_cell, units.first_cell + asked.num_cells):
         unit = units.cell(number)
         assert unit is not None
@@ -134,14 +173,21 @@ def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | N
             continue
         edits = cell_edits(asked, units, number, job)
         if asked.metric == "kl":
-            clean = stored.source if asked.direction == "denoise" and asked.ablation is None else stored.base
+            clean = (
+                stored.source
+                if asked.direction == "denoise" and asked.ablation is None
+                else stored.base
+            )
             expected = expected_divergence((clean, []), (stored.base, edits))
         elif asked.metric == "logprob":
             expected = answer_logprob(stored.base, edits, stored.answer)
         else:
             expected = difference(stored.base, edits, stored)
         if asked.metric == "recovered":
-            base, source = difference(stored.base, [], stored), difference(stored.source, [], stored)
+            base, source = (
+                difference(stored.base, [], stored),
+                difference(stored.source, [], stored),
+            )
             expected = (expected - base) / (source - base)
         assert value == pytest.approx(expected, abs=TOLERANCE), unit
     assert not skipped
@@ -150,17 +196,31 @@ def check_grid(asked: StoredSweep, result: SweepResult, lost: dict[int, str] | N
 
 def sweep_job(asked: StoredSweep, model: str = "fake-model") -> Job:
     return Job(
-        id=new_job_id(), kind="sweep", model=model, prompts=[], sampling=Sampling(max_tokens=1), created=now(), sweep=asked,
+        id=new_job_id(),
+        kind="sweep",
+        model=model,
+        prompts=[],
+        sampling=Sampling(max_tokens=1),
+        created=now(),
+        sweep=asked,
         identity=identity_of(Settings(model=model)),
-    )  # fmt: skip
+    )
 
 
 class Rig:
-    """A ledger, a relay and, as long as a test wants, a worker without its process: all of it real, and started in no time."""
+    """A ledger, a relay and, as long as a test wants, a worker without its process: all of it real,
+    and started in no time.
+    """
 
     def __init__(self, redis_url: str, directory: Path, **settings: Any) -> None:
         client = redis.Redis.from_url(redis_url)
-        chosen = {"redis_url": redis_url, "data_dir": str(directory), "model": "fake-model", "worker_id": "w1", "engine": "fake"} | settings
+        chosen = {
+            "redis_url": redis_url,
+            "data_dir": str(directory),
+            "model": "fake-model",
+            "worker_id": "w1",
+            "engine": "fake",
+        } | settings
         self._relay = Relay(Settler(client, Settings(**chosen)), "tcp://127.0.0.1:0", client)
         self.settings = Settings(**chosen, relay_url=self._relay.endpoint)
 
@@ -185,12 +245,19 @@ class Rig:
     @asynccontextmanager
     async def worker(self, boot: str = "boot", **settings: Any) -> AsyncIterator[Attempts]:
         """Another start of the worker, with some settings of its engine changed."""
-        engine = FakeEngine(Settings(**{name: getattr(self.settings, name) for name in Settings.__struct_fields__} | settings))
+        engine = FakeEngine(
+            Settings(
+                **{name: getattr(self.settings, name) for name in Settings.__struct_fields__}
+                | settings
+            )
+        )
         await engine.start()
         worker = worker_info(model=engine.info.name, boot=boot, identity=engine.info.identity)
         await self.ledger.publish_model(engine.info, worker)
         self.engine = engine
-        standing = SteeringReconciler(Steering(self.ledger), engine, self.settings, boot, self._tell)
+        standing = SteeringReconciler(
+            Steering(self.ledger), engine, self.settings, boot, self._tell
+        )
         try:
             await standing.start()
             yield Attempts(self.ledger, engine, standing, "w1", boot, asyncio.Event())
@@ -210,13 +277,25 @@ class Rig:
         """Have a probe `guard` watch all traffic: the fake engine's scores are positions."""
         tensors = [from_numpy(np.ones(shape, np.float32)) for shape in ((1, HIDDEN_SIZE), (1,))]
         content = ProbeContent(
-            hook="post_block", layer=1, tensors=[content_hash(each) for each in tensors], labels=["x"], thresholds=[threshold]
+            hook="post_block",
+            layer=1,
+            tensors=[content_hash(each) for each in tensors],
+            labels=["x"],
+            thresholds=[threshold],
         )
         probe = Probe(
-            name="guard", model="fake-model", digest=content.digest, content=content, hidden_size=HIDDEN_SIZE, bytes=0, created=now(),
+            name="guard",
+            model="fake-model",
+            digest=content.digest,
+            content=content,
+            hidden_size=HIDDEN_SIZE,
+            bytes=0,
+            created=now(),
             watch=action,
-        )  # fmt: skip
-        await Probes(self.ledger).put(probe, {content_hash(each): to_msgpack(each) for each in tensors})
+        )
+        await Probes(self.ledger).put(
+            probe, {content_hash(each): to_msgpack(each) for each in tensors}
+        )
 
     async def known(self, job_id: str, cells: int) -> None:
         """Until so many cells are."""
@@ -224,7 +303,9 @@ class Rig:
             await asyncio.sleep(0.01)
 
     async def interrupted(self, asked: StoredSweep, cells: int, **enters: bool) -> str:
-        """Submit a sweep and release it once so many cells are known; `enters`: an attribute of its engine."""
+        """Submit a sweep and release it once so many cells are known; `enters`: an attribute of its
+        engine.
+        """
         job_id = await self.submit(asked)
         async with self.worker(fake_token_s=0.01) as runs:
             for name, value in enters.items():

@@ -1,4 +1,7 @@
-"""Is what Redis has not written yet, because its disk is busy, kept from being told as safe? And is what it has written told?"""
+"""Is what Redis has not written yet, because its disk is busy, kept from being told as safe?
+
+And is what it has written told?
+"""
 
 import asyncio
 import threading
@@ -34,7 +37,9 @@ def slow_redis(directory: Path, monkeypatch: pytest.MonkeyPatch) -> redis_server
         monkeypatch.delenv("LD_PRELOAD")
 
 
-def test_unsynced_receipts_are_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_receipts_are_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = slow_redis(tmp_path, monkeypatch)
     jobs = Jobs(server.url)
     relay = RelayProcess(server.url, tmp_path / "relay.log")
@@ -54,7 +59,9 @@ def test_unsynced_receipts_are_not_acknowledged(tmp_path: Path, monkeypatch: pyt
         server.stop()
 
 
-def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sync follows the other, and there is always something that Redis holds back."""
     server = slow_redis(tmp_path, monkeypatch)
     jobs = Jobs(server.url)
@@ -76,7 +83,9 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(tmp_path: 
             for request in range(4):
                 outbox.append(receipt(job, request))
                 assert outbox.flush(LONG_S)
-            assert time.monotonic() - began < 30, "a sync takes a second, and each waits for two of them at most"
+            assert time.monotonic() - began < 30, (
+                "a sync takes a second, and each waits for two of them at most"
+            )
     finally:
         enough.set()
         writer.join()
@@ -84,14 +93,18 @@ def test_receipts_are_acknowledged_while_others_keep_a_busy_disk_busy(tmp_path: 
         server.stop()
 
 
-def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = [slow_redis(tmp_path, monkeypatch)]
     jobs = Jobs(servers[0].url)
 
     class Forgetful(Settler):
         """Its Redis dies and is back just after it has committed what it held back."""
 
-        def settle(self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]) -> int:
+        def settle(
+            self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]
+        ) -> int:
             mark = super().settle(worker, rank, epoch, receipts)
             if len(servers) == 1 and mark == 2:
                 servers[0].kill()
@@ -111,7 +124,9 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(tmp_path: Path,
             outbox.append(receipt(job, 1))
             assert outbox.flush(LONG_S)
             assert len(servers) == 2
-            assert jobs.mark(outbox.epoch) == 2, "it came again: what was committed first was forgotten"
+            assert jobs.mark(outbox.epoch) == 2, (
+                "it came again: what was committed first was forgotten"
+            )
         assert jobs.arrived(job) == once_each(2)
     finally:
         relay.stop()

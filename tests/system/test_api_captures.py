@@ -1,4 +1,6 @@
-"""Can captured tensors be found, fetched and deleted over HTTP, bit for bit, and nothing else of the disk?"""
+"""Can captured tensors be found, fetched and deleted over HTTP, bit for bit, and nothing else of
+the disk?
+"""
 
 import os
 import resource
@@ -26,7 +28,10 @@ from midstream.schemas.receipts import CapturedFile
 @pytest.fixture
 def captured(api: Api, hand: Hand) -> str:
     """A finished job: two prompts of three tokens, all layers, one stage."""
-    job_id = api.submit(prompts=["hello there", "a b"], capture={"layers": "all", "positions": "all_prompt", "tag": "mine"})
+    job_id = api.submit(
+        prompts=["hello there", "a b"],
+        capture={"layers": "all", "positions": "all_prompt", "tag": "mine"},
+    )
     hand.finish(job_id)
     return job_id
 
@@ -51,9 +56,17 @@ def test_the_manifest_says_what_is_in_every_file(api: Api, captured: str) -> Non
     manifest = api.http.get(f"/v1/captures/{captured}").json()
     assert (manifest["status"], manifest["rows"], len(manifest["files"])) == ("ok", 24, 2)
     first = manifest["files"][0]
-    assert (first["sites"], first["dtype"], first["at"]) == ({"post_block": [0, 1, 2, 3]}, "float32", "before")
+    assert (first["sites"], first["dtype"], first["at"]) == (
+        {"post_block": [0, 1, 2, 3]},
+        "float32",
+        "before",
+    )
     assert (first["positions"], first["token_ids"]) == ([0, 1, 2], [1, 2, 3])
-    assert (first["name"], first["layout"], first["offset"]) == ("mine.p0000.pp0.safetensors", "packed", 0)
+    assert (first["name"], first["layout"], first["offset"]) == (
+        "mine.p0000.pp0.safetensors",
+        "packed",
+        0,
+    )
     path = Path(manifest["root"]) / first["path"]
     assert path.parts[-3:] == ("mine", captured, "p0000.a1.pp0.safetensors")
     assert zlib.crc32(path.read_bytes()) == first["crc32"]
@@ -71,8 +84,17 @@ def test_a_file_is_served_bit_for_bit_under_its_crc(api: Api, captured: str) -> 
 
 
 def test_one_prompts_layers_come_as_one_safetensors(api: Api, captured: str) -> None:
-    tensors = safetensors.numpy.load(api.http.get(f"/v1/captures/{captured}/safetensors", params={"request": 1}).content)
-    assert sorted(tensors) == ["positions", "post_block.0", "post_block.1", "post_block.2", "post_block.3", "token_ids"]
+    tensors = safetensors.numpy.load(
+        api.http.get(f"/v1/captures/{captured}/safetensors", params={"request": 1}).content
+    )
+    assert sorted(tensors) == [
+        "positions",
+        "post_block.0",
+        "post_block.1",
+        "post_block.2",
+        "post_block.3",
+        "token_ids",
+    ]
     np.testing.assert_array_equal(tensors["token_ids"], [1, 9, 10])
     np.testing.assert_array_equal(tensors["post_block.2"], rows(2))
 
@@ -87,10 +109,16 @@ def test_the_files_of_pipeline_stages_are_joined(api: Api, staged: str) -> None:
     np.testing.assert_array_equal(tensors["positions"], [0, 1, 2])
 
 
-@pytest.mark.parametrize(("chosen", "layers"), [("2", [2]), ("0,3", [0, 3]), ("1-2", [1, 2]), ("0, 2-3", [0, 2, 3])])
+@pytest.mark.parametrize(
+    ("chosen", "layers"), [("2", [2]), ("0,3", [0, 3]), ("1-2", [1, 2]), ("0, 2-3", [0, 2, 3])]
+)
 def test_chosen_layers_come_alone(api: Api, staged: str, chosen: str, layers: list[int]) -> None:
-    tensors = safetensors.numpy.load(api.http.get(f"/v1/captures/{staged}/safetensors", params={"layers": chosen}).content)
-    assert sorted(tensors) == sorted(["positions", "token_ids", *(f"post_block.{layer}" for layer in layers)])
+    tensors = safetensors.numpy.load(
+        api.http.get(f"/v1/captures/{staged}/safetensors", params={"layers": chosen}).content
+    )
+    assert sorted(tensors) == sorted(
+        ["positions", "token_ids", *(f"post_block.{layer}" for layer in layers)]
+    )
     for layer in layers:
         np.testing.assert_array_equal(tensors[f"post_block.{layer}"], rows(layer))
 
@@ -125,7 +153,14 @@ def test_a_job_without_a_capture_has_no_manifest(api: Api, hand: Hand) -> None:
 
 # field case 40
 @pytest.mark.parametrize(
-    "name", ["..%2f..%2f..%2fetc%2fpasswd", "%2e%2e", "p0000.a1.pp0.json", "..%2fredis%2fappendonly.aof", "p0000.a1.pp0.safetensors%00"]
+    "name",
+    [
+        "..%2f..%2f..%2fetc%2fpasswd",
+        "%2e%2e",
+        "p0000.a1.pp0.json",
+        "..%2fredis%2fappendonly.aof",
+        "p0000.a1.pp0.safetensors%00",
+    ],
 )
 def test_capture_downloads_serve_only_files_of_the_job(api: Api, captured: str, name: str) -> None:
     assert api.http.get(f"/v1/captures/{captured}/files/{name}").status_code == 404
@@ -136,7 +171,12 @@ def test_a_receipt_that_names_a_path_outside_the_root_opens_nothing(api: Api, ha
     (api.settings.capture_root.parent / "secret.safetensors").write_bytes(b"secret")
     claim = hand.claim(api.submit(capture={"layers": [0]}))
     hand.store(claim)
-    hand.receipt(claim, files=[CapturedFile("../secret.safetensors", 6, 0, 1, sites={"post_block": [0]}, positions=1)])
+    hand.receipt(
+        claim,
+        files=[
+            CapturedFile("../secret.safetensors", 6, 0, 1, sites={"post_block": [0]}, positions=1)
+        ],
+    )
     for path in ("", "/files/...p0000.pp0.safetensors", "/safetensors"):
         answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
         assert answer.status_code == 500
@@ -144,14 +184,30 @@ def test_a_receipt_that_names_a_path_outside_the_root_opens_nothing(api: Api, ha
 
 
 @pytest.mark.parametrize("where", ["folder", "segment"])
-def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(api: Api, hand: Hand, captured: str, where: str) -> None:
-    claim = hand.claim(api.submit(capture={"layers": [0], "positions": "last_prompt", "tag": "mine"}))
+def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(
+    api: Api, hand: Hand, captured: str, where: str
+) -> None:
+    claim = hand.claim(
+        api.submit(capture={"layers": [0], "positions": "last_prompt", "tag": "mine"})
+    )
     hand.store(claim)
     victim = api.http.get(f"/v1/captures/{captured}").json()["files"][0]
     if where == "folder":
-        stolen = CapturedFile(victim["path"], victim["bytes"], victim["crc32"], 1, sites={"post_block": [0]}, positions=1, tag="mine")
+        stolen = CapturedFile(
+            victim["path"],
+            victim["bytes"],
+            victim["crc32"],
+            1,
+            sites={"post_block": [0]},
+            positions=1,
+            tag="mine",
+        )
     else:  # shared by jobs, so the path alone does not identify the blob's job
-        (stolen,) = write(api.settings.capture_root, finished("job_victim", positions=[0], tag="mine"), segment_limit=1 << 20)
+        (stolen,) = write(
+            api.settings.capture_root,
+            finished("job_victim", positions=[0], tag="mine"),
+            segment_limit=1 << 20,
+        )
         assert stolen.path.startswith("mine/segments/")
     hand.receipt(claim, files=[stolen])
     for path in ("", "/files/mine.p0000.pp0.safetensors", "/safetensors"):
@@ -184,14 +240,18 @@ def test_a_file_cut_short_is_an_error_and_not_a_short_answer(api: Api, staged: s
 
 
 def test_the_manifest_of_a_large_ticket_is_whole(api: Api, hand: Hand) -> None:
-    job_id = api.submit(prompts=["hello"] * 200, capture={"layers": [1], "positions": "last_prompt"})
+    job_id = api.submit(
+        prompts=["hello"] * 200, capture={"layers": [1], "positions": "last_prompt"}
+    )
     hand.finish(job_id)
     manifest = api.http.get(f"/v1/captures/{job_id}").json()
     assert sorted(file["request"] for file in manifest["files"]) == list(range(200))
 
 
 def test_the_manifest_of_more_files_than_the_api_may_open_is_whole(api: Api, hand: Hand) -> None:
-    job_id = api.submit(prompts=["hello"] * 150, capture={"layers": [1], "positions": "last_prompt"})
+    job_id = api.submit(
+        prompts=["hello"] * 150, capture={"layers": [1], "positions": "last_prompt"}
+    )
     hand.finish(job_id)
     pid = api.process.pid
     few = len(os.listdir(f"/proc/{pid}/fd")) + 50
@@ -209,15 +269,23 @@ def test_the_manifest_of_more_files_than_the_api_may_open_is_whole(api: Api, han
 
 def half(api: Api, hand: Hand) -> Claim:
     """A job of two prompts, of which the first has its rows."""
-    claim = hand.claim(api.submit(prompts=["hello there"] * 2, capture={"hooks": {"post_block": "all"}, "tag": "mine"}))
+    claim = hand.claim(
+        api.submit(
+            prompts=["hello there"] * 2, capture={"hooks": {"post_block": "all"}, "tag": "mine"}
+        )
+    )
     hand.store(claim)
     whole = finished(claim.job.id, 0, {"post_block": [0, 1, 2, 3]}, tag="mine", requests=2)
-    hand.receipt(claim, 0, files=write(hand.settings.capture_root, whole, owner=f"hand.{claim.job.id}.0"))
+    hand.receipt(
+        claim, 0, files=write(hand.settings.capture_root, whole, owner=f"hand.{claim.job.id}.0")
+    )
     return claim
 
 
 def verified(api: Api, job_id: str) -> tuple[int, str]:
-    done = CliRunner().invoke(main.app, ["capture", "verify", job_id, "--url", api.url], env={"COLUMNS": "400"})
+    done = CliRunner().invoke(
+        main.app, ["capture", "verify", job_id, "--url", api.url], env={"COLUMNS": "400"}
+    )
     return done.exit_code, done.output
 
 
@@ -244,50 +312,92 @@ def test_incomplete_captures_need_partial_true(api: Api, hand: Hand, ends: bool,
 
 def test_a_partial_capture_is_read_and_fails_its_verification(api: Api, hand: Hand) -> None:
     claim = half(api, hand)
-    short = finished(claim.job.id, 1, {"post_block": [0, 1, 2, 3]}, [0, 2], tag="mine", dropped=(1,), requests=2)
-    hand.receipt(claim, 1, files=write(hand.settings.capture_root, short, owner=f"hand.{claim.job.id}.1"))
+    short = finished(
+        claim.job.id, 1, {"post_block": [0, 1, 2, 3]}, [0, 2], tag="mine", dropped=(1,), requests=2
+    )
+    hand.receipt(
+        claim, 1, files=write(hand.settings.capture_root, short, owner=f"hand.{claim.job.id}.1")
+    )
     with Client(api.url) as client:
         reader = client.capture(claim.job.id)
-    assert (reader.status, reader.requests(), reader.positions(1), reader.dropped(1)) == ("partial", [0, 1], [0, 2], [1])
+    assert (reader.status, reader.requests(), reader.positions(1), reader.dropped(1)) == (
+        "partial",
+        [0, 1],
+        [0, 2],
+        [1],
+    )
     code, text = verified(api, claim.job.id)
-    assert (code != 0, "request 1: positions dropped under overload: 1 (1 in total)" in text) == (True, True), text
+    assert (code != 0, "request 1: positions dropped under overload: 1 (1 in total)" in text) == (
+        True,
+        True,
+    ), text
 
 
 # --- Layouts, hooks, tags ---
 
 LAYOUTS = ["packed", "per_file", "segment"]
 WHOLE = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
-STAGES: list[dict[str, list[int]]] = [{"pre_attn": [1], "post_block": [0, 1]}, {"post_block": [2, 3]}]
+STAGES: list[dict[str, list[int]]] = [
+    {"pre_attn": [1], "post_block": [0, 1]},
+    {"post_block": [2, 3]},
+]
 
 
-def written(hand: Hand, claim: Claim, layout: str, tag: str = "mine", stages: int = 1, only: int | None = None) -> None:
-    """Real files of every prompt and stage through the writer's own code, and the receipts that name them."""
+def written(
+    hand: Hand,
+    claim: Claim,
+    layout: str,
+    tag: str = "mine",
+    stages: int = 1,
+    only: int | None = None,
+) -> None:
+    """Real files of every prompt and stage through the writer's own code, and the receipts that
+    name them.
+    """
     for request in range(len(claim.job.prompts)):
         for pp in range(stages) if only is None else [only]:
             sites = WHOLE if stages == 1 else STAGES[pp]
             capture = finished(
-                claim.job.id, request, sites, all_sites=WHOLE, pp=pp, stages=stages, layout=layout, tag=tag, attempt=claim.attempt
+                claim.job.id,
+                request,
+                sites,
+                all_sites=WHOLE,
+                pp=pp,
+                stages=stages,
+                layout=layout,
+                tag=tag,
+                attempt=claim.attempt,
             )
-            files = write(hand.settings.capture_root, capture, owner=f"hand.{claim.job.id}.{request}.{pp}")
+            files = write(
+                hand.settings.capture_root, capture, owner=f"hand.{claim.job.id}.{request}.{pp}"
+            )
             hand.receipt(claim, request, rank=pp, files=files)
 
 
 def layered(api: Api, hand: Hand, layout: str, prompts: int = 2, tag: str = "mine") -> str:
     """A finished job whose captures lie in one layout."""
     hooks = {"pre_attn": [1], "post_block": "all"}
-    claim = hand.claim(api.submit(prompts=["hello there"] * prompts, capture={"hooks": hooks, "tag": tag}))
+    claim = hand.claim(
+        api.submit(prompts=["hello there"] * prompts, capture={"hooks": hooks, "tag": tag})
+    )
     hand.store(claim)
     written(hand, claim, layout, tag)
     return claim.job.id
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blobs_of_every_layout_are_named_once_and_served_whole(api: Api, hand: Hand, layout: str) -> None:
+def test_blobs_of_every_layout_are_named_once_and_served_whole(
+    api: Api, hand: Hand, layout: str
+) -> None:
     job_id = layered(api, hand, layout)
     manifest = api.http.get(f"/v1/captures/{job_id}").json()
     names = [file["name"] for file in manifest["files"]]
     assert (len(names), len(set(names))) == ((10, 10) if layout == "per_file" else (2, 2))
-    assert ("mine.p0001.pp0.pre_attn.1.safetensors" if layout == "per_file" else "mine.p0001.pp0.safetensors") in names
+    assert (
+        "mine.p0001.pp0.pre_attn.1.safetensors"
+        if layout == "per_file"
+        else "mine.p0001.pp0.safetensors"
+    ) in names
     for file in manifest["files"]:
         content = api.http.get(file["url"]).content
         assert (len(content), zlib.crc32(content)) == (file["bytes"], file["crc32"])
@@ -296,28 +406,42 @@ def test_blobs_of_every_layout_are_named_once_and_served_whole(api: Api, hand: H
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prompts_rows_come_as_one_file_whatever_the_layout(api: Api, hand: Hand, layout: str) -> None:
+def test_a_prompts_rows_come_as_one_file_whatever_the_layout(
+    api: Api, hand: Hand, layout: str
+) -> None:
     job_id = layered(api, hand, layout)
     raw = api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
     reader = CaptureReader.from_bytes(raw)
-    assert (reader.requests(), reader.hooks(1), reader.layers(1)) == ([1], ["pre_attn", "post_block"], [0, 1, 2, 3])
+    assert (reader.requests(), reader.hooks(1), reader.layers(1)) == (
+        [1],
+        ["pre_attn", "post_block"],
+        [0, 1, 2, 3],
+    )
     np.testing.assert_array_equal(reader.array(1, "pre_attn", 1), values("pre_attn", 1, [0, 1, 2]))
-    some = api.http.get(f"/v1/captures/{job_id}/safetensors", params={"hook": "resid_post", "layers": "0,2"}).content
+    some = api.http.get(
+        f"/v1/captures/{job_id}/safetensors", params={"hook": "resid_post", "layers": "0,2"}
+    ).content
     assert CaptureReader.from_bytes(some).layers() == [0, 2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_client_reads_every_layout_in_place_and_downloaded(api: Api, hand: Hand, layout: str, tmp_path: Path) -> None:
+def test_the_client_reads_every_layout_in_place_and_downloaded(
+    api: Api, hand: Hand, layout: str, tmp_path: Path
+) -> None:
     job_id = layered(api, hand, layout)
     with Client(api.url) as client:
         for reader in (client.capture(job_id), client.capture(job_id, tmp_path)):
             assert (reader.requests(), all(check.ok for check in reader.verify())) == ([0, 1], True)
-            np.testing.assert_array_equal(reader.array(3, request=1), values("post_block", 3, [0, 1, 2]))
+            np.testing.assert_array_equal(
+                reader.array(3, request=1), values("post_block", 3, [0, 1, 2])
+            )
     assert all(path.parent == tmp_path for path in reader.files)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(api: Api, hand: Hand, layout: str, tmp_path: Path) -> None:
+def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(
+    api: Api, hand: Hand, layout: str, tmp_path: Path
+) -> None:
     job_id = layered(api, hand, layout, prompts=1)
     file = api.http.get(f"/v1/captures/{job_id}").json()["files"][-1]
     with (api.settings.capture_root / file["path"]).open("r+b") as blob:
@@ -325,7 +449,11 @@ def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(api: Api, hand: 
         first = 8 + int.from_bytes(raw[:8], "little")  # of the rows
         os.pwrite(blob.fileno(), bytes([raw[first] ^ 1]), file["offset"] + first)
     layer = file["sites"]["post_block"][-1]
-    for url in (file["url"], f"/v1/captures/{job_id}/safetensors", f"/v1/captures/{job_id}/safetensors?hook=post_block&layers={layer}"):
+    for url in (
+        file["url"],
+        f"/v1/captures/{job_id}/safetensors",
+        f"/v1/captures/{job_id}/safetensors?hook=post_block&layers={layer}",
+    ):
         answer = api.http.get(url)
         assert (answer.status_code, answer.json()["type"]) == DAMAGED, url
         assert "CRC32" in answer.json()["detail"]
@@ -339,15 +467,29 @@ def test_one_flipped_bit_of_a_row_is_an_error_of_every_download(api: Api, hand: 
 
 
 def test_caveats_of_the_model_are_in_every_manifest(api: Api, hand: Hand) -> None:
-    claim = hand.claim(api.submit(prompts=["hello there"] * 2, capture={"layers": [2], "tag": "mine"}))
+    claim = hand.claim(
+        api.submit(prompts=["hello there"] * 2, capture={"layers": [2], "tag": "mine"})
+    )
     hand.store(claim)
     for request in range(2):
-        capture = finished(claim.job.id, request, {"post_block": [2]}, tag="mine", caveats=("rows of short prompts differ",))
-        hand.receipt(claim, request, files=write(api.settings.capture_root, capture, owner=f"hand.{request}"))
-    assert api.http.get(f"/v1/captures/{claim.job.id}").json()["caveats"] == ["rows of short prompts differ"]
+        capture = finished(
+            claim.job.id,
+            request,
+            {"post_block": [2]},
+            tag="mine",
+            caveats=("rows of short prompts differ",),
+        )
+        hand.receipt(
+            claim, request, files=write(api.settings.capture_root, capture, owner=f"hand.{request}")
+        )
+    assert api.http.get(f"/v1/captures/{claim.job.id}").json()["caveats"] == [
+        "rows of short prompts differ"
+    ]
     with Client(api.url) as client:
         reader = client.capture(claim.job.id)
-    assert [reader.manifest(request).caveats for request in range(2)] == [["rows of short prompts differ"]] * 2
+    assert [reader.manifest(request).caveats for request in range(2)] == [
+        ["rows of short prompts differ"]
+    ] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -367,10 +509,19 @@ def test_a_file_of_zeros_is_damaged_and_not_deleted(api: Api, hand: Hand, layout
 
 
 @pytest.mark.parametrize(
-    ("parameters", "field"), [({"hook": "mlp_in"}, "hook"), ({"hook": "pre_attn", "layers": "2"}, "layers"), ({"tag": "no"}, "tag")]
+    ("parameters", "field"),
+    [
+        ({"hook": "mlp_in"}, "hook"),
+        ({"hook": "pre_attn", "layers": "2"}, "layers"),
+        ({"tag": "no"}, "tag"),
+    ],
 )
-def test_a_site_or_tag_that_was_not_captured_is_named(api: Api, hand: Hand, parameters: dict[str, str], field: str) -> None:
-    answer = api.http.get(f"/v1/captures/{layered(api, hand, 'segment')}/safetensors", params=parameters)
+def test_a_site_or_tag_that_was_not_captured_is_named(
+    api: Api, hand: Hand, parameters: dict[str, str], field: str
+) -> None:
+    answer = api.http.get(
+        f"/v1/captures/{layered(api, hand, 'segment')}/safetensors", params=parameters
+    )
     assert (answer.status_code, answer.json()["field"]) == (404 if field == "tag" else 400, field)
 
 
@@ -378,7 +529,9 @@ def test_a_site_or_tag_that_was_not_captured_is_named(api: Api, hand: Hand, para
 def test_a_download_waits_for_stages_that_are_not_durable(api: Api) -> None:
     hand = Hand(api.settings, ranks=[(0, 0), (0, 1)])
     hand.serve()
-    claim = hand.claim(api.submit(capture={"hooks": {"pre_attn": [1], "post_block": "all"}, "tag": "mine"}))
+    claim = hand.claim(
+        api.submit(capture={"hooks": {"pre_attn": [1], "post_block": "all"}, "tag": "mine"})
+    )
     hand.store(claim)
     url = f"/v1/captures/{claim.job.id}/safetensors"
     written(hand, claim, "segment", stages=2, only=0)
@@ -397,7 +550,9 @@ def listed(api: Api, **parameters: Any) -> list[str]:
     """The ids of all pages, as `parameters` ask for them."""
     found, cursor = [], None
     while True:
-        page = api.http.get("/v1/captures", params={**parameters, **({"cursor": cursor} if cursor else {})}).json()
+        page = api.http.get(
+            "/v1/captures", params={**parameters, **({"cursor": cursor} if cursor else {})}
+        ).json()
         found += [entry["job"] for entry in page["captures"]]
         cursor = page["next"]
         if cursor is None:
@@ -405,7 +560,10 @@ def listed(api: Api, **parameters: Any) -> list[str]:
 
 
 def test_captures_are_listed_newest_first_with_their_size(api: Api, hand: Hand) -> None:
-    jobs = [layered(api, hand, layout, tag=tag) for layout, tag in (("packed", "a"), ("segment", "b"), ("per_file", "a"))]
+    jobs = [
+        layered(api, hand, layout, tag=tag)
+        for layout, tag in (("packed", "a"), ("segment", "b"), ("per_file", "a"))
+    ]
     api.submit()  # captures nothing
     (newest, _, oldest) = api.http.get("/v1/captures").json()["captures"]
     assert [newest["job"], oldest["job"]] == [jobs[2], jobs[0]]
@@ -456,7 +614,10 @@ def test_capture_bytes_exclude_abandoned_attempts(api: Api, hand: Hand) -> None:
     hand.do(hand.ledger.release(job_id, claim.attempt))
     assert api.http.get("/v1/captures").json()["captures"][0]["bytes"] == 0
     hand.finish(job_id)
-    assert api.http.get("/v1/captures").json()["captures"][0]["bytes"] == api.http.get(f"/v1/captures/{job_id}").json()["bytes"]
+    assert (
+        api.http.get("/v1/captures").json()["captures"][0]["bytes"]
+        == api.http.get(f"/v1/captures/{job_id}").json()["bytes"]
+    )
 
 
 def test_a_deletion_does_not_interrupt_a_download(api: Api, hand: Hand) -> None:
@@ -466,9 +627,14 @@ def test_a_deletion_does_not_interrupt_a_download(api: Api, hand: Hand) -> None:
     positions = range(1 << 20)
     rows = np.arange(len(positions) * CAPTURED_SIZE, dtype=np.float32)
     large = finished(
-        claim.job.id, sites={"post_block": [2]}, positions=positions, layout="segment", tag="mine", dtype="float32",
+        claim.job.id,
+        sites={"post_block": [2]},
+        positions=positions,
+        layout="segment",
+        tag="mine",
+        dtype="float32",
         rows=lambda hook, layer: [memoryview(rows.tobytes())],
-    )  # fmt: skip
+    )
     (file,) = write(api.settings.capture_root, large, owner=f"hand.{claim.job.id}")
     hand.receipt(claim, files=[file])
     name = "mine.p0000.pp0.safetensors"
@@ -485,17 +651,23 @@ def test_a_deletion_does_not_interrupt_a_download(api: Api, hand: Hand) -> None:
     assert not blob.exists()
 
 
-def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(redis_url: str, tmp_path: Path) -> None:
+def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(
+    redis_url: str, tmp_path: Path
+) -> None:
     (tmp_path / "captures").mkdir()
     (tmp_path / "captures" / "earlier").write_bytes(bytes(2 << 20))
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)
         hand.serve(grades=True)
         captures = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
-        sweep = {"model": "tiny", "pairs": [{"clean": "a b", "corrupt": "a c", "answer": " d"}]}  # its rows go into files, too
+        # its rows go into files, too
+        sweep = {"model": "tiny", "pairs": [{"clean": "a b", "corrupt": "a c", "answer": " d"}]}
         for path, body in (("/v1/jobs", captures), ("/v1/sweeps", sweep)):
             answer = api.http.post(path, json=body)
-            assert (answer.status_code, answer.json()["type"]) == (507, "urn:midstream:quota_exceeded")
+            assert (answer.status_code, answer.json()["type"]) == (
+                507,
+                "urn:midstream:quota_exceeded",
+            )
             assert "2 of 1 MiB" in answer.json()["detail"]
         assert hand.count_jobs() == 0
         api.submit()

@@ -1,4 +1,6 @@
-"""Does OpenAI's own client work against us, and does an answer with captures say only what is settled?"""
+"""Does OpenAI's own client work against us, and does an answer with captures say only what is
+settled?
+"""
 
 import time
 from collections.abc import Iterator
@@ -32,7 +34,9 @@ VECTOR = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8
 
 @pytest.fixture
 def client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
         yield client
 
 
@@ -42,21 +46,46 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_completion_has_openais_shape(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
-    asked = pool.submit(client.completions.create, model=MODEL, prompt="hello there", logprobs=2, max_tokens=3, seed=5, stop="b", user="me")
+def test_a_completion_has_openais_shape(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
+    asked = pool.submit(
+        client.completions.create,
+        model=MODEL,
+        prompt="hello there",
+        logprobs=2,
+        max_tokens=3,
+        seed=5,
+        stop="b",
+        user="me",
+    )
     claim = hand.claim_next()
     hand.store(claim)
     answer = asked.result()
     assert (answer.object, answer.model, answer.id) == ("text_completion", MODEL, claim.job.id)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "stop")
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 2, 5)
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (3, 2, 5)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
-    assert (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs) == (["hello"], [-0.5], [{"hello": -0.5, "there": -2.0}])
+    assert (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs) == (
+        ["hello"],
+        [-0.5],
+        [{"hello": -0.5, "there": -2.0}],
+    )
     assert "capture_results" not in answer.model_dump()
     sampling = claim.job.sampling
-    assert (sampling.temperature, sampling.max_tokens, sampling.seed, sampling.stop, sampling.logprobs) == (1.0, 3, 5, ["b"], 2)
+    assert (
+        sampling.temperature,
+        sampling.max_tokens,
+        sampling.seed,
+        sampling.stop,
+        sampling.logprobs,
+    ) == (1.0, 3, 5, ["b"], 2)
 
 
 @pytest.mark.parametrize(
@@ -75,21 +104,36 @@ def test_every_form_of_prompt_is_taken(
     claim = hand.claim_next()
     assert [stored.token_ids for stored in claim.job.prompts] == ids
     hand.store(claim, [f"answer {index}" for index in range(len(ids))])
-    assert [choice.text for choice in asked.result().choices] == [f"answer {index}" for index in range(len(ids))]
+    assert [choice.text for choice in asked.result().choices] == [
+        f"answer {index}" for index in range(len(ids))
+    ]
 
 
-def test_a_chat_has_openais_shape_and_the_models_template(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_a_chat_has_openais_shape_and_the_models_template(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     messages: Any = [
         {"role": "developer", "content": "a"},
-        {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}],
+        },
     ]
-    asked = pool.submit(client.chat.completions.create, model=MODEL, messages=messages, logprobs=True, top_logprobs=1)
+    asked = pool.submit(
+        client.chat.completions.create,
+        model=MODEL,
+        messages=messages,
+        logprobs=True,
+        top_logprobs=1,
+    )
     claim = hand.claim_next()
     hand.store(claim)
     answer = asked.result()
     assert claim.job.prompts[0].text == "<bos>system : a user : hello\nthere assistant :"
     assert claim.job.prompts[0].token_ids[:2] == [1, 6], "one BOS: the template's"
-    assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), "as far as the model's length allows"
+    assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), (
+        "as far as the model's length allows"
+    )
     assert (answer.object, answer.choices[0].message.role, answer.choices[0].message.content) == (
         "chat.completion",
         "assistant",
@@ -97,19 +141,35 @@ def test_a_chat_has_openais_shape_and_the_models_template(client: openai.OpenAI,
     )
     content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
     assert content is not None
-    assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].logprob) == ("hello", list(b"hello"), -0.5)
+    assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].logprob) == (
+        "hello",
+        list(b"hello"),
+        -0.5,
+    )
 
 
 def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, hand: Hand) -> None:
     (model,) = client.models.list().data
     facts = model.model_dump()
-    assert (model.id, facts["num_layers"], facts["hidden_size"], facts["hooks"], facts["workers"]) == (MODEL, 4, 8, HOOKS, 1)
+    assert (
+        model.id,
+        facts["num_layers"],
+        facts["hidden_size"],
+        facts["hooks"],
+        facts["workers"],
+    ) == (MODEL, 4, 8, HOOKS, 1)
 
 
 @pytest.mark.parametrize("name", sorted(ONLY))
-def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: Hand, name: str) -> None:
+def test_an_openai_field_that_is_not_served_is_refused_by_name(
+    api: Api, hand: Hand, name: str
+) -> None:
     path = "completions" if name in ("best_of", "suffix") else "chat/completions"
-    body = {"model": MODEL, "prompt": "a"} if path == "completions" else {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+    body = (
+        {"model": MODEL, "prompt": "a"}
+        if path == "completions"
+        else {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+    )
     harmless = api.http.post(f"/v1/{path}", json={**body, name: ONLY[name][0], "model": "nobody"})
     asking = api.http.post(f"/v1/{path}", json={**body, name: {"a": 7}})
     assert harmless.json()["field"] == "model", "its harmless value is accepted"
@@ -142,17 +202,41 @@ def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: H
         ({"structured_outputs": {"json": "7"}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "a\0"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"grammar": " "}}, "structured_outputs.grammar"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP}}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": WIDE}}}, "response_format.json_schema.schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": DEEP},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": WIDE},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"capture": {"layers": [9]}}, "capture.layers"),
-        ({"steering": [{"layers": [0], "vector": {**VECTOR, "shape": [2, 4]}}]}, "steering[0].vector.shape"),
+        (
+            {"steering": [{"layers": [0], "vector": {**VECTOR, "shape": [2, 4]}}]},
+            "steering[0].vector.shape",
+        ),
         ({"messages": []}, "messages"),
     ],
 )
-def test_a_bad_completion_names_the_field_in_its_own_shape(api: Api, hand: Hand, changes: dict[str, Any], field: str) -> None:
+def test_a_bad_completion_names_the_field_in_its_own_shape(
+    api: Api, hand: Hand, changes: dict[str, Any], field: str
+) -> None:
     answer = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", **changes})
     assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
     assert hand.count_jobs() == 0
@@ -164,26 +248,49 @@ def test_a_bad_completion_names_the_field_in_its_own_shape(api: Api, hand: Hand,
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "critic", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_call_id": "x"}]},
+            "messages[0].tool_call_id",
+        ),
         ({"tools": []}, "tools"),
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{**TOOL, "function": {"name": ""}}]}, "tools[0].function.name"),
-        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": DEEP}}]}, "tools[0].function.parameters"),
-        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": 7}}]}, "tools[0].function.parameters"),
-        ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "tool_choice.function.name"),
+        (
+            {"tools": [{**TOOL, "function": {"name": "f", "parameters": DEEP}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{**TOOL, "function": {"name": "f", "parameters": 7}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": 7}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": "x" * 5000}}, "chat_template_kwargs"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].image_url.url"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"max_completion_tokens": 64}, "max_completion_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
     ],
 )
-def test_a_bad_chat_names_the_field_in_its_own_shape(api: Api, hand: Hand, changes: dict[str, Any], field: str) -> None:
+def test_a_bad_chat_names_the_field_in_its_own_shape(
+    api: Api, hand: Hand, changes: dict[str, Any], field: str
+) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], **changes}
     answer = api.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
@@ -209,7 +316,9 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
         answer = asked.result()
     results = answer.json()["capture_results"]
     assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
-    assert sorted((file["request"], file["pp"], file["sites"]["post_block"][0]) for file in results["files"]) == [
+    assert sorted(
+        (file["request"], file["pp"], file["sites"]["post_block"][0]) for file in results["files"]
+    ) == [
         (0, 0, 0),
         (0, 1, 3),
         (1, 0, 0),
@@ -224,13 +333,20 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
     hand.close()
 
 
-@pytest.mark.parametrize("wish", [{"capture": CAPTURE, "capture_wait": True}, {"steering": [{"layers": 1, "vector": VECTOR}]}])
+@pytest.mark.parametrize(
+    "wish",
+    [{"capture": CAPTURE, "capture_wait": True}, {"steering": [{"layers": 1, "vector": VECTOR}]}],
+)
 def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
     api: Api, hand: Hand, pool: ThreadPoolExecutor, redis_url: str, wish: dict[str, Any]
 ) -> None:
-    """State, result and whether Redis has logged them come together; stored outputs, with receipts missing, wake nobody."""
+    """State, result and whether Redis has logged them come together; stored outputs, with receipts
+    missing, wake nobody.
+    """
     client = redis.Redis.from_url(redis_url)
-    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", **wish})
+    asked = pool.submit(
+        api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", **wish}
+    )
     claim = hand.claim_next()
     time.sleep(0.3)  # the acceptance has its own barrier
     seen: list[str] = []
@@ -246,7 +362,11 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
         watching = pool.submit(watch)
         hand.store(claim)
         time.sleep(0.3)
-        assert not [command for command in seen if command.startswith(("HMGET", "INFO")) or f"ms:out:{claim.job.id} ms:t" in command]
+        assert not [
+            command
+            for command in seen
+            if command.startswith(("HMGET", "INFO")) or f"ms:out:{claim.job.id} ms:t" in command
+        ]
         hand.receipts(claim)
         assert asked.result().status_code == 200
         client.echo("the end")
@@ -256,8 +376,14 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
     assert not [command for command in seen if command.startswith(("HMGET", "INFO"))], seen
 
 
-def test_without_capture_wait_the_response_links_to_the_capture(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
-    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "capture": CAPTURE})
+def test_without_capture_wait_the_response_links_to_the_capture(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
+    asked = pool.submit(
+        api.http.post,
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "hello", "capture": CAPTURE},
+    )
     claim = hand.claim_next()
     hand.store(claim)
     answer = asked.result()
@@ -270,15 +396,29 @@ def test_without_capture_wait_the_response_links_to_the_capture(api: Api, hand: 
     assert api.http.get(results["url"]).json()["status"] == "ok"
 
 
-def test_memory_captures_hold_the_response_and_return_in_it(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
-    capture = {"hooks": {"resid_pre": 3, "post_block": [0, 2]}, "positions": "all_prompt", "consumers": ["memory"]}
-    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": ["hello there", "a"], "capture": capture})
+def test_memory_captures_hold_the_response_and_return_in_it(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
+    capture = {
+        "hooks": {"resid_pre": 3, "post_block": [0, 2]},
+        "positions": "all_prompt",
+        "consumers": ["memory"],
+    }
+    asked = pool.submit(
+        api.http.post,
+        "/v1/completions",
+        json={"model": MODEL, "prompt": ["hello there", "a"], "capture": capture},
+    )
     claim = hand.claim_next()
     hand.store(claim)
     for request in (0, 1):
         time.sleep(0.2)
         assert not asked.done(), "there is nothing to answer before the rows are there"
-        hand.receipt(claim, request, consumed=[Consumed("memory", rows=b"".join(hand.blob(claim, request).buffers))])
+        hand.receipt(
+            claim,
+            request,
+            consumed=[Consumed("memory", rows=b"".join(hand.blob(claim, request).buffers))],
+        )
     answer = asked.result().json()
     assert (answer["capture_results"]["status"], answer["capture_results"]["files"]) == ("ok", [])
     rows = returned_rows(msgspec.convert(answer["capture_results"], CaptureResults))
@@ -288,28 +428,39 @@ def test_memory_captures_hold_the_response_and_return_in_it(api: Api, hand: Hand
     assert rows.row(3, 1, hook="pre_attn", request=1).tolist() == [50_301.0] * 8
 
 
-def test_a_chats_span_is_found_in_the_templated_text(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_a_chats_span_is_found_in_the_templated_text(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "c b d"}],
         "capture": {"layers": 0, "positions": [{"text": "b d"}, {"text": "user"}, -1]},
-        "steering": [{"layers": [1], "vector": VECTOR, "positions": {"text": "b", "occurrence": -1}}],
+        "steering": [
+            {"layers": [1], "vector": VECTOR, "positions": {"text": "b", "occurrence": -1}}
+        ],
     }
     asked = pool.submit(api.http.post, "/v1/chat/completions", json=body)
     claim = hand.claim_next()
     words = [WORDS[token] for token in claim.job.prompts[0].token_ids]
     assert words == ["<bos>", "user", ":", "c", "b", "d", "assistant", ":"]
-    assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == ([1, 4, 5, 7], [4])
+    assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == (
+        [1, 4, 5, 7],
+        [4],
+    )
     hand.store(claim)
     hand.receipts(claim)
     assert asked.result().status_code == 200
 
 
-def test_global_captures_neither_delay_nor_appear_in_responses(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_global_captures_neither_delay_nor_appear_in_responses(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
     asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
     claim = hand.claim_next()
-    assert [(capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]] == [("ops", {"pre_attn": [0, 1]}, [1])]
+    assert [
+        (capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]
+    ] == [("ops", {"pre_attn": [0, 1]}, [1])]
     hand.store(claim)
     answer = asked.result()
     assert (answer.status_code, "capture_results" in answer.json()) == (200, False)
@@ -318,7 +469,9 @@ def test_global_captures_neither_delay_nor_appear_in_responses(api: Api, hand: H
     assert (results["status"], [file["tag"] for file in results["files"]]) == ("ok", ["ops"])
 
 
-def test_a_steered_response_waits_for_receipts_of_all_ranks(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_a_steered_response_waits_for_receipts_of_all_ranks(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     body = {"model": MODEL, "prompt": "hello", "steering": [{"layers": [1], "vector": VECTOR}]}
     asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
@@ -332,7 +485,9 @@ def test_a_steered_response_waits_for_receipts_of_all_ranks(api: Api, hand: Hand
 
 
 # field case 39
-def test_steering_that_failed_on_a_rank_never_succeeds(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_steering_that_failed_on_a_rank_never_succeeds(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     body = {"model": MODEL, "prompt": "hello", "steering": [{"layers": [1], "vector": VECTOR}]}
     asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
@@ -343,7 +498,8 @@ def test_steering_that_failed_on_a_rank_never_succeeds(api: Api, hand: Hand, poo
     assert "choices" not in answer.json()
 
 
-def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> None:  # field case 29
+def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> None:
+    # field case 29
     hand = Hand(api.settings, ranks=[(0, 0), (1, 0)])
     hand.serve()
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
@@ -375,8 +531,12 @@ def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(api: Api) -> N
     hand.close()
 
 
-def test_the_openai_client_does_not_retry_a_failed_job(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> None:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=60) as client:
+def test_the_openai_client_does_not_retry_a_failed_job(
+    api: Api, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
+    with openai.OpenAI(
+        base_url=f"{api.url}/v1", api_key="none", max_retries=3, timeout=60
+    ) as client:
         asked = pool.submit(client.completions.create, model=MODEL, prompt="hello")
         hand.fail(hand.claim_next(), MidstreamError("engine_failed", "out of memory").problem())
         with pytest.raises(openai.InternalServerError, match="out of memory"):
@@ -384,7 +544,9 @@ def test_the_openai_client_does_not_retry_a_failed_job(api: Api, hand: Hand, poo
     assert hand.count_jobs() == 1
 
 
-def test_the_openai_client_raises_bad_input_with_the_field(client: openai.OpenAI, hand: Hand) -> None:
+def test_the_openai_client_raises_bad_input_with_the_field(
+    client: openai.OpenAI, hand: Hand
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="a", n=2, temperature=0)
     assert refused.value.param == "n"
@@ -392,10 +554,13 @@ def test_the_openai_client_raises_bad_input_with_the_field(client: openai.OpenAI
         client.completions.create(model="nobody", prompt="a")
 
 
-# --- Streams ---------------------------------------------------------------------------------------------------------
+# --- Streams
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_sends_tokens_and_ends_with_the_finish_reason(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_a_stream_sends_tokens_and_ends_with_the_finish_reason(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     claim = hand.claim_next()
     assert claim.job.stream
@@ -409,9 +574,14 @@ def test_a_stream_sends_tokens_and_ends_with_the_finish_reason(client: openai.Op
     assert all(chunk.usage is None for chunk in rest)
 
 
-def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor) -> None:
+def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(
+    client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
+) -> None:
     stream = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hello"}], stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        stream=True,
+        stream_options={"include_usage": True},
     )
     claim = hand.claim_next()
     hand.say(claim, "hello")
@@ -419,8 +589,13 @@ def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(client: openai.
     hand.store(claim)
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == "hello world"
-    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["stop"]
+    assert (
+        "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        == "hello world"
+    )
+    assert [
+        choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason
+    ] == ["stop"]
     assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
@@ -457,13 +632,18 @@ def test_the_last_chunk_of_a_stream_waits_for_the_captures_and_carries_them(
     hand.receipts(claim)
     last = rest.result()[-1]
     facts = last.model_dump()
-    assert (facts["choices"][0]["finish_reason"], facts["capture_results"]["status"]) == ("stop", "ok")
+    assert (facts["choices"][0]["finish_reason"], facts["capture_results"]["status"]) == (
+        "stop",
+        "ok",
+    )
     assert facts["capture_results"]["rows"] == 4
     assert facts["determinism"]["consistent"] is True
 
 
 def test_a_stream_without_capture_wait_ends_with_pending(client: openai.OpenAI, hand: Hand) -> None:
-    stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body={"capture": CAPTURE})
+    stream = client.completions.create(
+        model=MODEL, prompt="hello", stream=True, extra_body={"capture": CAPTURE}
+    )
     hand.store(hand.claim_next())
     facts = list(stream)[-1].model_dump()
     assert (facts["capture_results"]["status"], facts["determinism"]) == ("pending", None)
@@ -481,7 +661,9 @@ def test_a_failure_mid_stream_is_an_error_event(client: openai.OpenAI, hand: Han
         list(chunks)
 
 
-def test_a_capture_failure_after_the_last_token_is_an_error_event(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_capture_failure_after_the_last_token_is_an_error_event(
+    client: openai.OpenAI, hand: Hand
+) -> None:
     extra = {"capture": CAPTURE, "capture_wait": True}
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True, extra_body=extra)
     claim = hand.claim_next()
@@ -492,7 +674,9 @@ def test_a_capture_failure_after_the_last_token_is_an_error_event(client: openai
         list(stream)
 
 
-def test_a_stream_resumes_when_another_worker_retries_the_job(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_stream_resumes_when_another_worker_retries_the_job(
+    client: openai.OpenAI, hand: Hand
+) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     first = hand.claim_next()
     hand.say(first, "hello")
@@ -504,7 +688,9 @@ def test_a_stream_resumes_when_another_worker_retries_the_job(client: openai.Ope
     assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "hello world"
 
 
-def test_a_stream_fails_when_a_retry_generates_other_text(client: openai.OpenAI, hand: Hand) -> None:
+def test_a_stream_fails_when_a_retry_generates_other_text(
+    client: openai.OpenAI, hand: Hand
+) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", stream=True)
     first = hand.claim_next()
     hand.say(first, "hello")
@@ -523,13 +709,20 @@ def test_a_stream_includes_text_whose_event_was_lost(client: openai.OpenAI, hand
     assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "hello world"
 
 
-# --- Clients that leave, and limits ----------------------------------------------------------------------------------
+# --- Clients that leave, and limits
+# ----------------------------------------------------------------------------------
 
 
 # field case 38
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stream: bool) -> None:
-    body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True, "stream": stream}
+    body = {
+        "model": MODEL,
+        "prompt": "hello",
+        "capture": CAPTURE,
+        "capture_wait": True,
+        "stream": stream,
+    }
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{api.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
     claim = hand.claim_next()
@@ -543,21 +736,27 @@ def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stre
 def test_an_idempotency_key_returns_the_job_of_a_lost_response(api: Api, hand: Hand) -> None:
     body, key = {"model": MODEL, "prompt": "hello"}, {"Idempotency-Key": "once"}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(60, read=0.5))
+        httpx.post(
+            f"{api.url}/v1/completions", json=body, headers=key, timeout=httpx.Timeout(60, read=0.5)
+        )
     hand.store(hand.claim_next())
     answer = api.http.post("/v1/completions", json=body, headers=key)
     assert answer.json()["choices"][0]["text"] == "hello world"
     assert hand.count_jobs() == 1
 
 
-def test_a_response_held_past_the_limit_becomes_202_with_a_job(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_response_held_past_the_limit_becomes_202_with_a_job(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with running(tmp_path_factory.mktemp("hasty"), redis_url, max_wait_s=0.5) as api:
         hand = Hand(api.settings)
         hand.serve()
         answer = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
         assert (answer.status_code, answer.json()["state"]) == (202, "queued")
         assert answer.headers["location"] == f"/v1/jobs/{answer.json()['id']}"
-        streamed = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True})
+        streamed = api.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True}
+        )
         assert '"error"' in streamed.text
         assert "[DONE]" not in streamed.text
         hand.close()

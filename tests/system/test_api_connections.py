@@ -1,4 +1,6 @@
-"""Clients that send or read too slowly, or open too many connections, are refused, and others are served meanwhile."""
+"""Clients that send or read too slowly, or open too many connections, are refused, and others are
+served meanwhile.
+"""
 
 import gzip
 import re
@@ -21,7 +23,15 @@ PATIENCE_S = 60.0
 @pytest.fixture(scope="module")
 def hasty(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("hasty")
-    with running(folder, redis_session.url, head_timeout_s=1, body_timeout_s=1, max_connections=6, max_body_mib=1, max_file_mib=2) as api:
+    with running(
+        folder,
+        redis_session.url,
+        head_timeout_s=1,
+        body_timeout_s=1,
+        max_connections=6,
+        max_body_mib=1,
+        max_file_mib=2,
+    ) as api:
         yield api
 
 
@@ -31,7 +41,9 @@ def connect(api: Api) -> socket.socket:
 
 
 def until_closed(connection: socket.socket, drip: bytes = b"") -> bytes:
-    """Everything that is answered until the other side closes; meanwhile `drip` is sent again and again."""
+    """Everything that is answered until the other side closes; meanwhile `drip` is sent again and
+    again.
+    """
     answer, deadline = b"", time.monotonic() + PATIENCE_S
     connection.settimeout(0.1)
     while time.monotonic() < deadline:
@@ -62,11 +74,20 @@ def until_closed(connection: socket.socket, drip: bytes = b"") -> bytes:
         (b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n", b"\r\n", [200, 408]),
     ],
     ids=[
-        "nothing", "empty lines", "headers", "one header", "body", "chunks", "body after the answer", "second request",
+        "nothing",
+        "empty lines",
+        "headers",
+        "one header",
+        "body",
+        "chunks",
+        "body after the answer",
+        "second request",
         "empty lines after an answer",
     ],
-)  # fmt: skip
-def test_a_request_that_arrives_too_slowly_is_closed(hasty: Api, sent: bytes, drip: bytes, statuses: list[int]) -> None:
+)
+def test_a_request_that_arrives_too_slowly_is_closed(
+    hasty: Api, sent: bytes, drip: bytes, statuses: list[int]
+) -> None:
     with connect(hasty) as connection:
         connection.sendall(sent)
         answer = until_closed(connection, drip)
@@ -91,13 +112,17 @@ def test_waiting_for_a_response_does_not_time_out_the_connection(hasty: Api) -> 
     try:
         hand.serve()
         asked = {"model": MODEL, "prompts": ["hello there"]}
-        answer = hasty.http.post("/v1/jobs", json=asked, headers={"Prefer": "wait=3"}, timeout=PATIENCE_S)
+        answer = hasty.http.post(
+            "/v1/jobs", json=asked, headers={"Prefer": "wait=3"}, timeout=PATIENCE_S
+        )
         assert answer.status_code == 202
     finally:
         hand.close()
 
 
-@pytest.mark.parametrize("head", [b"X-A: " + b"a" * 70_000, b"".join(b"X-%d: a\r\n" % i for i in range(9000))[:-2]])
+@pytest.mark.parametrize(
+    "head", [b"X-A: " + b"a" * 70_000, b"".join(b"X-%d: a\r\n" % i for i in range(9000))[:-2]]
+)
 def test_long_headers_are_refused(hasty: Api, head: bytes) -> None:
     with connect(hasty) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\n" + HOST + head + b"\r\n\r\n")
@@ -108,7 +133,11 @@ def test_long_headers_are_refused(hasty: Api, head: bytes) -> None:
 
 
 def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hasty: Api) -> None:
-    job = b"POST /v1/jobs HTTP/1.1\r\n" + HOST + b"Content-Type: application/json\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    job = (
+        b"POST /v1/jobs HTTP/1.1\r\n"
+        + HOST
+        + (b"Content-Type: application/json\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n")
+    )
     url = hasty.url
     idle = connect(hasty)  # has been answered, so nothing else ends it for a minute
     idle.sendall(b"GET /healthz HTTP/1.1\r\n" + HOST + b"\r\n")
@@ -133,15 +162,22 @@ def test_idle_connections_make_room_and_health_is_answered_beyond_the_limit(hast
             connection.close()
 
 
-# --- Bodies ----------------------------------------------------------------------------------------------------------
+# --- Bodies
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mib", "status"), [(1.5, 400), (2.5, 413)])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(hasty: Api, mib: float, status: int, chunked: bool) -> None:
+def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(
+    hasty: Api, mib: float, status: int, chunked: bool
+) -> None:
     body = bytes(int(mib * (1 << 20)))
     content = iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body
-    answer = hasty.http.put("/v1/steering/modules/m", content=content, headers={"Content-Type": "application/octet-stream"})
+    answer = hasty.http.put(
+        "/v1/steering/modules/m",
+        content=content,
+        headers={"Content-Type": "application/octet-stream"},
+    )
     assert answer.status_code == status, answer.text
     if status == 413:
         assert "MIDSTREAM_MAX_FILE_MIB" in answer.json()["allowed"]
@@ -149,7 +185,11 @@ def test_a_file_has_a_limit_of_its_own_and_leaves_nothing_on_disk(hasty: Api, mi
 
 
 def test_a_file_announced_too_long_is_refused_before_it_is_sent(hasty: Api) -> None:
-    head = b"PUT /v1/steering/modules/m HTTP/1.1\r\n" + HOST + b"Content-Type: application/octet-stream\r\nExpect: 100-continue\r\n"
+    head = (
+        b"PUT /v1/steering/modules/m HTTP/1.1\r\n"
+        + HOST
+        + b"Content-Type: application/octet-stream\r\nExpect: 100-continue\r\n"
+    )
     with connect(hasty) as connection:
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % (3 << 20))
         assert connection.recv(64).startswith(b"HTTP/1.1 413")
@@ -169,7 +209,11 @@ def test_a_file_that_the_disk_refuses_is_503(hasty: Api) -> None:
     away = uploads.rename(uploads.with_name("uploads.away"))
     uploads.write_text("no folder")  # stands for what a disk may refuse
     try:
-        answer = hasty.http.put("/v1/steering/modules/m", content=b"x", headers={"Content-Type": "application/octet-stream"})
+        answer = hasty.http.put(
+            "/v1/steering/modules/m",
+            content=b"x",
+            headers={"Content-Type": "application/octet-stream"},
+        )
         assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable")
     finally:
         uploads.unlink()

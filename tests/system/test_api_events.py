@@ -26,14 +26,21 @@ def test_the_events_of_a_job_come_in_order_and_end_after_done(api: Api, hand: Ha
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert [event["event"] for event in told] == KINDS_OF_A_CAPTURE
     assert told[-1]["data"] == {"state": "succeeded", "attempt": 1}
-    assert [event["data"]["state"] for event in told if event["event"] == "state"] == ["queued", "running", "succeeded"]
+    assert [event["data"]["state"] for event in told if event["event"] == "state"] == [
+        "queued",
+        "running",
+        "succeeded",
+    ]
 
 
 def test_events_arrive_while_the_job_runs(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     with httpx.stream("GET", f"{api.url}/v1/jobs/{job_id}/events", timeout=60) as answer:
         lines = answer.iter_lines()
-        assert next(line for line in lines if line.startswith("data")) == 'data: {"state":"queued","attempt":0}'
+        assert (
+            next(line for line in lines if line.startswith("data"))
+            == 'data: {"state":"queued","attempt":0}'
+        )
         claim = hand.claim(job_id)
         assert "running" in next(line for line in lines if line.startswith("data"))
         hand.say(claim, "hello")
@@ -47,7 +54,9 @@ def test_a_broken_connection_resumes_behind_the_last_event_seen(api: Api, hand: 
     hand.finish(job_id)
     whole = parse(api.http.get(f"/v1/jobs/{job_id}/events").text)
     for seen in range(1, len(whole)):
-        rest = api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": whole[seen - 1]["id"]})
+        rest = api.http.get(
+            f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": whole[seen - 1]["id"]}
+        )
         assert parse(rest.text) == whole[seen:]
 
 
@@ -55,7 +64,10 @@ def test_resuming_after_done_is_204(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     hand.finish(job_id)
     last = parse(api.http.get(f"/v1/jobs/{job_id}/events").text)[-1]["id"]
-    assert api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": last}).status_code == 204
+    assert (
+        api.http.get(f"/v1/jobs/{job_id}/events", headers={"Last-Event-ID": last}).status_code
+        == 204
+    )
 
 
 def test_a_stream_survives_a_restart_of_the_api_by_resuming(api: Api, hand: Hand) -> None:
@@ -81,7 +93,9 @@ def test_an_unknown_last_event_id_is_refused(api: Api, hand: Hand, header: str) 
     assert (answer.status_code, answer.json()["field"]) == (400, "Last-Event-ID")
 
 
-def test_event_streams_send_keepalives_and_end_despite_a_lost_done(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_streams_send_keepalives_and_end_despite_a_lost_done(
+    api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(events, "PING_S", 0.2)
     job_id = api.submit()
 
@@ -90,7 +104,8 @@ def test_event_streams_send_keepalives_and_end_despite_a_lost_done(api: Api, han
             batches = events.follow(edge, job_id, events.BEGINNING)
             seen = [[event.event for event in await anext(batches)] for _ in range(3)]
             await asyncio.to_thread(hand.finish, job_id)
-            await edge.ledger.redis.delete(f"ms:events:{job_id}")  # as if they were trimmed before we read on
+            # as if they were trimmed before we read on
+            await edge.ledger.redis.delete(f"ms:events:{job_id}")
             return seen + [[event.event for event in batch] async for batch in batches]
 
     assert asyncio.run(follow()) == [["state"], [], []]
@@ -114,7 +129,9 @@ def test_disconnected_event_followers_leave_no_waiters(api: Api, hand: Hand) -> 
 def held(api: Api, tries: int = 600) -> int:
     """How many calls wait in the API, once that has settled."""
     for _ in range(tries):
-        found = re.search(r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE)
+        found = re.search(
+            r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE
+        )
         assert found
         if (waiting := int(float(found[1]))) == 0:
             return 0
@@ -132,9 +149,15 @@ def test_many_followers_of_a_job_cost_redis_as_much_as_one(api: Api, hand: Hand)
             return int(client.info("commandstats")["cmdstat_xrange"]["calls"])
 
     with ExitStack() as streams:
-        lines = [streams.enter_context(httpx.stream("GET", url, timeout=60)).iter_lines() for _ in range(followers)]
+        lines = [
+            streams.enter_context(httpx.stream("GET", url, timeout=60)).iter_lines()
+            for _ in range(followers)
+        ]
         for each in lines:
-            assert next(line for line in each if line.startswith("data")) == 'data: {"state":"queued","attempt":0}'
+            assert (
+                next(line for line in each if line.startswith("data"))
+                == 'data: {"state":"queued","attempt":0}'
+            )
         claim = hand.claim(job_id)
         for each in lines:
             assert "running" in next(line for line in each if line.startswith("data"))
@@ -145,4 +168,7 @@ def test_many_followers_of_a_job_cost_redis_as_much_as_one(api: Api, hand: Hand)
             assert '"text":"hello"' in next(line for line in each if line.startswith("data"))
         assert reads() - before < followers, "each would read for itself, more than once"
         hand.store(claim)
-        assert all([line for line in each if line.startswith("event")][-1] == "event: done" for each in lines)
+        assert all(
+            [line for line in each if line.startswith("event")][-1] == "event: done"
+            for each in lines
+        )

@@ -1,4 +1,6 @@
-"""Does nothing accepted get lost, and does no client hang or hear a lie, when Redis or the API goes away?"""
+"""Does nothing accepted get lost, and does no client hang or hear a lie, when Redis or the API goes
+away?
+"""
 
 import asyncio
 import contextlib
@@ -31,7 +33,8 @@ BODY = {"model": MODEL, "prompts": ["hello there"]}
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[redis_server.RedisServer]:
     """A Redis that the test may kill."""
-    server = redis_server.start(tmp_path / "redis", port=free_port())  # it is started on the same one again
+    # it is started on the same one again
+    server = redis_server.start(tmp_path / "redis", port=free_port())
     yield server
     server.stop()
 
@@ -61,7 +64,9 @@ def again(server: redis_server.RedisServer) -> redis_server.RedisServer:
 
 
 # field case 39
-def test_all_calls_are_503_while_redis_is_unreachable(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
+def test_all_calls_are_503_while_redis_is_unreachable(
+    own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
+) -> None:
     job_id = own_api.submit()
     own_redis.kill()
     assert own_api.http.get("/healthz").status_code == 200, "the process itself is well"
@@ -76,7 +81,9 @@ def test_all_calls_are_503_while_redis_is_unreachable(own_redis: redis_server.Re
         own_api.http.get(f"/v1/jobs/{job_id}/result"),
         own_api.http.post(f"/v1/jobs/{job_id}/cancel"),
     ):
-        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable"), answer.text
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable"), (
+            answer.text
+        )
         assert answer.headers["content-type"] == "application/problem+json"
         assert int(answer.headers["retry-after"]) >= 1
     assert own_api.http.get("/metrics").status_code == 200
@@ -89,9 +96,13 @@ def test_all_calls_are_503_while_redis_is_unreachable(own_redis: redis_server.Re
 
 
 # field case 37, 38
-def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
+def test_a_held_answer_outlives_a_restart_of_redis(
+    own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
+) -> None:
     with ThreadPoolExecutor(3) as pool:
-        completion = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+        completion = pool.submit(
+            own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"}
+        )
         claim = own_hand.claim_next()
         poll = pool.submit(own_api.http.get, f"/v1/jobs/{claim.job.id}", params={"wait": 55})
         time.sleep(0.3)
@@ -110,7 +121,11 @@ def test_a_held_answer_outlives_a_restart_of_redis(own_redis: redis_server.Redis
 # field case 37
 @pytest.mark.parametrize("promise", ["accepted", "over", "listed", "told"])
 def test_answers_given_on_a_slow_disk_survive_a_redis_kill(
-    on_slow_disk: None, own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand, promise: str
+    on_slow_disk: None,
+    own_redis: redis_server.RedisServer,
+    own_api: Api,
+    own_hand: Hand,
+    promise: str,
 ) -> None:
     """A Redis whose last fsync still runs answers before it writes."""
     http = own_api.http
@@ -153,7 +168,9 @@ def test_unsynced_writes_are_503_when_redis_is_killed(
             server = again(server)
             if answer.status_code != 202:
                 break
-            assert own_api.view(job_id)["state"] == "aborted", "on a machine that is slower than this disk it may have been written"
+            assert own_api.view(job_id)["state"] == "aborted", (
+                "on a machine that is slower than this disk it may have been written"
+            )
     finally:
         server.stop()
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable")
@@ -180,7 +197,9 @@ def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
     assert asyncio.run(wait()) == "queued"
 
 
-def test_a_stream_outlives_a_restart_of_redis(own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand) -> None:
+def test_a_stream_outlives_a_restart_of_redis(
+    own_redis: redis_server.RedisServer, own_api: Api, own_hand: Hand
+) -> None:
     body = {"model": MODEL, "prompt": "hello", "stream": True}
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(own_api.http.post, "/v1/completions", json=body)
@@ -216,8 +235,14 @@ def test_a_stopped_api_answers_held_requests_and_exits(own_api: Api, own_hand: H
     job_id = own_api.submit()
     with ThreadPoolExecutor(4) as pool:
         poll = pool.submit(own_api.http.get, f"/v1/jobs/{job_id}", params={"wait": 25})
-        completion = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
-        stream = pool.submit(own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True})
+        completion = pool.submit(
+            own_api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"}
+        )
+        stream = pool.submit(
+            own_api.http.post,
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "hello", "stream": True},
+        )
         events = pool.submit(own_api.http.get, f"/v1/jobs/{job_id}/events")
         deadline = time.monotonic() + 60
         while waiting(own_api) < 4:
@@ -239,11 +264,18 @@ def test_a_client_disconnect_during_submission_leaves_a_running_job(api: Api, ha
     raw = b'{"model":"tiny","prompts":["hello there"]}'
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+            (
+                b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+                b"application/json\r\nContent-Length: %d\r\n\r\n"
+            )
+            % len(raw)
+            + raw
         )
     deadline = time.monotonic() + 60
     while not (sent := messages(hand)):
-        assert time.monotonic() < deadline, "its message is sent all the same, or it would be queued for ever"
+        assert time.monotonic() < deadline, (
+            "its message is sent all the same, or it would be queued for ever"
+        )
         time.sleep(0.02)
     claim = hand.claim_next()
     assert sent == [claim.job.id]
@@ -254,7 +286,9 @@ def test_a_client_disconnect_during_submission_leaves_a_running_job(api: Api, ha
 def messages(hand: Hand) -> list[str]:
     """Ids of the jobs whose messages wait for a worker."""
     with hand._redis as client:
-        raw = [message for name in lists_of(queue_of(MODEL)) for message in client.lrange(name, 0, -1)]
+        raw = [
+            message for name in lists_of(queue_of(MODEL)) for message in client.lrange(name, 0, -1)
+        ]
     return [json.loads(message)["headers"]["id"] for message in raw]
 
 
@@ -263,7 +297,8 @@ def test_a_client_disconnect_mid_body_creates_no_job(api: Api, hand: Hand) -> No
     mark = api.said
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b'POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"model":'
+            b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            b'application/json\r\nContent-Length: 500\r\n\r\n{"model":'
         )
     time.sleep(0.3)
     assert hand.count_jobs() == 0
@@ -276,7 +311,11 @@ def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Han
 
     def ask_and_leave(_: int) -> None:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{api.url}/v1/jobs/{job_id}", params={"wait": 300}, timeout=httpx.Timeout(60, read=0.4))
+            httpx.get(
+                f"{api.url}/v1/jobs/{job_id}",
+                params={"wait": 300},
+                timeout=httpx.Timeout(60, read=0.4),
+            )
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask_and_leave, range(32)))
@@ -287,12 +326,16 @@ def test_held_responses_of_disconnected_clients_are_released(api: Api, hand: Han
 
 
 def waiting(api: Api) -> int:
-    found = re.search(r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE)
+    found = re.search(
+        r"^midstream_held_responses (\S+)$", api.http.get("/metrics").text, re.MULTILINE
+    )
     assert found
     return int(float(found[1]))
 
 
-def test_a_job_whose_queue_takes_no_message_is_accepted_and_left_to_the_sweeper(api: Api, hand: Hand) -> None:
+def test_a_job_whose_queue_takes_no_message_is_accepted_and_left_to_the_sweeper(
+    api: Api, hand: Hand
+) -> None:
     """The ledger is the truth: what it has committed is accepted, with or without a message."""
     with hand._redis as client:
         for name in lists_of(queue_of(MODEL)):
@@ -301,7 +344,9 @@ def test_a_job_whose_queue_takes_no_message_is_accepted_and_left_to_the_sweeper(
         assert answer.status_code == 202
         for name in lists_of(queue_of(MODEL)):
             client.delete(name)
-        assert client.zscore("ms:live", answer.json()["id"]) <= time.time(), "the next sweep looks for its message"
+        assert client.zscore("ms:live", answer.json()["id"]) <= time.time(), (
+            "the next sweep looks for its message"
+        )
     assert hand.view(answer.json()["id"]).state == "queued"
 
 
@@ -313,16 +358,22 @@ def test_readyz_is_503_with_the_reason_of_an_unhealthy_worker(api: Api, hand: Ha
     assert "ranks disagree" in answer.json()["missing"][0]
 
 
-def test_a_model_record_of_an_incompatible_version_is_reported_as_not_ready(api: Api, hand: Hand) -> None:
+def test_a_model_record_of_an_incompatible_version_is_reported_as_not_ready(
+    api: Api, hand: Hand
+) -> None:
     told = msgspec.structs.replace(model_info(), version="9.0.0", wire=9, oldest_wire=9)
     with hand._redis as client:
         client.hset("ms:models", MODEL, to_json(told))
     answer = api.http.get("/readyz")
     assert (answer.status_code, answer.json()["models"]) == (503, [])
-    assert answer.json()["missing"][0].startswith(f"model {MODEL}: the worker of {MODEL!r} runs midstream 9.0.0 (wire 9")
+    assert answer.json()["missing"][0].startswith(
+        f"model {MODEL}: the worker of {MODEL!r} runs midstream 9.0.0 (wire 9"
+    )
 
 
-def test_without_a_live_worker_jobs_are_accepted_and_the_service_is_not_ready(api: Api, hand: Hand) -> None:
+def test_without_a_live_worker_jobs_are_accepted_and_the_service_is_not_ready(
+    api: Api, hand: Hand
+) -> None:
     with hand._redis as client:
         client.delete(f"ms:alive:{hand.worker}")
     assert api.http.get("/readyz").status_code == 503
@@ -336,14 +387,21 @@ def test_failures_that_a_worker_reports_keep_their_status(api: Api, hand: Hand) 
         assert api.http.get(f"/v1/jobs/{claim.job.id}/result").status_code == status
 
 
-def test_a_second_api_on_the_same_port_says_which_setting_is_wrong(api: Api, tmp_path: Path) -> None:
+def test_a_second_api_on_the_same_port_says_which_setting_is_wrong(
+    api: Api, tmp_path: Path
+) -> None:
     port = int(api.url.rpartition(":")[2])
-    with pytest.raises(AssertionError, match="MIDSTREAM_API_PORT"), running(tmp_path, api.settings.redis_url, api_port=port):
+    with (
+        pytest.raises(AssertionError, match="MIDSTREAM_API_PORT"),
+        running(tmp_path, api.settings.redis_url, api_port=port),
+    ):
         pass
 
 
 class Muted:
-    """A way to Redis that brings everything there, and no answer back once `word` came by: Redis hangs just after it wrote."""
+    """A way to Redis that brings everything there, and no answer back once `word` came by: Redis
+    hangs just after it wrote.
+    """
 
     def __init__(self, port: int, word: bytes):
         self._port, self._word, self.is_mute = port, word, threading.Event()
@@ -360,7 +418,9 @@ class Muted:
                 there, _ = self._listening.accept()
                 redis_side = socket.create_connection(("127.0.0.1", self._port))
                 threading.Thread(target=self._pump, args=(there, redis_side), daemon=True).start()
-                threading.Thread(target=self._pump, args=(redis_side, there, True), daemon=True).start()
+                threading.Thread(
+                    target=self._pump, args=(redis_side, there, True), daemon=True
+                ).start()
 
     def _pump(self, source: socket.socket, target: socket.socket, answers: bool = False) -> None:
         with contextlib.suppress(OSError), source, target:
@@ -376,29 +436,41 @@ def test_stopping_with_redis_hung_is_503_and_names_accepted_jobs(
 ) -> None:
     way = Muted(own_redis.port, b"mute from here")
     (tmp_path / "stopped").mkdir()
-    with running(tmp_path / "stopped", way.url) as api, httpx.Client(base_url=api.url, timeout=60) as http, ThreadPoolExecutor(5) as pool:
+    with (
+        running(tmp_path / "stopped", way.url) as api,
+        httpx.Client(base_url=api.url, timeout=60) as http,
+        ThreadPoolExecutor(5) as pool,
+    ):
         known = api.submit()
         held = [
             pool.submit(http.get, f"/v1/jobs/{known}", params={"wait": 55}),
             pool.submit(http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=55"}),
         ]
         wait_for_jobs(own_hand, 2)
-        late = [pool.submit(http.post, "/v1/jobs", json={**BODY, "metadata": {"a": "mute from here"}})]
+        late = [
+            pool.submit(http.post, "/v1/jobs", json={**BODY, "metadata": {"a": "mute from here"}})
+        ]
         assert way.is_mute.wait(60)
         late.append(pool.submit(http.get, f"/v1/jobs/{known}"))
         time.sleep(0.5)
         api.process.terminate()
         answers = [call.result(timeout=50) for call in (*held, *late)]
-        assert api.process.wait(60) == -signal.SIGTERM, "uvicorn ends by the signal, once it is done"
+        assert api.process.wait(60) == -signal.SIGTERM, (
+            "uvicorn ends by the signal, once it is done"
+        )
     way.close()
     for answer in answers:
-        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable"), answer.text
+        assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:unavailable"), (
+            answer.text
+        )
         assert answer.headers["content-type"] == "application/problem+json"
         assert int(answer.headers["retry-after"]) >= 1
     begun = [answers[index].headers["x-midstream-job"] for index in (1, 2)]
     assert answers[2].headers["location"] == f"/v1/jobs/{begun[1]}"
     assert "may have been accepted" in answers[2].json()["detail"]
-    assert [own_hand.view(job_id).id for job_id in begun] == begun, "both are there, and their callers know it"
+    assert [own_hand.view(job_id).id for job_id in begun] == begun, (
+        "both are there, and their callers know it"
+    )
 
 
 def wait_for_jobs(hand: Hand, count: int) -> None:
@@ -408,14 +480,22 @@ def wait_for_jobs(hand: Hand, count: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("name", "wrong", "right"), [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")])
-def test_a_redis_that_is_made_lossy_makes_the_service_not_ready(api: Api, hand: Hand, name: str, wrong: str, right: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")],
+)
+def test_a_redis_that_is_made_lossy_makes_the_service_not_ready(
+    api: Api, hand: Hand, name: str, wrong: str, right: str
+) -> None:
     assert "midstream_ledger_durable 1.0" in api.http.get("/metrics").text
     with hand._redis as client:
         client.config_set(name, wrong)
         try:
             answer = api.http.get("/readyz")
-            assert (answer.status_code, f"CONFIG SET {name} {right}" in answer.json()["missing"][0]) == (503, True)
+            assert (
+                answer.status_code,
+                f"CONFIG SET {name} {right}" in answer.json()["missing"][0],
+            ) == (503, True)
             metrics = api.http.get("/metrics").text
             assert "midstream_ledger_durable 0.0" in metrics
             assert "midstream_ledger_reachable 1.0" in metrics
@@ -431,6 +511,11 @@ def test_many_who_ask_the_ranks_at_once_ask_them_together(api: Api, hand: Hand) 
 
     before = asked()
     with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(lambda _: httpx.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code, range(20)))
+        answers = list(
+            pool.map(
+                lambda _: httpx.get(f"{api.url}/v1/steering/dynamic", timeout=60).status_code,
+                range(20),
+            )
+        )
     assert answers == [200] * 20
     assert asked() - before <= 4, "those who come while the ranks are asked share the next question"

@@ -1,4 +1,7 @@
-"""What can a page that the user visits do to an API which asks for no key? Everything is sent as a browser would send it."""
+"""What can a page that the user visits do to an API which asks for no key?
+
+Everything is sent as a browser would send it.
+"""
 
 import pytest
 from edge import MODEL, Api, Hand
@@ -8,18 +11,32 @@ JOB = b'{"model": "tiny", "prompts": ["hello there"]}'
 
 
 @pytest.mark.parametrize(
-    "call", ["GET /v1/jobs", "POST /v1/jobs", "GET /healthz", "GET /metrics", "GET /schema/openapi.json", "OPTIONS /v1/jobs"]
+    "call",
+    [
+        "GET /v1/jobs",
+        "POST /v1/jobs",
+        "GET /healthz",
+        "GET /metrics",
+        "GET /schema/openapi.json",
+        "OPTIONS /v1/jobs",
+    ],
 )
 def test_a_rebound_host_name_is_refused(api: Api, call: str) -> None:
     answer = api.http.request(*call.split(), headers={"host": "evil.example:8321"})
     problem = answer.json()
-    assert (answer.status_code, problem["type"], problem["field"]) == (421, "urn:midstream:misdirected", "Host")
+    assert (answer.status_code, problem["type"], problem["field"]) == (
+        421,
+        "urn:midstream:misdirected",
+        "Host",
+    )
     assert "MIDSTREAM_ALLOWED_HOSTS" in problem["detail"]
     assert "localhost" in problem["allowed"]
 
 
 def test_openai_endpoints_refuse_hosts_in_openai_error_shape(api: Api) -> None:
-    answer = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}, headers={"host": "evil.example"})
+    answer = api.http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "a"}, headers={"host": "evil.example"}
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (421, "misdirected")
 
 
@@ -30,20 +47,38 @@ def test_own_host_names_are_accepted(api: Api, hand: Hand) -> None:
 
 
 def test_cross_origin_pages_cannot_read_or_send_json(api: Api, hand: Hand) -> None:
-    asked = {"origin": EVIL, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
-    answers = [api.http.options("/v1/jobs", headers=asked), api.http.get("/v1/jobs", headers={"origin": EVIL})]
-    told = [name for answer in answers for name in answer.headers if name.startswith("access-control")]
+    asked = {
+        "origin": EVIL,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type",
+    }
+    answers = [
+        api.http.options("/v1/jobs", headers=asked),
+        api.http.get("/v1/jobs", headers={"origin": EVIL}),
+    ]
+    told = [
+        name for answer in answers for name in answer.headers if name.startswith("access-control")
+    ]
     assert told == []
 
 
 @pytest.mark.parametrize(
-    "media", ["text/plain; x=application/json", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", ""]
+    "media",
+    [
+        "text/plain; x=application/json",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+        "",
+    ],
 )
 def test_cross_origin_form_posts_are_refused(api: Api, hand: Hand, media: str) -> None:
     form = {"content-type": media} if media else {}
     for path in ("/v1/jobs", "/v1/completions", "/v1/chat/completions", "/v1/sweeps", "/v1/keys"):
         assert api.http.post(path, content=JOB, headers=form).status_code == 415
-        assert api.http.post(path, content=JOB, headers={**form, "origin": EVIL}).json()["type"] == "urn:midstream:cross_site"
+        assert (
+            api.http.post(path, content=JOB, headers={**form, "origin": EVIL}).json()["type"]
+            == "urn:midstream:cross_site"
+        )
     assert hand.do(hand.ledger.list()).jobs == []
 
 
@@ -53,4 +88,6 @@ def test_cross_origin_posts_without_a_body_are_refused(api: Api, hand: Hand) -> 
     assert (answer.status_code, answer.json()["field"]) == (403, "Origin")
     assert "www-authenticate" not in answer.headers
     assert api.view(job_id)["state"] == "queued"
-    assert api.http.post(f"/v1/jobs/{job_id}/cancel", headers={"origin": api.url}).status_code == 202
+    assert (
+        api.http.post(f"/v1/jobs/{job_id}/cancel", headers={"origin": api.url}).status_code == 202
+    )

@@ -1,4 +1,6 @@
-"""Is every bad input a problem document that names the field, before anything reaches ledger, queue or engine?"""
+"""Is every bad input a problem document that names the field, before anything reaches ledger, queue
+or engine?
+"""
 
 import base64
 import json
@@ -21,16 +23,26 @@ BODY: dict[str, Any] = {"model": MODEL, "prompts": ["hello there"]}
 JSON = {"Content-Type": "application/json"}
 
 
-def vector(values: list[float], dtype: str = "float32", shape: list[int] | None = None) -> dict[str, Any]:
+def vector(
+    values: list[float], dtype: str = "float32", shape: list[int] | None = None
+) -> dict[str, Any]:
     raw = struct.pack(f"<{len(values)}{'f' if dtype == 'float32' else 'e'}", *values)
-    return {"dtype": dtype, "shape": [len(values)] if shape is None else shape, "data": base64.b64encode(raw).decode()}
+    return {
+        "dtype": dtype,
+        "shape": [len(values)] if shape is None else shape,
+        "data": base64.b64encode(raw).decode(),
+    }
 
 
 def steering(**changes: Any) -> dict[str, Any]:
     return {"steering": [{"layers": [1], "vector": vector([1.0] * HIDDEN)} | changes]}
 
 
-MATRICES = {"rotation": vector([1.0] * 16, shape=[2, 8]), "weight": vector([1.0] * 16, shape=[2, 8]), "bias": vector([0.0] * 2)}
+MATRICES = {
+    "rotation": vector([1.0] * 16, shape=[2, 8]),
+    "weight": vector([1.0] * 16, shape=[2, 8]),
+    "bias": vector([0.0] * 2),
+}
 
 
 def capture(**changes: Any) -> dict[str, Any]:
@@ -38,7 +50,9 @@ def capture(**changes: Any) -> dict[str, Any]:
 
 
 def patch(number: int = 1, **changes: Any) -> dict[str, Any]:
-    return {"patch": [{"layers": 1, "positions": [0], "source": {"zeros": True}} | changes] * number}
+    return {
+        "patch": [{"layers": 1, "positions": [0], "source": {"zeros": True}} | changes] * number
+    }
 
 
 def sampling(**changes: Any) -> dict[str, Any]:
@@ -54,17 +68,29 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "no prompts": ({"prompts": []}, 400, "prompts"),
     "empty text": ({"prompts": ["hello", ""]}, 400, "prompts[1]"),
     "empty token ids": ({"prompts": [[]]}, 400, "prompts[0]"),
-    "token id outside the vocabulary": ({"prompts": ["hello", [1, len(WORDS)]]}, 400, "prompts[1][1]"),
+    "token id outside the vocabulary": (
+        {"prompts": ["hello", [1, len(WORDS)]]},
+        400,
+        "prompts[1][1]",
+    ),
     "negative token id": ({"prompts": [[-1]]}, 400, "prompts[0][0]"),
     "token id of another type": ({"prompts": [[1, "2"]]}, 400, "prompts[0][1]"),
     "prompt longer than the model": ({"prompts": ["a " * LONGEST]}, 400, "prompts[0]"),
-    "prompt and output longer than the model": (sampling(max_tokens=LONGEST), 400, "sampling.max_tokens"),
+    "prompt and output longer than the model": (
+        sampling(max_tokens=LONGEST),
+        400,
+        "sampling.max_tokens",
+    ),
     "number as text": (sampling(max_tokens="4"), 400, "sampling.max_tokens"),
     "nothing to generate": (sampling(max_tokens=0), 400, "sampling.max_tokens"),
     "temperature below zero": (sampling(temperature=-1), 400, "sampling.temperature"),
     "seed beyond 64 bits": (sampling(seed=2**64), 400, "sampling.seed"),
     "empty stop": (sampling(stop=["a", ""]), 400, "sampling.stop[1]"),
-    "stop token outside the vocabulary": (sampling(stop_token_ids=[10**30]), 400, "sampling.stop_token_ids[0]"),
+    "stop token outside the vocabulary": (
+        sampling(stop_token_ids=[10**30]),
+        400,
+        "sampling.stop_token_ids[0]",
+    ),
     "top_k beyond the vocabulary": (sampling(top_k=10**9), 400, "sampling.top_k"),
     "metadata too long": ({"metadata": {"a": "x" * 1000}}, 400, "metadata[...]"),
     "key of metadata too long": ({"metadata": {"a" * 65: "x"}}, 400, "metadata"),
@@ -75,7 +101,11 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "max_tokens beyond 64 bits": (sampling(max_tokens=2**64), 400, "sampling.max_tokens"),
     "more stops than are looked for": (sampling(stop=["x"] * 33), 400, "sampling.stop"),
     "stop that is too long": (sampling(stop=["x" * 257]), 400, "sampling.stop[0]"),
-    "more stop tokens than are looked for": (sampling(stop_token_ids=[1] * 257), 400, "sampling.stop_token_ids"),
+    "more stop tokens than are looked for": (
+        sampling(stop_token_ids=[1] * 257),
+        400,
+        "sampling.stop_token_ids",
+    ),
     "every_n beyond 64 bits": (capture(every_n=2**64), 400, "capture.every_n"),
     "layer beyond 64 bits": (capture(layers=[2**64]), 400, "capture.layers[0]"),
     "layers as a long text": (capture(layers="0," * 500_000), 400, "capture.layers"),
@@ -83,14 +113,33 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "mask as a long text": (patch(mask="0," * 40_000), 400, "patch[0].mask"),
     "mask as a long list": (patch(mask=[0] * 65_537), 400, "patch[0].mask"),
     "position beyond 64 bits": (capture(positions=[2**64]), 400, "capture.positions[0]"),
-    "row of a prompt beyond 64 bits": (patch(source={"run": "a", "prompt": 2**64}), 400, "patch[0].source.prompt"),
+    "row of a prompt beyond 64 bits": (
+        patch(source={"run": "a", "prompt": 2**64}),
+        400,
+        "patch[0].source.prompt",
+    ),
     "more edits than a job has": ({"steering": [{}] * (MAX_ENTRIES + 1)}, 400, "steering"),
     "more patches than a job has": (patch(4097), 400, "patch"),
-    "span longer than any": (capture(positions=[{"text": "a" * 65_537}]), 400, "capture.positions[0].text"),
-    "shape of many dimensions": (steering(vector=vector([1.0] * 8, shape=[2, 2, 2])), 400, "steering[0].vector.shape"),
-    "shape beyond 64 bits": (steering(vector=vector([1.0] * 8, shape=[2**64])), 400, "steering[0].vector.shape[0]"),
-    "more parts of layers than can be resolved": ({"patch": patch(1030, layers=",".join("0" * 512), mask=[0])["patch"]}, 400,
-        "patch[0].layers"),
+    "span longer than any": (
+        capture(positions=[{"text": "a" * 65_537}]),
+        400,
+        "capture.positions[0].text",
+    ),
+    "shape of many dimensions": (
+        steering(vector=vector([1.0] * 8, shape=[2, 2, 2])),
+        400,
+        "steering[0].vector.shape",
+    ),
+    "shape beyond 64 bits": (
+        steering(vector=vector([1.0] * 8, shape=[2**64])),
+        400,
+        "steering[0].vector.shape[0]",
+    ),
+    "more parts of layers than can be resolved": (
+        {"patch": patch(1030, layers=",".join("0" * 512), mask=[0])["patch"]},
+        400,
+        "patch[0].layers",
+    ),
     "name of a field that is too long": ({"x" * 1000: 1}, 400, "x" * 199 + "…"),
     "layer out of range": (capture(layers=[0, LAYERS]), 400, "capture.layers"),
     "layer out of range from the end": (capture(layers=-LAYERS - 1), 400, "capture.layers"),
@@ -100,24 +149,63 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "no layer": (capture(layers=[]), 400, "capture.layers"),
     "layer as text": (capture(layers=["1"]), 400, "capture.layers[0]"),
     "position beyond the prompt": (capture(positions=[0, 3]), 400, "capture.positions[1]"),
-    "span that is not in the prompt": (capture(positions=[0, {"text": "world"}]), 400, "capture.positions[1].text"),
-    "span that does not occur so often": (capture(positions={"text": "there", "occurrence": 1}), 400, "capture.positions.occurrence"),
+    "span that is not in the prompt": (
+        capture(positions=[0, {"text": "world"}]),
+        400,
+        "capture.positions[1].text",
+    ),
+    "span that does not occur so often": (
+        capture(positions={"text": "there", "occurrence": 1}),
+        400,
+        "capture.positions.occurrence",
+    ),
     "span without text": (capture(positions=[{"text": ""}]), 400, "capture.positions[0]"),
-    "span with another field": (capture(positions=[{"text": "a", "nth": 1}]), 400, "capture.positions[0].nth"),
-    "occurrence that is no number": (capture(positions=[{"text": "a", "occurrence": "1"}]), 400, "capture.positions[0].occurrence"),
-    "span that is not in the text of token ids": ({"prompts": [[2, 3]], **capture(positions={"text": "a"})}, 400, "capture.positions.text"),
+    "span with another field": (
+        capture(positions=[{"text": "a", "nth": 1}]),
+        400,
+        "capture.positions[0].nth",
+    ),
+    "occurrence that is no number": (
+        capture(positions=[{"text": "a", "occurrence": "1"}]),
+        400,
+        "capture.positions[0].occurrence",
+    ),
+    "span that is not in the text of token ids": (
+        {"prompts": [[2, 3]], **capture(positions={"text": "a"})},
+        400,
+        "capture.positions.text",
+    ),
     "more positions than a list holds": (capture(positions=[0] * 65_537), 400, "capture.positions"),
-    "more positions than can be resolved for so many prompts": ({"prompts": ["a"] * 100, **capture(positions=[0] * 60_000)}, 400,
-        "capture.positions"),
+    "more positions than can be resolved for so many prompts": (
+        {"prompts": ["a"] * 100, **capture(positions=[0] * 60_000)},
+        400,
+        "capture.positions",
+    ),
     "position by no known name": (capture(positions="first"), 400, "capture.positions"),
     "no position": (capture(positions=[]), 400, "capture.positions"),
     "unknown hook": (capture(hook="pre_mlp"), 400, "capture.hook"),
     "hook that the model lacks": (capture(hook="post_attn"), 400, "capture.hook"),
-    "hook that the model lacks, by TransformerLens' name": (capture(hook="hook_resid_mid"), 400, "capture.hook"),
+    "hook that the model lacks, by TransformerLens' name": (
+        capture(hook="hook_resid_mid"),
+        400,
+        "capture.hook",
+    ),
     "unknown hook among several": (capture(hooks={"pre_mlp": "all"}), 400, "capture.hooks"),
-    "layers of another type for a hook": (capture(hooks={"pre_attn": {}}), 400, "capture.hooks[...]"),
-    "layer out of range for a hook": (capture(hooks={"pre_attn": "0-4"}), 400, "capture.hooks.pre_attn"),
-    "the same hook under two names": (capture(hooks={"pre_attn": 0, "resid_pre": 1}), 400, "capture.hooks.resid_pre"),
+    "layers of another type for a hook": (
+        capture(hooks={"pre_attn": {}}),
+        400,
+        "capture.hooks[...]",
+    ),
+    "layer out of range for a hook": (
+        capture(hooks={"pre_attn": "0-4"}),
+        400,
+        "capture.hooks.pre_attn",
+    ),
+    "the same hook under two names": (
+        capture(hooks={"pre_attn": 0, "resid_pre": 1}),
+        400,
+        "capture.hooks.resid_pre",
+    ),
     "hooks and layers": (capture(hooks={"pre_attn": 0}, layers=[1]), 400, "capture"),
     "no hook": (capture(hooks={}), 400, "capture"),
     "every zeroth token": (capture(every_n=0), 400, "capture.every_n"),
@@ -126,67 +214,139 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "unknown layout": (capture(layout="zip"), 400, "capture.layout"),
     "unknown consumer": (capture(consumers=["filesystem", "s3"]), 400, "capture.consumers[1]"),
     "no consumer": (capture(consumers=[]), 400, "capture.consumers"),
-    "more rows than a response carries": (capture(hooks={"pre_attn": "all", "attn_out": "all", "mlp_out": "all"}, positions="all_prompt",
-        consumers=["memory"]), 400, "capture.consumers"),
-    "more rows at one token than a step holds": (capture(hooks=dict.fromkeys(("pre_attn", "attn_out", "mlp_out", "post_block"), "all")),
-        400, "capture"),
+    "more rows than a response carries": (
+        capture(
+            hooks={"pre_attn": "all", "attn_out": "all", "mlp_out": "all"},
+            positions="all_prompt",
+            consumers=["memory"],
+        ),
+        400,
+        "capture.consumers",
+    ),
+    "more rows at one token than a step holds": (
+        capture(hooks=dict.fromkeys(("pre_attn", "attn_out", "mlp_out", "post_block"), "all")),
+        400,
+        "capture",
+    ),
     "tag that leaves the root": (capture(tag="../x"), 400, "capture.tag"),
     "tag with a folder": (capture(tag="a/b"), 400, "capture.tag"),
     "tag with a line break": (capture(tag="a\n"), 400, "capture.tag"),
     "empty tag": (capture(tag=""), 400, "capture.tag"),
     "steered layer out of range": (steering(layers="all-"), 400, "steering[0].layers"),
-    "steered position beyond the prompt": (steering(positions=[-4]), 400, "steering[0].positions[0]"),
-    "steered span that is not in the prompt": (steering(positions={"text": "world"}), 400, "steering[0].positions.text"),
-    "more steered positions than a list holds": (steering(positions=[0] * 65_537), 400, "steering[0].positions"),
+    "steered position beyond the prompt": (
+        steering(positions=[-4]),
+        400,
+        "steering[0].positions[0]",
+    ),
+    "steered span that is not in the prompt": (
+        steering(positions={"text": "world"}),
+        400,
+        "steering[0].positions.text",
+    ),
+    "more steered positions than a list holds": (
+        steering(positions=[0] * 65_537),
+        400,
+        "steering[0].positions",
+    ),
     "steered hook that the model lacks": (steering(hook="mlp_in"), 400, "steering[0].hook"),
     "unknown operation": (steering(op="multiply"), 400, "steering[0].op"),
     "alpha of an addition": (steering(alpha=0.5), 400, "steering[0].alpha"),
     "alpha above one": (steering(op="replace", alpha=1.5), 400, "steering[0].alpha"),
     "vector too wide": (steering(vector=vector([1.0] * 9)), 400, "steering[0].vector.shape"),
-    "vector of two dimensions": (steering(vector=vector([1.0] * 8, shape=[2, 4])), 400, "steering[0].vector.shape"),
-    "vector shorter than its shape": (steering(vector=vector([1.0] * 7, shape=[8])), 400, "steering[0].vector"),
-    "NaN in the vector": (steering(vector=vector([0.0] * 7 + [float("nan")])), 400, "steering[0].vector.data"),
-    "infinity in the vector": (steering(vector=vector([float("inf")] + [0.0] * 7, "float16")), 400, "steering[0].vector.data"),
+    "vector of two dimensions": (
+        steering(vector=vector([1.0] * 8, shape=[2, 4])),
+        400,
+        "steering[0].vector.shape",
+    ),
+    "vector shorter than its shape": (
+        steering(vector=vector([1.0] * 7, shape=[8])),
+        400,
+        "steering[0].vector",
+    ),
+    "NaN in the vector": (
+        steering(vector=vector([0.0] * 7 + [float("nan")])),
+        400,
+        "steering[0].vector.data",
+    ),
+    "infinity in the vector": (
+        steering(vector=vector([float("inf")] + [0.0] * 7, "float16")),
+        400,
+        "steering[0].vector.data",
+    ),
     "scale that overflows": (steering(scale=1e39), 400, "steering[0].scale"),
-    "vector of an unknown dtype": (steering(vector={"dtype": "int8", "shape": [8], "data": ""}), 400, "steering[0].vector.dtype"),
-    "vector that is not base64": (steering(vector={"dtype": "float32", "shape": [8], "data": "*"}), 400, "steering[0].vector.data"),
+    "vector of an unknown dtype": (
+        steering(vector={"dtype": "int8", "shape": [8], "data": ""}),
+        400,
+        "steering[0].vector.dtype",
+    ),
+    "vector that is not base64": (
+        steering(vector={"dtype": "float32", "shape": [8], "data": "*"}),
+        400,
+        "steering[0].vector.data",
+    ),
     "steering that is no list": ({"steering": {}}, 400, "steering"),
     "steering without a vector": (steering(vector=None), 400, "steering[0].vector"),
-    "ablating along nothing": (steering(op="ablate", vector=vector([0.0] * 8)), 400, "steering[0].vector.data"),
+    "ablating along nothing": (
+        steering(op="ablate", vector=vector([0.0] * 8)),
+        400,
+        "steering[0].vector.data",
+    ),
     "clamp without a limit": (steering(op="clamp"), 400, "steering[0].low"),
     "clamp with crossed limits": (steering(op="clamp", low=1, high=0), 400, "steering[0].high"),
     "clamp to text": (steering(op="clamp", low="a"), 400, "steering[0].low"),
     "norm of a branch": (steering(hook="attn_out", norm_match=True), 400, "steering[0].norm_match"),
     "strength of an addition": (steering(strength=1), 400, "steering[0].strength"),
-    "lowrank without its matrices": (steering(op="lowrank", vector=None), 400, "steering[0].rotation"),
+    "lowrank without its matrices": (
+        steering(op="lowrank", vector=None),
+        400,
+        "steering[0].rotation",
+    ),
     "lowrank with a vector": (steering(op="lowrank", **MATRICES), 400, "steering[0].vector"),
-    "lowrank of two ranks": (steering(op="lowrank", vector=None, **MATRICES | {"bias": vector([0.0] * 3)}), 400, "steering[0].bias.shape"),
-    "more interventions than a token takes": ({"steering": steering(op="ablate")["steering"] * 5}, 400, "steering"),
-}  # fmt: skip
+    "lowrank of two ranks": (
+        steering(op="lowrank", vector=None, **MATRICES | {"bias": vector([0.0] * 3)}),
+        400,
+        "steering[0].bias.shape",
+    ),
+    "more interventions than a token takes": (
+        {"steering": steering(op="ablate")["steering"] * 5},
+        400,
+        "steering",
+    ),
+}
 
 
 # field case 27
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_job_is_refused_by_the_field_at_fault_and_leaves_nothing_behind(api: Api, hand: Hand, what: str) -> None:
+def test_a_bad_job_is_refused_by_the_field_at_fault_and_leaves_nothing_behind(
+    api: Api, hand: Hand, what: str
+) -> None:
     changes, status, field = BAD[what]
     body = {name: value for name, value in {**BODY, **changes}.items() if value is not None}
     answer = api.http.post("/v1/jobs", json=body)
     assert answer.headers["content-type"] == "application/problem+json", answer.text
-    assert (answer.status_code, answer.json()["status"], answer.json()["field"]) == (status, status, field), answer.text
+    assert (answer.status_code, answer.json()["status"], answer.json()["field"]) == (
+        status,
+        status,
+        field,
+    ), answer.text
     assert len(answer.json()["detail"]) > 8
     with redis.Redis.from_url(api.settings.redis_url) as client:
         assert [name for name in client.keys("ms:job:*")] == []
 
 
 def test_a_position_beyond_one_of_the_prompts_names_that_prompt(api: Api, hand: Hand) -> None:
-    answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b c d", "a"], **capture(positions=[4])})
+    answer = api.http.post(
+        "/v1/jobs", json={**BODY, "prompts": ["a b c d", "a"], **capture(positions=[4])}
+    )
     assert answer.json()["field"] == "capture.positions[0]"
     assert "prompt 1" in answer.json()["detail"]
     assert "prompt has positions 0 to 1" in answer.json()["detail"]
 
 
 def test_an_absent_span_error_shows_the_start_of_the_prompt(api: Api, hand: Hand) -> None:
-    answer = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a b", "c d"], **capture(positions=[{"text": "a b"}])}).json()
+    answer = api.http.post(
+        "/v1/jobs", json={**BODY, "prompts": ["a b", "c d"], **capture(positions=[{"text": "a b"}])}
+    ).json()
     assert (answer["field"], answer["detail"]) == (
         "capture.positions[0].text",
         "prompt 1: 'a b' does not occur in the prompt, which begins 'c d'",
@@ -195,7 +355,9 @@ def test_an_absent_span_error_shows_the_start_of_the_prompt(api: Api, hand: Hand
 
 def test_a_hook_that_the_model_lacks_is_answered_with_those_it_has(api: Api, hand: Hand) -> None:
     answer = api.http.post("/v1/jobs", json={**BODY, **capture(hook="resid_mid")}).json()
-    assert answer["detail"] == "unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"
+    assert answer["detail"] == (
+        "unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"
+    )
 
 
 # field case 40
@@ -216,22 +378,52 @@ def test_submitting_before_any_worker_is_a_retryable_503(api: Api) -> None:
     assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"null", b"[]", b"\xff\xfe", b'{"model":"\\ud800"}', b'{"model":"tiny"} x', b"[" * 100_000,
-    b'{"model": "\xff"}', b'{"model": "a", "tools": ' + b"[" * 30_000, b'{"x": [' + b"0," * MAX_JSON_VALUES + b"0]}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b'{"model":"\\ud800"}',
+        b'{"model":"tiny"} x',
+        b"[" * 100_000,
+        b'{"model": "\xff"}',
+        b'{"model": "a", "tools": ' + b"[" * 30_000,
+        b'{"x": [' + b"0," * MAX_JSON_VALUES + b"0]}",
+    ],
+)
 def test_a_body_that_is_not_a_json_object_is_400(api: Api, hand: Hand, body: bytes) -> None:
     answer = api.http.post("/v1/jobs", content=body, headers=JSON)
     assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
     assert answer.json()["type"] == "urn:midstream:invalid_request"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/msgpack", "application/octet-stream"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/msgpack",
+        "application/octet-stream",
+    ],
+)
 def test_another_content_type_is_415(api: Api, hand: Hand, kind: str) -> None:
     answer = api.http.post("/v1/jobs", content=json.dumps(BODY), headers={"Content-Type": kind})
-    assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (415, "Content-Type", "application/json")
+    assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (
+        415,
+        "Content-Type",
+        "application/json",
+    )
 
 
 def test_json_with_a_charset_is_json(api: Api, hand: Hand) -> None:
-    answer = api.http.post("/v1/jobs", content=json.dumps(BODY), headers={"Content-Type": "application/json; charset=utf-8"})
+    answer = api.http.post(
+        "/v1/jobs",
+        content=json.dumps(BODY),
+        headers={"Content-Type": "application/json; charset=utf-8"},
+    )
     assert answer.status_code == 202
 
 
@@ -296,8 +488,19 @@ def test_ownership_is_checked_before_parameters(api: Api, hand: Hand) -> None:
 
 
 @pytest.mark.parametrize("name", ["\0", "\ud800", "é" * 60, " ", "%00%ff"])
-@pytest.mark.parametrize("path", ["/v1/jobs/{}", "/v1/captures/{}", "/v1/captures/{}/files/{}", "/v1/runs/{}", "/v1/webhooks/deliveries/{}",
-    "/v1/jobs?tenant={}&model={}&cursor={}", "/v1/captures?tag={}", "/v1/runs?model={}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/jobs/{}",
+        "/v1/captures/{}",
+        "/v1/captures/{}/files/{}",
+        "/v1/runs/{}",
+        "/v1/webhooks/deliveries/{}",
+        "/v1/jobs?tenant={}&model={}&cursor={}",
+        "/v1/captures?tag={}",
+        "/v1/runs?model={}",
+    ],
+)
 def test_no_path_parameter_causes_a_500(api: Api, hand: Hand, path: str, name: str) -> None:
     quoted = quote(name.encode(errors="surrogatepass"), safe="%")
     assert api.http.get(path.replace("{}", quoted)).status_code < 500
@@ -317,12 +520,19 @@ def small(redis_session: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("mib", [1.1, 3])
-def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(small: Api, mib: float) -> None:
+def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(
+    small: Api, mib: float
+) -> None:
     body = b'{"model":"' + b"x" * int(mib * 1024 * 1024) + b'"}'
     announced = small.http.post("/v1/jobs", content=body, headers=JSON)
-    chunked = small.http.post("/v1/jobs", content=iter([body[: 512 * 1024], body[512 * 1024 :]]), headers=JSON)
+    chunked = small.http.post(
+        "/v1/jobs", content=iter([body[: 512 * 1024], body[512 * 1024 :]]), headers=JSON
+    )
     for answer in (announced, chunked):
-        assert (answer.status_code, answer.headers["content-type"]) == (413, "application/problem+json")
+        assert (answer.status_code, answer.headers["content-type"]) == (
+            413,
+            "application/problem+json",
+        )
         assert str(1024 * 1024) in answer.json()["allowed"]
 
 
@@ -337,15 +547,22 @@ def test_a_body_announced_as_huge_is_413_before_it_is_sent(small: Api) -> None:
 
 
 # field case 42
-def test_a_pickle_is_refused_wherever_it_is_put_and_never_run(api: Api, hand: Hand, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_wherever_it_is_put_and_never_run(
+    api: Api, hand: Hand, tmp_path: Path
+) -> None:
     mark = tmp_path / "ran"
     bomb = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
     wrapped = {"dtype": "float32", "shape": [HIDDEN], "data": base64.b64encode(bomb).decode()}
     answers = [
         api.http.post("/v1/jobs", content=bomb, headers=JSON),
-        api.http.post("/v1/jobs", content=bomb, headers={"Content-Type": "application/octet-stream"}),
+        api.http.post(
+            "/v1/jobs", content=bomb, headers={"Content-Type": "application/octet-stream"}
+        ),
         api.http.post("/v1/jobs", json={**BODY, **steering(vector=wrapped)}),
-        api.http.post("/v1/jobs", json={**BODY, **steering(vector={"pickle": base64.b64encode(bomb).decode()})}),
+        api.http.post(
+            "/v1/jobs",
+            json={**BODY, **steering(vector={"pickle": base64.b64encode(bomb).decode()})},
+        ),
     ]
     assert [answer.status_code for answer in answers] == [400, 415, 400, 400]
     assert not mark.exists()
@@ -372,14 +589,20 @@ def test_a_vector_given_as_a_path_is_refused(api: Api, hand: Hand) -> None:
 
 
 # field case 43
-@pytest.mark.parametrize(("method", "path"), [("GET", "/healthz"), ("GET", "/nothing"), ("PUT", "/v1/jobs"), ("GET", "/v1/jobs/job_x")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/healthz"), ("GET", "/nothing"), ("PUT", "/v1/jobs"), ("GET", "/v1/jobs/job_x")],
+)
 def test_every_answer_names_the_servers_version(api: Api, method: str, path: str) -> None:
     assert api.http.request(method, path).headers["x-midstream-version"] == midstream.__version__
 
 
 def test_a_template_error_never_shows_a_traceback(api: Api, hand: Hand) -> None:
     mark = api.said
-    answer = api.http.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "assistant", "content": "hello"}]})
+    answer = api.http.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": [{"role": "assistant", "content": "hello"}]},
+    )
     assert (answer.status_code, answer.json()["field"]) == (400, "messages")
     assert "the user begins" in answer.json()["detail"]
     assert "Traceback" not in api.log(mark)

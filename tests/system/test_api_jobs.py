@@ -1,4 +1,6 @@
-"""Does the job API keep its promises: accept durably, tell the truth about a job, hold answers, never turn failure into success?"""
+"""Does the job API keep its promises: accept durably, tell the truth about a job, hold answers,
+never turn failure into success?
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,8 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import from_numpy
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
-#: Whoever waits looks by itself every 5 s (`POLL_S` of the watcher); an answer that came sooner was told of the change.
+#: Whoever waits looks by itself every 5 s (`POLL_S` of the watcher); an answer that came sooner was
+#: told of the change.
 TOLD_S = 4.0
 
 
@@ -32,7 +35,9 @@ def test_a_submitted_job_is_committed_queued_and_located(api: Api, hand: Hand) -
         _, message = client.brpop(lists_of(queue_of(MODEL)), timeout=30)
     assert b"hello" not in message, "a message carries the job's id and nothing else"
     stored = hand.job(view["id"]).prompts[0]
-    assert (stored.token_ids, stored.text) == ([1, 2, 3], "hello there"), "BOS as the tokenizer adds it, nothing truncated"
+    assert (stored.token_ids, stored.text) == ([1, 2, 3], "hello there"), (
+        "BOS as the tokenizer adds it, nothing truncated"
+    )
 
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is(api: Api, hand: Hand) -> None:
@@ -46,14 +51,21 @@ def test_a_long_prompt_is_not_cut_by_the_tokenizers_saved_truncation(api: Api, h
 
 
 def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Hand) -> None:
-    vector = {"dtype": "float32", "shape": [8], "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
+    vector = {
+        "dtype": "float32",
+        "shape": [8],
+        "data": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8=",
+    }
     job_id = api.submit(
         prompts=["hello there", "a b c d"],
         capture={"layers": "1-2", "positions": [-1, 0], "tag": "run1"},
         steering=[{"layers": -1, "vector": vector, "scale": 2.0, "positions": [-2]}],
     )
     job = hand.job(job_id)
-    assert [[stored.positions for stored in captures] for captures in job.captures] == [[[0, 2]], [[0, 4]]]
+    assert [[stored.positions for stored in captures] for captures in job.captures] == [
+        [[0, 2]],
+        [[0, 4]],
+    ]
     assert job.captures[0][0].sites == {"post_block": [1, 2]}
     assert [entries[0].positions for entries in job.steering] == [[1], [3]]
     assert job.steering[0][0].layers == [3]
@@ -63,20 +75,36 @@ def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Han
 
 def test_every_op_is_taken_and_its_tensors_are_kept_by_content(api: Api, hand: Hand) -> None:
     def tensor(*shape: int) -> dict[str, Any]:
-        return msgspec.to_builtins(from_numpy(np.random.default_rng(0).normal(size=shape).astype(np.float32)))
+        return msgspec.to_builtins(
+            from_numpy(np.random.default_rng(0).normal(size=shape).astype(np.float32))
+        )
 
     entries: list[dict[str, Any]] = [
         {"op": "add", "vector": tensor(8), "scale": 0.5, "norm_match": True},
         {"op": "replace", "vector": tensor(8), "alpha": 0.5},
         {"op": "ablate", "vector": tensor(8)},
         {"op": "clamp", "vector": tensor(8), "low": -1.0, "high": None},
-        {"op": "lowrank", "rotation": tensor(3, 8), "weight": tensor(3, 8), "bias": tensor(3), "strength": 0.5},
+        {
+            "op": "lowrank",
+            "rotation": tensor(3, 8),
+            "weight": tensor(3, 8),
+            "bias": tensor(3),
+            "strength": 0.5,
+        },
     ]
     job = hand.job(api.submit(steering=[{"layers": 1} | entry for entry in entries]))
     (stored,) = job.steering
-    assert [entry.family for entry in stored] == ["add_matched", "replace", "ablate", "clamp", "lowrank"]
+    assert [entry.family for entry in stored] == [
+        "add_matched",
+        "replace",
+        "ablate",
+        "clamp",
+        "lowrank",
+    ]
     for entry in stored:
-        assert [hand.do(hand.ledger.get_tensor(name)).shape for name in entry.tensors] == entry.shapes(8)
+        assert [
+            hand.do(hand.ledger.get_tensor(name)).shape for name in entry.tensors
+        ] == entry.shapes(8)
 
 
 # field case 40
@@ -90,7 +118,9 @@ def test_ids_are_long_random_and_never_the_clients(api: Api, hand: Hand) -> None
 
 
 def test_the_same_idempotency_key_and_body_is_the_same_job(api: Api, hand: Hand) -> None:
-    first, again = (api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k1"}) for _ in range(2))
+    first, again = (
+        api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k1"}) for _ in range(2)
+    )
     assert (first.status_code, again.status_code) == (202, 202)
     assert first.json()["id"] == again.json()["id"]
     assert hand.count_jobs() == 1
@@ -98,7 +128,9 @@ def test_the_same_idempotency_key_and_body_is_the_same_job(api: Api, hand: Hand)
 
 def test_concurrent_submissions_under_one_key_make_one_job(api: Api, hand: Hand) -> None:
     def submit(_: int) -> str:
-        return str(api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k2"}).json()["id"])
+        return str(
+            api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k2"}).json()["id"]
+        )
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(submit, range(16)))) == 1
@@ -107,11 +139,15 @@ def test_concurrent_submissions_under_one_key_make_one_job(api: Api, hand: Hand)
 
 def test_an_idempotency_key_under_another_body_is_refused(api: Api, hand: Hand) -> None:
     api.http.post("/v1/jobs", json=BODY, headers={"Idempotency-Key": "k3"})
-    other = api.http.post("/v1/jobs", json={**BODY, "prompts": ["a"]}, headers={"Idempotency-Key": "k3"})
+    other = api.http.post(
+        "/v1/jobs", json={**BODY, "prompts": ["a"]}, headers={"Idempotency-Key": "k3"}
+    )
     assert (other.status_code, other.json()["field"]) == (422, "Idempotency-Key")
 
 
-def test_prefer_wait_answers_200_with_the_result_when_the_job_ends_in_time(api: Api, hand: Hand) -> None:
+def test_prefer_wait_answers_200_with_the_result_when_the_job_ends_in_time(
+    api: Api, hand: Hand
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
         claim = hand.claim_next()
@@ -133,14 +169,18 @@ def test_prefer_wait_answers_202_when_the_job_does_not_end_in_time(api: Api, han
 
 
 @pytest.mark.parametrize("prefer", ["respond-async", "handling=lenient", "wait=soon"])
-def test_without_a_readable_wait_submission_does_not_wait(api: Api, hand: Hand, prefer: str) -> None:
+def test_without_a_readable_wait_submission_does_not_wait(
+    api: Api, hand: Hand, prefer: str
+) -> None:
     answer = api.http.post("/v1/jobs", json=BODY, headers={"Prefer": prefer})
     assert answer.status_code == 202
     assert "preference-applied" not in answer.headers
 
 
 # field case 39
-def test_prefer_wait_on_a_job_that_fails_answers_its_problem_and_not_success(api: Api, hand: Hand) -> None:
+def test_prefer_wait_on_a_job_that_fails_answers_its_problem_and_not_success(
+    api: Api, hand: Hand
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
         claim = hand.claim_next()
@@ -174,7 +214,9 @@ def test_an_unchanged_job_is_304_and_a_changed_one_has_another_etag(api: Api, ha
     job_id = api.submit()
     first = api.http.get(f"/v1/jobs/{job_id}")
     same = api.http.get(f"/v1/jobs/{job_id}", headers={"If-None-Match": first.headers["etag"]})
-    weak = api.http.get(f"/v1/jobs/{job_id}", headers={"If-None-Match": f'"x", W/{first.headers["etag"]}'})
+    weak = api.http.get(
+        f"/v1/jobs/{job_id}", headers={"If-None-Match": f'"x", W/{first.headers["etag"]}'}
+    )
     assert (same.status_code, same.content, weak.status_code) == (304, b"", 304)
     hand.finish(job_id)
     later = api.http.get(f"/v1/jobs/{job_id}", headers={"If-None-Match": first.headers["etag"]})
@@ -186,7 +228,9 @@ def test_a_long_poll_with_an_etag_returns_at_the_next_change(api: Api, hand: Han
     job_id = api.submit()
     etag = api.http.get(f"/v1/jobs/{job_id}").headers["etag"]
     with ThreadPoolExecutor(1) as pool:
-        poll = pool.submit(api.http.get, f"/v1/jobs/{job_id}", params={"wait": 20}, headers={"If-None-Match": etag})
+        poll = pool.submit(
+            api.http.get, f"/v1/jobs/{job_id}", params={"wait": 20}, headers={"If-None-Match": etag}
+        )
         time.sleep(0.3)
         assert not poll.done()
         hand.claim(job_id)
@@ -206,7 +250,8 @@ def test_the_list_is_newest_first_pages_and_filters(api: Api, hand: Hand) -> Non
 
 
 @pytest.mark.parametrize(
-    ("parameter", "value"), [("limit", "0"), ("limit", "201"), ("limit", "x"), ("state", "sleeping"), ("cursor", "../")]
+    ("parameter", "value"),
+    [("limit", "0"), ("limit", "201"), ("limit", "x"), ("state", "sleeping"), ("cursor", "../")],
 )
 def test_a_wrong_list_parameter_is_named(api: Api, hand: Hand, parameter: str, value: str) -> None:
     answer = api.http.get("/v1/jobs", params={parameter: value})
@@ -240,7 +285,9 @@ def test_the_result_of_a_cancelled_job_is_a_conflict(api: Api, hand: Hand) -> No
     assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 409
 
 
-def test_a_cancelled_running_job_is_cancelling_until_the_worker_confirms(api: Api, hand: Hand) -> None:
+def test_a_cancelled_running_job_is_cancelling_until_the_worker_confirms(
+    api: Api, hand: Hand
+) -> None:
     claim = hand.claim(api.submit())
     assert api.http.post(f"/v1/jobs/{claim.job.id}/cancel").json()["state"] == "cancelling"
     hand.do(hand.ledger.finish_cancel(claim.job.id, claim.attempt))
@@ -258,7 +305,8 @@ def test_a_result_past_its_retention_is_410(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     hand.finish(job_id)
     with redis.Redis.from_url(api.settings.redis_url) as client:
-        client.hincrbyfloat(f"ms:job:{job_id}", "finished", -1 - api.settings.result_ttl_s)  # as if that time had passed
+        # as if that time had passed
+        client.hincrbyfloat(f"ms:job:{job_id}", "finished", -1 - api.settings.result_ttl_s)
     assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 410
     assert api.view(job_id)["state"] == "expired"
 
@@ -285,7 +333,9 @@ def test_a_held_response_ends_although_notifications_were_lost(api: Api, hand: H
 
 
 # field case 21, 38
-def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(api: Api, hand: Hand) -> None:
+def test_a_job_that_fails_before_anything_was_registered_ends_the_wait_at_once(
+    api: Api, hand: Hand
+) -> None:
     job_id = api.submit(capture={"layers": "all"})
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(api.view, job_id, wait=25)
@@ -305,7 +355,9 @@ def test_held_responses_do_not_block_each_other(api: Api, hand: Hand) -> None:
         assert {poll.result()["state"] for poll in polls} == {"succeeded"}
 
 
-def test_two_apis_return_the_same_job(api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_apis_return_the_same_job(
+    api: Api, hand: Hand, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with running(tmp_path_factory.mktemp("replica"), api.settings.redis_url) as replica:
         job_id = api.submit()
         with ThreadPoolExecutor(1) as pool:

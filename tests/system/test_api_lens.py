@@ -1,4 +1,7 @@
-"""The logit lens through API, ledger and worker, by every way of asking. The engine alone is a fake."""
+"""The logit lens through API, ledger and worker, by every way of asking.
+
+The engine alone is a fake.
+"""
 
 import asyncio
 import json
@@ -25,11 +28,15 @@ def http(up: Up) -> Iterator[httpx.Client]:
 
 
 def check(readings: list[dict[str, Any]], lengths: list[int]) -> None:
-    assert [(reading["request"], len(reading["positions"])) for reading in readings] == list(enumerate(lengths))
+    assert [(reading["request"], len(reading["positions"])) for reading in readings] == list(
+        enumerate(lengths)
+    )
     for reading in readings:
         assert (reading["hook"], reading["layers"]) == ("post_block", [0, 3])
         token = reading["token_ids"][0]
-        assert reading["top_tokens"][1][0] == [(token + 4 + place) % VOCABULARY for place in range(3)]
+        assert reading["top_tokens"][1][0] == [
+            (token + 4 + place) % VOCABULARY for place in range(3)
+        ]
         assert reading["top_logprobs"][0][0] == [0.0, -1.0, -2.0]
         assert reading["named_tokens"][1] == 7
         assert reading["named_ranks"][0][0] == [4, 4]
@@ -43,11 +50,15 @@ def check(readings: list[dict[str, Any]], lengths: list[int]) -> None:
         ("/v1/completions", {"prompt": ["hello", "you"], "max_tokens": 2, "stream": True}),
     ],
 )
-def test_every_way_of_asking_answers_with_the_lens(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_every_way_of_asking_answers_with_the_lens(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
     answer = http.post(path, json={"model": "fake", "lens": LENS} | body)
     assert answer.status_code in (200, 202), answer.text
     if body.get("stream"):
-        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        chunks = [
+            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+        ]
         check(next(chunk["lens"] for chunk in chunks if "lens" in chunk), [5, 3])
     elif path == "/v1/completions":
         check(answer.json()["lens"], [5, 3])
@@ -59,7 +70,11 @@ def test_every_way_of_asking_answers_with_the_lens(http: httpx.Client, path: str
 
 
 def test_a_lens_that_a_model_or_request_cannot_have_is_refused(http: httpx.Client) -> None:
-    for lens, field in (({"layers": 4}, "lens.layers"), ({"tokens": ["no"]}, "lens.tokens[0]"), ({"tokens": [999]}, "lens.tokens[0]")):
+    for lens, field in (
+        ({"layers": 4}, "lens.layers"),
+        ({"tokens": ["no"]}, "lens.tokens[0]"),
+        ({"tokens": [999]}, "lens.tokens[0]"),
+    ):
         answer = http.post("/v1/jobs", json={"model": "fake", "prompts": ["hello"], "lens": lens})
         assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
 
@@ -71,7 +86,10 @@ def test_clients_give_arrays_and_tables(up: Up) -> None:
         assert (found.positions, found.layers) == (list(range(5)), list(range(NUM_LAYERS)))
         np.testing.assert_array_equal(found.logprobs[2, 4], [0, -1, -2])
         assert [found.word(token) for token in found.token_ids] == list("hello")
-        assert (found.ranks.shape, found.named_logprobs.shape) == ((NUM_LAYERS, 5, 1), (NUM_LAYERS, 5, 1))
+        assert (found.ranks.shape, found.named_logprobs.shape) == (
+            (NUM_LAYERS, 5, 1),
+            (NUM_LAYERS, 5, 1),
+        )
         assert "rank 4" in found._repr_html_()
         assert found.figure().get_axes()
         assert render.table(found).row_count == render.named_table(found).row_count == NUM_LAYERS
@@ -87,7 +105,9 @@ def test_clients_give_arrays_and_tables(up: Up) -> None:
 
 def test_the_command_shows_and_draws_it(up: Up, tmp_path: Any) -> None:
     up.ready()
-    shown = up.midstream("lens", "hello", "--layers", "0-2", "--token", "e", "--figure", str(tmp_path / "lens.png"))
+    shown = up.midstream(
+        "lens", "hello", "--layers", "0-2", "--token", "e", "--figure", str(tmp_path / "lens.png")
+    )
     assert shown.returncode == 0, shown.stderr
     assert "top next token at post_block" in shown.stdout
     assert "rank 4" in shown.stdout

@@ -1,4 +1,6 @@
-"""Are a capture's norms and cosines those of numpy over the downloaded rows, for their tenant alone, and bounded?"""
+"""Are a capture's norms and cosines those of numpy over the downloaded rows, for their tenant
+alone, and bounded?
+"""
 
 import base64
 import fcntl
@@ -20,7 +22,10 @@ from midstream.schemas.captures import SEGMENT_SUFFIX
 from midstream.schemas.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
-SHARES: list[dict[str, list[int]]] = [{"pre_attn": [1], "post_block": [0, 1]}, {"post_block": [2, 3]}]
+SHARES: list[dict[str, list[int]]] = [
+    {"pre_attn": [1], "post_block": [0, 1]},
+    {"post_block": [2, 3]},
+]
 POSITIONS = [0, 1, 2, 5, 6]
 
 
@@ -34,11 +39,15 @@ def narrow(api: Api) -> Iterator[Hand]:
 
 
 def rows_like(seed: int) -> Any:
-    """Buffers of bfloat16 rows with every bit pattern's share of chance, some of which are not finite."""
+    """Buffers of bfloat16 rows with every bit pattern's share of chance, some of which are not
+    finite.
+    """
 
     def rows(hook: str, layer: int) -> list[memoryview]:
         dice = np.random.default_rng([seed, layer, len(hook)])
-        numbers = dice.normal(0, 10.0 ** dice.integers(-3, 4), (len(POSITIONS), HIDDEN)).astype(np.float32)
+        numbers = dice.normal(0, 10.0 ** dice.integers(-3, 4), (len(POSITIONS), HIDDEN)).astype(
+            np.float32
+        )
         numbers[1] = 0
         numbers[2, 0] = [np.nan, np.inf, 3e38, 1][layer]
         numbers[2, 1] = 3e38
@@ -47,17 +56,34 @@ def rows_like(seed: int) -> Any:
     return rows
 
 
-def captured(api: Api, hand: Hand, layout: str = "packed", prompts: int = 2, tag: str = "mine") -> str:
+def captured(
+    api: Api, hand: Hand, layout: str = "packed", prompts: int = 2, tag: str = "mine"
+) -> str:
     hooks: dict[str, Any] = {"pre_attn": [1], "post_block": "all"}
-    claim = hand.claim(api.submit(prompts=["hello there"] * prompts, capture={"hooks": hooks, "tag": tag}))
+    claim = hand.claim(
+        api.submit(prompts=["hello there"] * prompts, capture={"hooks": hooks, "tag": tag})
+    )
     hand.store(claim)
     for request in range(prompts):
         for pp, sites in enumerate(SHARES):
             capture = finished(
-                claim.job.id, request, sites, POSITIONS, all_sites=HOOKS, pp=pp, stages=2, layout=layout, tag=tag, rows=rows_like(request),
-                attempt=claim.attempt, prompt_tokens=3, token_ids=[1, 2, 3, 4, 5],
-            )  # fmt: skip
-            files = write(hand.settings.capture_root, capture, owner=f"hand.{claim.job.id}.{request}.{pp}")
+                claim.job.id,
+                request,
+                sites,
+                POSITIONS,
+                all_sites=HOOKS,
+                pp=pp,
+                stages=2,
+                layout=layout,
+                tag=tag,
+                rows=rows_like(request),
+                attempt=claim.attempt,
+                prompt_tokens=3,
+                token_ids=[1, 2, 3, 4, 5],
+            )
+            files = write(
+                hand.settings.capture_root, capture, owner=f"hand.{claim.job.id}.{request}.{pp}"
+            )
             hand.receipt(claim, request, rank=pp, files=files)
     return claim.job.id
 
@@ -72,7 +98,13 @@ def module(api: Api, name: str, *entries: tuple[Any, np.ndarray, dict[str, Any]]
     steering = []
     for layers, vector, more in entries:
         data = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        steering.append({"layers": layers, "vector": {"dtype": "float32", "shape": [HIDDEN], "data": data}, **more})
+        steering.append(
+            {
+                "layers": layers,
+                "vector": {"dtype": "float32", "shape": [HIDDEN], "data": data},
+                **more,
+            }
+        )
     answer = api.http.put(f"/v1/steering/modules/{name}", json={"steering": steering})
     assert answer.status_code in (200, 201), answer.text
 
@@ -91,10 +123,24 @@ def test_norms_and_cosines_are_numpys_of_the_download(api: Api, narrow: Hand, la
     vector = np.random.default_rng(3).normal(size=HIDDEN).astype(np.float32)
     module(api, "sea", ([1, 3], vector, {}))
     found = norms(api, job_id, request=1, module="sea")
-    reader = CaptureReader.from_bytes(api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content)
-    assert (found["hook"], found["layers"], found["positions"]) == ("post_block", [0, 1, 2, 3], POSITIONS)
-    assert (found["token_ids"], found["tokens"]) == ([1, 2, 3, 4, 5], ["<bos>", "hello", "there", "world", "user"])
-    assert (found["hooks"], found["requests"], found["prompt_tokens"], found["width"]) == (list(HOOKS), [0, 1], 3, HIDDEN)
+    reader = CaptureReader.from_bytes(
+        api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
+    )
+    assert (found["hook"], found["layers"], found["positions"]) == (
+        "post_block",
+        [0, 1, 2, 3],
+        POSITIONS,
+    )
+    assert (found["token_ids"], found["tokens"]) == (
+        [1, 2, 3, 4, 5],
+        ["<bos>", "hello", "there", "world", "user"],
+    )
+    assert (found["hooks"], found["requests"], found["prompt_tokens"], found["width"]) == (
+        list(HOOKS),
+        [0, 1],
+        3,
+        HIDDEN,
+    )
     assert [cosines is None for cosines in found["cosines"]] == [True, False, True, False]
     for layer in range(4):
         rows = reader.array(layer, "post_block", 1)
@@ -113,7 +159,12 @@ def test_rows_layers_and_hooks_may_be_chosen(api: Api, narrow: Hand) -> None:
     job_id = captured(api, narrow)
     whole = norms(api, job_id)
     part = norms(api, job_id, layers="1-2", start=1, count=3)
-    assert (part["rows"], part["start"], part["positions"], part["layers"]) == (5, 1, POSITIONS[1:4], [1, 2])
+    assert (part["rows"], part["start"], part["positions"], part["layers"]) == (
+        5,
+        1,
+        POSITIONS[1:4],
+        [1, 2],
+    )
     assert part["norms"] == [layer[1:4] for layer in whole["norms"][1:3]]
     assert norms(api, job_id, start=5)["norms"] == [[], [], [], []]
     assert norms(api, job_id, hook="resid_pre")["layers"] == [1]
@@ -122,12 +173,24 @@ def test_rows_layers_and_hooks_may_be_chosen(api: Api, narrow: Hand) -> None:
 def test_one_layers_vector_is_compared_with_all_layers(api: Api, narrow: Hand) -> None:
     job_id = captured(api, narrow)
     vectors = np.eye(HIDDEN, dtype=np.float32)
-    module(api, "two", ([0], vectors[0], {}), ([1], vectors[1], {"hook": "pre_attn"}), ([1], vectors[2], {"op": "ablate"}))
+    module(
+        api,
+        "two",
+        ([0], vectors[0], {}),
+        ([1], vectors[1], {"hook": "pre_attn"}),
+        ([1], vectors[2], {"op": "ablate"}),
+    )
     rows = CaptureReader.from_bytes(api.http.get(f"/v1/captures/{job_id}/safetensors").content)
-    assert [cosines is None for cosines in norms(api, job_id, module="two")["cosines"]] == [False, False, True, True]
+    assert [cosines is None for cosines in norms(api, job_id, module="two")["cosines"]] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     every = norms(api, job_id, module="two", module_layer=0)["cosines"]
     own = norms(api, job_id, module="two")["cosines"]
-    for layer, column, found in ((3, 0, every[3]), (1, 2, own[1])):  # of entries at one layer, that at the captured hook
+    for layer, column, found in ((3, 0, every[3]), (1, 2, own[1])):
+        # of entries at one layer, that at the captured hook
         row = rows.array(layer, "post_block")[0]
         assert found[0] == pytest.approx(row[column] / np.linalg.norm(row), rel=1e-6)
     assert norms(api, job_id, module="two", hook="pre_attn")["cosines"][0][0] == pytest.approx(
@@ -153,19 +216,28 @@ def test_one_layers_vector_is_compared_with_all_layers(api: Api, narrow: Hand) -
         ({"count": MAX_NORM_ROWS + 1}, 400, "count"),
     ],
 )
-def test_a_wrong_parameter_of_norms_is_named(api: Api, narrow: Hand, parameters: dict[str, Any], status: int, field: str) -> None:
+def test_a_wrong_parameter_of_norms_is_named(
+    api: Api, narrow: Hand, parameters: dict[str, Any], status: int, field: str
+) -> None:
     job_id = captured(api, narrow, prompts=1)
     module(api, "one", ([1], np.ones(HIDDEN, np.float32), {}))
     problem = norms(api, job_id, status, **parameters)
     assert problem["field"] == field, problem
 
 
-@pytest.mark.parametrize(("claimed", "field"), [({"positions": MAX_NORM_VALUES}, "count"), ({"bytes": MAX_NORM_BYTES + 1}, "request")])
-def test_norms_of_too_much_are_refused_before_it_is_read(api: Api, hand: Hand, claimed: dict[str, int], field: str) -> None:
+@pytest.mark.parametrize(
+    ("claimed", "field"),
+    [({"positions": MAX_NORM_VALUES}, "count"), ({"bytes": MAX_NORM_BYTES + 1}, "request")],
+)
+def test_norms_of_too_much_are_refused_before_it_is_read(
+    api: Api, hand: Hand, claimed: dict[str, int], field: str
+) -> None:
     """The receipt says how much there is; a file of that size is not."""
     claim = hand.claim(api.submit(capture={"layers": "all", "tag": "mine"}))
     hand.store(claim)
-    file = msgspec.structs.replace(hand.capture(claim), sites={"post_block": list(range(40))}, **claimed)
+    file = msgspec.structs.replace(
+        hand.capture(claim), sites={"post_block": list(range(40))}, **claimed
+    )
     hand.receipt(claim, files=[file])
     assert norms(api, claim.job.id, 400, count=MAX_NORM_ROWS)["field"] == field
 
@@ -174,7 +246,9 @@ def test_a_vector_of_another_width_is_refused(api: Api, narrow: Hand) -> None:
     job_id = captured(api, narrow, prompts=1)
     narrow.serve(hidden_size=2 * HIDDEN)
     data = base64.b64encode(np.ones(2 * HIDDEN, "<f4").tobytes()).decode()
-    steering = [{"layers": [1], "vector": {"dtype": "float32", "shape": [2 * HIDDEN], "data": data}}]
+    steering = [
+        {"layers": [1], "vector": {"dtype": "float32", "shape": [2 * HIDDEN], "data": data}}
+    ]
     assert api.http.put("/v1/steering/modules/wide", json={"steering": steering}).status_code == 201
     problem = norms(api, job_id, 400, module="wide")
     assert (problem["field"], f"{2 * HIDDEN} elements" in problem["detail"]) == ("module", True)
@@ -190,7 +264,9 @@ def test_norms_wait_for_the_capture_and_end_with_it(api: Api, narrow: Hand) -> N
 
 
 def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narrow: Hand) -> None:
-    """The route has read its entries, and its vectors are gone: what a deletion between the two leaves."""
+    """The route has read its entries, and its vectors are gone: what a deletion between the two
+    leaves.
+    """
     job_id = captured(api, narrow, prompts=1)
     module(api, "brief", ([1], np.ones(HIDDEN, np.float32), {}))
 
@@ -199,22 +275,44 @@ def test_a_module_that_is_deleted_while_it_is_read_is_a_conflict(api: Api, narro
             await narrow.ledger.redis.delete(key)
 
     narrow.do(unpin())
-    for path, field in ((f"/v1/captures/{job_id}/norms?module=brief", "module"), ("/v1/steering/modules/brief/file", "name")):
+    for path, field in (
+        (f"/v1/captures/{job_id}/norms?module=brief", "module"),
+        ("/v1/steering/modules/brief/file", "name"),
+    ):
         answer = api.http.get(path)
-        assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (409, field, "ask again"), answer.text
+        assert (answer.status_code, answer.json()["field"], answer.json()["allowed"]) == (
+            409,
+            field,
+            "ask again",
+        ), answer.text
     assert api.http.get("/v1/steering/modules/brief").status_code == 200
 
 
-def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(tmp_path: Path, redis_url: str) -> None:
-    """A segment that is locked takes the place of a slow disk. The limit is of calls that are under way."""
-    with asking(tmp_path, redis_url) as api, Hand(api.settings) as hand, ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool:
+def test_a_tenant_that_looks_too_often_does_not_hold_up_the_others(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """A segment that is locked takes the place of a slow disk.
+
+    The limit is of calls that are under way.
+    """
+    with (
+        asking(tmp_path, redis_url) as api,
+        Hand(api.settings) as hand,
+        ThreadPoolExecutor(MEASURED_OF_TENANT + 2) as pool,
+    ):
         hand.suffix = SEGMENT_SUFFIX
         ada, bob = Caller(api, hand, "vision"), Caller(api, hand, "speech")
-        jobs = {each: each.submit(capture={"layers": "all", "positions": "all_prompt"}) for each in (ada, bob)}
+        jobs = {
+            each: each.submit(capture={"layers": "all", "positions": "all_prompt"})
+            for each in (ada, bob)
+        }
         for job_id in jobs.values():
             hand.finish(job_id)
         urls = {each: f"/v1/captures/{job_id}/norms" for each, job_id in jobs.items()}
-        path = api.settings.capture_root / ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"][0]["path"]
+        path = (
+            api.settings.capture_root
+            / ada.http.get(f"/v1/captures/{jobs[ada]}").json()["files"][0]["path"]
+        )
         with path.open("rb") as segment:
             fcntl.flock(segment, fcntl.LOCK_EX)
             looks = [pool.submit(ada.http.get, urls[ada]) for _ in range(MEASURED_OF_TENANT + 1)]
@@ -247,10 +345,18 @@ def test_norms_are_for_their_tenant_and_its_modules(tmp_path: Path, redis_url: s
         hand.finish(job_id)
         url = f"/v1/captures/{job_id}/norms"
         data = base64.b64encode(np.ones(8, "<f4").tobytes()).decode()
-        body = {"steering": [{"layers": [1], "vector": {"dtype": "float32", "shape": [8], "data": data}}]}
+        body = {
+            "steering": [
+                {"layers": [1], "vector": {"dtype": "float32", "shape": [8], "data": data}}
+            ]
+        }
         assert bob.http.put("/v1/steering/modules/secret", json=body).status_code == 201
         assert ada.http.get(url).status_code == 200
         assert bob.http.get(url).status_code == 404
         refused = ada.http.get(url, params={"module": "secret"})
-        assert (refused.status_code, refused.json()["field"], refused.json()["allowed"]) == (404, "module", "none exists")
+        assert (refused.status_code, refused.json()["field"], refused.json()["allowed"]) == (
+            404,
+            "module",
+            "none exists",
+        )
         assert api.http.get(url).status_code == 401

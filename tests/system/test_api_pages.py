@@ -29,7 +29,11 @@ class Loaded(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.inline += tag == "style" or (tag == "script" and "src" not in given) or any(name.startswith("on") for name in given)
+        self.inline += (
+            tag == "style"
+            or (tag == "script" and "src" not in given)
+            or any(name.startswith("on") for name in given)
+        )
         found = [value for name, value in given.items() if name in ("src", "href") and value]
         (self.links if tag == "a" else self.resources).extend(found)
 
@@ -40,11 +44,15 @@ def test_pages_load_only_from_this_api(api: Api, path: str) -> None:
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
     found = Loaded(answer.text)
     assert found.inline == 0
-    assert [url for url in found.resources if not url.startswith(("/schema/assets/", "/page/", "data:"))] == []
+    assert [
+        url for url in found.resources if not url.startswith(("/schema/assets/", "/page/", "data:"))
+    ] == []
     for url in found.resources:
         if url.startswith("/"):
             assert api.http.get(url).status_code == 200
-    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
     assert {source for sources in policy.values() for source in sources.split()} <= {
         "'none'",
@@ -83,7 +91,8 @@ def test_front_links_resolve(api: Api) -> None:
     links = answer.json()["links"]
     for url in links.values():
         if url.startswith("/"):
-            assert api.http.get(url).status_code == (503 if url == "/readyz" else 200), url  # no worker: not ready
+            # no worker: not ready
+            assert api.http.get(url).status_code == (503 if url == "/readyz" else 200), url
     assert links["flower"].startswith("http://127.0.0.1:")
     assert api.http.get("/").headers["content-type"] == "application/json"  # as curl asks
 
@@ -91,7 +100,11 @@ def test_front_links_resolve(api: Api) -> None:
 @pytest.mark.parametrize("name", sorted(page_files()))
 def test_a_file_of_the_page_is_served_once(api: Api, name: str) -> None:
     first = api.http.get(f"/page/{name}")
-    assert (first.status_code, first.headers["content-encoding"], first.headers["cache-control"]) == (200, "gzip", "no-cache")
+    assert (
+        first.status_code,
+        first.headers["content-encoding"],
+        first.headers["cache-control"],
+    ) == (200, "gzip", "no-cache")
     assert first.content == page_files()[name].raw
     again = api.http.get(f"/page/{name}", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -113,4 +126,6 @@ def test_the_page_weighs_little() -> None:
 
 
 def test_the_vendored_library_is_the_published_file() -> None:
-    assert f"{hashlib.sha256(page_files()['vendor/preact.js'].raw).hexdigest()}  page/vendor/preact.js" in SUMS
+    assert (
+        f"{hashlib.sha256(page_files()['vendor/preact.js'].raw).hexdigest()}  page/vendor/preact.js"
+    ) in SUMS

@@ -1,4 +1,7 @@
-"""Do patches and source runs do over HTTP what they say, with a worker, its relay and Redis behind? The engine alone is a fake."""
+"""Do patches and source runs do over HTTP what they say, with a worker, its relay and Redis behind?
+
+The engine alone is a fake.
+"""
 
 import json
 import time
@@ -25,7 +28,8 @@ CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"  # a token for 
 TOKENS = len(CLEAN)
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))
 INLINE: dict[str, Any] = json.loads(to_json(VECTOR))
-#: No message comes a second time while its worker is stalled; a third of the lease lies between two heartbeats.
+#: No message comes a second time while its worker is stalled; a third of the lease lies between two
+#: heartbeats.
 TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
 PATIENCE_S = 50.0
 
@@ -33,7 +37,9 @@ PATIENCE_S = 50.0
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"fake_token_s": 0.01, "steering_poll_s": 0.05, **TIMES}
-    with Stack(tmp_path_factory.mktemp("patching"), api=True, callbacks=False, **settings) as running:
+    with Stack(
+        tmp_path_factory.mktemp("patching"), api=True, callbacks=False, **settings
+    ) as running:
         yield running
 
 
@@ -45,12 +51,16 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def clean(http: httpx.Client) -> str:
-    """The job whose captures have the name `clean`: every layer at two hooks, all prompt positions of two prompts."""
+    """The job whose captures have the name `clean`: every layer at two hooks, all prompt positions
+    of two prompts.
+    """
     return capture(http, "clean", [CLEAN, CORRUPT], hooks={"pre_attn": "all", "post_block": "0-2"})
 
 
 def submit(http: httpx.Client, prompts: list[str], **body: Any) -> str:
-    answer = http.post("/v1/jobs", json={"model": MODEL, "prompts": prompts, "sampling": {"max_tokens": 4}} | body)
+    answer = http.post(
+        "/v1/jobs", json={"model": MODEL, "prompts": prompts, "sampling": {"max_tokens": 4}} | body
+    )
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
 
@@ -77,8 +87,13 @@ def patch(source: Any, positions: Any = (3,), **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def complete(http: httpx.Client, *patches: dict[str, Any], prompt: Any = CORRUPT, **body: Any) -> Completion:
-    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 12, "patch": patches} | body)
+def complete(
+    http: httpx.Client, *patches: dict[str, Any], prompt: Any = CORRUPT, **body: Any
+) -> Completion:
+    answer = http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": prompt, "max_tokens": 12, "patch": patches} | body,
+    )
     assert answer.status_code == 200, answer.text
     return from_json(answer.content, Completion)
 
@@ -103,50 +118,83 @@ def stored(stack: Stack, job: str) -> Job:
     return stack.do(read)
 
 
-# --- From a capture to a patch -----------------------------------------------------------------------------------------------
+# --- From a capture to a patch
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx.Client, clean: str) -> None:
     view = from_json(http.get("/v1/runs/clean").content, RunView)
-    assert (view.name, view.model, view.job, view.tag, view.state) == ("clean", MODEL, clean, "default", "ready")
+    assert (view.name, view.model, view.job, view.tag, view.state) == (
+        "clean",
+        MODEL,
+        clean,
+        "default",
+        "ready",
+    )
     assert view.prompts is not None
-    assert [(prompt.request, prompt.tokens, prompt.hidden_size) for prompt in view.prompts] == [(0, TOKENS, HIDDEN), (1, 19, HIDDEN)]
+    assert [(prompt.request, prompt.tokens, prompt.hidden_size) for prompt in view.prompts] == [
+        (0, TOKENS, HIDDEN),
+        (1, 19, HIDDEN),
+    ]
     assert view.prompts[0].sites == {"pre_attn": [0, 1, 2, 3], "post_block": [0, 1, 2]}
     assert view.prompts[0].positions == list(range(TOKENS))
     by_job = from_json(http.get(f"/v1/runs/{clean}").content, RunView)
     assert (by_job.job, by_job.prompts) == (clean, view.prompts)
 
 
-def test_a_row_is_patched_by_the_runs_name_or_its_jobs_id_alike(http: httpx.Client, stack: Stack, clean: str) -> None:
-    plain = http.post("/v1/completions", json={"model": MODEL, "prompt": CORRUPT, "max_tokens": 12}).json()
+def test_a_row_is_patched_by_the_runs_name_or_its_jobs_id_alike(
+    http: httpx.Client, stack: Stack, clean: str
+) -> None:
+    plain = http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": CORRUPT, "max_tokens": 12}
+    ).json()
     wished = [patch(name, layers="1-2", hook="post_block") for name in ("clean", clean)]
     by_name, by_job = (complete(http, wish) for wish in wished)
     assert by_name.choices[0].text == by_job.choices[0].text != plain["choices"][0]["text"]
     assert applied(by_name) == applied(by_job) == [2]
     job = stored(stack, by_name.id)
     assert (job.runs, stored(stack, by_job.id).runs) == ({"clean": clean}, {clean: clean})
-    assert [entry.tensors for entry in job.steering[0]] == [[f"run:{clean}.0.default:post_block:{layer}:3"] for layer in (1, 2)]
+    assert [entry.tensors for entry in job.steering[0]] == [
+        [f"run:{clean}.0.default:post_block:{layer}:3"] for layer in (1, 2)
+    ]
     assert over(http, by_name.id)["runs"] == {"clean": clean}
 
 
-def test_every_prompt_of_a_job_is_patched_at_positions_of_its_own(http: httpx.Client, stack: Stack, clean: str) -> None:
+def test_every_prompt_of_a_job_is_patched_at_positions_of_its_own(
+    http: httpx.Client, stack: Stack, clean: str
+) -> None:
     wished = [
         patch({"run": "clean", "position": -1}, [-1]),
-        patch({"run": "clean", "prompt": 1, "position": [0, 1]}, [{"text": "is"}], hook="post_block"),
+        patch(
+            {"run": "clean", "prompt": 1, "position": [0, 1]}, [{"text": "is"}], hook="post_block"
+        ),
     ]
     job = submit(http, [CORRUPT, CLEAN], patch=wished)
     over(http, job)
     steering = stored(stack, job).steering
-    assert [[entry.positions for entry in entries] for entries in steering] == [[[18], [14], [15]], [[21], [17], [18]]]
+    assert [[entry.positions for entry in entries] for entries in steering] == [
+        [[18], [14], [15]],
+        [[21], [17], [18]],
+    ]
     assert {entry.tensors[0] for entries in steering for entry in entries} == {
-        f"run:{clean}.{row}" for row in ("0.default:pre_attn:1:21", "1.default:post_block:1:0", "1.default:post_block:1:1")
+        f"run:{clean}.{row}"
+        for row in (
+            "0.default:pre_attn:1:21",
+            "1.default:post_block:1:0",
+            "1.default:post_block:1:1",
+        )
     }
     answer = complete(http, *wished, prompt=[CORRUPT, CLEAN])
     assert applied(answer) == [3, 3]
 
 
 def test_a_chat_is_patched_streamed_or_whole(http: httpx.Client, clean: str) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     plain = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     body["patch"] = [patch("clean", [{"text": "hello"}])]
     answer = http.post("/v1/chat/completions", json=body).json()
@@ -154,18 +202,31 @@ def test_a_chat_is_patched_streamed_or_whole(http: httpx.Client, clean: str) -> 
     assert answer["determinism"]["stages"][0]["ranks"][0]["applied"] == 5
     assert patched != plain
     with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as streamed:
-        lines = [line.removeprefix("data: ") for line in streamed.iter_lines() if line.startswith("data: ")]
+        lines = [
+            line.removeprefix("data: ")
+            for line in streamed.iter_lines()
+            if line.startswith("data: ")
+        ]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
-    assert "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]) == patched
+    assert (
+        "".join(
+            choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]
+        )
+        == patched
+    )
     assert chunks[-1]["determinism"]["stages"][0]["ranks"][0]["applied"] == 5
 
 
-def test_every_kind_of_source_and_the_requests_steering_go_together(http: httpx.Client, stack: Stack, clean: str) -> None:
+def test_every_kind_of_source_and_the_requests_steering_go_together(
+    http: httpx.Client, stack: Stack, clean: str
+) -> None:
     module = {"steering": [{"layers": 0, "op": "replace", "vector": INLINE, "scale": 2.0}]}
     assert http.put("/v1/steering/modules/row", json=module).status_code == 201
     wished = [
-        patch({"run": "clean", "mean": True, "positions": {"start": 4, "stop": 11}}, "all_generated"),
+        patch(
+            {"run": "clean", "mean": True, "positions": {"start": 4, "stop": 11}}, "all_generated"
+        ),
         patch({"vector": INLINE}, (0,), mask="0-3"),
         patch({"module": "row"}, (1,), alpha=0.5),
         patch({"zeros": True}, (2,)),
@@ -183,22 +244,37 @@ def test_every_kind_of_source_and_the_requests_steering_go_together(http: httpx.
     ]
     assert stored(stack, answer.id).modules.keys() == {"row"}
     (rows,) = applied(answer)
-    assert rows == 11 + 5, "eleven generated tokens that were fed back; positions 0 to 2, two rows of 0 and none joined"
+    assert rows == 11 + 5, (
+        "eleven generated tokens that were fed back; positions 0 to 2, two rows of 0 "
+        "and none joined"
+    )
     assert http.delete("/v1/steering/modules/row").status_code == 204
 
 
-# --- What becomes of runs ------------------------------------------------------------------------------------------------------
+# --- What becomes of runs
+# --------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(http: httpx.Client, clean: str) -> None:
+def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(
+    http: httpx.Client, clean: str
+) -> None:
     first, second = (capture(http, "again", [CLEAN], layers=layer) for layer in (0, 3))
     page = from_json(http.get("/v1/runs", params={"limit": 1}).content, RunPage)
     assert ([run.name for run in page.runs], page.runs[0].job) == (["again"], second)
-    rest = from_json(http.get("/v1/runs", params={"cursor": page.next, "model": MODEL}).content, RunPage)
+    rest = from_json(
+        http.get("/v1/runs", params={"cursor": page.next, "model": MODEL}).content, RunPage
+    )
     assert ([run.name for run in rest.runs], rest.next) == (["clean"], None)
     assert (
         refused(
-            http.post("/v1/completions", json={"model": MODEL, "prompt": CORRUPT, "patch": [patch("again", layers=0, hook="post_block")]})
+            http.post(
+                "/v1/completions",
+                json={
+                    "model": MODEL,
+                    "prompt": CORRUPT,
+                    "patch": [patch("again", layers=0, hook="post_block")],
+                },
+            )
         )["field"]
         == "patch[0].layers"
     )
@@ -208,7 +284,9 @@ def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(htt
     assert http.get(f"/v1/captures/{first}").status_code == 200
 
 
-def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(http: httpx.Client, clean: str) -> None:
+def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(
+    http: httpx.Client, clean: str
+) -> None:
     job = capture(http, "short", [CLEAN], layers=1)
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("short", hook="post_block")]}
     kept = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "kept"}).json()["id"]
@@ -220,18 +298,27 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(http: httpx.Client,
     )  # fmt: skip
     refused(http.delete("/v1/runs/short"), 404)
     problem = refused(http.post("/v1/jobs", json=body))
-    assert (problem["field"], "'short'" in problem["detail"], "clean" in problem["allowed"]) == ("patch[0].source.run", True, True)
+    assert (problem["field"], "'short'" in problem["detail"], "clean" in problem["allowed"]) == (
+        "patch[0].source.run",
+        True,
+        True,
+    )
     problem = refused(http.post("/v1/jobs", json=body | {"patch": [patch(job, hook="post_block")]}))
     assert (problem["field"], "is deleted" in problem["detail"]) == ("patch[0].source.run", True)
     again = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "kept"})
-    assert (again.status_code, again.json()["id"]) == (202, kept), "a repeated submission is the same job"
+    assert (again.status_code, again.json()["id"]) == (202, kept), (
+        "a repeated submission is the same job"
+    )
 
 
 def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stack: Stack) -> None:
     job = submit(http, [CLEAN], capture={"layers": 1, "run": "slow"}, sampling={"max_tokens": 4000})
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("slow", hook="post_block")]}
     problem = refused(http.post("/v1/jobs", json=body))
-    assert (problem["field"], f"run 'slow' of job {job} is pending" in problem["detail"]) == ("patch[0].source.run", True)
+    assert (problem["field"], f"run 'slow' of job {job} is pending" in problem["detail"]) == (
+        "patch[0].source.run",
+        True,
+    )
     assert f"GET /v1/jobs/{job}?wait=30" in problem["allowed"]
     assert from_json(http.get("/v1/runs/slow").content, RunView).state == "pending"
     refused(http.delete("/v1/runs/slow"), 409)
@@ -243,7 +330,8 @@ def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stac
     assert http.delete("/v1/runs/slow").status_code == 204
 
 
-# --- What is refused -----------------------------------------------------------------------------------------------------------
+# --- What is refused
+# --------------------------------------------------------------------------------------------------
 
 
 # field cases 21, 27, 34
@@ -266,21 +354,40 @@ def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx.Client, stac
         (patch("clean", alpha=1.5), "patch[0].alpha"),
         (patch({"run": "clean", "zeros": True}), "patch[0].source"),
         (patch({}), "patch[0].source"),
-        (patch({"vector": json.loads(to_json(from_numpy(np.ones(7, np.float32))))}), "patch[0].source.vector.shape"),
-        (patch({"vector": json.loads(to_json(from_numpy(np.full(8, np.inf, np.float32))))}), "patch[0].source.vector.data"),
+        (
+            patch({"vector": json.loads(to_json(from_numpy(np.ones(7, np.float32))))}),
+            "patch[0].source.vector.shape",
+        ),
+        (
+            patch({"vector": json.loads(to_json(from_numpy(np.full(8, np.inf, np.float32))))}),
+            "patch[0].source.vector.data",
+        ),
         (patch({"vector": INLINE | {"shape": [7]}}), "patch[0].source.vector"),
         (patch({"module": "gone"}), "patch[0].source.module"),
         (patch("clean", [0, 2**64]), "patch[0].positions[1]"),
     ],
 )
-def test_an_invalid_patch_is_a_400_naming_the_field(http: httpx.Client, stack: Stack, clean: str, wish: dict[str, Any], field: str) -> None:
+def test_an_invalid_patch_is_a_400_naming_the_field(
+    http: httpx.Client, stack: Stack, clean: str, wish: dict[str, Any], field: str
+) -> None:
     async def keys(ledger: Ledger) -> set[bytes]:
-        return {key async for key in ledger.redis.scan_iter("ms:*") if key.split(b":")[1] in (b"job", b"blob", b"capture", b"idem")}
+        return {
+            key
+            async for key in ledger.redis.scan_iter("ms:*")
+            if key.split(b":")[1] in (b"job", b"blob", b"capture", b"idem")
+        }
 
     before = stack.do(keys)
     good = patch({"vector": INLINE}, (0,))
-    for path, prompt in (("/v1/jobs", {"prompts": [CORRUPT]}), ("/v1/completions", {"prompt": CORRUPT})):
-        answer = http.post(path, json={"model": MODEL, **prompt, "patch": [wish, good]}, headers={"Idempotency-Key": "bad"})
+    for path, prompt in (
+        ("/v1/jobs", {"prompts": [CORRUPT]}),
+        ("/v1/completions", {"prompt": CORRUPT}),
+    ):
+        answer = http.post(
+            path,
+            json={"model": MODEL, **prompt, "patch": [wish, good]},
+            headers={"Idempotency-Key": "bad"},
+        )
         assert refused(answer)["field"] == field
     assert stack.do(keys) == before
 
@@ -291,10 +398,16 @@ def test_a_run_needs_files_and_a_name_that_is_no_jobs_id(http: httpx.Client) -> 
         ({"run": "job_1"}, "capture.run"),
         ({"run": "a/b"}, "capture.run"),
     ):
-        assert refused(http.post("/v1/jobs", json={"model": MODEL, "prompts": [CLEAN], "capture": wish}))["field"] == field
+        assert (
+            refused(
+                http.post("/v1/jobs", json={"model": MODEL, "prompts": [CLEAN], "capture": wish})
+            )["field"]
+            == field
+        )
 
 
-# --- From Python and from the command line -------------------------------------------------------------------------------------
+# --- From Python and from the command line
+# -------------------------------------------------------------------------------------
 
 
 def test_the_client_and_the_command_line_capture_patch_and_delete(
@@ -307,24 +420,50 @@ def test_the_client_and_the_command_line_capture_patch_and_delete(
         assert not code.value.code, err
         return out
 
-    made = json.loads(midstream("submit", CLEAN, "--layers", "all", "--positions", "all_prompt", "--run", "typed", "--json"))
+    made = json.loads(
+        midstream(
+            "submit",
+            CLEAN,
+            "--layers",
+            "all",
+            "--positions",
+            "all_prompt",
+            "--run",
+            "typed",
+            "--json",
+        )
+    )
     assert "typed" in midstream("runs", "list")
     assert "post_block" in midstream("runs", "show", "typed")
-    typed = ["--patch", 'resid_post:1@"Colosseum"=typed:4', "--patch", "2@-1=zeros", "--max-tokens", "12"]
+    typed = [
+        "--patch",
+        'resid_post:1@"Colosseum"=typed:4',
+        "--patch",
+        "2@-1=zeros",
+        "--max-tokens",
+        "12",
+    ]
     by_hand = json.loads(midstream("submit", CORRUPT, *typed, "--json"))
     with Client(stack.url) as client:
         patches = [
-            {"layers": 1, "positions": {"text": "Colosseum"}, "source": {"run": made["id"], "position": 4}},
+            {
+                "layers": 1,
+                "positions": {"text": "Colosseum"},
+                "source": {"run": made["id"], "position": 4},
+            },
             {"layers": 2, "positions": [-1], "source": np.zeros(HIDDEN, np.float32)},
         ]
-        result = client.run(model=MODEL, prompts=[CORRUPT], patch=patches, sampling={"max_tokens": 12})
+        result = client.run(
+            model=MODEL, prompts=[CORRUPT], patch=patches, sampling={"max_tokens": 12}
+        )
         assert result.determinism is not None
         assert [rank.applied for rank in result.determinism.stages[0].ranks] == [10]
         assert by_hand["determinism"]["stages"][0]["ranks"][0]["applied"] == 10
         assert client.job(by_hand["id"]).runs == {"typed": made["id"]}
         assert client.source_runs().runs[0].name == "typed"
         deadline = time.monotonic() + PATIENCE_S
-        while (view := client.source_run("typed")).in_use or view.held_by != ["w1"]:  # the worker says so with its heartbeat
+        while (view := client.source_run("typed")).in_use or view.held_by != ["w1"]:
+            # the worker says so with its heartbeat
             assert time.monotonic() < deadline, view
             time.sleep(0.05)
     assert midstream("runs", "delete", "typed") == "typed deleted\n"

@@ -1,4 +1,7 @@
-"""Sparse autoencoders are registered over HTTP, from Python and on the command line. The engine is a fake."""
+"""Sparse autoencoders are registered over HTTP, from Python and on the command line.
+
+The engine is a fake.
+"""
 
 import json
 import shutil
@@ -24,13 +27,23 @@ TIMES = {"lease_s": 9.0, "visibility_timeout_s": 60}
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("saes")
     shutil.copytree(FORMS, folder / "saes")
-    with Stack(folder / "stack", api=True, callbacks=False, sae_dir=str(folder / "saes"), auth="keys", admin_key=ADMIN, **TIMES) as running:
+    with Stack(
+        folder / "stack",
+        api=True,
+        callbacks=False,
+        sae_dir=str(folder / "saes"),
+        auth="keys",
+        admin_key=ADMIN,
+        **TIMES,
+    ) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}) as client:
+    with httpx.Client(
+        base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}
+    ) as client:
         yield client
 
 
@@ -39,7 +52,12 @@ def test_an_autoencoder_is_registered_replaced_listed_and_removed(stack: Stack) 
         digest = content.digest
     with Client(stack.url, api_key=ADMIN) as client:
         made = client.register_sae("tiny", "standard", description="of nothing")
-        assert (made.digest, made.hook, made.layer, made.form.d_sae) == (digest, "post_block", 1, 32)
+        assert (made.digest, made.hook, made.layer, made.form.d_sae) == (
+            digest,
+            "post_block",
+            1,
+            32,
+        )
         assert (client.sae("tiny"), client.saes()) == (made, [made])
         changed = client.register_sae("tiny", "jumprelu")
         assert (changed.replaced, changed.form.architecture) == (digest, "jumprelu")
@@ -50,7 +68,9 @@ def test_an_autoencoder_is_registered_replaced_listed_and_removed(stack: Stack) 
         assert client.saes() == []
 
 
-def test_the_command_line_registers_lists_and_deletes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_registers_lists_and_deletes(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
 
     def run(*words: str) -> str:
@@ -68,8 +88,12 @@ def test_the_command_line_registers_lists_and_deletes(stack: Stack, monkeypatch:
 
 def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stack: Stack) -> None:
     assert http.post("/v1/saes", json={"name": "calm", "path": "gated"}).status_code == 201
-    key = http.post("/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}).json()["key"]
-    with httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as user:
+    key = http.post(
+        "/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}
+    ).json()["key"]
+    with httpx.Client(
+        base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60
+    ) as user:
         assert [sae["name"] for sae in user.get("/v1/saes").json()["saes"]] == ["calm"]
         assert user.get("/v1/saes/calm").json()["form"]["architecture"] == "gated"
         assert user.post("/v1/saes", json={"name": "mine", "path": "gated"}).status_code == 403
@@ -85,12 +109,22 @@ def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stac
         ({"name": "x", "path": "../saes/standard"}, "path", "not a path below sae_dir"),
         ({"name": "x", "path": "none"}, "path", "there is no folder 'none'"),
         ({"name": "x", "path": "standard", "hook": "zz"}, "hook", "Invalid enum value 'zz'"),
-        ({"name": "x", "path": "standard", "layer": 3}, "layer", "is 3, but the SAE was trained on layer 1"),
-        ({"name": "x", "path": "gemma_scope", "hook": "post_block", "layer": 4}, "layer", "this model has no layer 4"),
+        (
+            {"name": "x", "path": "standard", "layer": 3},
+            "layer",
+            "is 3, but the SAE was trained on layer 1",
+        ),
+        (
+            {"name": "x", "path": "gemma_scope", "hook": "post_block", "layer": 4},
+            "layer",
+            "this model has no layer 4",
+        ),
         ({"name": "x", "path": "standard", "model": "other"}, "model", "unknown model 'other'"),
     ],
 )
-def test_a_bad_registration_is_refused_by_field(http: httpx.Client, body: dict[str, Any], field: str, says: str) -> None:
+def test_a_bad_registration_is_refused_by_field(
+    http: httpx.Client, body: dict[str, Any], field: str, says: str
+) -> None:
     answer = http.post("/v1/saes", json=body)
     assert answer.status_code == (404 if field == "model" else 400), answer.text
     assert answer.json()["field"] == field
@@ -102,11 +136,19 @@ def test_a_bad_registration_is_refused_by_field(http: httpx.Client, body: dict[s
     [
         ("/v1/jobs", {"prompts": ["hello", "there"], "sampling": {"max_tokens": 2}}),
         ("/v1/completions", {"prompt": "hello", "max_tokens": 2}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "stream": True}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "stream": True},
+        ),
     ],
 )
-def test_every_way_of_asking_takes_features(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_every_way_of_asking_takes_features(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
     made = http.post("/v1/saes", json={"name": "read", "path": "topk"}).json()
     asked = {"model": "fake-model", "features": [{"sae": "read", "top_k": 4, "positions": [0, -1]}]}
     answer = http.post(path, json=asked | body)
@@ -114,9 +156,16 @@ def test_every_way_of_asking_takes_features(http: httpx.Client, path: str, body:
     job = answer.headers["x-midstream-job"]
     assert http.get(f"/v1/jobs/{job}", params={"wait": 50}).json()["state"] == "succeeded"
     result = http.get(f"/v1/jobs/{job}/result").json()
-    assert [each["request"] for each in result["features"]] == list(range(len(body.get("prompts", [1]))))
+    assert [each["request"] for each in result["features"]] == list(
+        range(len(body.get("prompts", [1])))
+    )
     for read in result["features"]:
-        assert (read["sae"], read["digest"], read["hook"], read["layer"]) == ("read", made["digest"], "post_block", 1)
+        assert (read["sae"], read["digest"], read["hook"], read["layer"]) == (
+            "read",
+            made["digest"],
+            "post_block",
+            1,
+        )
         assert read["features"] == [[token, token + 1] for token in read["token_ids"]]
         assert read["activations"] == [[1.0, 0.5]] * 2
         assert read["active"] == [2, 2]
@@ -130,41 +179,82 @@ def test_one_request_is_read_by_several_autoencoders(stack: Stack) -> None:
     with Client(stack.url, api_key=ADMIN) as client:
         digests = {name: client.register_sae(name, name).digest for name in ("gated", "jumprelu")}
         wanted = [{"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2, "positions": [1]}]
-        result = client.run(model="fake-model", prompts=["hello", "there"], sampling={"max_tokens": 1}, features=wanted)
-        found = [(each.request, each.sae, each.digest, len(each.positions), len(each.features[0])) for each in result.features or []]
+        result = client.run(
+            model="fake-model",
+            prompts=["hello", "there"],
+            sampling={"max_tokens": 1},
+            features=wanted,
+        )
+        found = [
+            (each.request, each.sae, each.digest, len(each.positions), len(each.features[0]))
+            for each in result.features or []
+        ]
         of_one = [("gated", digests["gated"], 5, 3), ("jumprelu", digests["jumprelu"], 1, 1)]
         assert found == [(request, *each) for request in (0, 1) for each in of_one]
         both = client.features_of("hello", {"gated": 4, "jumprelu": 2}, model="fake-model")
         assert {name: len(each.of(0)) for name, each in both.items()} == {"gated": 2, "jumprelu": 1}
         steering = [{"sae": "gated", "feature": 1, "op": "ablate"}]
-        mapped = client.map(["hello"], model="fake-model", features=wanted[1:], steering=steering, max_tokens=1, progress=False)
+        mapped = client.map(
+            ["hello"],
+            model="fake-model",
+            features=wanted[1:],
+            steering=steering,
+            max_tokens=1,
+            progress=False,
+        )
         job = client.job(next(iter(mapped)).result.id)
         assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
         one = client.features("hello", "gated", top_k=4, model="fake-model", positions=[2])
         assert (one.word(0), one.of(0)) == (both["gated"].word(2), both["gated"].of(2))
 
 
-def test_the_command_line_prints_a_table_for_each_autoencoder(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_prints_a_table_for_each_autoencoder(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
     with Client(stack.url, api_key=ADMIN) as client:
         for name in ("gated", "jumprelu"):
             client.register_sae(name, name)
-    asked = ["features", "hello", "--sae", "gated:6", "--sae", "jumprelu", "--top-k", "2", "--url", stack.url]
+    asked = [
+        "features",
+        "hello",
+        "--sae",
+        "gated:6",
+        "--sae",
+        "jumprelu",
+        "--top-k",
+        "2",
+        "--url",
+        stack.url,
+    ]
     drawn = CliRunner().invoke(app, asked)
     assert drawn.exit_code == 0, drawn.output
     assert "features of gated at post_block of layer 1" in drawn.output
     assert "features of jumprelu at post_block of layer 1" in drawn.output
     read = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
-    assert [(each["sae"], len(each["features"][0])) for each in read] == [("gated", 3), ("jumprelu", 1)]
-    assert "allowed: NAME[:TOP_K]" in str(CliRunner().invoke(app, ["features", "hello", "--sae", "gated:x"]).exception)
+    assert [(each["sae"], len(each["features"][0])) for each in read] == [
+        ("gated", 3),
+        ("jumprelu", 1),
+    ]
+    assert "allowed: NAME[:TOP_K]" in str(
+        CliRunner().invoke(app, ["features", "hello", "--sae", "gated:x"]).exception
+    )
 
 
 @pytest.mark.parametrize(
     ("features", "field", "says"),
     [
         ([{"sae": "none"}], "features[0].sae", "unknown sparse autoencoder 'none'"),
-        ([{"sae": "read"}, {"sae": "none"}], "features[1].sae", "unknown sparse autoencoder 'none'"),
-        ([{"sae": "read"}, {"sae": "read", "top_k": 33}], "features[1].top_k", "33 exceeds the 32 features of 'read'"),
+        (
+            [{"sae": "read"}, {"sae": "none"}],
+            "features[1].sae",
+            "unknown sparse autoencoder 'none'",
+        ),
+        (
+            [{"sae": "read"}, {"sae": "read", "top_k": 33}],
+            "features[1].top_k",
+            "33 exceeds the 32 features of 'read'",
+        ),
         ([{"sae": "read", "top_k": 0}], "features[0].top_k", ">= 1"),
         ([{"sae": "read", "positions": [99]}], "features[0].positions", "99 is out of range"),
         ([{"sae": "read", "hook": "post_block"}], "features[0].hook", "unknown field"),
@@ -173,9 +263,13 @@ def test_the_command_line_prints_a_table_for_each_autoencoder(stack: Stack, monk
         ({"sae": "read"}, "features", "Expected `array`, got `object`"),
     ],
 )
-def test_bad_features_are_refused_by_field(http: httpx.Client, features: Any, field: str, says: str) -> None:
+def test_bad_features_are_refused_by_field(
+    http: httpx.Client, features: Any, field: str, says: str
+) -> None:
     http.post("/v1/saes", json={"name": "read", "path": "topk"})
-    answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "features": features})
+    answer = http.post(
+        "/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "features": features}
+    )
     assert answer.status_code == 400, answer.text
     assert answer.json()["field"].startswith(field)
     assert says in answer.text
@@ -183,7 +277,11 @@ def test_bad_features_are_refused_by_field(http: httpx.Client, features: Any, fi
 
 def test_features_times_tokens_beyond_the_response_are_refused(http: httpx.Client) -> None:
     http.post("/v1/saes", json={"name": "read", "path": "topk"})
-    body = {"model": "fake-model", "prompts": ["a" * 400], "features": [{"sae": "read", "top_k": 32}]}
+    body = {
+        "model": "fake-model",
+        "prompts": ["a" * 400],
+        "features": [{"sae": "read", "top_k": 32}],
+    }
     assert http.post("/v1/jobs", json=body).status_code == 202
     body["features"] += [{"sae": "read", "top_k": most} for most in (30, 31)]  # type: ignore[operator]
     answer = http.post("/v1/jobs", json=body)
@@ -191,12 +289,20 @@ def test_features_times_tokens_beyond_the_response_are_refused(http: httpx.Clien
     assert "bytes of results" in answer.json()["detail"]
 
 
-def test_steering_by_a_feature_of_changed_files_is_refused(http: httpx.Client, stack: Stack) -> None:
+def test_steering_by_a_feature_of_changed_files_is_refused(
+    http: httpx.Client, stack: Stack
+) -> None:
     folder = Path(stack.settings.sae_dir) / "turning"
     shutil.copytree(FORMS / "standard", folder)
     http.post("/v1/saes", json={"name": "turning", "path": "turning"})
-    body = {"model": "fake-model", "prompts": ["hello"], "steering": [{"sae": "turning", "feature": 3, "op": "clamp", "value": 2}]}
-    view = http.get(f"/v1/jobs/{http.post('/v1/jobs', json=body).json()['id']}", params={"wait": 50}).json()
+    body = {
+        "model": "fake-model",
+        "prompts": ["hello"],
+        "steering": [{"sae": "turning", "feature": 3, "op": "clamp", "value": 2}],
+    }
+    view = http.get(
+        f"/v1/jobs/{http.post('/v1/jobs', json=body).json()['id']}", params={"wait": 50}
+    ).json()
     assert view["state"] == "succeeded", view
     shutil.copy(FORMS / "bare" / "cfg.json", folder / "cfg.json")
     body["steering"][0]["feature"] = 4  # type: ignore[index]
@@ -205,16 +311,30 @@ def test_steering_by_a_feature_of_changed_files_is_refused(http: httpx.Client, s
     assert "have changed since it was registered" in answer.text
 
 
-def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reason(tmp_path: Path) -> None:
+def test_an_autoencoder_that_a_rank_cannot_load_fails_the_job_with_rank_and_reason(
+    tmp_path: Path,
+) -> None:
     options = {"sae_dir": str(FORMS), "tensor_parallel_size": 2, "fault": "put_sae:rank=1", **TIMES}
-    with Stack(tmp_path / "stack", api=True, callbacks=False, **options) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
+    with (
+        Stack(tmp_path / "stack", api=True, callbacks=False, **options) as stack,
+        httpx.Client(base_url=stack.url, timeout=60) as http,
+    ):
         http.post("/v1/saes", json={"name": "tiny", "path": "gated"})
-        answer = http.post("/v1/completions", json={"model": "fake-model", "prompt": "hello", "features": [{"sae": "tiny"}]})
-        assert answer.json()["detail"] == "loading sparse autoencoder 'tiny' failed on rank 1: injected fault"
+        answer = http.post(
+            "/v1/completions",
+            json={"model": "fake-model", "prompt": "hello", "features": [{"sae": "tiny"}]},
+        )
+        assert (
+            answer.json()["detail"]
+            == "loading sparse autoencoder 'tiny' failed on rank 1: injected fault"
+        )
 
 
 def test_without_a_folder_no_features_are_read(tmp_path: Path) -> None:
-    with Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
+    with (
+        Stack(tmp_path / "stack", api=True, callbacks=False, **TIMES) as stack,
+        httpx.Client(base_url=stack.url, timeout=60) as http,
+    ):
         answer = http.post("/v1/saes", json={"name": "a", "path": "a"})
         assert (answer.status_code, answer.json()["field"]) == (400, "path")
         assert "sae_dir is empty" in answer.json()["detail"]

@@ -1,4 +1,6 @@
-"""The page's login and feed over HTTP: who gets a session, which calls it opens, when it ends, and whose jobs its feed has."""
+"""The page's login and feed over HTTP: who gets a session, which calls it opens, when it ends, and
+whose jobs its feed has.
+"""
 
 import re
 import socket
@@ -38,7 +40,12 @@ STREAMS, CONNECTIONS = 10, 12
 @pytest.fixture(scope="module")
 def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     flushed(redis_session.url)
-    limits = {"max_wait_s": LONG_S, "tenant_streams": STREAMS, "tenant_streams_per_minute": 120, "tenant_connections": CONNECTIONS}
+    limits = {
+        "max_wait_s": LONG_S,
+        "tenant_streams": STREAMS,
+        "tenant_streams_per_minute": 120,
+        "tenant_connections": CONNECTIONS,
+    }
     with asking(tmp_path_factory.mktemp("session"), redis_session.url, **limits) as api:
         yield api
 
@@ -62,7 +69,12 @@ class Browser:
 
     def send(self, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
         """With the cookie and no header but these."""
-        return httpx.request(method, f"{self.http.base_url}{path}", headers={"Cookie": f"{COOKIE}={self.id}", **headers}, timeout=LONG_S)
+        return httpx.request(
+            method,
+            f"{self.http.base_url}{path}",
+            headers={"Cookie": f"{COOKIE}={self.id}", **headers},
+            timeout=LONG_S,
+        )
 
     def signed_in(self) -> bool:
         return bool(self.http.get("/session").json()["signed_in"])
@@ -78,10 +90,13 @@ def log_in(api: Api, body: Any, **headers: str) -> httpx.Response:
     return httpx.post(f"{api.url}/session", json=body, headers=headers, timeout=LONG_S)
 
 
-# --- The login -----------------------------------------------------------------------------------------------------------
+# --- The login
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_login_gives_a_cookie_that_scripts_and_other_sites_do_not_get(api: Api, hand: Hand) -> None:
+def test_a_login_gives_a_cookie_that_scripts_and_other_sites_do_not_get(
+    api: Api, hand: Hand
+) -> None:
     browser = Browser(api, Caller(api, hand, "ada").key.key)
     cookie = browser.answer.headers["set-cookie"]
     assert re.match(rf"{COOKIE}=[0-9a-f]{{64}};", cookie)
@@ -94,9 +109,17 @@ def test_a_login_gives_a_cookie_that_scripts_and_other_sites_do_not_get(api: Api
 
 
 def test_behind_https_the_cookie_is_secure(redis_url: str, tmp_path: Path) -> None:
-    with asking(tmp_path, redis_url, public_url="https://lab.example") as behind, Hand(behind.settings) as hand:
-        answer = log_in(behind, {"key": Caller(behind, hand, "ada").key.key}, Origin="https://lab.example")
-        assert (answer.status_code, "secure" in answer.headers["set-cookie"].lower()) == (200, True), answer.text
+    with (
+        asking(tmp_path, redis_url, public_url="https://lab.example") as behind,
+        Hand(behind.settings) as hand,
+    ):
+        answer = log_in(
+            behind, {"key": Caller(behind, hand, "ada").key.key}, Origin="https://lab.example"
+        )
+        assert (answer.status_code, "secure" in answer.headers["set-cookie"].lower()) == (
+            200,
+            True,
+        ), answer.text
 
 
 def test_redis_has_neither_the_cookie_nor_the_key(api: Api, hand: Hand) -> None:
@@ -121,7 +144,14 @@ def test_a_wrong_key_gets_no_cookie(api: Api, hand: Hand, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "field"), [({}, "key"), ({"key": ""}, "key"), ({"key": 7}, "key"), ({"key": "x" * (MAX_LOGIN_KEY + 1)}, "key"), ([], "")]
+    ("body", "field"),
+    [
+        ({}, "key"),
+        ({"key": ""}, "key"),
+        ({"key": 7}, "key"),
+        ({"key": "x" * (MAX_LOGIN_KEY + 1)}, "key"),
+        ([], ""),
+    ],
 )
 def test_a_wrong_login_names_the_field(api: Api, hand: Hand, body: Any, field: str) -> None:
     assert (problem(log_in(api, body, **HERE), 400).get("field") or "") == field
@@ -131,12 +161,22 @@ def test_a_wrong_login_names_the_field(api: Api, hand: Hand, body: Any, field: s
 def test_a_login_that_is_too_large_is_refused(api: Api, hand: Hand, chunked: bool) -> None:
     content = b'{"key": "' + b"x" * MAX_BODY + b'"}'
     body: Any = iter([content[:100], content[100:]]) if chunked else content
-    answer = httpx.post(f"{api.url}/session", content=body, headers={"Content-Type": "application/json", **HERE}, timeout=LONG_S)
+    answer = httpx.post(
+        f"{api.url}/session",
+        content=body,
+        headers={"Content-Type": "application/json", **HERE},
+        timeout=LONG_S,
+    )
     assert problem(answer, 413)["type"] == "urn:midstream:payload_too_large"
 
 
-def test_the_sessions_of_a_key_are_limited(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that have ended make room. (As the API of a process: the limit of the other one is too many logins for a test.)"""
+def test_the_sessions_of_a_key_are_limited(
+    api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have ended make room.
+
+    (As the API of a process: the limit of the other one is too many logins for a test.)
+    """
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
     key, other = (Caller(api, hand, "ada").key for _ in range(2))
     stored, made = Sessions(hand.ledger), []
@@ -160,23 +200,37 @@ def test_the_sessions_of_a_key_are_limited(api: Api, hand: Hand, monkeypatch: py
 
 
 @pytest.mark.parametrize(("proxies", "counted"), [("", "all"), ("127.0.0.1, 10.0.0.0/8", "each")])
-def test_wrong_keys_are_limited_and_right_ones_never(redis_url: str, tmp_path: Path, proxies: str, counted: str) -> None:
-    """At the login and in the header alike, by the address that the connection or a trusted proxy has."""
-    with asking(tmp_path, redis_url, trusted_proxies=proxies) as behind, Hand(behind.settings) as hand:
+def test_wrong_keys_are_limited_and_right_ones_never(
+    redis_url: str, tmp_path: Path, proxies: str, counted: str
+) -> None:
+    """At the login and in the header alike, by the address that the connection or a trusted proxy
+    has.
+    """
+    with (
+        asking(tmp_path, redis_url, trusted_proxies=proxies) as behind,
+        Hand(behind.settings) as hand,
+    ):
         right, wrong = Caller(behind, hand, "ada").key.key, "ms_000000000000_" + "0" * 64
 
         def tried(key: str, address: str) -> tuple[int, int]:
             """Of the login, and of a call."""
             forwarded = {"X-Forwarded-For": address}
-            answers = log_in(behind, {"key": key}, **HERE, **forwarded), behind.http.get("/v1/tenant", headers=bearer(key) | forwarded)
+            answers = (
+                log_in(behind, {"key": key}, **HERE, **forwarded),
+                behind.http.get("/v1/tenant", headers=bearer(key) | forwarded),
+            )
             for answer in answers:
                 if answer.status_code == 429:
                     assert problem(answer, 429)["type"] == "urn:midstream:rate_limited"
                     assert 0 < int(answer.headers["retry-after"]) <= 61
             return answers[0].status_code, answers[1].status_code
 
-        assert {tried(right, "198.51.100.1") for _ in range(WRONG_PER_MINUTE)} == {(200, 200)}, "right ones are not counted"
-        assert [tried(wrong, "198.51.100.1") for _ in range(WRONG_PER_MINUTE // 2)] == [(401, 401)] * (WRONG_PER_MINUTE // 2)
+        assert {tried(right, "198.51.100.1") for _ in range(WRONG_PER_MINUTE)} == {(200, 200)}, (
+            "right ones are not counted"
+        )
+        assert [tried(wrong, "198.51.100.1") for _ in range(WRONG_PER_MINUTE // 2)] == [
+            (401, 401)
+        ] * (WRONG_PER_MINUTE // 2)
         assert tried(wrong, "198.51.100.1") == (429, 429)
         assert tried(wrong, "198.51.100.2") == ((401, 401) if counted == "each" else (429, 429))
         assert tried(right, "198.51.100.1") == (200, 200), "a right one is never refused"
@@ -185,11 +239,14 @@ def test_wrong_keys_are_limited_and_right_ones_never(redis_url: str, tmp_path: P
 
 @pytest.mark.parametrize("proxies", ["proxy.example", "10.0.0.1/8", "*", "127.0.0.1;10.0.0.1"])
 def test_a_trusted_proxy_is_an_address_or_a_network(proxies: str) -> None:
-    with pytest.raises(SettingsError, match=r"MIDSTREAM_TRUSTED_PROXIES.*valid: addresses and networks"):
+    with pytest.raises(
+        SettingsError, match=r"MIDSTREAM_TRUSTED_PROXIES.*valid: addresses and networks"
+    ):
         trusted_proxies(Settings(trusted_proxies=proxies))
 
 
-# --- Which calls it opens ------------------------------------------------------------------------------------------------
+# --- Which calls it opens
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,7 +259,9 @@ def test_a_trusted_proxy_is_an_address_or_a_network(proxies: str) -> None:
         {"Sec-Fetch-Site": "none"},
     ],
 )
-def test_pages_of_other_sites_can_neither_log_in_nor_act(api: Api, hand: Hand, headers: dict[str, str]) -> None:
+def test_pages_of_other_sites_can_neither_log_in_nor_act(
+    api: Api, hand: Hand, headers: dict[str, str]
+) -> None:
     caller = Caller(api, hand, "ada")
     assert problem(log_in(api, {"key": caller.key.key}, **headers), 403)["field"] == "Origin"
     browser, job_id = Browser(api, caller.key.key), caller.submit()
@@ -212,7 +271,9 @@ def test_pages_of_other_sites_can_neither_log_in_nor_act(api: Api, hand: Hand, h
     assert browser.signed_in()
 
 
-@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}])
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}]
+)
 def test_pages_of_other_sites_cannot_read(api: Api, hand: Hand, headers: dict[str, str]) -> None:
     browser = Browser(api, Caller(api, hand, "ada").key.key)
     for path in ("/v1/jobs", "/v1/feed"):
@@ -221,11 +282,17 @@ def test_pages_of_other_sites_cannot_read(api: Api, hand: Hand, headers: dict[st
 
 def test_what_changes_something_needs_the_token_of_the_session(api: Api, hand: Hand) -> None:
     caller = Caller(api, hand, "ada")
-    browser, other, job_id = Browser(api, caller.key.key), Browser(api, caller.key.key), caller.submit()
+    browser, other, job_id = (
+        Browser(api, caller.key.key),
+        Browser(api, caller.key.key),
+        caller.submit(),
+    )
     cancel = f"/v1/jobs/{job_id}/cancel"
     for token in ({}, {CSRF_HEADER: ""}, {CSRF_HEADER: "0" * 64}, other.csrf):
         assert problem(browser.send("POST", cancel, HERE | token), 403)["field"] == CSRF_HEADER
-    assert problem(browser.send("POST", cancel, browser.csrf), 403)["field"] == "Origin", "nothing says where it comes from"
+    assert problem(browser.send("POST", cancel, browser.csrf), 403)["field"] == "Origin", (
+        "nothing says where it comes from"
+    )
     assert caller.http.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"
     assert browser.send("POST", cancel, HERE | browser.csrf).status_code in (200, 202)
     assert caller.http.get(f"/v1/jobs/{job_id}").json()["state"] == "aborted"
@@ -233,7 +300,9 @@ def test_what_changes_something_needs_the_token_of_the_session(api: Api, hand: H
 
 def test_a_session_has_the_scopes_of_its_key(api: Api, hand: Hand) -> None:
     browser = Browser(api, Caller(api, hand, "ada", "read").key.key)
-    answer = browser.http.post("/v1/jobs", json={"model": "tiny", "prompts": ["hello"]}, headers=browser.csrf)
+    answer = browser.http.post(
+        "/v1/jobs", json={"model": "tiny", "prompts": ["hello"]}, headers=browser.csrf
+    )
     assert problem(answer, 403)["type"] == "urn:midstream:forbidden"
     assert browser.http.get("/session").json()["scopes"] == ["read"]
 
@@ -248,14 +317,24 @@ def test_a_key_in_the_header_counts_and_not_the_cookie(api: Api, hand: Hand) -> 
 def test_what_a_session_shows_is_not_written_to_a_browsers_disk(api: Api, hand: Hand) -> None:
     caller = Caller(api, hand, "ada")
     browser, job_id = Browser(api, caller.key.key), caller.submit()
-    for path in ("/v1/jobs", f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}/request", f"/v1/jobs/{job_id}/result", "/v1/tenant", "/v1/jobs/x"):
+    for path in (
+        "/v1/jobs",
+        f"/v1/jobs/{job_id}",
+        f"/v1/jobs/{job_id}/request",
+        f"/v1/jobs/{job_id}/result",
+        "/v1/tenant",
+        "/v1/jobs/x",
+    ):
         assert browser.http.get(path).headers.get_list("cache-control") == ["no-store"], path
     with browser.http.stream("GET", "/v1/feed") as stream:
         assert stream.headers.get_list("cache-control") == ["no-store"]
-    assert caller.http.get(f"/v1/jobs/{job_id}").headers["cache-control"] == "no-cache", "programs ask again by ETag"
+    assert caller.http.get(f"/v1/jobs/{job_id}").headers["cache-control"] == "no-cache", (
+        "programs ask again by ETag"
+    )
 
 
-# --- When it ends --------------------------------------------------------------------------------------------------------
+# --- When it ends
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_logout_ends_this_session_alone(api: Api, hand: Hand) -> None:
@@ -272,7 +351,11 @@ def expired(raw: bytes) -> bytes:
     return to_msgpack(msgspec.structs.replace(from_msgpack(raw, Session), expires=now() - 1))
 
 
-@pytest.mark.parametrize("change", [expired, lambda raw: b"\x81", lambda raw: None], ids=["expired", "of another version", "removed"])
+@pytest.mark.parametrize(
+    "change",
+    [expired, lambda raw: b"\x81", lambda raw: None],
+    ids=["expired", "of another version", "removed"],
+)
 def test_a_session_that_is_over_opens_nothing(api: Api, hand: Hand, change: Any) -> None:
     browser = Browser(api, Caller(api, hand, "ada").key.key)
     assert browser.signed_in()
@@ -292,18 +375,25 @@ def test_a_session_that_is_over_opens_nothing(api: Api, hand: Hand, change: Any)
 
 def test_a_session_ends_with_its_key_at_the_latest(api: Api, hand: Hand) -> None:
     browser = Browser(api, Caller(api, hand, "ada", expires_in=600.0).key.key)
-    assert 0 < int(re.findall(r"max-age=(\d+)", browser.answer.headers["set-cookie"].lower())[0]) <= 600
+    assert (
+        0
+        < int(re.findall(r"max-age=(\d+)", browser.answer.headers["set-cookie"].lower())[0])
+        <= 600
+    )
     assert 0 < hand.do(hand.ledger.redis.pttl(browser.kept)) <= 600_000
 
 
 @pytest.mark.parametrize("value", ["", "x", "0" * 64, "../" * 30, "G" * 64])
 def test_another_cookie_is_nobody(api: Api, hand: Hand, value: str) -> None:
     for path, status in (("/v1/jobs", 401), ("/session", 200)):
-        answer = httpx.get(f"{api.url}{path}", headers={"Cookie": f"{COOKIE}={value}"}, timeout=LONG_S)
+        answer = httpx.get(
+            f"{api.url}{path}", headers={"Cookie": f"{COOKIE}={value}"}, timeout=LONG_S
+        )
         assert (answer.status_code, answer.json().get("signed_in", False)) == (status, False)
 
 
-# --- The feed ------------------------------------------------------------------------------------------------------------
+# --- The feed
+# --------------------------------------------------------------------------------------------------
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -331,7 +421,10 @@ def test_a_feed_has_the_jobs_of_its_tenant_alone(api: Api, hand: Hand) -> None:
     ada, bob = Caller(api, hand, "ada"), Caller(api, hand, "bob")
     browser, operator = Browser(api, ada.key.key), Browser(api, ADMIN)
     before = {ada: ada.submit(), bob: bob.submit()}
-    with browser.http.stream("GET", "/v1/feed") as stream, operator.http.stream("GET", "/v1/feed") as whole:
+    with (
+        browser.http.stream("GET", "/v1/feed") as stream,
+        operator.http.stream("GET", "/v1/feed") as whole,
+    ):
         found, all_of_them = events(stream.iter_lines()), events(whole.iter_lines())
         seen = jobs_until(found, before[ada])
         everything = jobs_until(all_of_them, before[ada])  # the newest come first, and in one event
@@ -340,21 +433,35 @@ def test_a_feed_has_the_jobs_of_its_tenant_alone(api: Api, hand: Hand) -> None:
         seen |= jobs_until(found, after[ada])
         assert not seen & {before[bob], after[bob]}
         assert jobs_until(all_of_them, after[bob])
-    for path in ("/v1/feed?tenant=bob", "/v1/feed?limit=0", "/v1/feed?limit=5001", "/v1/feed?limit=x"):
-        assert problem(browser.http.get(path), 403 if "tenant" in path else 400)["field"] in ("tenant", "limit")
+    for path in (
+        "/v1/feed?tenant=bob",
+        "/v1/feed?limit=0",
+        "/v1/feed?limit=5001",
+        "/v1/feed?limit=x",
+    ):
+        assert problem(browser.http.get(path), 403 if "tenant" in path else 400)["field"] in (
+            "tenant",
+            "limit",
+        )
 
 
 @pytest.mark.parametrize("how", ["the key is revoked", "logged out"])
 def test_a_feed_ends_with_its_session(api: Api, hand: Hand, how: str) -> None:
     caller = Caller(api, hand, "ada")
     browser, other = Browser(api, caller.key.key), Browser(api, Caller(api, hand, "ada").key.key)
-    with browser.http.stream("GET", "/v1/feed", timeout=LONG_S) as stream, other.http.stream("GET", "/v1/feed", timeout=LONG_S) as stays:
+    with (
+        browser.http.stream("GET", "/v1/feed", timeout=LONG_S) as stream,
+        other.http.stream("GET", "/v1/feed", timeout=LONG_S) as stays,
+    ):
         found, others = events(stream.iter_lines()), events(stays.iter_lines())
         assert next(found)["event"] == next(others)["event"] == "jobs"
         if how == "logged out":
             assert browser.send("DELETE", "/session", HERE | browser.csrf).status_code == 204
         else:
-            assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+            assert (
+                api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code
+                == 204
+            )
         *_, last = found  # until the server ends it
         assert (last["event"], last["data"]["type"]) == ("error", "urn:midstream:unauthorized")
         job_id = Caller(api, hand, "ada").submit()
@@ -372,18 +479,24 @@ def test_a_revoked_key_ends_its_sessions(api: Api, hand: Hand) -> None:
     assert problem(log_in(api, {"key": caller.key.key}, **HERE), 401)["field"] == "key"
 
 
-# --- Limits of what a tenant has open ------------------------------------------------------------------------------------
+# --- Limits of what a tenant has open
+# ------------------------------------------------------------------------------------
 
 
 def refused(answer: httpx.Response, kind: str, setting: str) -> None:
     """The answer is the refusal of this kind; it names the setting and says when to try again."""
     found = problem(answer, 429)
-    assert (found["type"], int(answer.headers["retry-after"]) >= 5) == (f"urn:midstream:{kind}", True)
+    assert (found["type"], int(answer.headers["retry-after"]) >= 5) == (
+        f"urn:midstream:{kind}",
+        True,
+    )
     assert f"(setting {setting})" in found["detail"]
 
 
 def until_open(api: Api, caller: Caller, path: str) -> None:
-    """Until a place has become free, which a client that has left had, and the rate allows a stream."""
+    """Until a place has become free, which a client that has left had, and the rate allows a
+    stream.
+    """
     deadline = time.monotonic() + LONG_S
     while True:
         with caller.http.stream("GET", path) as answer:
@@ -393,13 +506,19 @@ def until_open(api: Api, caller: Caller, path: str) -> None:
         time.sleep(0.2)
 
 
-def test_the_event_streams_of_a_tenant_are_limited_and_freed_on_disconnect(api: Api, hand: Hand) -> None:
+def test_the_event_streams_of_a_tenant_are_limited_and_freed_on_disconnect(
+    api: Api, hand: Hand
+) -> None:
     caller, other = Caller(api, hand, "carol"), Caller(api, hand, "dave")
     browser, job_id = Browser(api, caller.key.key), caller.submit()
     lines = []  # kept: a stream whose lines are forgotten is closed
     with ExitStack() as streams:
         for number in range(STREAMS):  # of the page and of jobs, with the session and with the key
-            http, path = (browser.http, "/v1/feed") if number % 2 else (caller.http, f"/v1/jobs/{job_id}/events")
+            http, path = (
+                (browser.http, "/v1/feed")
+                if number % 2
+                else (caller.http, f"/v1/jobs/{job_id}/events")
+            )
             answer = streams.enter_context(http.stream("GET", path))
             lines.append(answer.iter_lines())
             assert (answer.status_code, next(lines[-1])) == (200, "retry: 3000")
@@ -424,14 +543,21 @@ def test_a_tenant_that_opens_streams_again_and_again_is_slowed_down(api: Api, ha
     until_open(api, Caller(api, hand, "dave"), "/v1/feed")
 
 
-def test_the_open_requests_of_a_tenant_are_limited_and_freed_on_disconnect(api: Api, hand: Hand) -> None:
+def test_the_open_requests_of_a_tenant_are_limited_and_freed_on_disconnect(
+    api: Api, hand: Hand
+) -> None:
     caller = Caller(api, hand, "frank")
     path, headers = f"/v1/jobs/{caller.submit()}?wait=60", bearer(caller.key.key)
     host, port = api.url.removeprefix("http://").split(":")
     with ExitStack() as held:
-        for _ in range(CONNECTIONS + 3):  # some may be refused while a call above, or one of the loop below, has its place
+        for _ in range(CONNECTIONS + 3):
+            # some may be refused while a call above, or one of the loop below, has its place
             connection = held.enter_context(socket.create_connection((host, int(port))))
-            lines = [f"GET {path} HTTP/1.1", "Host: localhost", *(f"{name}: {value}" for name, value in headers.items())]
+            lines = [
+                f"GET {path} HTTP/1.1",
+                "Host: localhost",
+                *(f"{name}: {value}" for name, value in headers.items()),
+            ]
             connection.sendall("\r\n".join([*lines, "", ""]).encode())
         deadline = time.monotonic() + LONG_S
         while (answer := caller.http.get("/v1/models")).status_code == 200:

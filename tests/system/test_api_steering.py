@@ -1,4 +1,6 @@
-"""Do modules, global steering and the ranks' reports do over HTTP what they say, with workers, relay and Redis behind?"""
+"""Do modules, global steering and the ranks' reports do over HTTP what they say, with workers,
+relay and Redis behind?
+"""
 
 import json
 import signal
@@ -55,7 +57,9 @@ def http(stack: Stack) -> Iterator[httpx.Client]:
         assert client.delete("/v1/steering/global").status_code == 200
 
 
-def register(http: httpx.Client, name: str, *entries: dict[str, Any], status: int = 201) -> ModuleView:
+def register(
+    http: httpx.Client, name: str, *entries: dict[str, Any], status: int = 201
+) -> ModuleView:
     answer = http.put(f"/v1/steering/modules/{name}", json={"steering": list(entries)})
     assert answer.status_code == status, answer.text
     return from_json(answer.content, ModuleView)
@@ -73,7 +77,9 @@ def text(http: httpx.Client, **body: Any) -> str:
 
 
 def dynamic(http: httpx.Client) -> Dynamic:
-    """What all workers say: they are asked again where one of them was too busy for the two seconds that it is given."""
+    """What all workers say: they are asked again where one of them was too busy for the two seconds
+    that it is given.
+    """
     for _ in range(20):
         answer = http.get("/v1/steering/dynamic", params={"model": MODEL})
         assert answer.status_code == 200, answer.text
@@ -89,13 +95,22 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     return dict(answer.json())
 
 
-# --- Named modules -----------------------------------------------------------------------------------------------------
+# --- Named modules
+# --------------------------------------------------------------------------------------------------
 
 
 def test_steering_module_crud(http: httpx.Client) -> None:
     made = register(http, "joy", JOY, CALM)
-    assert (made.name, made.model, made.bytes, made.replaced) == ("joy", MODEL, 2 * 4 * HIDDEN, None)
-    assert [(entry.op, entry.hook, entry.layers, entry.positions, entry.scale, entry.numbers) for entry in made.entries] == [
+    assert (made.name, made.model, made.bytes, made.replaced) == (
+        "joy",
+        MODEL,
+        2 * 4 * HIDDEN,
+        None,
+    )
+    assert [
+        (entry.op, entry.hook, entry.layers, entry.positions, entry.scale, entry.numbers)
+        for entry in made.entries
+    ] == [
         ("add", "post_block", [1, 2], "all", 2.0, []),
         ("ablate", "post_block", [3], "all_generated", 1.0, [1.0]),
     ]
@@ -105,7 +120,10 @@ def test_steering_module_crud(http: httpx.Client) -> None:
     assert (changed.replaced, changed.digest != made.digest) == (made.digest, True)
     register(http, "calm", CALM)
     page = from_json(http.get("/v1/steering/modules", params={"model": MODEL}).content, ModulePage)
-    assert [(module.name, module.digest) for module in page.modules] == [("calm", changed.digest), ("joy", changed.digest)]
+    assert [(module.name, module.digest) for module in page.modules] == [
+        ("calm", changed.digest),
+        ("joy", changed.digest),
+    ]
     assert http.delete("/v1/steering/modules/joy").status_code == 204
     problem = refused(http.get("/v1/steering/modules/joy"), 404)
     assert (problem["field"], problem["allowed"]) == ("name", "calm")
@@ -117,21 +135,37 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx.Client
     raw = to_bytes([from_json(to_json(entry), SteeringSpec) for entry in (JOY, CALM)])
     for media_type in ("application/vnd.safetensors", "application/octet-stream"):
         answer = http.put(
-            "/v1/steering/modules/filed", content=raw, headers={"Content-Type": media_type}, params={"model": MODEL, "description": "glad"}
+            "/v1/steering/modules/filed",
+            content=raw,
+            headers={"Content-Type": media_type},
+            params={"model": MODEL, "description": "glad"},
         )
         assert answer.status_code in (200, 201), answer.text
         filed = from_json(answer.content, ModuleView)
         assert (filed.digest, filed.description) == (by_json.digest, "glad")
     assert answer.status_code == 200
-    broken = refused(http.put("/v1/steering/modules/filed", content=raw[:-1], headers={"Content-Type": "application/octet-stream"}))
+    broken = refused(
+        http.put(
+            "/v1/steering/modules/filed",
+            content=raw[:-1],
+            headers={"Content-Type": "application/octet-stream"},
+        )
+    )
     assert "not a safetensors file" in broken["detail"]
-    other = refused(http.put("/v1/steering/modules/filed", content=raw, headers={"Content-Type": "text/plain"}), 415)
+    other = refused(
+        http.put("/v1/steering/modules/filed", content=raw, headers={"Content-Type": "text/plain"}),
+        415,
+    )
     assert "application/vnd.safetensors" in other["allowed"]
 
 
-def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: httpx.Client) -> None:  # field case 11
+def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: httpx.Client) -> None:
+    # field case 11
     register(http, "joy", JOY, CALM)
-    inline, named = [JOY | {"scale": 1.0}, CALM | {"strength": 0.5}], [{"module": "joy", "scale": 0.5}]
+    inline, named = (
+        [JOY | {"scale": 1.0}, CALM | {"strength": 0.5}],
+        [{"module": "joy", "scale": 0.5}],
+    )
     prompts = [PROMPT, "Another one"]
     for ask in (_job, _completion, _streamed, _chat, _streamed_chat):
         plain, steered, by_name = (ask(http, prompts, steering) for steering in ([], inline, named))
@@ -140,7 +174,12 @@ def test_a_module_steers_every_endpoint_like_its_entries(stack: Stack, http: htt
 
 
 def _job(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
-    body = {"model": MODEL, "prompts": prompts, "steering": steering, "sampling": {"max_tokens": 12}}
+    body = {
+        "model": MODEL,
+        "prompts": prompts,
+        "steering": steering,
+        "sampling": {"max_tokens": 12},
+    }
     answer = http.post("/v1/jobs", json=body, headers={"Prefer": "wait=50"})
     assert answer.status_code == 200, answer.text
     result = answer.json()
@@ -148,7 +187,9 @@ def _job(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
         assert result["determinism"]["consistent"]
         assert {rank["request"] for rank in result["determinism"]["stages"][0]["ranks"]} == {0, 1}
     view = http.get(f"/v1/jobs/{result['id']}").json()
-    assert set(view.get("modules", {})) == {entry["module"] for entry in steering if "module" in entry}
+    assert set(view.get("modules", {})) == {
+        entry["module"] for entry in steering if "module" in entry
+    }
     assert view.get("steered", False) == bool(steering)
     return [output["text"] for output in result["outputs"]]
 
@@ -158,7 +199,14 @@ def _completion(http: httpx.Client, prompts: list[str], steering: Any) -> list[s
 
 
 def _streamed(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
-    body = {"model": MODEL, "prompt": prompts, "max_tokens": 12, "temperature": 0, "stream": True, "steering": steering}
+    body = {
+        "model": MODEL,
+        "prompt": prompts,
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": True,
+        "steering": steering,
+    }
     texts = ["", ""]
     for chunk in _chunks(http, "/v1/completions", body):
         for choice in chunk["choices"]:
@@ -167,7 +215,13 @@ def _streamed(http: httpx.Client, prompts: list[str], steering: Any) -> list[str
 
 
 def _chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "temperature": 0, "steering": steering}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "steering": steering,
+    }
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return [answer.json()["choices"][0]["message"]["content"]]
@@ -175,24 +229,43 @@ def _chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
 
 def _streamed_chat(http: httpx.Client, prompts: list[str], steering: Any) -> list[str]:
     message = {"role": "user", "content": PROMPT}
-    body = {"model": MODEL, "messages": [message], "max_tokens": 12, "temperature": 0, "stream": True, "steering": steering}
+    body = {
+        "model": MODEL,
+        "messages": [message],
+        "max_tokens": 12,
+        "temperature": 0,
+        "stream": True,
+        "steering": steering,
+    }
     chunks = _chunks(http, "/v1/chat/completions", body)
-    return ["".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])]
+    return [
+        "".join(
+            choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]
+        )
+    ]
 
 
 def _chunks(http: httpx.Client, path: str, body: Any) -> list[dict[str, Any]]:
     with http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        lines = [
+            line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")
+        ]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client) -> None:  # field case 15, 26
+def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client) -> None:
+    # field case 15, 26
     expected = {name: text(http, steering=[entry]) for name, entry in (("old", JOY), ("new", CALM))}
     first = register(http, "joy", JOY)
     with ThreadPoolExecutor(8) as pool:
-        body = {"model": MODEL, "prompts": [PROMPT], "steering": [{"module": "joy"}], "sampling": {"max_tokens": 12}}
+        body = {
+            "model": MODEL,
+            "prompts": [PROMPT],
+            "steering": [{"module": "joy"}],
+            "sampling": {"max_tokens": 12},
+        }
         accepted = [http.post("/v1/jobs", json=body).json()["id"] for _ in range(8)]
         second = register(http, "joy", CALM, status=200)
         later = pool.submit(text, http, steering=[{"module": "joy"}])
@@ -206,17 +279,26 @@ def test_jobs_in_flight_keep_the_module_content_they_resolved(http: httpx.Client
         assert view["modules"] == {"joy": digest}
         assert result["outputs"][0]["text"] == expected[meant]
     problem = refused(http.post("/v1/jobs", json=body))
-    assert (problem["field"], problem["detail"]) == ("steering[0].module", "unknown module 'joy' of model 'fake-model'")
+    assert (problem["field"], problem["detail"]) == (
+        "steering[0].module",
+        "unknown module 'joy' of model 'fake-model'",
+    )
 
 
-def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(http: httpx.Client) -> None:
+def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(
+    http: httpx.Client,
+) -> None:
     register(http, "joy", JOY)
     body = {"model": MODEL, "prompts": [PROMPT], "steering": [{"module": "joy"}]}
     first = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
     http.delete("/v1/steering/modules/joy")
     again = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
     assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
-    refused(http.post("/v1/jobs", json=body | {"prompts": ["other"]}, headers={"Idempotency-Key": "once"}))
+    refused(
+        http.post(
+            "/v1/jobs", json=body | {"prompts": ["other"]}, headers={"Idempotency-Key": "once"}
+        )
+    )
 
 
 # field case 27
@@ -226,17 +308,28 @@ def test_a_repeated_submission_is_the_same_job_also_when_its_module_is_gone(http
         (JOY | {"layers": {"1": vector(1)}}, "steering[1].layers"),
         (JOY | {"layers": "one"}, "steering[1].layers"),
         (JOY | {"vector": vector(1) | {"shape": [7]}}, "steering[1].vector"),
-        (JOY | {"vector": dict(json.loads(to_json(from_numpy(np.ones(7, np.float32)))))}, "steering[1].vector.shape"),
-        (JOY | {"vector": dict(json.loads(to_json(from_numpy(np.full(8, np.inf, np.float32)))))}, "steering[1].vector.data"),
+        (
+            JOY | {"vector": dict(json.loads(to_json(from_numpy(np.ones(7, np.float32)))))},
+            "steering[1].vector.shape",
+        ),
+        (
+            JOY | {"vector": dict(json.loads(to_json(from_numpy(np.full(8, np.inf, np.float32)))))},
+            "steering[1].vector.data",
+        ),
         (JOY | {"strength": 1.0}, "steering[1].strength"),
         (JOY | {"scales": 1.0}, "steering[1].scales"),
         ({"module": "sad"}, "steering[1].module"),
         ({"module": 3}, "steering[1].module"),
         (JOY | {"positions": [0, 2**64]}, "steering[1].positions[1]"),
-        (JOY | {"positions": {"text": "a", "occurrence": 2**64}}, "steering[1].positions.occurrence"),
+        (
+            JOY | {"positions": {"text": "a", "occurrence": 2**64}},
+            "steering[1].positions.occurrence",
+        ),
     ],
 )
-def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx.Client, entry: Any, field: str) -> None:
+def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(
+    http: httpx.Client, entry: Any, field: str
+) -> None:
     before = http.get("/v1/steering/global").json()["version"]
     steering = [JOY, entry]
     for answer in (
@@ -258,17 +351,40 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx.
         ("PUT", "/v1/steering/modules/joy", {"steering": []}, 400, "steering"),
         ("PUT", "/v1/steering/modules/joy", {}, 400, "steering"),
         ("PUT", "/v1/steering/modules/joy", {"steering": [JOY], "model": "gpt"}, 404, "model"),
-        ("PUT", "/v1/steering/global", {"steering": [JOY | {"positions": [-1]}]}, 400, "steering[0].positions[0]"),
-        ("PUT", "/v1/steering/global", {"steering": [JOY | {"positions": {"text": "a"}}]}, 400, "steering[0].positions"),
+        (
+            "PUT",
+            "/v1/steering/global",
+            {"steering": [JOY | {"positions": [-1]}]},
+            400,
+            "steering[0].positions[0]",
+        ),
+        (
+            "PUT",
+            "/v1/steering/global",
+            {"steering": [JOY | {"positions": {"text": "a"}}]},
+            400,
+            "steering[0].positions",
+        ),
         ("PUT", "/v1/steering/global", {"steering": []}, 400, "steering"),
         ("GET", "/v1/steering/dynamic?model=gpt", None, 404, "model"),
     ],
 )
-def test_steering_conflicts_name_the_field(http: httpx.Client, method: str, path: str, body: Any, status: int, field: str) -> None:
-    assert refused(http.request(method, path, json=body) if body is not None else http.request(method, path), status)["field"] == field
+def test_steering_conflicts_name_the_field(
+    http: httpx.Client, method: str, path: str, body: Any, status: int, field: str
+) -> None:
+    assert (
+        refused(
+            http.request(method, path, json=body)
+            if body is not None
+            else http.request(method, path),
+            status,
+        )["field"]
+        == field
+    )
 
 
-# --- Global steering ---------------------------------------------------------------------------------------------------
+# --- Global steering
+# --------------------------------------------------------------------------------------------------
 
 
 def put_global(http: httpx.Client, *entries: dict[str, Any]) -> GlobalView:
@@ -282,20 +398,33 @@ def test_global_steering_is_on_all_ranks_before_the_response(http: httpx.Client)
     made = put_global(http, JOY)
     assert made.applied
     assert [worker.worker for worker in made.workers] == ["w1", "w1-2"]
-    assert {(rank.global_version, rank.global_digest) for worker in made.workers for rank in worker.ranks} == {(made.version, made.digest)}
+    assert {
+        (rank.global_version, rank.global_digest)
+        for worker in made.workers
+        for rank in worker.ranks
+    } == {(made.version, made.digest)}
     assert [len(worker.ranks) for worker in made.workers] == [2, 2]
     answer = complete(http)
-    assert answer["choices"][0]["text"] == steered, "a request under global steering is one with those entries"
+    assert answer["choices"][0]["text"] == steered, (
+        "a request under global steering is one with those entries"
+    )
     assert answer["determinism"]["consistent"]
     assert answer["determinism"]["global_version"] == made.version
     assert put_global(http, JOY).version == made.version, "the same again is no change"
     shown = from_json(http.get("/v1/steering/global").content, GlobalView)
     assert (shown.version, shown.digest, shown.applied) == (made.version, made.digest, True)
     cleared = from_json(http.delete("/v1/steering/global").content, GlobalView)
-    assert (cleared.digest, cleared.entries, cleared.applied, cleared.version > made.version) == ("", [], True, True)
+    assert (cleared.digest, cleared.entries, cleared.applied, cleared.version > made.version) == (
+        "",
+        [],
+        True,
+        True,
+    )
     assert text(http) == plain
     assert "determinism" not in complete(http)
-    assert from_json(http.delete("/v1/steering/global").content, GlobalView).version == cleared.version
+    assert (
+        from_json(http.delete("/v1/steering/global").content, GlobalView).version == cleared.version
+    )
 
 
 def test_no_job_starts_under_replaced_global_steering(http: httpx.Client) -> None:
@@ -313,7 +442,9 @@ def test_no_job_starts_under_replaced_global_steering(http: httpx.Client) -> Non
 
 def test_concurrent_global_steering_changes_are_serialised(http: httpx.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), (1.0, 2.0, 3.0, 4.0)))
+        made = list(
+            pool.map(lambda scale: put_global(http, JOY | {"scale": scale}), (1.0, 2.0, 3.0, 4.0))
+        )
     assert len({view.version for view in made}) == 4
     last = max(made, key=lambda view: view.version)
     assert from_json(http.get("/v1/steering/global").content, GlobalView).digest == last.digest
@@ -330,7 +461,9 @@ def test_global_steering_pins_the_module_content(http: httpx.Client) -> None:
     assert text(http) == expected
 
 
-def test_an_unresponsive_worker_blocks_a_global_steering_change(stack: Stack, http: httpx.Client) -> None:
+def test_an_unresponsive_worker_blocks_a_global_steering_change(
+    stack: Stack, http: httpx.Client
+) -> None:
     made = put_global(http, JOY)
     stack.wait_ready("api-2")
     stack.kill("worker-2", signal.SIGSTOP)
@@ -342,7 +475,10 @@ def test_an_unresponsive_worker_blocks_a_global_steering_change(stack: Stack, ht
         shown = http.get("/v1/steering/dynamic")
         assert shown.status_code == 200
         told = from_json(shown.content, Dynamic)
-        assert (told.determinism.consistent, told.determinism.detail) == (False, "worker w1-2 did not answer")
+        assert (told.determinism.consistent, told.determinism.detail) == (
+            False,
+            "worker w1-2 did not answer",
+        )
     finally:
         stack.kill("worker-2", signal.SIGCONT)
     shown = http.get("/v1/steering/global").json()
@@ -350,24 +486,30 @@ def test_an_unresponsive_worker_blocks_a_global_steering_change(stack: Stack, ht
     assert put_global(http, CALM).applied
 
 
-def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(stack: Stack, http: httpx.Client) -> None:
+def test_a_refusing_rank_blocks_the_change_and_a_new_worker_catches_up(
+    stack: Stack, http: httpx.Client
+) -> None:
     register(http, "joy", JOY)
     made = put_global(http, JOY)
     stack.end("worker-2")
-    stack.restart("worker-2", fault="prepare:rank=1,after=1")  # what is desired at its start it takes
+    # what is desired at its start it takes
+    stack.restart("worker-2", fault="prepare:rank=1,after=1")
     problem = refused(http.put("/v1/steering/global", json={"steering": [CALM]}), 409)
     assert "worker w1-2" in problem["detail"]
     assert "rank 1" in problem["detail"]
     shown = from_json(http.get("/v1/steering/global").content, GlobalView)
     assert (shown.version, shown.applied) == (made.version, True)
     told = dynamic(http)
-    assert all(set(rank.modules) == {"joy"} for worker in told.workers for rank in worker.ranks), "it has them from before its start"
+    assert all(set(rank.modules) == {"joy"} for worker in told.workers for rank in worker.ranks), (
+        "it has them from before its start"
+    )
     stack.end("worker-2")
     stack.restart("worker-2")
     assert put_global(http, CALM).applied
 
 
-# --- What the ranks say ------------------------------------------------------------------------------------------------
+# --- What the ranks say
+# ------------------------------------------------------------------------------------------------
 
 
 def test_rank_reports_show_content_and_agreement(http: httpx.Client) -> None:
@@ -376,15 +518,23 @@ def test_rank_reports_show_content_and_agreement(http: httpx.Client) -> None:
     complete(http, steering=[{"module": "joy"}])
     told = dynamic(http)
     assert told.determinism.consistent, told.determinism.detail
-    assert [(stage.worker, stage.pp, sorted(stage.checksums)) for stage in told.determinism.stages] == [
+    assert [
+        (stage.worker, stage.pp, sorted(stage.checksums)) for stage in told.determinism.stages
+    ] == [
         ("w1", 0, [0, 1]),
         ("w1-2", 0, [0, 1]),
     ]
-    assert all(len(set(stage.checksums.values())) == 1 and len(set(stage.actions.values())) == 1 for stage in told.determinism.stages)
+    assert all(
+        len(set(stage.checksums.values())) == 1 and len(set(stage.actions.values())) == 1
+        for stage in told.determinism.stages
+    )
     for worker in told.workers:
         assert (worker.state, worker.global_version) == ("serving", made.version)
         assert abs(worker.at - time.time()) < 60
-        assert [(rank.tp, rank.pp, rank.global_digest) for rank in worker.ranks] == [(0, 0, made.digest), (1, 0, made.digest)]
+        assert [(rank.tp, rank.pp, rank.global_digest) for rank in worker.ranks] == [
+            (0, 0, made.digest),
+            (1, 0, made.digest),
+        ]
 
 
 def test_steering_metrics_cover_every_rank(http: httpx.Client) -> None:
@@ -399,12 +549,22 @@ def test_steering_metrics_cover_every_rank(http: httpx.Client) -> None:
     ):
         assert wanted in lines, [line for line in lines if line.startswith("midstream_steering")]
     for name in ("rows", "rows_used", "entries", "entries_used", "outbox", "actions", "vectors"):
-        assert any(line.startswith(f'midstream_steering_{name}{{model="{MODEL}",rank="1",worker="w1"}}') for line in lines), name
+        assert any(
+            line.startswith(f'midstream_steering_{name}{{model="{MODEL}",rank="1",worker="w1"}}')
+            for line in lines
+        ), name
 
 
 def test_concurrent_scrapes_agree_on_the_worker_count(http: httpx.Client) -> None:
     def scrape(_: int) -> list[str]:
-        return [line for line in http.get("/metrics").text.splitlines() if line.startswith("midstream_workers{")]
+        return [
+            line
+            for line in http.get("/metrics").text.splitlines()
+            if line.startswith("midstream_workers{")
+        ]
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(scrape, range(16))) == [[f'midstream_workers{{healthy="true",model="{MODEL}"}} 2.0']] * 16
+        assert (
+            list(pool.map(scrape, range(16)))
+            == [[f'midstream_workers{{healthy="true",model="{MODEL}"}} 2.0']] * 16
+        )

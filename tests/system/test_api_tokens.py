@@ -1,4 +1,6 @@
-"""The routes between text and token ids agree with what a job stores, and refuse what is no text or token of the model."""
+"""The routes between text and token ids agree with what a job stores, and refuse what is no text or
+token of the model.
+"""
 
 from typing import Any
 
@@ -8,7 +10,10 @@ from edge import MODEL, WORDS, Api, Hand
 CHAT = [{"role": "user", "content": "hello there"}]
 
 
-@pytest.mark.parametrize(("given", "of_job"), [({"prompt": "hello there"}, {"prompts": ["hello there"]}), ({"messages": CHAT}, None)])
+@pytest.mark.parametrize(
+    ("given", "of_job"),
+    [({"prompt": "hello there"}, {"prompts": ["hello there"]}), ({"messages": CHAT}, None)],
+)
 def test_the_tokens_endpoint_matches_the_tokens_of_a_job(
     api: Api, hand: Hand, given: dict[str, Any], of_job: dict[str, Any] | None
 ) -> None:
@@ -19,7 +24,9 @@ def test_the_tokens_endpoint_matches_the_tokens_of_a_job(
     assert found["tokens"] == job.prompts[0].token_ids
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     back = api.http.post("/v1/detokenize", json={"model": MODEL, "tokens": found["tokens"]}).json()
-    assert [word.strip() for word in back["token_strs"]] == [WORDS[token] for token in found["tokens"]]
+    assert [word.strip() for word in back["token_strs"]] == [
+        WORDS[token] for token in found["tokens"]
+    ]
 
 
 def test_special_tokens_can_be_left_out(api: Api, hand: Hand) -> None:
@@ -38,14 +45,18 @@ def test_special_tokens_can_be_left_out(api: Api, hand: Hand) -> None:
         ("detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],
 )
-def test_invalid_text_or_token_ids_are_refused_by_field(api: Api, hand: Hand, path: str, body: dict[str, Any], field: str) -> None:
+def test_invalid_text_or_token_ids_are_refused_by_field(
+    api: Api, hand: Hand, path: str, body: dict[str, Any], field: str
+) -> None:
     hand.serve()
     answer = api.http.post(f"/v1/{path}", json={"model": MODEL, **body})
     assert (answer.status_code, answer.json()["field"]) == (400, field)
 
 
 @pytest.mark.parametrize("changes", [{"prompts": None}, {"messages": [CHAT]}])
-def test_a_job_takes_prompts_or_conversations_and_not_both_or_none(api: Api, hand: Hand, changes: dict[str, Any]) -> None:
+def test_a_job_takes_prompts_or_conversations_and_not_both_or_none(
+    api: Api, hand: Hand, changes: dict[str, Any]
+) -> None:
     hand.serve()
     answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **changes})
     assert (answer.status_code, answer.json()["field"]) == (400, "prompts")
@@ -53,7 +64,15 @@ def test_a_job_takes_prompts_or_conversations_and_not_both_or_none(api: Api, han
 
 def test_a_span_of_a_conversation_is_found_in_the_templated_text(api: Api, hand: Hand) -> None:
     capture = {"layers": 0, "positions": [{"text": "there"}]}
-    job = hand.job(api.submit(prompts=None, messages=[CHAT, [{"role": "user", "content": "there hello"}]], capture=capture))
+    job = hand.job(
+        api.submit(
+            prompts=None,
+            messages=[CHAT, [{"role": "user", "content": "there hello"}]],
+            capture=capture,
+        )
+    )
     ids = [prompt.token_ids for prompt in job.prompts]
     there = WORDS.index("there")
-    assert [stored[0].positions for stored in job.captures] == [[each.index(there)] for each in ids], "the first occurrence"
+    assert [stored[0].positions for stored in job.captures] == [
+        [each.index(there)] for each in ids
+    ], "the first occurrence"

@@ -1,4 +1,6 @@
-"""Tuned lenses are registered over HTTP, from Python and on the command line, and named by requests. The engine is a fake."""
+"""Tuned lenses are registered over HTTP, from Python and on the command line, and named by
+requests. The engine is a fake.
+"""
 
 import json
 from collections.abc import Iterator
@@ -36,39 +38,69 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     write(
         folder / "lenses/nan",
         [1],
-        **{"2.weight": np.full((HIDDEN_SIZE, HIDDEN_SIZE), np.nan, np.float32), "2.bias": np.zeros(8, np.float32)},
+        **{
+            "2.weight": np.full((HIDDEN_SIZE, HIDDEN_SIZE), np.nan, np.float32),
+            "2.bias": np.zeros(8, np.float32),
+        },
     )
     write(folder / "lenses/half", [1], **{"2.weight": np.eye(HIDDEN_SIZE, dtype=np.float32)})
     write(folder / "lenses/other", [1], head=np.ones(3, np.float32))
-    options = {"lens_dir": str(folder / "lenses"), "auth": "keys", "admin_key": ADMIN, "lease_s": 9.0, "visibility_timeout_s": 60}
+    options = {
+        "lens_dir": str(folder / "lenses"),
+        "auth": "keys",
+        "admin_key": ADMIN,
+        "lease_s": 9.0,
+        "visibility_timeout_s": 60,
+    }
     with Stack(folder / "stack", api=True, callbacks=False, **options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def http(stack: Stack) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}) as client:
+    with httpx.Client(
+        base_url=stack.url, timeout=60, headers={"authorization": f"Bearer {ADMIN}"}
+    ) as client:
         yield client
 
 
 def test_a_tuned_lens_is_registered_replaced_listed_named_and_removed(stack: Stack) -> None:
     with Client(stack.url, api_key=ADMIN) as client:
         made = client.register_lens("mine", "some", residual=True, description="of nothing")
-        assert (made.layers, made.hook, made.residual, client.tuned_lens("mine"), client.tuned_lenses()) == (
-            [1, 2], "post_block", True, made, [made],
-        )  # fmt: skip
+        assert (
+            made.layers,
+            made.hook,
+            made.residual,
+            client.tuned_lens("mine"),
+            client.tuned_lenses(),
+        ) == (
+            [1, 2],
+            "post_block",
+            True,
+            made,
+            [made],
+        )
         assert client.lens("hello", tuned="mine").layers == [1, 2], "`all`: those that it has"
         changed = client.register_lens("mine", "all", hook="resid_pre")
         assert (changed.replaced, changed.hook) == (made.digest, "pre_attn")
         assert client.lens("hello", tuned="mine").hook == "pre_attn"
-        job = client.submit(model="fake-model", prompts=["a"], lens={"tuned": "mine"}, sampling={"max_tokens": 1})
-        assert (job.contents, client.wait(job).global_version) == ({"tuned/mine": changed.digest}, 0)
-        assert len(list(client.map(["a"], lens={"tuned": "mine"}, max_tokens=1, progress=False))) == 1
+        job = client.submit(
+            model="fake-model", prompts=["a"], lens={"tuned": "mine"}, sampling={"max_tokens": 1}
+        )
+        assert (job.contents, client.wait(job).global_version) == (
+            {"tuned/mine": changed.digest},
+            0,
+        )
+        assert (
+            len(list(client.map(["a"], lens={"tuned": "mine"}, max_tokens=1, progress=False))) == 1
+        )
         client.unregister_lens("mine")
         assert client.tuned_lenses() == []
 
 
-def test_the_command_line_registers_lists_and_deletes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_registers_lists_and_deletes(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
 
     def run(*words: str) -> str:
@@ -108,7 +140,9 @@ def test_a_bad_tuned_lens_is_refused_by_field(http: httpx.Client, path: str, say
         ({"tuned": "two", "hook": "pre_attn"}, "lens.hook", "'two' reads post_block"),
     ],
 )
-def test_a_request_that_does_not_fit_its_tuned_lens_is_refused(http: httpx.Client, lens: dict[str, Any], field: str, says: str) -> None:
+def test_a_request_that_does_not_fit_its_tuned_lens_is_refused(
+    http: httpx.Client, lens: dict[str, Any], field: str, says: str
+) -> None:
     assert http.post("/v1/lenses", json={"name": "two", "path": "some"}).status_code in (200, 201)
     answer = http.post("/v1/jobs", json={"model": "fake-model", "prompts": ["hello"], "lens": lens})
     assert (answer.status_code, answer.json()["field"]) == (400, field), answer.text
@@ -117,8 +151,12 @@ def test_a_request_that_does_not_fit_its_tuned_lens_is_refused(http: httpx.Clien
 
 def test_only_an_operator_registers_and_everybody_looks(http: httpx.Client, stack: Stack) -> None:
     assert http.post("/v1/lenses", json={"name": "calm", "path": "all"}).status_code == 201
-    key = http.post("/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}).json()["key"]
-    with httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as user:
+    key = http.post(
+        "/v1/keys", json={"name": "a user", "tenant": "theirs", "scopes": ["submit", "read"]}
+    ).json()["key"]
+    with httpx.Client(
+        base_url=stack.url, headers={"authorization": f"Bearer {key}"}, timeout=60
+    ) as user:
         assert "calm" in [lens["name"] for lens in user.get("/v1/lenses").json()["lenses"]]
         assert user.post("/v1/lenses", json={"name": "mine", "path": "all"}).status_code == 403
         assert user.delete("/v1/lenses/calm").status_code == 403

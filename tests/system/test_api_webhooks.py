@@ -23,7 +23,11 @@ HOOK = "https://receiver.example/hook"
 
 def key_for(hand: Hand, tenant: str, scopes: list[Scope] | None = None) -> dict[str, str]:
     """Headers of a new key."""
-    made = hand.do(Keys(hand.ledger).create(KeyRequest(name="test", tenant=tenant, scopes=scopes or ["submit", "read"])))
+    made = hand.do(
+        Keys(hand.ledger).create(
+            KeyRequest(name="test", tenant=tenant, scopes=scopes or ["submit", "read"])
+        )
+    )
     return {"authorization": f"Bearer {made.key}"}
 
 
@@ -49,36 +53,51 @@ def receiver() -> Iterator[Receiver]:
 def test_a_blocked_receiver_is_refused_by_name_before_the_job_is_accepted(  # field case 41
     api: Api, hand: Hand, url: str, word: str
 ) -> None:
-    answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": url})
+    answer = api.http.post(
+        "/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": url}
+    )
     assert (answer.status_code, answer.json()["field"]) == (400, "callback_url")
     assert word in answer.json()["detail"]
     assert hand.count_jobs() == 0
 
 
-def test_every_submission_endpoint_checks_callback_url(api: Api, hand: Hand) -> None:  # field case 41
+def test_every_submission_endpoint_checks_callback_url(api: Api, hand: Hand) -> None:
+    # field case 41
     hand.serve(grades=True)
     hook = {"model": MODEL, "callback_url": "http://127.0.0.1/"}
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "hello", **hook},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **hook},
-        "/v1/sweeps": {"pairs": [{"clean": "hello world a", "corrupt": "hello there a", "answer": " b"}], **hook},
+        "/v1/sweeps": {
+            "pairs": [{"clean": "hello world a", "corrupt": "hello there a", "answer": " b"}],
+            **hook,
+        },
     }
     for path, body in bodies.items():
         answer = api.http.post(path, json=body)
-        assert (answer.status_code, answer.json().get("field")) == (400, "callback_url"), answer.text
+        assert (answer.status_code, answer.json().get("field")) == (400, "callback_url"), (
+            answer.text
+        )
     assert hand.count_jobs() == 0
 
 
 def test_events_are_named_and_need_a_receiver(api: Api, hand: Hand) -> None:
     body = {"model": MODEL, "prompts": ["hello"]}
-    for more in ({"callback_events": ["job.failed"]}, {"callback_url": HOOK, "callback_events": []}):
+    for more in (
+        {"callback_events": ["job.failed"]},
+        {"callback_url": HOOK, "callback_events": []},
+    ):
         answer = api.http.post("/v1/jobs", json={**body, **more})
         assert (answer.status_code, answer.json()["field"]) == (400, "callback_events")
-    answer = api.http.post("/v1/jobs", json={**body, "callback_url": HOOK, "callback_events": ["job.exploded"]})
+    answer = api.http.post(
+        "/v1/jobs", json={**body, "callback_url": HOOK, "callback_events": ["job.exploded"]}
+    )
     assert (answer.status_code, answer.json()["field"]) == (400, "callback_events[0]")
 
 
-def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Hand, receiver: Receiver) -> None:
+def test_webhook_deliveries_are_listed_and_resent_on_request(
+    api: Api, hand: Hand, receiver: Receiver
+) -> None:
     job = api.submit(callback_url=HOOK)
     other = api.submit(callback_url=HOOK, callback_events=["job.failed"])
     assert api.view(job)["callback_url"] == HOOK
@@ -86,7 +105,12 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
     hand.finish(other)
     with Client(api.url) as client:
         [delivery] = client.deliveries(job=job).deliveries
-        assert (delivery.event, delivery.state, delivery.url, delivery.attempts) == ("job.succeeded", "pending", HOOK, [])
+        assert (delivery.event, delivery.state, delivery.url, delivery.attempts) == (
+            "job.succeeded",
+            "pending",
+            HOOK,
+            [],
+        )
         assert client.deliveries(state="delivered").deliveries == []
         assert client.delivery(delivery.id) == delivery
         again = client.redeliver(delivery.id)
@@ -103,7 +127,9 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
             assert (await client.deliveries(job=job)).deliveries == [again]
             assert await client.delivery(delivery.id) == again
             assert (await client.redeliver(delivery.id)).id == delivery.id
-            assert (await client.rotate_webhook_secret(keep_former_s=0)).secrets == (await client.webhook_secrets()).secrets
+            assert (await client.rotate_webhook_secret(keep_former_s=0)).secrets == (
+                await client.webhook_secrets()
+            ).secrets
             assert await client.disabled_webhooks() == []
             with pytest.raises(MidstreamError):
                 await client.enable_webhooks(HOOK)
@@ -113,8 +139,13 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
 
 # field case 40
 def test_webhooks_of_another_tenant_are_not_found(api: Api, hand: Hand) -> None:
-    ours, theirs, admin = (key_for(hand, tenant, scopes) for tenant, scopes in (("ours", None), ("theirs", None), ("ops", ["admin"])))
-    answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": HOOK}, headers=ours)
+    ours, theirs, admin = (
+        key_for(hand, tenant, scopes)
+        for tenant, scopes in (("ours", None), ("theirs", None), ("ops", ["admin"]))
+    )
+    answer = api.http.post(
+        "/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": HOOK}, headers=ours
+    )
     job = answer.json()["id"]
     hand.finish(job)
 
@@ -122,12 +153,19 @@ def test_webhooks_of_another_tenant_are_not_found(api: Api, hand: Hand) -> None:
         return api.http.get("/v1/webhooks/deliveries", params=params, headers=headers)
 
     [delivery] = deliveries(ours).json()["deliveries"]
-    assert deliveries(theirs).json()["deliveries"] == deliveries(theirs, job=job).json()["deliveries"] == []
+    assert (
+        deliveries(theirs).json()["deliveries"]
+        == deliveries(theirs, job=job).json()["deliveries"]
+        == []
+    )
     assert deliveries(theirs, tenant="ours").status_code == 403
     assert [found["id"] for found in deliveries(admin).json()["deliveries"]] == [delivery["id"]]
     path = f"/v1/webhooks/deliveries/{delivery['id']}"
     nothing = api.http.get("/v1/webhooks/deliveries/msg_nothing", headers=theirs).json()
-    for answer in (api.http.get(path, headers=theirs), api.http.post(f"{path}/redeliver", headers=theirs)):
+    for answer in (
+        api.http.get(path, headers=theirs),
+        api.http.post(f"{path}/redeliver", headers=theirs),
+    ):
         assert answer.status_code == 404
         assert answer.json()["detail"].replace(delivery["id"], "msg_nothing") == nothing["detail"]
     assert api.http.get(path, headers=admin).json()["tenant"] == "ours"
@@ -139,10 +177,14 @@ def test_webhooks_of_another_tenant_are_not_found(api: Api, hand: Hand) -> None:
 
     assert secret(ours) == secret(ours) != secret(theirs)
     reader = key_for(hand, "ours", ["read"])
-    assert api.http.get("/v1/webhooks/secrets", headers=reader).status_code == 403, "who may sign is not who may look"
+    assert api.http.get("/v1/webhooks/secrets", headers=reader).status_code == 403, (
+        "who may sign is not who may look"
+    )
 
 
-def test_webhooks_are_signed_with_the_submitting_keys_secret(api: Api, hand: Hand, receiver: Receiver) -> None:
+def test_webhooks_are_signed_with_the_submitting_keys_secret(
+    api: Api, hand: Hand, receiver: Receiver
+) -> None:
     first, second = key_for(hand, "lab"), key_for(hand, "lab")
     own = api.http.post("/v1/webhooks/secrets", json={"own": True}, headers=second).json()
     assert own["of"] == "key"
@@ -152,7 +194,9 @@ def test_webhooks_are_signed_with_the_submitting_keys_secret(api: Api, hand: Han
 
     async def send() -> None:
         poster = Poster(allow_private=True, timeout_s=60, resolve=resolve)
-        sender = Sender(WebhookOutbox(hand.ledger), WebhookSecrets(hand.ledger), poster, hand.settings)
+        sender = Sender(
+            WebhookOutbox(hand.ledger), WebhookSecrets(hand.ledger), poster, hand.settings
+        )
         await sender.round()
         await sender.close()
 
@@ -161,7 +205,11 @@ def test_webhooks_are_signed_with_the_submitting_keys_secret(api: Api, hand: Han
 
     for headers, secrets in ((first, shared), (second, own)):
         receiver.got.clear()
-        answer = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], "callback_url": url}, headers=headers)
+        answer = api.http.post(
+            "/v1/jobs",
+            json={"model": MODEL, "prompts": ["hello"], "callback_url": url},
+            headers=headers,
+        )
         hand.finish(answer.json()["id"])
         hand.do(send())
         receiver.got[0].verify(secrets["secrets"][0]["secret"])

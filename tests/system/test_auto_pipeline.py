@@ -1,4 +1,6 @@
-"""Does each of many commands that travel together get its own answer, its own error, and none but its own?"""
+"""Does each of many commands that travel together get its own answer, its own error, and none but
+its own?
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,8 +28,12 @@ def with_client(url: str, body: Callable[[Any], Awaitable[None]]) -> None:
 def test_pipelined_callers_get_their_own_answers(redis_url: str) -> None:
     async def body(client: Any) -> None:
         many = 3 * GROUP_LIMIT + 5
-        await client.hset("numbers", mapping={str(number): number * number for number in range(many)})
-        answers = await asyncio.gather(*(client.hget("numbers", str(number)) for number in range(many)))
+        await client.hset(
+            "numbers", mapping={str(number): number * number for number in range(many)}
+        )
+        answers = await asyncio.gather(
+            *(client.hget("numbers", str(number)) for number in range(many))
+        )
         assert [int(answer) for answer in answers] == [number * number for number in range(many)]
 
     with_client(redis_url, body)
@@ -40,7 +46,9 @@ def test_large_arguments_go_between_small_commands_and_change_no_answer(redis_ur
 
     async def body(client: Any) -> None:
         await client.hset("sizes", mapping={large: "large", "a": "small"})
-        answers = await asyncio.gather(*(client.hget("sizes", name) for name in (large, "a", "none", parts, few, large, parts)))
+        answers = await asyncio.gather(
+            *(client.hget("sizes", name) for name in (large, "a", "none", parts, few, large, parts))
+        )
         assert answers == [b"large", b"small", None, b"large", b"small", b"large", b"large"]
         assert await client.hget("sizes", few) == b"small"
         assert await client.hget("sizes", large) == b"large"
@@ -48,33 +56,53 @@ def test_large_arguments_go_between_small_commands_and_change_no_answer(redis_ur
     with_client(redis_url, body)
 
 
-@pytest.mark.parametrize("sizes", [(1,), (LARGE + 1,), (1, 2), (1, LARGE + 1), (LARGE + 1, 1), (LARGE + 1, LARGE + 1)])
+@pytest.mark.parametrize(
+    "sizes", [(1,), (LARGE + 1,), (1, 2), (1, LARGE + 1), (LARGE + 1, 1), (LARGE + 1, LARGE + 1)]
+)
 def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[int, ...]) -> None:
     """asyncio's `writelines` of Python 3.12 and later never gets done with an empty piece."""
     commands = [("HGET", "key", "x" * size) for size in sizes]
-    encoder, wanted = redis.asyncio.Redis().get_encoder(), b"".join(map(hiredis.pack_command, commands))
+    encoder, wanted = (
+        redis.asyncio.Redis().get_encoder(),
+        b"".join(map(hiredis.pack_command, commands)),
+    )
     pieces = packed(commands, encoder)
     assert all(pieces)
     assert b"".join(pieces) == wanted
-    in_parts = packed([("HGET", "key", Parts(size, lambda size=size: [b"x" * size])) for size in sizes], encoder)
-    assert b"".join(b"".join(piece) for piece in [[piece] if isinstance(piece, bytes) else piece for piece in in_parts]) == wanted
+    in_parts = packed(
+        [("HGET", "key", Parts(size, lambda size=size: [b"x" * size])) for size in sizes], encoder
+    )
+    assert (
+        b"".join(
+            b"".join(piece)
+            for piece in [[piece] if isinstance(piece, bytes) else piece for piece in in_parts]
+        )
+        == wanted
+    )
 
 
 def test_a_pipelined_error_affects_only_its_command(redis_url: str) -> None:
     async def body(client: Any) -> None:
         await client.set("text", "no hash")
         await client.hset("hash", "field", "value")
-        answers = await asyncio.gather(*(client.hget(name, "field") for name in ("hash", "text", "hash")), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(client.hget(name, "field") for name in ("hash", "text", "hash")),
+            return_exceptions=True,
+        )
         assert (answers[0], answers[2]) == (b"value", b"value")
         assert isinstance(answers[1], redis.exceptions.ResponseError)
 
     with_client(redis_url, body)
 
 
-def test_a_script_that_redis_has_forgotten_is_loaded_again_for_all_who_call_it(redis_url: str) -> None:
+def test_a_script_that_redis_has_forgotten_is_loaded_again_for_all_who_call_it(
+    redis_url: str,
+) -> None:
     async def body(client: Any) -> None:
         double = client.register_script("return 2 * ARGV[1]")
-        assert await asyncio.gather(*(double(args=[number]) for number in range(20))) == [2 * number for number in range(20)]
+        assert await asyncio.gather(*(double(args=[number]) for number in range(20))) == [
+            2 * number for number in range(20)
+        ]
 
     with_client(redis_url, body)
 
@@ -98,20 +126,27 @@ def test_a_lost_connection_repeats_pipelined_commands(redis_url: str) -> None:  
         await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
         async with redis.asyncio.Redis.from_url(redis_url) as other:
             await other.client_kill_filter(_type="normal", skipme=True)
-        assert await asyncio.gather(*(client.hget("hash", "field") for _ in range(10))) == [b"value"] * 10
+        assert (
+            await asyncio.gather(*(client.hget("hash", "field") for _ in range(10)))
+            == [b"value"] * 10
+        )
 
     with_client(redis_url, body)
 
 
 def test_an_unreachable_redis_fails_every_pipelined_call() -> None:
     async def body(client: Any) -> None:
-        answers = await asyncio.gather(*(client.hget("hash", "field") for _ in range(3)), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(client.hget("hash", "field") for _ in range(3)), return_exceptions=True
+        )
         assert all(isinstance(answer, redis.exceptions.ConnectionError) for answer in answers)
 
     with_client("redis://127.0.0.1:1/0", body)
 
 
-def test_a_connection_that_is_closed_within_a_large_argument_gets_no_rest_of_it(redis_url: str) -> None:
+def test_a_connection_that_is_closed_within_a_large_argument_gets_no_rest_of_it(
+    redis_url: str,
+) -> None:
     """On another connection the rest, which may be the text of a prompt, would be commands."""
     closing: list[asyncio.Task[None]] = []
 
@@ -125,7 +160,9 @@ def test_a_connection_that_is_closed_within_a_large_argument_gets_no_rest_of_it(
             yield from parts[1:]
 
         await client.hset("sizes", mapping={b"".join(parts): "large"})
-        assert await client.hget("sizes", Parts(sum(map(len, parts)), make)) == b"large", "sent again from its beginning"
+        assert await client.hget("sizes", Parts(sum(map(len, parts)), make)) == b"large", (
+            "sent again from its beginning"
+        )
         assert await client.hget("sizes", "injected") is None
 
     with_client(redis_url, body)

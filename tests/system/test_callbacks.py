@@ -16,14 +16,18 @@ from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.settings import Settings, to_environment
 
 
-def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:  # field case 37
+def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:
+    # field case 37
     server = redis_server.start(tmp_path / "redis", port=free_port())
     settings = Settings(redis_url=server.url, sweep_interval_s=0.2)
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(
         [sys.executable, "-m", "midstream.broker.callbacks"],
-        env={**os.environ, **to_environment(settings)}, stdout=subprocess.PIPE, stderr=log, text=True,
-    )  # fmt: skip
+        env={**os.environ, **to_environment(settings)},
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "callbacks ready\n"
@@ -55,6 +59,12 @@ def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) 
 
 def test_a_missing_setting_is_named_at_start() -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
-    ended = subprocess.run([sys.executable, "-m", "midstream.broker.callbacks"], env=clean, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-m", "midstream.broker.callbacks"],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ended.returncode == 2
     assert "MIDSTREAM_REDIS_URL" in ended.stderr

@@ -1,6 +1,9 @@
-"""Is a job over within a second of its cancel, in whatever state it is? Over HTTP, with a live worker that does one job at a time.
+"""Is a job over within a second of its cancel, in whatever state it is?
 
-Several jobs in each state, of which the quickest has to be: a stall of the machine hits one of them, a service that waits hits all.
+Over HTTP, with a live worker that does one job at a time.
+
+Several jobs in each state, of which the quickest has to be: a stall of the machine hits one of
+them, a service that waits hits all.
 """
 
 import time
@@ -14,7 +17,8 @@ from stack import Stack
 from midstream.schemas.jobs import State
 from midstream.workers.fake.model import identity_of
 
-#: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it does three times in each.
+#: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it
+#: does three times in each.
 LEASE_S = 300.0
 BOUND_S = 1.0
 TRIES = 3
@@ -22,9 +26,16 @@ TRIES = 3
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"dispatch_window": 1, "worker_concurrency": 1, "fake_token_s": 0.02, "sweep_cells_in_flight": 1}
+    settings = {
+        "dispatch_window": 1,
+        "worker_concurrency": 1,
+        "fake_token_s": 0.02,
+        "sweep_cells_in_flight": 1,
+    }
     times = {"lease_s": LEASE_S, "visibility_timeout_s": 60, "capture_timeout_s": 300.0}
-    with Stack(tmp_path_factory.mktemp("cancel"), api=True, callbacks=False, **settings, **times) as started:
+    with Stack(
+        tmp_path_factory.mktemp("cancel"), api=True, callbacks=False, **settings, **times
+    ) as started:
         yield started
 
 
@@ -48,7 +59,15 @@ def long(stack: Stack, http: httpx.Client) -> Iterator[str]:
 
 def posted(stack: Stack, http: httpx.Client, max_tokens: int = 4, **body: object) -> str:
     sampling = {"max_tokens": max_tokens, "ignore_eos": True}
-    answer = http.post("/v1/jobs", json={"model": stack.settings.served_model, "prompts": ["abc"], "sampling": sampling, **body})
+    answer = http.post(
+        "/v1/jobs",
+        json={
+            "model": stack.settings.served_model,
+            "prompts": ["abc"],
+            "sampling": sampling,
+            **body,
+        },
+    )
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
 
@@ -112,9 +131,20 @@ def test_cancel_while_awaiting_receipts(stack: Stack, http: httpx.Client) -> Non
 
 
 def test_cancel_of_a_running_sweep(stack: Stack, http: httpx.Client) -> None:
-    pair = {"clean": "The Eiffel Tower is here", "corrupt": "The Colosseum is in here", "answer": "P", "foil": "R"}
-    hooks = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]  # so many cells that it is not over meanwhile
-    body = {"model": stack.settings.served_model, "pairs": [pair], "metric": "logit_diff", "hooks": hooks}
+    pair = {
+        "clean": "The Eiffel Tower is here",
+        "corrupt": "The Colosseum is in here",
+        "answer": "P",
+        "foil": "R",
+    }
+    # so many cells that it is not over meanwhile
+    hooks = ["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
+    body = {
+        "model": stack.settings.served_model,
+        "pairs": [pair],
+        "metric": "logit_diff",
+        "hooks": hooks,
+    }
     took = []
     for _ in range(TRIES):
         answer = http.post("/v1/sweeps", json=body)
@@ -133,8 +163,17 @@ def test_cancel_of_a_requeued_job(stack: Stack, http: httpx.Client) -> None:
     for _ in range(TRIES):
         with long(stack, http):
             job_id = posted(stack, http)
-            claim = stack.do(lambda ledger, job_id=job_id: ledger.claim(job_id, "another", "boot", 1, identity_of(stack.settings)))
+            claim = stack.do(
+                lambda ledger, job_id=job_id: ledger.claim(
+                    job_id, "another", "boot", 1, identity_of(stack.settings)
+                )
+            )
             assert claim is not None
-            assert stack.do(lambda ledger, job_id=job_id, claim=claim: ledger.release(job_id, claim.attempt)) is State.QUEUED
+            assert (
+                stack.do(
+                    lambda ledger, job_id=job_id, claim=claim: ledger.release(job_id, claim.attempt)
+                )
+                is State.QUEUED
+            )
             took.append(cancelled(stack, http, job_id, State.ABORTED))
     assert in_time(took)

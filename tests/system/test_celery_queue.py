@@ -1,4 +1,7 @@
-"""Does the queue deliver by priority, keep what runs, and hold to json? With a real Celery worker and Redis."""
+"""Does the queue deliver by priority, keep what runs, and hold to json?
+
+With a real Celery worker and Redis.
+"""
 
 import asyncio
 import base64
@@ -24,7 +27,11 @@ WORKER = Path(__file__).with_name("lease_worker.py")
 def waiting(url: str, model: str = MODEL) -> list[dict[str, Any]]:
     """The messages in a model's queue, the next one first."""
     with redis.Redis.from_url(url) as client:
-        return [json.loads(raw) for name in lists_of(queue_of(model)) for raw in reversed(client.lrange(name, 0, -1))]
+        return [
+            json.loads(raw)
+            for name in lists_of(queue_of(model))
+            for raw in reversed(client.lrange(name, 0, -1))
+        ]
 
 
 def accept(url: str, *jobs: Job, **changes: Any) -> None:
@@ -57,7 +64,10 @@ def test_a_message_of_the_ledger_is_the_one_that_celery_would_send(redis_url: st
     enqueue(app, job.id, "chat", MODEL)
     ours, celerys = waiting(redis_url)
     assert json.loads(ours.pop("body")) == json.loads(base64.b64decode(celerys.pop("body")))
-    assert (ours["properties"].pop("body_encoding"), celerys["properties"].pop("body_encoding")) == ("utf-8", "base64")
+    assert (
+        ours["properties"].pop("body_encoding"),
+        celerys["properties"].pop("body_encoding"),
+    ) == ("utf-8", "base64")
     for of_process in ("origin",):
         assert ours["headers"].pop(of_process) != celerys["headers"].pop(of_process)
     for of_process in ("delivery_tag", "reply_to"):
@@ -66,7 +76,10 @@ def test_a_message_of_the_ledger_is_the_one_that_celery_would_send(redis_url: st
     app.close()
 
 
-@pytest.mark.parametrize("model", ["tiny", "org/Model-7b.v2", "a b\tc%d", "größe", "模型🙂_x", "\u0080\u07ff\u0800\uffff"])
+@pytest.mark.parametrize(
+    "model",
+    ["tiny", "org/Model-7b.v2", "a b\tc%d", "größe", "模型🙂_x", "\u0080\u07ff\u0800\uffff"],
+)
 def test_lua_and_python_name_the_same_queue_for_any_model(redis_url: str, model: str) -> None:
     accept(redis_url, job := make_job(model=model))
     (message,) = waiting(redis_url, model)
@@ -96,12 +109,19 @@ def test_every_sent_message_is_a_task_sent_event(redis_url: str, database: int) 
     sending = threading.Thread(target=send_once_heard)
     sending.start()
     with app.connection_for_read() as connection:
-        for _ in app.events.Receiver(connection, handlers={"*": state.event}).itercapture(timeout=60, wakeup=False):
+        for _ in app.events.Receiver(connection, handlers={"*": state.event}).itercapture(
+            timeout=60, wakeup=False
+        ):
             if len(state.tasks) == len(jobs):
                 break
     sending.join()
-    told = {name: (task.name, task.args, task.state, task.routing_key) for name, task in state.tasks.items()}
-    assert told == {job.id: ("midstream.generate", f"['{job.id}']", "PENDING", queue_of(MODEL)) for job in jobs}
+    told = {
+        name: (task.name, task.args, task.state, task.routing_key)
+        for name, task in state.tasks.items()
+    }
+    assert told == {
+        job.id: ("midstream.generate", f"['{job.id}']", "PENDING", queue_of(MODEL)) for job in jobs
+    }
     app.close()
     with redis.Redis.from_url(url) as client:
         client.flushdb()
@@ -139,11 +159,17 @@ def test_a_task_over_the_visibility_timeout_runs_once_only_with_leases(  # field
     try:
         for leases, takes in seconds.items():
             with (tmp_path / leases).open("w") as output:
-                workers.append(subprocess.Popen([sys.executable, str(WORKER), redis_url, leases, leases, str(takes)], stdout=output))
+                workers.append(
+                    subprocess.Popen(
+                        [sys.executable, str(WORKER), redis_url, leases, leases, str(takes)],
+                        stdout=output,
+                    )
+                )
         app = make_app(settings_for(redis_url))
         for leases in seconds:
             enqueue(app, f"job_{leases}", "generate", leases)
-        wait_for("start", "without", 2)  # the control: without renewal the same task is given out again
+        # the control: without renewal the same task is given out again
+        wait_for("start", "without", 2)
         wait_for("end", "with", 1)
         app.close()
     finally:

@@ -34,7 +34,13 @@ def expected(layer: int, token_ids: list[int]) -> np.ndarray:
 
 
 def test_a_job_runs_from_keyword_arguments_to_arrays(client: Client) -> None:
-    result = client.run(model="fake", prompts=["hello", "you"], capture=CAPTURE, sampling={"max_tokens": 5}, timeout=120)
+    result = client.run(
+        model="fake",
+        prompts=["hello", "you"],
+        capture=CAPTURE,
+        sampling={"max_tokens": 5},
+        timeout=120,
+    )
     assert [len(output.token_ids) for output in result.outputs] == [5, 5]
     reader = client.capture(result.id)
     assert reader.requests() == [0, 1]
@@ -42,7 +48,9 @@ def test_a_job_runs_from_keyword_arguments_to_arrays(client: Client) -> None:
         tokens = reader.token_ids(request)
         assert len(tokens) == length
         for layer in range(NUM_LAYERS):
-            np.testing.assert_array_equal(reader.array(layer, request=request), expected(layer, tokens))
+            np.testing.assert_array_equal(
+                reader.array(layer, request=request), expected(layer, tokens)
+            )
     assert all(check.ok for check in reader.verify())
 
 
@@ -55,7 +63,9 @@ def test_captures_can_be_downloaded_and_are_the_same(client: Client, tmp_path: P
     assert [check.ok for check in there.verify()] == [True]
 
 
-def test_downloads_from_a_remote_server_are_cached_for_the_process(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_from_a_remote_server_are_cached_for_the_process(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from midstream.client.sdk import download
 
     result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=120)
@@ -67,19 +77,37 @@ def test_downloads_from_a_remote_server_are_cached_for_the_process(client: Clien
 
 def test_hooks_spans_and_positions_are_asked_for_by_structs_or_fields(client: Client) -> None:
     prompt = "to be or not to be"
-    spec = CaptureSpec(hooks={"resid_pre": 0, "mlp_out": "2-3"}, positions=[Span(text="be", occurrence=-1), 0], tag="mine")
-    fields = {"hooks": {"pre_attn": [0], "hook_mlp_out": [2, -1]}, "positions": [{"text": "be", "occurrence": 1}, -18], "tag": "mine"}
+    spec = CaptureSpec(
+        hooks={"resid_pre": 0, "mlp_out": "2-3"},
+        positions=[Span(text="be", occurrence=-1), 0],
+        tag="mine",
+    )
+    fields = {
+        "hooks": {"pre_attn": [0], "hook_mlp_out": [2, -1]},
+        "positions": [{"text": "be", "occurrence": 1}, -18],
+        "tag": "mine",
+    }
     for capture in (spec, fields):
-        reader = client.capture(client.run(model="fake", prompts=prompt, capture=capture, timeout=120).id)
+        reader = client.capture(
+            client.run(model="fake", prompts=prompt, capture=capture, timeout=120).id
+        )
         assert (reader.hooks(), reader.positions()) == (["pre_attn", "mlp_out"], [0, 16, 17])
         tokens = np.array(reader.token_ids())
         for hook, layer in (("pre_attn", 0), ("mlp_out", 2), ("mlp_out", 3)):
-            np.testing.assert_array_equal(reader.array(layer, hook), residual_rows(layer, np.array([0, 16, 17]), tokens, hook))
+            np.testing.assert_array_equal(
+                reader.array(layer, hook), residual_rows(layer, np.array([0, 16, 17]), tokens, hook)
+            )
 
 
 def test_small_captures_come_back_in_the_answer_as_arrays(client: Client) -> None:
-    capture = {"hooks": {"post_block": "all", "pre_attn": 1}, "positions": "all_prompt", "consumers": ["memory"]}
-    answer = client.completion("fake", ["one", "three"], capture=capture, max_tokens=3, temperature=0)
+    capture = {
+        "hooks": {"post_block": "all", "pre_attn": 1},
+        "positions": "all_prompt",
+        "consumers": ["memory"],
+    }
+    answer = client.completion(
+        "fake", ["one", "three"], capture=capture, max_tokens=3, temperature=0
+    )
     assert answer.capture_results is not None
     assert (answer.capture_results.status, answer.capture_results.files) == ("ok", [])
     for request, length in ((0, 3), (1, 5)):
@@ -89,17 +117,26 @@ def test_small_captures_come_back_in_the_answer_as_arrays(client: Client) -> Non
         wanted = residual_rows(1, np.arange(length), np.array(tokens), "pre_attn")
         np.testing.assert_array_equal(answer.rows.array(1, "pre_attn", request), wanted)
     result = client.run(model="fake", prompts=["one"], capture=capture, timeout=120)
-    np.testing.assert_array_equal(returned_rows(result.capture_results).stack(), answer.rows.stack(request=0))
+    np.testing.assert_array_equal(
+        returned_rows(result.capture_results).stack(), answer.rows.stack(request=0)
+    )
 
 
 def test_an_answer_without_rows_says_how_to_ask_for_them(client: Client) -> None:
-    answer = client.completion("fake", "one", capture=CAPTURE, capture_wait=True, max_tokens=2, temperature=0)
+    answer = client.completion(
+        "fake", "one", capture=CAPTURE, capture_wait=True, max_tokens=2, temperature=0
+    )
     with pytest.raises(MidstreamError, match=r"captures: ok.*\"memory\""):
         assert answer.rows
 
 
 def test_global_captures_are_taken_of_every_request(tmp_path: Path) -> None:
-    up = Up(tmp_path / "data", global_capture="post_block:all;pre_attn:0-1", global_capture_positions="0,-1", global_capture_tag="ops")
+    up = Up(
+        tmp_path / "data",
+        global_capture="post_block:all;pre_attn:0-1",
+        global_capture_positions="0,-1",
+        global_capture_tag="ops",
+    )
     try:
         with Client(up.ready()) as client:
             plain = client.completion("fake", "hello", max_tokens=2, temperature=0)
@@ -108,7 +145,11 @@ def test_global_captures_are_taken_of_every_request(tmp_path: Path) -> None:
             assert (job.state, job.capture_status) == (State.SUCCEEDED, "ok")
             assert {file.tag for file in client.result(plain.job).capture_results.files} == {"ops"}
             reader = client.capture(plain.job)
-            assert (reader.positions(), reader.layers(hook="pre_attn"), len(reader.layers())) == ([0, 4], [0, 1], NUM_LAYERS)
+            assert (reader.positions(), reader.layers(hook="pre_attn"), len(reader.layers())) == (
+                [0, 4],
+                [0, 1],
+                NUM_LAYERS,
+            )
             with pytest.raises(MidstreamError, match="choose another"):
                 client.submit(model="fake", prompts=["hello"], capture={"tag": "ops"})
     finally:
@@ -117,7 +158,12 @@ def test_global_captures_are_taken_of_every_request(tmp_path: Path) -> None:
 
 def test_a_numpy_vector_steers(client: Client) -> None:
     vector = np.ones(HIDDEN_SIZE, np.float32)
-    steered = client.run(model="fake", prompts=["hello"], steering=[{"layers": [1], "vector": vector, "scale": 2.0}], timeout=120)
+    steered = client.run(
+        model="fake",
+        prompts=["hello"],
+        steering=[{"layers": [1], "vector": vector, "scale": 2.0}],
+        timeout=120,
+    )
     assert steered.determinism is not None
     assert steered.determinism.consistent
     plain = client.run(model="fake", prompts=["hello"], timeout=120)
@@ -127,13 +173,19 @@ def test_a_numpy_vector_steers(client: Client) -> None:
 # field case 27
 def test_a_vector_of_the_wrong_width_is_refused_by_its_field(client: Client) -> None:
     with pytest.raises(MidstreamError) as caught:
-        client.submit(model="fake", prompts=["hello"], steering=[{"layers": 1, "vector": np.ones(HIDDEN_SIZE + 1)}])
+        client.submit(
+            model="fake",
+            prompts=["hello"],
+            steering=[{"layers": 1, "vector": np.ones(HIDDEN_SIZE + 1)}],
+        )
     assert caught.value.kind == "invalid_request"
     assert (caught.value.field or "").startswith("steering[0].vector")
 
 
 def test_a_completion_with_capture_wait_has_its_files_when_it_returns(client: Client) -> None:
-    answer = client.completion("fake", ["one", "two"], capture=CAPTURE, capture_wait=True, max_tokens=3, temperature=0)
+    answer = client.completion(
+        "fake", ["one", "two"], capture=CAPTURE, capture_wait=True, max_tokens=3, temperature=0
+    )
     assert len(answer.texts) == 2
     assert answer.capture_results is not None
     assert answer.capture_results.status == "ok"
@@ -143,7 +195,9 @@ def test_a_completion_with_capture_wait_has_its_files_when_it_returns(client: Cl
 
 
 def test_a_chat_is_answered(client: Client) -> None:
-    answer = client.chat("fake", [{"role": "user", "content": "hello"}], max_tokens=4, temperature=0)
+    answer = client.chat(
+        "fake", [{"role": "user", "content": "hello"}], max_tokens=4, temperature=0
+    )
     assert len(answer.text) > 0
     assert answer.capture_results is None
 
@@ -152,7 +206,9 @@ def test_a_response_that_was_held_too_long_is_fetched_as_a_job(tmp_path: Path) -
     up = Up(tmp_path / "data", fake_token_s=0.2, max_wait_s=0.5)
     try:
         with Client(up.ready()) as client:
-            answer = client.completion("fake", "slow", capture=CAPTURE, capture_wait=True, max_tokens=6, temperature=0)
+            answer = client.completion(
+                "fake", "slow", capture=CAPTURE, capture_wait=True, max_tokens=6, temperature=0
+            )
             assert answer.finish_reasons == ["length"]
             assert answer.capture_results is not None
             assert answer.capture_results.status == "ok"
@@ -188,14 +244,19 @@ def test_many_coroutines_share_one_async_client(up: Up) -> None:
         async with AsyncClient(up.ready()) as client:
             assert await client.ready()
             assert await client.models() == ["fake"]
-            runs = [client.run(model="fake", prompts=[f"prompt {number}"], capture=CAPTURE, timeout=120) for number in range(20)]
+            runs = [
+                client.run(model="fake", prompts=[f"prompt {number}"], capture=CAPTURE, timeout=120)
+                for number in range(20)
+            ]
             results = await asyncio.gather(*runs)
             assert len({result.id for result in results}) == 20
             reader = await client.capture(results[3].id)
             np.testing.assert_array_equal(reader.array(2), expected(2, reader.token_ids()))
             events = [event.event async for event in client.events(results[0].id)]
             assert events[-1] == "done"
-            answer = await client.completion("fake", "hi", capture=CAPTURE, capture_wait=True, max_tokens=2)
+            answer = await client.completion(
+                "fake", "hi", capture=CAPTURE, capture_wait=True, max_tokens=2
+            )
             assert answer.capture_results is not None
             with pytest.raises(MidstreamError, match="unknown model"):
                 await client.chat("nobody", [{"role": "user", "content": "x"}])
@@ -216,7 +277,17 @@ def test_every_answer_names_the_version(up: Up) -> None:
 
 
 def test_submit_waits_and_shows_outputs_receipts_and_what_to_do_next(up: Up) -> None:
-    done = up.midstream("submit", "hello", "you", "--layers", "0-2", "--positions", "all_prompt", "--max-tokens", "4")
+    done = up.midstream(
+        "submit",
+        "hello",
+        "you",
+        "--layers",
+        "0-2",
+        "--positions",
+        "all_prompt",
+        "--max-tokens",
+        "4",
+    )
     assert done.returncode == 0, done.stderr
     assert "succeeded" in done.stdout
     assert "captures ok: 2 files" in done.stdout
@@ -225,7 +296,18 @@ def test_submit_waits_and_shows_outputs_receipts_and_what_to_do_next(up: Up) -> 
 
 
 def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
-    options = ["--hooks", "resid_pre:0;post_block:all", "--span", "o#-1", "--span", "l#all", "--positions", "0", "--every-n", "2"]
+    options = [
+        "--hooks",
+        "resid_pre:0;post_block:all",
+        "--span",
+        "o#-1",
+        "--span",
+        "l#all",
+        "--positions",
+        "0",
+        "--every-n",
+        "2",
+    ]
     form = ["--at", "after", "--dtype", "float16", "--layout", "per_file", "--tag", "cli"]
     consumers = ["--consumer", "filesystem", "--consumer", "memory"]
     done = up.midstream("submit", "hello world", *options, *form, *consumers, "--json")
@@ -235,8 +317,14 @@ def test_the_capture_options_of_submit_reach_the_worker(up: Up) -> None:
     assert {(file.layout, file.tag) for file in files} == {("per_file", "cli")}
     assert len(files) == 1 + NUM_LAYERS, "one file for each hook and layer"
     rows = returned_rows(result.capture_results)
-    assert (rows.positions(), rows.layers(hook="pre_attn"), len(rows.layers())) == ([0, 2, 3, 7, 9], [0], NUM_LAYERS)
-    shown = up.midstream("submit", "hello", "--hooks", "mlp_in", "--layers", "1", "--consumer", "memory")
+    assert (rows.positions(), rows.layers(hook="pre_attn"), len(rows.layers())) == (
+        [0, 2, 3, 7, 9],
+        [0],
+        NUM_LAYERS,
+    )
+    shown = up.midstream(
+        "submit", "hello", "--hooks", "mlp_in", "--layers", "1", "--consumer", "memory"
+    )
     assert "mlp_in" in shown.stdout, shown.stderr
     assert re.search(r"\d B in the response", shown.stdout)
 
@@ -271,7 +359,12 @@ def test_a_file_that_was_changed_is_found_by_verify(up: Up, tmp_path: Path) -> N
 
 
 def test_a_body_from_a_file_is_submitted_as_it_is(up: Up, tmp_path: Path) -> None:
-    body = {"model": "fake", "prompts": [[1, 2, 3]], "capture": {"layers": [0], "positions": [1]}, "sampling": {"max_tokens": 2}}
+    body = {
+        "model": "fake",
+        "prompts": [[1, 2, 3]],
+        "capture": {"layers": [0], "positions": [1]},
+        "sampling": {"max_tokens": 2},
+    }
     (tmp_path / "job.json").write_text(json.dumps(body))
     done = up.midstream("submit", "--body", str(tmp_path / "job.json"), "--json")
     assert done.returncode == 0, done.stderr
@@ -302,13 +395,17 @@ def test_cancel_stops_a_running_job_and_waiting_for_it_fails(tmp_path: Path) -> 
 
 
 def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_path: Path) -> None:
-    job = client.run(model="fake", prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=120).id
+    job = client.run(
+        model="fake", prompts=["hello"], capture={**CAPTURE, "tag": "passing"}, timeout=120
+    ).id
     assert [entry.job for entry in client.captures(tag="passing", limit=1).captures] == [job]
     assert job in up.midstream("capture", "list", "--tag", "passing").stdout
     done = up.midstream("capture", "export", job, str(tmp_path / "rows.npz"), "--layers", "1")
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "rows.npz") as arrays:
-        np.testing.assert_array_equal(arrays["post_block.1"], expected(1, arrays["token_ids"].tolist()))
+        np.testing.assert_array_equal(
+            arrays["post_block.1"], expected(1, arrays["token_ids"].tolist())
+        )
     assert up.midstream("capture", "delete", job).returncode == 0
     for gone in (lambda: client.capture(job), lambda: client.delete_capture(job)):
         with pytest.raises(MidstreamError) as caught:
@@ -318,12 +415,17 @@ def test_captures_are_listed_exported_and_deleted(up: Up, client: Client, tmp_pa
     assert client.captures(tag="passing").captures == []
 
 
-def test_a_patch_study_zooms_and_cancels_on_interrupt(up: Up, client: Client, tmp_path: Path) -> None:
+def test_a_patch_study_zooms_and_cancels_on_interrupt(
+    up: Up, client: Client, tmp_path: Path
+) -> None:
     study = PatchStudy("hello you", "hallo you", " a", " b", client=client, model="fake").sweep(
         hooks=["resid_pre", "mlp_out"], metric="logit_diff"
     )
     told = study.result.summary
-    assert (told.cells + told.skipped, told.total) == (told.total, 2 * NUM_LAYERS * len(study.result.pairs[0].labels))
+    assert (told.cells + told.skipped, told.total) == (
+        told.total,
+        2 * NUM_LAYERS * len(study.result.pairs[0].labels),
+    )
     study.save(tmp_path / "study.json")
     best = study.top(1)[0]
     closer = PatchStudy.load(tmp_path / "study.json", client).zoom(best)
@@ -343,7 +445,18 @@ def test_a_patch_study_zooms_and_cancels_on_interrupt(up: Up, client: Client, tm
 
 def test_a_sweep_is_drawn_on_the_terminal_and_its_job_shown_again(up: Up, tmp_path: Path) -> None:
     drawn = tmp_path / "out.svg"
-    asked = ("--clean", "hello you", "--corrupt", "hallo you", "--answer", " a", "--foil", " b", "--metric", "logit_diff")
+    asked = (
+        "--clean",
+        "hello you",
+        "--corrupt",
+        "hallo you",
+        "--answer",
+        " a",
+        "--foil",
+        " b",
+        "--metric",
+        "logit_diff",
+    )
     done = up.midstream("sweep", *asked, "--hooks", "resid_pre", "--heatmap", str(drawn))
     assert done.returncode == 0, done.stderr
     assert "pre_attn (resid_pre)" in done.stdout
@@ -362,13 +475,21 @@ def test_conversations_run_as_one_job_through_the_models_chat_template(client: C
     assert [output.prompt_tokens for output in single.outputs] == [len(reader.token_ids(0))]
 
 
-def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(client: Client, up: Up) -> None:
-    ids = [client.run(model="fake", prompts=prompts, capture=CAPTURE, timeout=120).id for prompts in (["hello", "you"], ["far away"])]
+def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(
+    client: Client, up: Up
+) -> None:
+    ids = [
+        client.run(model="fake", prompts=prompts, capture=CAPTURE, timeout=120).id
+        for prompts in (["hello", "you"], ["far away"])
+    ]
     reader = client.capture(ids[0])
     assert "".join(reader.tokens(0)) == client.detokenize("fake", reader.token_ids(0)).prompt
     rows = client.matrix(ids, -1)
-    last = [client.capture(job).row(NUM_LAYERS - 1, reader.positions(request)[-1], request=request)
-            for job, request in ((ids[0], 0), (ids[0], 1), (ids[1], 0)) for reader in [client.capture(job)]]  # fmt: skip
+    last = [
+        client.capture(job).row(NUM_LAYERS - 1, reader.positions(request)[-1], request=request)
+        for job, request in ((ids[0], 0), (ids[0], 1), (ids[1], 0))
+        for reader in [client.capture(job)]
+    ]
     np.testing.assert_array_equal(rows, np.stack(last))
 
     async def same() -> tuple[list[str], np.ndarray]:

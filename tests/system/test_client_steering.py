@@ -1,4 +1,6 @@
-"""Do names, global steering and the ranks' agreement work from Python and the command line, through the whole stack?"""
+"""Do names, global steering and the ranks' agreement work from Python and the command line, through
+the whole stack?
+"""
 
 import asyncio
 import json
@@ -40,7 +42,9 @@ def client(up: Up) -> Iterator[Client]:
 
 
 def answered(client: Client) -> Dynamic:
-    """What the ranks say: they are asked again where the worker was too busy for the two seconds that it is given."""
+    """What the ranks say: they are asked again where the worker was too busy for the two seconds
+    that it is given.
+    """
     for _ in range(20):
         found = client.dynamic()
         if "did not answer" not in found.determinism.detail:
@@ -50,12 +54,19 @@ def answered(client: Client) -> Dynamic:
 
 def text(client: Client, *steering: Any) -> str:
     """What the fake engine says: steering decides it."""
-    return client.completion("fake", "once upon a time", steering=list(steering), max_tokens=12, temperature=0).text
+    return client.completion(
+        "fake", "once upon a time", steering=list(steering), max_tokens=12, temperature=0
+    ).text
 
 
 def test_a_module_steers_like_its_scaled_entries(client: Client) -> None:
-    view = client.register_module("joy", {"post_block.2": JOY, "mlp_out.1": CALM}, description="to smile")
-    assert [(entry.hook, entry.layers) for entry in view.entries] == [("mlp_out", [1]), ("post_block", [2])]
+    view = client.register_module(
+        "joy", {"post_block.2": JOY, "mlp_out.1": CALM}, description="to smile"
+    )
+    assert [(entry.hook, entry.layers) for entry in view.entries] == [
+        ("mlp_out", [1]),
+        ("post_block", [2]),
+    ]
     assert (client.module("joy"), client.modules()) == (view, [view])
     entries = [{"layers": 1, "hook": "mlp_out", "vector": CALM}, {"layers": 2, "vector": JOY}]
     named = text(client, {"module": "joy"})
@@ -101,11 +112,23 @@ def test_the_async_client_steers_alike(client: Client) -> None:
     async def use() -> tuple[str, str, list[str]]:
         async with AsyncClient(client.url) as calls:
             await calls.register_module("joy", {"post_block.2": JOY})
-            steered = await calls.completion("fake", "once upon a time", steering=[{"module": "joy"}], max_tokens=12, temperature=0)
+            steered = await calls.completion(
+                "fake",
+                "once upon a time",
+                steering=[{"module": "joy"}],
+                max_tokens=12,
+                temperature=0,
+            )
             await calls.set_global([{"layers": 2, "vector": JOY}])
-            everyone = await calls.completion("fake", "once upon a time", max_tokens=12, temperature=0)
+            everyone = await calls.completion(
+                "fake", "once upon a time", max_tokens=12, temperature=0
+            )
             await calls.clear_global()
-            return steered.text, everyone.text, [worker.worker for worker in (await calls.dynamic()).workers]
+            return (
+                steered.text,
+                everyone.text,
+                [worker.worker for worker in (await calls.dynamic()).workers],
+            )
 
     steered, everyone, workers = asyncio.run(use())
     assert steered == everyone == text(client, {"layers": 2, "vector": JOY})
@@ -122,26 +145,36 @@ def test_rank_checksums_agree(client: Client) -> None:
     assert [rank.rank for rank in worker.ranks] == list(range(RANKS))
     assert len({(rank.checksum, rank.actions, rank.global_digest) for rank in worker.ranks}) == 1
     assert worker.ranks[0].modules == {"joy": client.module("joy").digest}
-    assert worker.ranks[0].global_version == worker.global_version == client.global_steering().version
+    assert (
+        worker.ranks[0].global_version == worker.global_version == client.global_steering().version
+    )
     assert found.determinism.consistent
 
 
 def test_the_cli_registers_uses_and_deletes_modules(up: Up, client: Client, tmp_path: Path) -> None:
     save_file({"post_block.2": JOY}, tmp_path / "joy.safetensors", {"op": "add", "scale": "0.5"})
-    made = up.midstream("modules", "register", "joy", f"{tmp_path}/joy.safetensors", "--description", "to smile")
+    made = up.midstream(
+        "modules", "register", "joy", f"{tmp_path}/joy.safetensors", "--description", "to smile"
+    )
     assert made.returncode == 0, made.stderr
     digest = client.module("joy").digest
     assert digest in made.stdout
     assert digest[:12] in up.midstream("modules", "list").stdout
     assert json.loads(up.midstream("modules", "show", "joy", "--json").stdout)["digest"] == digest
-    done = up.midstream("submit", "once upon a time", "--steer", "@joy:4", "--max-tokens", "12", "--json")
-    assert json.loads(done.stdout)["outputs"][0]["text"] == text(client, {"layers": 2, "vector": JOY, "scale": 2.0})
+    done = up.midstream(
+        "submit", "once upon a time", "--steer", "@joy:4", "--max-tokens", "12", "--json"
+    )
+    assert json.loads(done.stdout)["outputs"][0]["text"] == text(
+        client, {"layers": 2, "vector": JOY, "scale": 2.0}
+    )
     assert up.midstream("modules", "remove", "joy").returncode == 0
     gone = up.midstream("submit", "once upon a time", "--steer", "@joy")
     assert (gone.returncode, "steering[0].module" in gone.stderr) == (1, True)
 
 
-def test_the_cli_sets_global_steering_and_shows_ranks(up: Up, client: Client, tmp_path: Path) -> None:
+def test_the_cli_sets_global_steering_and_shows_ranks(
+    up: Up, client: Client, tmp_path: Path
+) -> None:
     np.save(tmp_path / "joy.npy", JOY)
     plain = text(client)
     done = up.midstream("global", "set", "--steer", f"{tmp_path}/joy.npy:2:2.0")
@@ -153,7 +186,10 @@ def test_the_cli_sets_global_steering_and_shows_ranks(up: Up, client: Client, tm
         if "did not answer" not in dynamic.stdout + dynamic.stderr:
             break
     assert dynamic.returncode == 0, dynamic.stderr
-    assert f"determinism: consistent, {RANKS} ranks in 1 stage of 1 worker, checksum " in dynamic.stdout
+    assert (
+        f"determinism: consistent, {RANKS} ranks in 1 stage of 1 worker, checksum "
+        in dynamic.stdout
+    )
     assert up.midstream("global", "clear").returncode == 0
     assert text(client) == plain
 
@@ -163,7 +199,10 @@ def test_steering_beyond_the_dtype_is_refused_and_changes_nothing(up: Up, client
     for ask in (client.set_global, lambda entries: client.register_module("wide", entries)):
         with pytest.raises(MidstreamError) as caught:
             ask([{"layers": 2, "vector": [1.0, 2.0]}])
-        assert (caught.value.kind, caught.value.field) == ("invalid_request", "steering[0].vector.shape")
+        assert (caught.value.kind, caught.value.field) == (
+            "invalid_request",
+            "steering[0].vector.shape",
+        )
     assert (client.global_steering().version, client.modules()) == (before.version, [])
 
 
@@ -178,21 +217,38 @@ MATRICES = {
     "entry",
     [
         {"layers": "0-2", "vector": JOY, "scale": 0.5, "positions": "all_generated"},
-        {"layers": 2, "hook": "pre_attn", "vector": CALM, "scale": 0.1, "norm_match": True, "positions": [0, {"text": "upon"}]},
-        {"layers": 1, "hook": "mlp_out", "vector": CALM.astype(np.float16), "op": "clamp", "low": -1.0},
+        {
+            "layers": 2,
+            "hook": "pre_attn",
+            "vector": CALM,
+            "scale": 0.1,
+            "norm_match": True,
+            "positions": [0, {"text": "upon"}],
+        },
+        {
+            "layers": 1,
+            "hook": "mlp_out",
+            "vector": CALM.astype(np.float16),
+            "op": "clamp",
+            "low": -1.0,
+        },
         {"layers": [0, 2], "vector": JOY, "op": "ablate", "strength": 0.5},
         {"layers": 1, "vector": JOY, "op": "replace", "alpha": 0.5},
         {"layers": 2, "op": "lowrank", **MATRICES},
     ],
 )
-def test_an_exported_module_is_the_same_when_registered_again(client: Client, tmp_path: Path, entry: dict[str, Any]) -> None:
+def test_an_exported_module_is_the_same_when_registered_again(
+    client: Client, tmp_path: Path, entry: dict[str, Any]
+) -> None:
     view = client.register_module("mood", [entry, {"layers": 1, "hook": "attn_out", "vector": JOY}])
     assert client.export_module("mood", tmp_path / "mood.safetensors") == "safetensors"
     assert client.register_module("again", tmp_path / "mood.safetensors").digest == view.digest
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "npz", "pt", "json"])
-def test_a_module_steers_alike_after_export_in_any_format(client: Client, tmp_path: Path, suffix: str) -> None:
+def test_a_module_steers_alike_after_export_in_any_format(
+    client: Client, tmp_path: Path, suffix: str
+) -> None:
     client.register_module("joy", {"post_block.2": JOY, "post_block.1": CALM})
     client.export_module("joy", tmp_path / f"joy.{suffix}")
     client.register_module("again", tmp_path / f"joy.{suffix}")
@@ -214,7 +270,12 @@ def test_an_export_that_cannot_be_made_is_refused(client: Client, tmp_path: Path
 def test_the_cli_exports_modules(up: Up, client: Client, tmp_path: Path) -> None:
     client.register_module("joy", {"post_block.2": JOY})
     done = up.midstream("modules", "export", "joy", f"{tmp_path}/joy.gguf")
-    assert (done.returncode, done.stdout) == (0, f"joy written to {tmp_path}/joy.gguf as gguf\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"joy written to {tmp_path}/joy.gguf as gguf\n"), (
+        done.stderr
+    )
     assert up.midstream("modules", "register", "again", f"{tmp_path}/joy.gguf").returncode == 0
     assert text(client, {"module": "again"}) == text(client, {"module": "joy"})
-    assert up.midstream("modules", "export", "joy", f"{tmp_path}/joy", "--format", "onnx").returncode != 0
+    assert (
+        up.midstream("modules", "export", "joy", f"{tmp_path}/joy", "--format", "onnx").returncode
+        != 0
+    )

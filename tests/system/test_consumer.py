@@ -1,4 +1,6 @@
-"""Does a worker survive that a message's connection is closed before the message is acknowledged?"""
+"""Does a worker survive that a message's connection is closed before the message is
+acknowledged?
+"""
 
 import logging
 
@@ -21,7 +23,9 @@ def taken(redis_url: str) -> tuple[Connection, Message]:
 
 
 def lose(connection: Connection) -> None:
-    """What is left when Redis went away while a connection was given up: no client, and its pool gone."""
+    """What is left when Redis went away while a connection was given up: no client, and its pool
+    gone.
+    """
     channel = connection.default_channel
     channel._disconnect_pools()
     channel.qos._on_collect.cancel()  # or the end of the tests would try to restore the message
@@ -32,11 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 # field case 37
-def test_an_acknowledgement_on_a_lost_connection_is_a_warning(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_acknowledgement_on_a_lost_connection_is_a_warning(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     connection, message = taken(redis_url)
     lose(connection)
     assert is_closed(message.channel)
-    with pytest.raises(AttributeError):  # what kombu does; when it no longer does, all of this can go
+    with pytest.raises(
+        AttributeError
+    ):  # what kombu does; when it no longer does, all of this can go
         message.ack_log_error(logger, ())
     settle(message.ack_log_error, logger, ())
     assert "its connection is closed" in caplog.text
@@ -58,7 +66,9 @@ def test_another_attribute_error_is_not_hidden(redis_url: str) -> None:
 
 # field case 37
 @pytest.mark.parametrize("still_connected", [False, True])
-def test_a_lost_connection_that_cannot_be_closed_does_not_end_the_worker(monkeypatch: pytest.MonkeyPatch, still_connected: bool) -> None:
+def test_a_lost_connection_that_cannot_be_closed_does_not_end_the_worker(
+    monkeypatch: pytest.MonkeyPatch, still_connected: bool
+) -> None:
     def fail(self: CeleryConsumer, exc: Exception) -> None:
         self.connection = "a connection" if still_connected else None
         raise AttributeError("'NoneType' object has no attribute 'hostname'")
@@ -73,4 +83,7 @@ def test_a_lost_connection_that_cannot_be_closed_does_not_end_the_worker(monkeyp
 
 
 def test_every_worker_uses_this_consumer() -> None:
-    assert symbol_by_name(make_app(Settings(redis_url="redis://127.0.0.1:1/0")).conf.worker_consumer) is Consumer
+    assert (
+        symbol_by_name(make_app(Settings(redis_url="redis://127.0.0.1:1/0")).conf.worker_consumer)
+        is Consumer
+    )

@@ -1,4 +1,6 @@
-"""Does the relay take receipts from known workers only, each in its own name, and does whoever is refused hear of it?"""
+"""Does the relay take receipts from known workers only, each in its own name, and does whoever is
+refused hear of it?
+"""
 
 import logging
 import socket
@@ -52,7 +54,11 @@ def relay(redis_url: str, tmp_path: Path, keys: Keys) -> Iterator[RelayProcess]:
     # 127.0.0.2 is not among what counts as loopback: with keys the relay may listen there.
     url = f"tcp://127.0.0.2:{free_port()}"
     process = RelayProcess(
-        redis_url, tmp_path / "relay.log", url, curve_secret_file=str(keys.folder / "relay.key"), curve_clients_dir=str(keys.clients)
+        redis_url,
+        tmp_path / "relay.log",
+        url,
+        curve_secret_file=str(keys.folder / "relay.key"),
+        curve_clients_dir=str(keys.clients),
     )
     yield process
     process.kill()
@@ -113,17 +119,26 @@ class Stranger:
         self.context.term()
 
 
-def test_receipts_for_another_workers_id_are_refused(relay: RelayProcess, keys: Keys, jobs: Jobs) -> None:
+def test_receipts_for_another_workers_id_are_refused(
+    relay: RelayProcess, keys: Keys, jobs: Jobs
+) -> None:
     keys.worker("w")
     other = keys.worker("other")
     [job] = jobs.claim(1, 1)
     with Stranger(relay.url, b"w/0/x", other) as impostor:
-        for kind, payload in ((Kind.HELLO, b""), (Kind.RECEIPT, to_msgpack(receipt(job, 0))), (Kind.LOST, b"")):
+        for kind, payload in (
+            (Kind.HELLO, b""),
+            (Kind.RECEIPT, to_msgpack(receipt(job, 0))),
+            (Kind.LOST, b""),
+        ):
             answer = impostor.ask(kind, 1, payload)
             assert answer.kind is Kind.REFUSED
             refusal = frames.refusal(answer)
             assert refusal.reason == "identity"
-            assert f"the sender with CURVE key {other.public} identifies as worker 'w', which has a different key" in refusal.detail
+            assert (
+                f"the sender with CURVE key {other.public} identifies as worker 'w', which has "
+                "a different key"
+            ) in refusal.detail
     assert jobs.arrived(job) == {}
     assert "identifies as worker 'w'" in relay.log.read_text()
     with Stranger(relay.url, b"other/0/x", other) as itself:
@@ -152,8 +167,12 @@ def test_a_sender_with_missing_or_wrong_curve_keys_logs_why(
     assert jobs.arrived(job) == {}
 
 
-def test_a_sender_without_keys_logs_it_when_disconnected_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Both sides see in the other's greeting that only one has keys; here the other one is always first."""
+def test_a_sender_without_keys_logs_it_when_disconnected_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both sides see in the other's greeting that only one has keys; here the other one is always
+    first.
+    """
     with (
         caplog.at_level(logging.ERROR),
         socket.create_server(("127.0.0.1", 0)) as listener,

@@ -1,4 +1,6 @@
-"""Does a deleted capture stay deleted, whoever still writes for its job; does what is old go in time; whom does a full quota stop?"""
+"""Does a deleted capture stay deleted, whoever still writes for its job; does what is old go in
+time; whom does a full quota stop?
+"""
 
 import asyncio
 from pathlib import Path
@@ -35,18 +37,26 @@ async def ended(ledger: Ledger, url: str, sequence: int = 1, **changes: Any) -> 
     return job
 
 
-async def ended_by_its_first_error(ledger: Ledger, url: str, end: str, root: Path) -> tuple[Job, int]:
-    """A job of two requests, over while the second is yet to be written; and the sequence number of the next receipt."""
+async def ended_by_its_first_error(
+    ledger: Ledger, url: str, end: str, root: Path
+) -> tuple[Job, int]:
+    """A job of two requests, over while the second is yet to be written; and the sequence number of
+    the next receipt.
+    """
     job = make_job(prompts=2, capture=True)
     attempt = await claimed(ledger, job, ranks=1)
     files = write(root, finished(job.id, 0, layout="packed"))
     if end == "error":
-        settler(url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, files=files, status="error", message="x"))])
+        settler(url).settle(
+            WORKER, 0, EPOCH, [(1, receipt(job, 0, files=files, status="error", message="x"))]
+        )
     else:
         settler(url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0, files=files))])
         await ledger.store_outputs(job.id, attempt, outputs(2))
         await ledger.request_cancel(job.id)
-    assert (await ledger.view(job.id)).state is (State.FAILED if end == "error" else State.CANCELLED)
+    assert (await ledger.view(job.id)).state is (
+        State.FAILED if end == "error" else State.CANCELLED
+    )
     return job, 2
 
 
@@ -56,7 +66,9 @@ def files_in(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("end", ["error", "cancel"])
-def test_files_written_after_an_early_deletion_are_removed(redis_url: str, tmp_path: Path, layout: str, end: str) -> None:
+def test_files_written_after_an_early_deletion_are_removed(
+    redis_url: str, tmp_path: Path, layout: str, end: str
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             captures, root = Captures(ledger), tmp_path / "captures"
@@ -80,7 +92,9 @@ def test_files_written_after_an_early_deletion_are_removed(redis_url: str, tmp_p
     asyncio.run(main())
 
 
-def test_files_that_a_worker_reports_long_after_their_deletion_are_removed(redis_url: str, tmp_path: Path) -> None:
+def test_files_that_a_worker_reports_long_after_their_deletion_are_removed(
+    redis_url: str, tmp_path: Path
+) -> None:
     """A worker that was stopped for an hour, and wakes."""
 
     async def main() -> None:
@@ -99,7 +113,9 @@ def test_files_that_a_worker_reports_long_after_their_deletion_are_removed(redis
     asyncio.run(main())
 
 
-def test_a_deletion_continues_while_receipts_arrive(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_continues_while_receipts_arrive(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             captures, root = Captures(ledger), tmp_path / "captures"
@@ -110,7 +126,9 @@ def test_a_deletion_continues_while_receipts_arrive(redis_url: str, tmp_path: Pa
             def and_then_written(*arguments: Any) -> list[str]:
                 done = delete(*arguments)
                 late = write(root, finished(job.id, 1), owner="w.late.0")
-                settler(redis_url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))])
+                settler(redis_url).settle(
+                    WORKER, 0, EPOCH, [(sequence, receipt(job, 1, files=late))]
+                )
                 return done
 
             monkeypatch.setattr(retention, "delete", and_then_written)
@@ -139,7 +157,9 @@ def test_a_deletion_recorded_only_on_disk_is_completed(redis_url: str, tmp_path:
     asyncio.run(main())
 
 
-def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(redis_url: str, tmp_path: Path) -> None:
+def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with (
             open_ledger(redis_url, data_dir=str(tmp_path)) as here,
@@ -160,7 +180,9 @@ def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(redis_
     asyncio.run(main())
 
 
-def test_undeletable_captures_do_not_block_other_deletions(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_captures_do_not_block_other_deletions(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             captures, root = Captures(ledger), tmp_path / "captures"
@@ -178,7 +200,9 @@ def test_undeletable_captures_do_not_block_other_deletions(redis_url: str, tmp_p
             monkeypatch.setattr(FileStore, "unmark", refusing)
             with pytest.raises(OSError, match="Permission denied"):
                 await captures.sweep(now() + 3600)
-            assert [name.decode() for name in await ledger.redis.zrange("ms:deleting", 0, -1)] == [stuck.id]
+            assert [name.decode() for name in await ledger.redis.zrange("ms:deleting", 0, -1)] == [
+                stuck.id
+            ]
 
     asyncio.run(main())
 
@@ -188,7 +212,9 @@ def test_queued_jobs_do_not_block_capture_expiry(redis_url: str, tmp_path: Path)
         async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
             (tmp_path / "captures").mkdir()
             for _ in range(captures_module.SWEEP_LIMIT):
-                await ledger.submit(make_job(capture=True, created=now() - 5000, model="of no worker"), {})
+                await ledger.submit(
+                    make_job(capture=True, created=now() - 5000, model="of no worker"), {}
+                )
             job = await ended(ledger, redis_url)
             assert await Captures(ledger).sweep(now() + 101) == [job.id]
 
@@ -196,7 +222,9 @@ def test_queued_jobs_do_not_block_capture_expiry(redis_url: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("end", ["succeeded", "aborted"])
-def test_the_age_of_captures_counts_from_the_end_of_their_job(redis_url: str, tmp_path: Path, end: str) -> None:
+def test_the_age_of_captures_counts_from_the_end_of_their_job(
+    redis_url: str, tmp_path: Path, end: str
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
             captures = Captures(ledger)
@@ -219,7 +247,9 @@ def test_the_age_of_captures_counts_from_the_end_of_their_job(redis_url: str, tm
 def test_only_captures_in_files_are_kept_for_expiry(redis_url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=100) as ledger:
-            returned = StoredCapture(sites={"post_block": [0]}, positions="all", tag="t", consumers=["memory"])
+            returned = StoredCapture(
+                sites={"post_block": [0]}, positions="all", tag="t", consumers=["memory"]
+            )
             await ended(ledger, redis_url, captures=[[returned]])
             assert await ledger.redis.zcard("ms:captured") == 0
 
@@ -235,7 +265,10 @@ def filled(directory: Path, size: int) -> None:
 
 
 def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_path: Path) -> None:
-    body, key = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}, {"Idempotency-Key": "k"}
+    body, key = (
+        {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}},
+        {"Idempotency-Key": "k"},
+    )
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)
         hand.serve()
@@ -245,26 +278,47 @@ def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_
         api.start()  # and measure again
         again = api.http.post("/v1/jobs", json=body, headers=key)
         assert (first.status_code, again.json()["id"]) == (202, first.json()["id"])
-        assert api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "other"}).status_code == 507
+        assert (
+            api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "other"}).status_code
+            == 507
+        )
         other = {**body, "prompts": ["b"]}
-        assert api.http.post("/v1/jobs", json=other, headers=key).json()["type"] == "urn:midstream:idempotency_mismatch"
+        assert (
+            api.http.post("/v1/jobs", json=other, headers=key).json()["type"]
+            == "urn:midstream:idempotency_mismatch"
+        )
         hand.close()
 
 
-@pytest.mark.parametrize("size", [(1 << 20) - (20 << 10), 2 << 20])  # a user's capture would still have room in the first
-def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(redis_url: str, tmp_path: Path, size: int) -> None:
+# a user's capture would still have room in the first
+@pytest.mark.parametrize("size", [(1 << 20) - (20 << 10), 2 << 20])
+def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
+    redis_url: str, tmp_path: Path, size: int
+) -> None:
     filled(tmp_path, size)
     with running(tmp_path, redis_url, capture_quota_mib=1) as api:
         hand = Hand(api.settings)
         hand.serve(global_captures=[CaptureSpec(tag="ops")])
         plain, returned = (
             api.submit(),
-            api.submit(capture={"layers": [0], "positions": "last_prompt", "tag": "mine", "consumers": ["memory"]}),
+            api.submit(
+                capture={
+                    "layers": [0],
+                    "positions": "last_prompt",
+                    "tag": "mine",
+                    "consumers": ["memory"],
+                }
+            ),
         )
-        tags = [[capture.tag for capture in hand.claim(job_id).job.captures[:1] for capture in capture] for job_id in (plain, returned)]
+        tags = [
+            [capture.tag for capture in hand.claim(job_id).job.captures[:1] for capture in capture]
+            for job_id in (plain, returned)
+        ]
         assert tags == [[], ["mine"]]
         assert api.view(plain)["capture_status"] == "not_requested"
-        mine = api.http.post("/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}})
+        mine = api.http.post(
+            "/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
+        )
         assert mine.status_code == (202 if size < 1 << 20 else 507)
         assert api.log().count("global capture skipped") == 1
         hand.close()

@@ -16,14 +16,38 @@ from midstream.workers.demo_model import fetch_demo_model
 pytestmark = pytest.mark.long
 
 WORDS = [
-    "The", " Eiffel", " Tower", " is", " in", " Paris", ".", "\n", "  ", " 2026", " naïve", " 東京", "都", " 🙂", "👩\u200d🚀", " e\u0301",
-    "ß", "<|im_end|>", " Grüße", "\t", " مرحبا", "def f(x):\n    return x", " don't", " l'été", "…",
-]  # fmt: skip
+    "The",
+    " Eiffel",
+    " Tower",
+    " is",
+    " in",
+    " Paris",
+    ".",
+    "\n",
+    "  ",
+    " 2026",
+    " naïve",
+    " 東京",
+    "都",
+    " 🙂",
+    "👩\u200d🚀",
+    " e\u0301",
+    "ß",
+    "<|im_end|>",
+    " Grüße",
+    "\t",
+    " مرحبا",
+    "def f(x):\n    return x",
+    " don't",
+    " l'été",
+    "…",
+]
 
 
 @pytest.fixture(scope="module")
 def bundle() -> TokenizerBundle:
-    # Here and not above: every test process imports every test file, and this imports transformers (4 s).
+    # Here and not above: every test process imports every test file, and this imports transformers
+    # (4 s).
     from midstream.workers.engine.tokenizer import tokenizer_bundle
 
     return tokenizer_bundle(str(fetch_demo_model(say=lambda line: None)))
@@ -43,7 +67,9 @@ def spell(bundle: TokenizerBundle):
 
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=16), data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_span_of_any_text_names_the_tokens_that_spell_it(codec: Codec, spell, words: list[str], data: st.DataObject) -> None:
+def test_a_span_of_any_text_names_the_tokens_that_spell_it(
+    codec: Codec, spell, words: list[str], data: st.DataObject
+) -> None:
     text = "".join(words)
     start = data.draw(st.integers(0, len(text) - 1))
     part = text[start : data.draw(st.integers(start + 1, len(text)))]
@@ -55,13 +81,19 @@ def test_a_span_of_any_text_names_the_tokens_that_spell_it(codec: Codec, spell, 
     assert found.find(span) == overlapping(spell(ids), text, span)
 
 
-def test_a_span_of_a_conversation_counts_from_the_templates_first_token(codec: Codec, spell) -> None:
+def test_a_span_of_a_conversation_counts_from_the_templates_first_token(
+    codec: Codec, spell
+) -> None:
     messages = [{"role": "user", "content": "Where is the Eiffel Tower? The Eiffel Tower!"}]
     ids, text = asyncio.run(codec.encode_chat(messages))
     assert text.startswith("<|im_start|>system")
     found = codec.map_text(text, ids, special_tokens=False)
     assert found is not None
-    for span in (Span(text="Eiffel Tower", occurrence=1), Span(text="<|im_start|>user"), Span(text=text)):
+    for span in (
+        Span(text="Eiffel Tower", occurrence=1),
+        Span(text="<|im_start|>user"),
+        Span(text=text),
+    ):
         assert found.find(span) == overlapping(spell(ids), text, span)
     second = found.find(Span(text="Eiffel Tower", occurrence=1))
     assert b"".join(spell(ids)[position] for position in second).decode() == " Eiffel Tower"

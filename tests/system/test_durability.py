@@ -29,7 +29,9 @@ LOADED_COMMANDS, LOAD_S = 60_000, 30.0
 
 @pytest.fixture(scope="module")
 def lossy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis without AOF that evicts keys, and whose users may not ask for its configuration, as in a managed service."""
+    """A Redis without AOF that evicts keys, and whose users may not ask for its configuration, as
+    in a managed service.
+    """
     server = redis_server.start(tmp_path_factory.mktemp("lossy"))
     with redis.Redis.from_url(server.url) as client:
         client.config_set("appendonly", "no")
@@ -42,22 +44,40 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("part", MODULES)
 def test_a_redis_that_may_forget_jobs_is_refused(part: str, lossy: str, tmp_path: Path) -> None:
     settings = Settings(
-        data_dir=str(tmp_path), redis_url=lossy, relay_url=f"tcp://127.0.0.1:{free_port()}", api_port=free_port(), engine="fake", model="m"
+        data_dir=str(tmp_path),
+        redis_url=lossy,
+        relay_url=f"tcp://127.0.0.1:{free_port()}",
+        api_port=free_port(),
+        engine="fake",
+        model="m",
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")} | to_environment(settings)
-    done = subprocess.run([sys.executable, "-m", MODULES[part]], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
+    } | to_environment(settings)
+    done = subprocess.run(
+        [sys.executable, "-m", MODULES[part]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 2
     assert "append-only" in done.stderr
     assert "allkeys-lru" in done.stderr
     assert "MIDSTREAM_REDIS_ALLOW_LOSSY=true" in done.stderr
 
 
-def test_redis_allow_lossy_accepts_a_lossy_redis(lossy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_allow_lossy_accepts_a_lossy_redis(
+    lossy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     redis_durability.require(Settings(redis_url=lossy, redis_allow_lossy=True))
     assert "may lose accepted jobs" in caplog.text
 
 
-def test_an_unreachable_redis_is_checked_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_redis_is_checked_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_durability, "ASK_AGAIN_S", 0.05)
     port, ended = free_port(), threading.Event()
     codes: list[int] = []
@@ -68,7 +88,17 @@ def test_an_unreachable_redis_is_checked_later(tmp_path: Path, monkeypatch: pyte
 
     redis_durability.require(Settings(redis_url=f"redis://127.0.0.1:{port}/0"), end)
     assert not ended.wait(0.3)
-    command = [redis_server.executable(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    command = [
+        redis_server.executable(),
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--dir",
+        str(tmp_path),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         assert ended.wait(60)
@@ -83,7 +113,9 @@ def test_a_durable_redis_is_accepted(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "right"), [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")], ids=["log", "eviction"]
+    ("name", "wrong", "right"),
+    [("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")],
+    ids=["log", "eviction"],
 )
 def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str, right: str
@@ -108,7 +140,9 @@ def test_a_redis_that_is_made_lossy_accepts_no_job_until_it_is_durable_again(
     asyncio.run(main())
 
 
-def test_receipts_are_not_acknowledged_while_redis_has_no_log(redis_url: str, tmp_path: Path) -> None:
+def test_receipts_are_not_acknowledged_while_redis_has_no_log(
+    redis_url: str, tmp_path: Path
+) -> None:
     jobs = Jobs(redis_url)
     relay = RelayProcess(redis_url, tmp_path / "relay.log")
     (job,) = jobs.claim(1, 1)
@@ -134,7 +168,9 @@ def test_a_load_without_progress_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SettingsError, match="no progress"):
         load.watch({"loading": 1, "loading_loaded_bytes": 6})
     assert not load.watch({"loading": 0})
-    assert redis_durability.dangers({"aof_enabled": 0, "loading": 1}) == [], "the log counts as off while it is loaded"
+    assert redis_durability.dangers({"aof_enabled": 0, "loading": 1}) == [], (
+        "the log counts as off while it is loaded"
+    )
 
 
 def fill_log(redis_url: str) -> None:

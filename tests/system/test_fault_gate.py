@@ -1,4 +1,7 @@
-"""The fault gate in short: every kind of process is killed under load. `make test-faults` runs it whole."""
+"""The fault gate in short: every kind of process is killed under load.
+
+`make test-faults` runs it whole.
+"""
 
 import json
 import random
@@ -10,8 +13,9 @@ import s3_kit
 from clients import HARVEST_EVERY
 
 JOBS, TWO_MODELS_JOBS = 500, 200
-#: On a machine that stands still leases run out more often than anything is killed: a job that is run again for that is none that was lost.
-#: The whole gate keeps to what the service does by itself.
+#: On a machine that stands still leases run out more often than anything is killed: a job that is
+#: run again for that is none that was lost. The whole gate keeps to what the service does by
+#: itself.
 MAX_ATTEMPTS = 50
 KILLS = {
     "worker": 4,
@@ -26,13 +30,22 @@ KILLS = {
     "machine": 1,
 }
 TWO_MODELS = {"worker": 1, "model": 2}
-ON_BUCKET = {"worker": 3, "redis": 1, "relay": 1, "callbacks": 1, "bucket away": 2, "bucket busy": 2}
+ON_BUCKET = {
+    "worker": 3,
+    "redis": 1,
+    "relay": 1,
+    "callbacks": 1,
+    "bucket away": 2,
+    "bucket busy": 2,
+}
 
 
 def check(report: gate.Report, kills: dict[str, int]) -> None:
     print(report.table(), json.dumps(report.figures()), sep="\n")  # with the seed, should it fail
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
-    assert report.verdict.seen["again"] > 0, "some jobs were in the hands of a worker when it was killed"
+    assert report.verdict.seen["again"] > 0, (
+        "some jobs were in the hands of a worker when it was killed"
+    )
     replicas = {name: 2 * kills[name] for name in ("api", "api stop") if name in kills}
     assert report.figures()["kills"] == kills | replicas
     assert report.verdict.seen["harvests"] == JOBS // HARVEST_EVERY
@@ -49,7 +62,13 @@ def test_the_fault_gate_loses_and_duplicates_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
-    report = gate.run(tmp_path, random.SystemRandom().randrange(10**9), TWO_MODELS_JOBS, TWO_MODELS, max_attempts=MAX_ATTEMPTS)
+    report = gate.run(
+        tmp_path,
+        random.SystemRandom().randrange(10**9),
+        TWO_MODELS_JOBS,
+        TWO_MODELS,
+        max_attempts=MAX_ATTEMPTS,
+    )
     print(report.table(), json.dumps(report.figures()), sep="\n")
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     assert report.verdict.seen["other weights"] > 0
@@ -57,9 +76,18 @@ def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_fault_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fault_gate_holds_where_harvests_go_into_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in s3_kit.ENVIRONMENT.items():  # for whoever reads the harvests afterwards
         monkeypatch.setenv(name, value)
     with s3_kit.s3_server() as bucket:
-        report = gate.run(tmp_path, random.SystemRandom().randrange(10**9), JOBS, ON_BUCKET, max_attempts=MAX_ATTEMPTS, bucket=bucket)
+        report = gate.run(
+            tmp_path,
+            random.SystemRandom().randrange(10**9),
+            JOBS,
+            ON_BUCKET,
+            max_attempts=MAX_ATTEMPTS,
+            bucket=bucket,
+        )
     check(report, ON_BUCKET)

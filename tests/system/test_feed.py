@@ -1,4 +1,6 @@
-"""The page's feeds: what their readers get is read and rendered once, however many there are; those that fall behind begin again."""
+"""The page's feeds: what their readers get is read and rendered once, however many there are; those
+that fall behind begin again.
+"""
 
 import asyncio
 import json
@@ -58,17 +60,27 @@ def test_a_change_is_read_and_rendered_once_for_all_feeds(redis_url: str) -> Non
         known = make_job(tenant="ada")
         await ledger.submit(known, {})
         with ExitStack() as open_feeds:
-            feeds = [open_feeds.enter_context(feed.of(tenant)) for tenant in ("ada", "bob", None) for _ in range(FEEDS)]
+            feeds = [
+                open_feeds.enter_context(feed.of(tenant))
+                for tenant in ("ada", "bob", None)
+                for _ in range(FEEDS)
+            ]
             before = await calls(ledger, "zrevrange")
             firsts = [jobs_of(await next_of(subscriber)) for subscriber in feeds]
             assert firsts == [[known.id]] * FEEDS + [[]] * FEEDS + [[known.id]] * FEEDS
-            assert await calls(ledger, "zrevrange") - before == 3, "a list of the newest jobs is read once for each audience"
+            assert await calls(ledger, "zrevrange") - before == 3, (
+                "a list of the newest jobs is read once for each audience"
+            )
             job = make_job(tenant="ada")
             await ledger.submit(job, {})
             sent = [await next_of(subscriber) for subscriber in feeds[:FEEDS] + feeds[2 * FEEDS :]]
             assert all(jobs_of(events) == [job.id] for events in sent)
-            assert len({id(event) for events in sent for event in events}) == 2, "one rendering for each of the two audiences"
-            assert [list(await subscriber.take(100)) for subscriber in feeds[FEEDS : 2 * FEEDS]] == [[]] * FEEDS
+            assert len({id(event) for events in sent for event in events}) == 2, (
+                "one rendering for each of the two audiences"
+            )
+            assert [
+                list(await subscriber.take(100)) for subscriber in feeds[FEEDS : 2 * FEEDS]
+            ] == [[]] * FEEDS
 
     run(redis_url, scenario)
 
@@ -88,13 +100,17 @@ def test_a_feed_that_connects_again_reads_nothing_and_misses_nothing(redis_url: 
                     assert set(seen) == {job.id for job in jobs[: number + 1]}
             assert await calls(ledger, "zrevrange") == before
         with feed.of("ada") as later:  # nobody was there for a moment
-            assert set(jobs_of(await next_of(later)) + jobs_of(list(await later.take(100)))) == {job.id for job in jobs}
+            assert set(jobs_of(await next_of(later)) + jobs_of(list(await later.take(100)))) == {
+                job.id for job in jobs
+            }
         assert await calls(ledger, "zrevrange") == before
 
     run(redis_url, scenario)
 
 
-def test_a_feed_that_has_fallen_behind_begins_again(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feed_that_has_fallen_behind_begins_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job_feed, "KEPT_EVENTS", 2)
 
     async def scenario(ledger: Ledger, feed: JobFeed) -> None:

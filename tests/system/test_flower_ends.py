@@ -24,8 +24,16 @@ class Seen:
 
     def hears(self, task_id: str, *events: str) -> None:
         for number, event in enumerate(events):
-            frame = {"type": f"task-{event}", "uuid": task_id, "hostname": WORKER, "clock": number, "local_received": None}
-            self.state.event(frame | {"timestamp": time.time() - 60 + number, "name": "midstream.generate"})
+            frame = {
+                "type": f"task-{event}",
+                "uuid": task_id,
+                "hostname": WORKER,
+                "clock": number,
+                "local_received": None,
+            }
+            self.state.event(
+                frame | {"timestamp": time.time() - 60 + number, "name": "midstream.generate"}
+            )
 
     def stands(self, job_id: str, state: str, **more: object) -> None:
         self.ledger.hset(f"ms:job:{job_id}", mapping={"state": state, **more})
@@ -50,24 +58,40 @@ def test_job_ends_are_reported_to_flower_as_a_worker_would(seen: Seen) -> None:
         seen.hears(f"job_{name}", "sent", "received", "started")
     finished = seen.state.tasks["job_succeeded"].started + 7.5
     seen.stands("job_succeeded", "succeeded", finished=finished)
-    seen.stands("job_failed", "failed", error='{"type":"t","title":"No","status":500,"detail":"it broke"}')
+    seen.stands(
+        "job_failed", "failed", error='{"type":"t","title":"No","status":500,"detail":"it broke"}'
+    )
     seen.stands("job_cancelled", "cancelled")
     seen.stands("job_aborted", "aborted")
     seen.looks()
     ends = seen.states("job_succeeded", "job_failed", "job_cancelled", "job_aborted", "job_gone")
     assert ends == ["SUCCESS", "FAILURE", "REVOKED", "REVOKED", "REVOKED"]
     succeeded, failed = seen.state.tasks["job_succeeded"], seen.state.tasks["job_failed"]
-    assert (succeeded.succeeded, succeeded.runtime, succeeded.result) == (finished, 7.5, "'succeeded'")
+    assert (succeeded.succeeded, succeeded.runtime, succeeded.result) == (
+        finished,
+        7.5,
+        "'succeeded'",
+    )
     assert failed.exception == "JobFailed('No: it broke')"
-    assert seen.state.search_engine.search(seen.state.tasks, state="SUCCESS").task_ids == ["job_succeeded"]
+    assert seen.state.search_engine.search(seen.state.tasks, state="SUCCESS").task_ids == [
+        "job_succeeded"
+    ]
 
 
 def test_running_and_requeued_jobs_are_not_reported_to_flower(seen: Seen) -> None:
-    for state, events in (("running", ("started",)), ("cancelling", ("started",)), ("queued", ("started", "retried"))):
+    for state, events in (
+        ("running", ("started",)),
+        ("cancelling", ("started",)),
+        ("queued", ("started", "retried")),
+    ):
         seen.hears(f"job_{state}", *events)
         seen.stands(f"job_{state}", state)
     seen.looks(3)
-    assert seen.states("job_running", "job_cancelling", "job_queued") == ["STARTED", "STARTED", "RETRY"]
+    assert seen.states("job_running", "job_cancelling", "job_queued") == [
+        "STARTED",
+        "STARTED",
+        "RETRY",
+    ]
 
 
 def test_a_jobs_last_task_reports_its_end_and_former_ones_the_next_attempt(seen: Seen) -> None:
@@ -80,7 +104,9 @@ def test_a_jobs_last_task_reports_its_end_and_former_ones_the_next_attempt(seen:
     assert seen.states("job_a", "job_a.1", "job_a.2") == ["RETRY", "RETRY", "FAILURE"]
 
 
-def test_a_task_that_was_put_back_tells_the_end_when_flower_missed_those_after_it(seen: Seen) -> None:
+def test_a_task_that_was_put_back_tells_the_end_when_flower_missed_those_after_it(
+    seen: Seen,
+) -> None:
     seen.hears("job_a", "started", "retried")
     seen.stands("job_a", "succeeded")
     seen.looks()
@@ -119,7 +145,9 @@ def test_flower_polls_nothing_without_unfinished_tasks() -> None:
         seen.looks()
 
 
-def test_unfinished_tasks_beyond_the_batch_size_take_turns(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_tasks_beyond_the_batch_size_take_turns(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flower_tasks, "ASKED", 2)
     for number in range(5):
         seen.hears(f"job_{number}", "started")

@@ -1,4 +1,5 @@
-"""A harvest survives a kill at every point where something has just become durable: each row once, in the same order.
+"""A harvest survives a kill at every point where something has just become durable: each row once,
+in the same order.
 
 Into a folder, and into a bucket that answers 503, cuts uploads and goes away.
 """
@@ -23,7 +24,16 @@ WAIT_S = 120.0
 #: Point → which process comes to it.
 POINTS = {
     **{name: "worker" for name in CRASH_POINTS if name.startswith(("harvest.", "receipt."))},
-    **dict.fromkeys(("worker.claimed", "worker.generated", "worker.stored", "capture.written", "capture.renamed"), "worker"),
+    **dict.fromkeys(
+        (
+            "worker.claimed",
+            "worker.generated",
+            "worker.stored",
+            "capture.written",
+            "capture.renamed",
+        ),
+        "worker",
+    ),
     "relay.received": "relay",
     "relay.committed": "relay",
 }
@@ -61,7 +71,13 @@ def whole(stack: Stack) -> Harvest:
 
 def submitted(stack: Stack, client: Client, bucket: bool = False) -> HarvestView:
     store = stack.settings.harvest_stores.split(", ")[bucket]
-    return client.submit_harvest(model="fake-model", source={"lines": DOCUMENTS}, layers=[1, 3], shards={"mib": 1}, store=store)
+    return client.submit_harvest(
+        model="fake-model",
+        source={"lines": DOCUMENTS},
+        layers=[1, 3],
+        shards={"mib": 1},
+        store=store,
+    )
 
 
 def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
@@ -80,22 +96,34 @@ def check_kill(stack: Stack, whole: Harvest, point: str, bucket: bool) -> None:
     assert died.exists()
 
 
-@pytest.mark.parametrize("point", [point if point in FEW else pytest.param(point, marks=pytest.mark.long) for point in POINTS])
+@pytest.mark.parametrize(
+    "point",
+    [point if point in FEW else pytest.param(point, marks=pytest.mark.long) for point in POINTS],
+)
 def test_a_harvest_survives_a_kill_at(stack: Stack, whole: Harvest, point: str) -> None:
     check_kill(stack, whole, point, bucket=False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", OF_BUCKETS)
-def test_a_harvest_into_a_busy_bucket_survives_a_kill_at(stack: Stack, whole: Harvest, proxy: FaultProxy, point: str) -> None:
-    """The first uploads are answered 503 or cut, so that some of them fail for good and are made again."""
-    faults = [proxy.fault("503", "PUT .*shards", times=25), proxy.fault("cut", "PUT .*shards", times=3)]
+def test_a_harvest_into_a_busy_bucket_survives_a_kill_at(
+    stack: Stack, whole: Harvest, proxy: FaultProxy, point: str
+) -> None:
+    """The first uploads are answered 503 or cut, so that some of them fail for good and are made
+    again.
+    """
+    faults = [
+        proxy.fault("503", "PUT .*shards", times=25),
+        proxy.fault("cut", "PUT .*shards", times=3),
+    ]
     check_kill(stack, whole, point, bucket=True)
     assert [fault.times for fault in faults] == [0, 0]
 
 
 @pytest.mark.long
-def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(stack: Stack, whole: Harvest, proxy: FaultProxy) -> None:
+def test_a_harvest_waits_for_a_bucket_that_is_away_and_goes_on(
+    stack: Stack, whole: Harvest, proxy: FaultProxy
+) -> None:
     with Client(stack.url) as client:
         view = submitted(stack, client, bucket=True)
         while client.harvest(view).units_done < 1:

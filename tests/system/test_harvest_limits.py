@@ -1,4 +1,6 @@
-"""What harvests may use: how many are open, what they write, what they read; and that a key names one harvest."""
+"""What harvests may use: how many are open, what they write, what they read; and that a key names
+one harvest.
+"""
 
 import asyncio
 import json
@@ -37,12 +39,16 @@ def test_no_more_harvests_are_open_than_a_tenant_may_have(redis_url: str, tmp_pa
     async def scenario(rig: Rig) -> None:
         harvests = Harvests(rig.ledger)
         many = [stored(rig, ["one"], SITES) for _ in range(60)]
-        answers = await asyncio.gather(*[harvests.submit(each) for each in many], return_exceptions=True)
+        answers = await asyncio.gather(
+            *[harvests.submit(each) for each in many], return_exceptions=True
+        )
         (kind,) = {answer.kind for answer in answers if isinstance(answer, MidstreamError)}
         accepted = [answer for answer in answers if isinstance(answer, str)]
         assert (kind, len(accepted), len(await harvests.live())) == ("too_many_harvests", 7, 7)
         assert (await rig.ledger.tenants.usage("default")).harvests == 7
-        await harvests.submit(msgspec.structs.replace(many[0], id="hrv_of_another", tenant="another"))
+        await harvests.submit(
+            msgspec.structs.replace(many[0], id="hrv_of_another", tenant="another")
+        )
         await harvests.ask(accepted[0], "cancel")
         await harvests.advance(accepted[0])
         await harvests.submit(stored(rig, ["one"], SITES))
@@ -62,7 +68,9 @@ def test_one_key_names_one_harvest_however_often_it_is_sent(redis_url: str, tmp_
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(redis_url: str, tmp_path: Path) -> None:
+def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(rig: Rig) -> None:
         harvests = Harvests(rig.ledger)
         first = await harvests.submit(stored(rig, ["one"], SITES), ("key", "body"))
@@ -77,7 +85,9 @@ def test_a_key_names_its_harvest_as_long_as_the_record_is_kept(redis_url: str, t
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_tenant_keeps_no_more_records_than_the_limit(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_keeps_no_more_records_than_the_limit(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tenants, "MAX_HARVESTS_KEPT", 2)
 
     async def scenario(rig: Rig) -> None:
@@ -112,7 +122,9 @@ def test_listings_do_not_read_the_lines_of_harvests(redis_url: str, tmp_path: Pa
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_what_a_harvest_writes_is_charged_until_it_is_deleted(redis_url: str, tmp_path: Path) -> None:
+def test_what_a_harvest_writes_is_charged_until_it_is_deleted(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(rig: Rig) -> None:
         async def used() -> int:
             return (await rig.ledger.tenants.usage("default")).capture_bytes
@@ -138,7 +150,9 @@ def test_what_a_harvest_writes_is_charged_until_it_is_deleted(redis_url: str, tm
             assert await counted_anew(rig) == [f"default/bytes: 5 instead of {view.bytes}"]
             kept = await harvests.stored(harvest.id)
             assert kept.source.lines == [""]
-            assert await rig.ledger.redis.ttl(f"ms:harvest:{harvest.id}") == -1, "its files are there: so is its record"
+            assert await rig.ledger.redis.ttl(f"ms:harvest:{harvest.id}") == -1, (
+                "its files are there: so is its record"
+            )
             await harvests.forget(harvest.id)
             assert await used() == 0
             assert await counted_anew(rig) == []
@@ -161,7 +175,12 @@ def test_a_tenant_reads_only_the_folders_that_it_may(redis_url: str, tmp_path: P
         limits = f"{api.url}/v1/tenants/ada"
         refused = ada.http.put(limits, json={"harvest_sources": ["/etc"]}, headers=bearer(ADMIN))
         assert (refused.status_code, refused.json()["field"]) == (400, "harvest_sources[0]")
-        assert ada.http.put(limits, json={"harvest_sources": [f"{root}/vision"]}, headers=bearer(ADMIN)).status_code == 200
+        assert (
+            ada.http.put(
+                limits, json={"harvest_sources": [f"{root}/vision"]}, headers=bearer(ADMIN)
+            ).status_code
+            == 200
+        )
         refused = ada.http.post("/v1/harvests", json=body("speech/a.jsonl"))
         assert (refused.status_code, refused.json()["field"]) == (400, "source.path")
         assert ada.http.post("/v1/harvests", json=body("a.jsonl")).status_code == 202

@@ -1,4 +1,6 @@
-"""Parts of a harvest on a worker without its process: exactly once through releases, refusals of the store, pauses and bad input."""
+"""Parts of a harvest on a worker without its process: exactly once through releases, refusals of
+the store, pauses and bad input.
+"""
 
 import asyncio
 import subprocess
@@ -20,7 +22,14 @@ from midstream.broker.artifacts.headers import find_entries
 from midstream.broker.ledger.harvests import TRIES, Harvests, job_id_of
 from midstream.client.harvest import open, verify
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource, HarvestView, StoredHarvest
+from midstream.schemas.harvests import (
+    HarvestCut,
+    HarvestPositions,
+    HarvestShards,
+    HarvestSource,
+    HarvestView,
+    StoredHarvest,
+)
 from midstream.schemas.jobs import SamplingRequest
 from midstream.storage.store import below, open_store
 from midstream.workers.fake.model import make_tokenizer, residual_rows
@@ -40,7 +49,9 @@ async def submitted(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) 
     return harvest
 
 
-async def harvested(rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any) -> tuple[StoredHarvest, HarvestView]:
+async def harvested(
+    rig: Rig, documents: list[str] = DOCUMENTS, **changes: Any
+) -> tuple[StoredHarvest, HarvestView]:
     async with rig.worker() as runs:
         harvest = await submitted(rig, documents, **changes)
         return harvest, await work(rig, runs, harvest.id)
@@ -61,26 +72,37 @@ def test_a_repeated_submission_waits_until_the_first_is_durable(
         assert await harvests.submit(first, ("key", "body")) == first.id
         assert await harvests.submit(again, ("key", "body")) == first.id
         assert len(waits) == 2
-        await rig.ledger.redis.delete(f"ms:harvest:{first.id}")  # as if the first had ended before its record was made
+        # as if the first had ended before its record was made
+        await rig.ledger.redis.delete(f"ms:harvest:{first.id}")
         assert await harvests.submit(again, ("key", "body")) == again.id
         assert await harvests.submit(third, ("key", "body")) == again.id
 
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(redis_url: str, tmp_path: Path) -> None:
-    """The operator's `stop` ends what a sequence generates; the operator's captures are charged to nobody."""
+def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """The operator's `stop` ends what a sequence generates; the operator's captures are charged to
+    nobody.
+    """
     documents = ["a document", "another one", "yet another one"]
-    lengths = [len(make_tokenizer().encode(text, add_special_tokens=True).ids) for text in documents]
+    lengths = [
+        len(make_tokenizer().encode(text, add_special_tokens=True).ids) for text in documents
+    ]
     stop_at = max(lengths) + 2
 
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:
             await rig.watch(stop_at)
-            harvest = await submitted(rig, documents, generate=SamplingRequest(max_tokens=20, ignore_eos=True))
+            harvest = await submitted(
+                rig, documents, generate=SamplingRequest(max_tokens=20, ignore_eos=True)
+            )
             view = await work(rig, runs, harvest.id)
         assert (view.state, view.error) == ("succeeded", None)
-        assert [unit.generated for unit in checked(harvest.uri).units] == [sum(stop_at + 1 - length for length in lengths)]
+        assert [unit.generated for unit in checked(harvest.uri).units] == [
+            sum(stop_at + 1 - length for length in lengths)
+        ]
         found = find_entries(open_store(rig.settings.artifacts), job_id_of(harvest.id, 0, 0), "ops")
         assert sorted(entry.manifest.request for _, entry in found) == [0, 1, 2]
         assert (await rig.ledger.tenants.usage("default")).capture_bytes == view.bytes
@@ -88,14 +110,21 @@ def test_probes_that_watch_all_traffic_and_global_capture_apply_to_harvests(redi
     Rig(redis_url, tmp_path, global_capture="post_block:1", global_capture_tag="ops")(scenario)
 
 
-def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(redis_url: str, tmp_path: Path) -> None:
+def test_a_harvest_waits_while_a_probe_that_watches_does_not_fit_the_model(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:
             await rig.watch(1.0)
-            await rig.ledger.publish_model(msgspec.structs.replace(rig.engine.info, hidden_size=99), live(rig))
+            await rig.ledger.publish_model(
+                msgspec.structs.replace(rig.engine.info, hidden_size=99), live(rig)
+            )
             harvest = await submitted(rig)
             view = await Harvests(rig.ledger).view(harvest.id)
-            assert (view.jobs, "'guard', which watches all traffic, reads rows of width" in view.reason) == ([], True)
+            assert (
+                view.jobs,
+                "'guard', which watches all traffic, reads rows of width" in view.reason,
+            ) == ([], True)
             await rig.ledger.publish_model(rig.engine.info, live(rig))
             assert (await work(rig, runs, harvest.id)).state == "succeeded"
 
@@ -110,17 +139,27 @@ def test_a_harvest_is_planned_computed_and_sealed(redis_url: str, tmp_path: Path
         assert len(made.units) > 3
         assert len(made.shards) > len(made.units)
         check_rows(made, DOCUMENTS, [("post_block", 1), ("post_block", 3)])
-        assert (view.rows, view.documents, view.shards) == (len(made), len(DOCUMENTS), len(made.shards))
-        assert [key.decode() async for key in rig.ledger.redis.scan_iter("ms:harvest-units:*")] == []
+        assert (view.rows, view.documents, view.shards) == (
+            len(made),
+            len(DOCUMENTS),
+            len(made.shards),
+        )
+        assert [
+            key.decode() async for key in rig.ledger.redis.scan_iter("ms:harvest-units:*")
+        ] == []
 
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_the_stages_of_a_pipeline_write_files_of_the_same_rows(redis_url: str, tmp_path: Path) -> None:
+def test_the_stages_of_a_pipeline_write_files_of_the_same_rows(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(rig: Rig) -> None:
         harvest, _ = await harvested(rig, DOCUMENTS[:60])
         made = checked(harvest.uri)
-        assert [[file.pp for file in shard.entry.files] for shard in made.shards] == [[0, 1]] * len(made.shards)
+        assert [[file.pp for file in shard.entry.files] for shard in made.shards] == [[0, 1]] * len(
+            made.shards
+        )
         check_rows(made, DOCUMENTS[:60], [("post_block", 1), ("post_block", 3)])
 
     Rig(redis_url, tmp_path, pipeline_parallel_size=2, tensor_parallel_size=2)(scenario)
@@ -145,13 +184,19 @@ def test_an_attempt_that_was_cut_short_is_gone_on_with(redis_url: str, tmp_path:
         assert (view.state, view.error) == ("succeeded", None)
         made = checked(harvest.uri)
         check_equal(made, open(whole.uri))
-        attempts = {file.key.rpartition(".a")[2].split(".")[0] for shard in made.shards for file in shard.entry.files}
+        attempts = {
+            file.key.rpartition(".a")[2].split(".")[0]
+            for shard in made.shards
+            for file in shard.entry.files
+        }
         assert attempts == {"1", "2"}  # what the first attempt kept was not computed again
 
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_store_that_refuses_pauses_the_harvest_until_it_takes(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_refuses_pauses_the_harvest_until_it_takes(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "PAUSE_S", 0.05)
 
     async def scenario(rig: Rig) -> None:
@@ -179,10 +224,16 @@ def test_a_store_that_refuses_pauses_the_harvest_until_it_takes(redis_url: str, 
 def small_disk(folder: Path, mib: int) -> Iterator[Callable[[int], object]]:
     """A file system of so many MiB at `folder`; what is yielded changes its size."""
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
+    ).returncode:
         pytest.skip("this user may not mount a file system")
     try:
-        yield lambda more: subprocess.run(["mount", "-o", f"remount,size={more}m", str(folder)], check=True)
+        yield lambda more: subprocess.run(
+            ["mount", "-o", f"remount,size={more}m", str(folder)], check=True
+        )
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -285,7 +336,8 @@ def test_an_accepted_cancel_is_final(redis_url: str, tmp_path: Path) -> None:
             for wanted in ("run", "pause"):
                 with pytest.raises(MidstreamError, match="is being cancelled"):
                     await harvests.ask(harvest.id, wanted)
-            assert await asyncio.wait_for(running, 10) is AttemptOutcome.CANCELLED  # its next unit is not kept: nobody has to tell it
+            # its next unit is not kept: nobody has to tell it
+            assert await asyncio.wait_for(running, 10) is AttemptOutcome.CANCELLED
             await harvests.advance(harvest.id)
             ended = await harvests.view(harvest.id)
             assert (ended.state, ended.units_done) == ("cancelled", view.units_done)
@@ -293,7 +345,9 @@ def test_an_accepted_cancel_is_final(redis_url: str, tmp_path: Path) -> None:
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_cancel_while_a_harvest_is_sealed_leaves_no_manifest(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancel_while_a_harvest_is_sealed_leaves_no_manifest(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seal = serving.HarvestAttempt._manifest
 
     def cancelled_meanwhile(self: Any, harvest: StoredHarvest, *rest: Any) -> Any:
@@ -311,7 +365,9 @@ def test_a_cancel_while_a_harvest_is_sealed_leaves_no_manifest(redis_url: str, t
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_harvest_whose_manifest_is_being_written_is_not_cancelled(redis_url: str, tmp_path: Path) -> None:
+def test_a_harvest_whose_manifest_is_being_written_is_not_cancelled(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(rig: Rig) -> None:
         harvests = Harvests(rig.ledger)
         harvest = await submitted(rig, DOCUMENTS[:20])
@@ -348,7 +404,9 @@ def test_a_part_does_not_recreate_the_record_of_a_deleted_harvest(
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_submission_that_comes_late_does_not_put_a_part_out(redis_url: str, tmp_path: Path) -> None:
+def test_a_submission_that_comes_late_does_not_put_a_part_out(
+    redis_url: str, tmp_path: Path
+) -> None:
     """Another process has cancelled the harvest since this one read its record."""
 
     async def scenario(rig: Rig) -> None:
@@ -361,13 +419,17 @@ def test_a_submission_that_comes_late_does_not_put_a_part_out(redis_url: str, tm
             await harvests._submit(harvest, record, "planning", [], {})
         await harvests._show(harvest.id, record, "running", "")
         assert (await harvests.view(harvest.id)).state == "cancelled"
-        assert not await rig.ledger.redis.exists(f"ms:harvest-out:{harvest.id}", f"ms:harvest-begun:{harvest.id}")
+        assert not await rig.ledger.redis.exists(
+            f"ms:harvest-out:{harvest.id}", f"ms:harvest-begun:{harvest.id}"
+        )
         assert {job.state for job in (await rig.ledger.list(limit=9)).jobs} == {"aborted"}
 
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_harvest_planned_by_an_earlier_version_fails_and_says_so(redis_url: str, tmp_path: Path) -> None:
+def test_a_harvest_planned_by_an_earlier_version_fails_and_says_so(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:
             harvest = await submitted(rig)
@@ -381,13 +443,17 @@ def test_a_harvest_planned_by_an_earlier_version_fails_and_says_so(redis_url: st
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(redis_url: str, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(
+    redis_url: str, tmp_path: Path
+) -> None:
     corpora = tmp_path / "corpora"
     corpora.mkdir()
     (corpora / "bad.jsonl").write_text('{"text": "a"}\nnot JSON\n')
 
     async def scenario(rig: Rig) -> None:
-        _, view = await harvested(rig, source=HarvestSource(path="bad.jsonl", format="jsonl"), root=str(corpora))
+        _, view = await harvested(
+            rig, source=HarvestSource(path="bad.jsonl", format="jsonl"), root=str(corpora)
+        )
         assert view.state == "failed"
         assert view.error is not None
         assert (view.error.status, view.error.field) == (400, "source")
@@ -396,18 +462,24 @@ def test_a_source_that_cannot_be_read_fails_at_once_and_says_where(redis_url: st
     Rig(redis_url, tmp_path, harvest_sources=str(corpora))(scenario)
 
 
-def test_a_source_that_changes_ends_the_harvest_without_a_manifest(redis_url: str, tmp_path: Path) -> None:
+def test_a_source_that_changes_ends_the_harvest_without_a_manifest(
+    redis_url: str, tmp_path: Path
+) -> None:
     corpora = tmp_path / "corpora"
     corpora.mkdir()
 
     def write(documents: list[str]) -> None:
-        (corpora / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in documents))
+        (corpora / "texts.jsonl").write_text(
+            "".join(f'{{"text": "{text}"}}\n' for text in documents)
+        )
 
     write(DOCUMENTS)
 
     async def scenario(rig: Rig) -> None:
         async with rig.worker() as runs:
-            harvest = await submitted(rig, source=HarvestSource(path="texts.jsonl", format="jsonl"), root=str(corpora))
+            harvest = await submitted(
+                rig, source=HarvestSource(path="texts.jsonl", format="jsonl"), root=str(corpora)
+            )
             await work(rig, runs, harvest.id, parts=1)
             write(DOCUMENTS[::-1])
             view = await work(rig, runs, harvest.id)
@@ -427,7 +499,10 @@ def test_a_part_that_keeps_failing_ends_the_harvest(redis_url: str, tmp_path: Pa
         assert view.state == "failed"
         assert view.error is not None
         assert "injected fault" in view.error.detail
-        assert len([job for job in (await rig.ledger.list(limit=50)).jobs if job.state == "failed"]) >= TRIES
+        assert (
+            len([job for job in (await rig.ledger.list(limit=50)).jobs if job.state == "failed"])
+            >= TRIES
+        )
 
     Rig(redis_url, tmp_path)(scenario)
 
@@ -442,7 +517,9 @@ def test_another_global_steering_ends_the_harvest(redis_url: str, tmp_path: Path
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_seal_that_finds_fewer_parts_than_were_planned_removes_nothing(redis_url: str, tmp_path: Path) -> None:
+def test_a_seal_that_finds_fewer_parts_than_were_planned_removes_nothing(
+    redis_url: str, tmp_path: Path
+) -> None:
     """As when it is run again long after the harvest has ended."""
 
     async def scenario(rig: Rig) -> None:
@@ -465,7 +542,9 @@ def test_rows_of_every_dtype_are_read_back(redis_url: str, tmp_path: Path, dtype
         made = checked(harvest.uri)
         keys = made.keys(slice(None))
         expected = residual_rows(3, keys.positions, keys.token_ids, "post_block")
-        bound = {"bfloat16": 2**-8, "float16": 2**-10, "int8": 1 / 127, "float8_e4m3fn": 2**-4}[dtype]
+        bound = {"bfloat16": 2**-8, "float16": 2**-10, "int8": 1 / 127, "float8_e4m3fn": 2**-4}[
+            dtype
+        ]
         found = made.rows(slice(None), 3).astype("float32")
         assert (abs(found - expected).max(axis=1) <= bound * abs(expected).max(axis=1) + 1e-6).all()
 
@@ -475,15 +554,21 @@ def test_rows_of_every_dtype_are_read_back(redis_url: str, tmp_path: Path, dtype
 def test_positions_cuts_and_limits_hold_over_a_harvest(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         sampled = HarvestPositions(sample=5, seed=3)
-        harvest, view = await harvested(rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled)
+        harvest, view = await harvested(
+            rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled
+        )
         assert view.state == "succeeded"
         keys = checked(harvest.uri).keys(slice(None))
         assert len(keys.documents) == 5 * len(DOCUMENTS)
-        again, _ = await harvested(rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled)
+        again, _ = await harvested(
+            rig, cut=HarvestCut(fit="pack"), max_length=128, positions=sampled
+        )
         check_equal(open(harvest.uri), open(again.uri))
         limited, view = await harvested(rig, max_tokens=10_000)
         assert view.tokens == 10_000
-        assert set(checked(limited.uri).keys(slice(None)).documents.tolist()) == set(range(view.documents))
+        assert set(checked(limited.uri).keys(slice(None)).documents.tolist()) == set(
+            range(view.documents)
+        )
 
     Rig(redis_url, tmp_path)(scenario)
 
@@ -491,7 +576,12 @@ def test_positions_cuts_and_limits_hold_over_a_harvest(redis_url: str, tmp_path:
 def test_generated_tokens_have_rows_too(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         documents = DOCUMENTS[:8]
-        harvest, view = await harvested(rig, documents, generate=SamplingRequest(max_tokens=6), positions=HarvestPositions(prompt=False))
+        harvest, view = await harvested(
+            rig,
+            documents,
+            generate=SamplingRequest(max_tokens=6),
+            positions=HarvestPositions(prompt=False),
+        )
         assert view.state == "succeeded"
         made = checked(harvest.uri)
         assert made.manifest.generated == 6 * len(documents)

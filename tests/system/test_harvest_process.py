@@ -1,4 +1,6 @@
-"""The process that reads sources of harvests: hostile files end in a typed error, within its memory, and a cancel ends it at once."""
+"""The process that reads sources of harvests: hostile files end in a typed error, within its
+memory, and a cancel ends it at once.
+"""
 
 import asyncio
 import json
@@ -34,13 +36,28 @@ def process() -> Iterator[SourceProcess]:
 
 
 def reader(process: SourceProcess, folder: Path, path: str, **changes: Any) -> SourceReader:
-    source = HarvestSource(path=path, format=Path(path).suffix[1:], kind=changes.pop("kind", "text"))  # type: ignore[arg-type]
+    source = HarvestSource(
+        path=path, format=Path(path).suffix[1:], kind=changes.pop("kind", "text")
+    )  # type: ignore[arg-type]
     fields: dict[str, Any] = {
-        "id": f"hrv_{os.urandom(4).hex()}", "model": "m", "created": 0.0, "uri": "/none", "sites": {"post_block": [0]}, "source": source,
-        "root": str(folder), "max_length": 512, "row_bytes": 1024,
-    }  # fmt: skip
+        "id": f"hrv_{os.urandom(4).hex()}",
+        "model": "m",
+        "created": 0.0,
+        "uri": "/none",
+        "sites": {"post_block": [0]},
+        "source": source,
+        "root": str(folder),
+        "max_length": 512,
+        "row_bytes": 1024,
+    }
     tokenizer = make_tokenizer()
-    return SourceReader(process, StoredHarvest(**(fields | changes)), make_bundle(tokenizer), str(folder), tokenizer.get_vocab_size())
+    return SourceReader(
+        process,
+        StoredHarvest(**(fields | changes)),
+        make_bundle(tokenizer),
+        str(folder),
+        tokenizer.get_vocab_size(),
+    )
 
 
 async def everything(made: SourceReader) -> tuple[HarvestPlan, list[Document]]:
@@ -59,9 +76,14 @@ def test_documents_come_from_another_process(tmp_path: Path, process: SourceProc
     plan, found = asyncio.run(everything(made))
     assert [document.number for document in found] == list(range(200))
     assert found[7].token_ids.tolist() == make_tokenizer().encode(documents[7]).ids
-    assert asyncio.run(made.special()) == (make_tokenizer().token_to_id("<bos>"), make_tokenizer().token_to_id("<eos>"))
+    assert asyncio.run(made.special()) == (
+        make_tokenizer().token_to_id("<bos>"),
+        make_tokenizer().token_to_id("<eos>"),
+    )
     lines(tmp_path, "a.jsonl", documents[:100])
-    with pytest.raises(MidstreamError, match=r"'a\.jsonl' was changed since the harvest was planned") as raised:
+    with pytest.raises(
+        MidstreamError, match=r"'a\.jsonl' was changed since the harvest was planned"
+    ) as raised:
         asyncio.run(made.read(plan, plan.units[0]))
     assert (raised.value.kind, raised.value.field) == ("conflict", "source.path")
 
@@ -74,11 +96,15 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path, process: Sou
     assert len(asyncio.run(made.read(plan, plan.units[0]))) == 20
 
 
-def test_a_process_that_cannot_start_is_no_fault_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_no_fault_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     broken = SourceProcess()
     made = reader(broken, tmp_path, lines(tmp_path, "a.jsonl", texts(1)))
-    with pytest.raises(MidstreamError, match="the process that reads sources ended with 1") as raised:
+    with pytest.raises(
+        MidstreamError, match="the process that reads sources ended with 1"
+    ) as raised:
         asyncio.run(made.plan())
     assert raised.value.kind == "internal"
     assert broken.close() == 0
@@ -86,7 +112,13 @@ def test_a_process_that_cannot_start_is_no_fault_of_the_source(tmp_path: Path, m
 
 def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
-    slow = reader(process, tmp_path, lines(tmp_path, "b.jsonl", ["x" * (8 * MIB)] * 3), max_length=1, cut=HarvestCut(fit="split"))
+    slow = reader(
+        process,
+        tmp_path,
+        lines(tmp_path, "b.jsonl", ["x" * (8 * MIB)] * 3),
+        max_length=1,
+        cut=HarvestCut(fit="split"),
+    )
 
     async def scenario() -> None:
         await made.plan()
@@ -126,7 +158,9 @@ def arrow(folder: Path, name: str, values: list[Any]) -> str:
     table = pa.table({"text": values})
     with (
         pa.OSFile(str(folder / name), "wb") as sink,
-        pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer,
+        pa.ipc.new_stream(
+            sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        ) as writer,
     ):
         writer.write_table(table)
     return name
@@ -134,31 +168,66 @@ def arrow(folder: Path, name: str, values: list[Any]) -> str:
 
 #: Name → (the file, written by; what is said of it; None: it is read).
 HOSTILE: dict[str, tuple[Callable[[Path], str], str | None]] = {
-    "a line of 60 MB": (lambda folder: lines(folder, "a.jsonl", ["a", "x" * 60_000_000]), "line 2 is longer than 16 MiB"),
-    "a value of 200 MB": (lambda folder: parquet(folder, "a.parquet", ["x" * 200_000_000]), "row group 0 .* 200,000,"),
+    "a line of 60 MB": (
+        lambda folder: lines(folder, "a.jsonl", ["a", "x" * 60_000_000]),
+        "line 2 is longer than 16 MiB",
+    ),
+    "a value of 200 MB": (
+        lambda folder: parquet(folder, "a.parquet", ["x" * 200_000_000]),
+        "row group 0 .* 200,000,",
+    ),
     "a value of 60 MB among others": (
-        lambda folder: parquet(folder, "a.parquet", ["x"] * 100 + ["x" * 60_000_000], use_dictionary=False), "row 100 has 60,000,000",
+        lambda folder: parquet(
+            folder, "a.parquet", ["x"] * 100 + ["x" * 60_000_000], use_dictionary=False
+        ),
+        "row 100 has 60,000,000",
     ),
     "a page of 500 MB": (
         lambda folder: parquet(
-            folder, "a.parquet", ["x" * 10_000_000] * 50, use_dictionary=False, data_page_size=1 << 30, write_batch_size=1000
-        ), "memory",
+            folder,
+            "a.parquet",
+            ["x" * 10_000_000] * 50,
+            use_dictionary=False,
+            data_page_size=1 << 30,
+            write_batch_size=1000,
+        ),
+        "memory",
     ),
-    "a batch of 500 MB": (lambda folder: arrow(folder, "a.arrow", ["x" * 10_000_000] * 50), "memory"),
-    "nested JSON": (lambda folder: (folder / "a.jsonl").write_text('{"text":' + "[" * 10**6) and "a.jsonl", "not JSON|document 0"),
+    "a batch of 500 MB": (
+        lambda folder: arrow(folder, "a.arrow", ["x" * 10_000_000] * 50),
+        "memory",
+    ),
+    "nested JSON": (
+        lambda folder: (folder / "a.jsonl").write_text('{"text":' + "[" * 10**6) and "a.jsonl",
+        "not JSON|document 0",
+    ),
     "objects beside the text": (
-        lambda folder: (folder / "a.jsonl").write_text('{"x":[' + "{}," * 5_000_000 + '{}],"text":"a"}') and "a.jsonl", None,
+        lambda folder: (
+            (folder / "a.jsonl").write_text('{"x":[' + "{}," * 5_000_000 + '{}],"text":"a"}')
+            and "a.jsonl"
+        ),
+        None,
     ),
-    "a list for a text": (lambda folder: (folder / "a.jsonl").write_text('{"text":[' + "[]," * 5_000_000 + "[]]}") and "a.jsonl", "."),
+    "a list for a text": (
+        lambda folder: (
+            (folder / "a.jsonl").write_text('{"text":[' + "[]," * 5_000_000 + "[]]}") and "a.jsonl"
+        ),
+        ".",
+    ),
     "a text of 15 MB": (lambda folder: lines(folder, "a.jsonl", ["many words " * 1_400_000]), None),
     "a word of 15 MB": (lambda folder: lines(folder, "a.jsonl", ["a" * 15_000_000]), None),
-    "a dictionary of 1 MB, 200 times": (lambda folder: parquet(folder, "a.parquet", ["y" * 1_000_000] * 200), None),
-}  # fmt: skip
+    "a dictionary of 1 MB, 200 times": (
+        lambda folder: parquet(folder, "a.parquet", ["y" * 1_000_000] * 200),
+        None,
+    ),
+}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_source_stays_within_the_memory(tmp_path: Path, process: SourceProcess, name: str) -> None:
+def test_a_hostile_source_stays_within_the_memory(
+    tmp_path: Path, process: SourceProcess, name: str
+) -> None:
     """The limit is one that the kernel enforces; what the worker itself takes is measured."""
     write, said = HOSTILE[name]
     path = _in_a_fork(lambda: write(tmp_path), tmp_path)
@@ -173,7 +242,14 @@ def test_a_hostile_source_stays_within_the_memory(tmp_path: Path, process: Sourc
         assert raised.value.kind == "invalid_request"
         assert path in raised.value.detail
     assert _resident() - before < 300 * MIB
-    assert len(asyncio.run(everything(reader(process, tmp_path, lines(tmp_path, "after.jsonl", texts(9)))))[1]) == 9
+    assert (
+        len(
+            asyncio.run(
+                everything(reader(process, tmp_path, lines(tmp_path, "after.jsonl", texts(9))))
+            )[1]
+        )
+        == 9
+    )
 
 
 def _in_a_fork(write: Callable[[], str], folder: Path) -> str:

@@ -1,4 +1,6 @@
-"""Harvests from submission to files, over HTTP, with the fake engine: rows, kills, pauses, full disks, bad input."""
+"""Harvests from submission to files, over HTTP, with the fake engine: rows, kills, pauses, full
+disks, bad input.
+"""
 
 import json
 import os
@@ -29,7 +31,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     corpora = tmp_path_factory.mktemp("corpora")
     directory = tmp_path_factory.mktemp("harvests")
     with Stack(
-        directory, api=True, workers=2, pipeline_parallel_size=2, harvest_sources=str(corpora), harvest_stores=str(directory / "rows")
+        directory,
+        api=True,
+        workers=2,
+        pipeline_parallel_size=2,
+        harvest_sources=str(corpora),
+        harvest_stores=str(directory / "rows"),
     ) as running:
         yield running
 
@@ -46,7 +53,12 @@ def corpus(stack: Stack, name: str, documents: list[str]) -> str:
     return name
 
 
-def until(client: Client, view: HarvestView, condition: Callable[[HarvestView], bool], seconds: float = WAIT_S) -> HarvestView:
+def until(
+    client: Client,
+    view: HarvestView,
+    condition: Callable[[HarvestView], bool],
+    seconds: float = WAIT_S,
+) -> HarvestView:
     deadline = time.monotonic() + seconds
     while not condition(view := client.harvest(view)):
         assert time.monotonic() < deadline, view
@@ -57,7 +69,11 @@ def until(client: Client, view: HarvestView, condition: Callable[[HarvestView], 
 
 def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None:
     documents = texts(20)
-    view = client.submit_harvest(model="fake-model", source={"lines": documents}, hooks={"post_block": [1, 3], "mlp_out": [0]})
+    view = client.submit_harvest(
+        model="fake-model",
+        source={"lines": documents},
+        hooks={"post_block": [1, 3], "mlp_out": [0]},
+    )
     done = client.wait_harvest(view, timeout=WAIT_S)
     check_rows(checked(done.uri), documents, [("mlp_out", 0), ("post_block", 1), ("post_block", 3)])
     assert (done.documents, done.share, done.state) == (20, 1.0, "succeeded")
@@ -65,11 +81,16 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     assert client.harvests(limit=1).harvests[0].id == view.id
 
 
-def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(stack: Stack, client: Client) -> None:
+def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(
+    stack: Stack, client: Client
+) -> None:
     documents = texts(3000, 120)
     fields: dict[str, Any] = {
-        "model": "fake-model", "source": {"path": corpus(stack, "large.jsonl", documents)}, "layers": [1, 3], "shards": SMALL,
-    }  # fmt: skip
+        "model": "fake-model",
+        "source": {"path": corpus(stack, "large.jsonl", documents)},
+        "layers": [1, 3],
+        "shards": SMALL,
+    }
     whole = client.wait_harvest(client.submit_harvest(**fields), timeout=WAIT_S)
     made = checked(whole.uri)
     check_rows(made, documents, [("post_block", 1), ("post_block", 3)])
@@ -80,7 +101,11 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(stack: Stack, cli
             break
         stack.kill(name)
         stack.restart(name)
-        until(client, view, lambda view, done=done: view.units_done > done or view.state == "succeeded")
+        until(
+            client,
+            view,
+            lambda view, done=done: view.units_done > done or view.state == "succeeded",
+        )
     view = client.wait_harvest(view, timeout=WAIT_S)
     check_equal(checked(view.uri), made)
 
@@ -88,7 +113,9 @@ def test_workers_share_a_corpus_and_a_killed_one_costs_nothing(stack: Stack, cli
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:
     view = client.submit_harvest(model="fake-model", source={"lines": texts(50)}, layers=[0])
     kinds, last = [], {}
-    with httpx.stream("GET", f"{stack.url}/v1/harvests/{view.id}/events", timeout=WAIT_S) as response:
+    with httpx.stream(
+        "GET", f"{stack.url}/v1/harvests/{view.id}/events", timeout=WAIT_S
+    ) as response:
         for line in response.iter_lines():
             if line.startswith("event: "):
                 kinds.append(line[7:])
@@ -104,7 +131,13 @@ def test_a_harvest_is_paused_resumed_cancelled_and_deleted(stack: Stack, client:
     view = client.submit_harvest(model="fake-model", source=source, layers=[0, 1], shards=SMALL)
     until(client, view, lambda view: view.units_done > 0)
     client.pause_harvest(view)
-    paused = until(client, view, lambda view: view.state in ("paused", "succeeded") and not view.reason.startswith("pausing"))
+    paused = until(
+        client,
+        view,
+        lambda view: (
+            view.state in ("paused", "succeeded") and not view.reason.startswith("pausing")
+        ),
+    )
     if paused.state == "paused":
         time.sleep(1.0)
         assert client.harvest(view).units_done == paused.units_done
@@ -156,7 +189,9 @@ def test_a_repeated_submission_is_one_harvest(client: Client) -> None:
     ],
 )
 def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict[str, Any], field: str) -> None:
-    answer = httpx.post(f"{stack.url}/v1/harvests", json={"model": "fake-model", "source": {"lines": ["a"]}, **body})
+    answer = httpx.post(
+        f"{stack.url}/v1/harvests", json={"model": "fake-model", "source": {"lines": ["a"]}, **body}
+    )
     assert answer.status_code == 400, answer.text
     problem = answer.json()
     assert (problem.get("field") or "").startswith(field) or field in problem["detail"], problem
@@ -164,8 +199,24 @@ def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict[str, Any], 
 
 def test_the_script_for_draft_models_writes_their_files(stack: Stack, tmp_path: Path) -> None:
     """The fake model has no chat: any layers and few tokens do."""
-    command = [sys.executable, str(ROOT / "examples" / "draft_training.py"), "--out", str(tmp_path), "--tokens", "5", "--layers", "0", "2"]
-    done = subprocess.run(command, env={**os.environ, "MIDSTREAM_PUBLIC_URL": stack.url}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "draft_training.py"),
+        "--out",
+        str(tmp_path),
+        "--tokens",
+        "5",
+        "--layers",
+        "0",
+        "2",
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "MIDSTREAM_PUBLIC_URL": stack.url},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "24 files" in done.stdout
     with safe_open(tmp_path / "000000003.safetensors", framework="np") as file:

@@ -40,7 +40,12 @@ REFUSED_AFTER_S = 5.0  # what the documentation says
 @pytest.fixture(scope="module")
 def api(redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     flushed(redis_session.url)
-    with asking(tmp_path_factory.mktemp("keys"), redis_session.url, max_wait_s=60.0, trusted_proxies="127.0.0.1") as api:
+    with asking(
+        tmp_path_factory.mktemp("keys"),
+        redis_session.url,
+        max_wait_s=60.0,
+        trusted_proxies="127.0.0.1",
+    ) as api:
         yield api
 
 
@@ -51,10 +56,13 @@ def hand(api: Api) -> Iterator[Hand]:
 
 
 def status(api: Api, header: str | None, path: str = "/v1/jobs") -> int:
-    return api.http.get(path, headers={} if header is None else {"Authorization": header}).status_code
+    return api.http.get(
+        path, headers={} if header is None else {"Authorization": header}
+    ).status_code
 
 
-# --- Who is let in -----------------------------------------------------------------------------------------------------
+# --- Who is let in
+# --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, hand: Hand) -> None:
@@ -68,12 +76,17 @@ def test_without_a_key_every_call_is_refused_and_told_how_to_get_one(api: Api, h
 
 def test_a_refusal_at_the_openai_style_endpoints_is_in_openais_words(api: Api, hand: Hand) -> None:
     with pytest.raises(openai.AuthenticationError, match="the API key is not valid"):
-        openai.OpenAI(base_url=f"{api.url}/v1", api_key="sk-other", max_retries=0).completions.create(model=MODEL, prompt="hello")
+        openai.OpenAI(
+            base_url=f"{api.url}/v1", api_key="sk-other", max_retries=0
+        ).completions.create(model=MODEL, prompt="hello")
 
 
 def test_openais_client_gets_in_with_a_key(api: Api, hand: Hand) -> None:
     caller = Caller(api, hand, "acme")
-    assert [model.id for model in openai.OpenAI(base_url=f"{api.url}/v1", api_key=caller.key.key).models.list()] == [MODEL]
+    assert [
+        model.id
+        for model in openai.OpenAI(base_url=f"{api.url}/v1", api_key=caller.key.key).models.list()
+    ] == [MODEL]
 
 
 def test_a_key_that_is_wrong_in_one_letter_is_refused(api: Api, hand: Hand) -> None:
@@ -83,9 +96,14 @@ def test_a_key_that_is_wrong_in_one_letter_is_refused(api: Api, hand: Hand) -> N
     assert status(api, f"Bearer {other}") == 401
 
 
-def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(
+    api: Api, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared = []
-    monkeypatch.setattr("midstream.broker.ledger.keys.hmac.compare_digest", lambda one, other: compared.append((one, other)) or False)
+    monkeypatch.setattr(
+        "midstream.broker.ledger.keys.hmac.compare_digest",
+        lambda one, other: compared.append((one, other)) or False,
+    )
     shown = parse(new_key())
     assert shown is not None
     stored = hand.do(Keys(hand.ledger).get(Caller(api, hand, "acme").key.id))
@@ -123,7 +141,9 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
     job_id = caller.submit()
 
     def held(**body: Any) -> httpx.Response:
-        return caller.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello", **body}, timeout=90)
+        return caller.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "hello", **body}, timeout=90
+        )
 
     def waits(path: str) -> httpx.Response:
         return caller.http.get(path, timeout=90)
@@ -131,7 +151,11 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
     with ThreadPoolExecutor(5) as pool:
         paths = (f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}?wait=50")
         kept = pool.submit(lambda: other.http.get(paths[0], timeout=120).text)
-        asked = [pool.submit(held), pool.submit(held, stream=True), *(pool.submit(waits, path) for path in paths)]
+        asked = [
+            pool.submit(held),
+            pool.submit(held, stream=True),
+            *(pool.submit(waits, path) for path in paths),
+        ]
         while api.http.get("/v1/status", headers=bearer(ADMIN)).json()["held"] < 5:
             time.sleep(0.02)
         began = time.monotonic()
@@ -141,16 +165,24 @@ def test_held_responses_end_when_their_key_is_revoked(api: Api, hand: Hand) -> N
         hand.finish(job_id)
         assert "event: done" in kept.result(), "another key of the tenant is not concerned"
     assert took < PING_S - 4, "they ended when they were looked at for another reason"
-    assert [(answer.status_code, answer.json()["type"]) for answer in (whole, looked)] == [(401, "urn:midstream:unauthorized")] * 2
+    assert [(answer.status_code, answer.json()["type"]) for answer in (whole, looked)] == [
+        (401, "urn:midstream:unauthorized")
+    ] * 2
     assert whole.json()["instance"].startswith("/v1/jobs/job_"), "the job goes on, and is told"
     error = json.loads(streamed.text.rpartition("data: ")[2])["error"]
     assert (error["code"], error["problem"]["status"]) == ("unauthorized", 401)
     told = server_sent.parse(events.text)[-1]
-    assert (told["event"], told["id"], told["data"]["type"]) == ("error", None, "urn:midstream:unauthorized")
+    assert (told["event"], told["id"], told["data"]["type"]) == (
+        "error",
+        None,
+        "urn:midstream:unauthorized",
+    )
     assert "revoked" in told["data"]["detail"]
 
 
-def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(api: Api, hand: Hand) -> None:
+def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(
+    api: Api, hand: Hand
+) -> None:
     caller = Caller(api, hand, "held")
     capture = {"capture": {"layers": [0], "positions": "all_prompt"}, "capture_wait": True}
 
@@ -159,13 +191,19 @@ def test_a_stream_that_waits_for_receipts_only_ends_when_its_key_is_revoked(api:
 
     former = newest() if hand.count_jobs() else ""
     with ThreadPoolExecutor(1) as pool:
-        streamed = pool.submit(caller.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", "stream": True, **capture})
+        streamed = pool.submit(
+            caller.http.post,
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "hello", "stream": True, **capture},
+        )
         while not hand.count_jobs() or newest() == former:
             time.sleep(0.01)
         claim = hand.claim_next()
         hand.store(claim)
         began = time.monotonic()
-        assert api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+        assert (
+            api.http.delete(f"/v1/keys/{caller.key.id}", headers=bearer(ADMIN)).status_code == 204
+        )
         try:
             text = streamed.result(timeout=PING_S - 4).text
         finally:
@@ -184,9 +222,14 @@ def test_a_key_is_stored_as_a_hash_alone(api: Api, hand: Hand) -> None:
 
 #: Named, because the key is another in each of the processes that share the tests.
 NO_KEYS = {
-    "nothing": "", "bearer alone": "Bearer", "basic": "Basic YTpi", "one word": f"bearer{ADMIN}", "token": f"Token {ADMIN}",
-    "two": f"Bearer {ADMIN}x y", "key alone": ADMIN,
-}  # fmt: skip
+    "nothing": "",
+    "bearer alone": "Bearer",
+    "basic": "Basic YTpi",
+    "one word": f"bearer{ADMIN}",
+    "token": f"Token {ADMIN}",
+    "two": f"Bearer {ADMIN}x y",
+    "key alone": ADMIN,
+}
 
 
 @pytest.mark.parametrize("header", NO_KEYS.values(), ids=NO_KEYS)
@@ -195,7 +238,11 @@ def test_malformed_authorization_is_refused(api: Api, header: str) -> None:
 
 
 def test_two_authorization_headers_are_refused(api: Api, hand: Hand) -> None:
-    answer = httpx.get(f"{api.url}/v1/jobs", headers=[("Authorization", f"Bearer {ADMIN}"), ("Authorization", "Bearer x")], timeout=60)
+    answer = httpx.get(
+        f"{api.url}/v1/jobs",
+        headers=[("Authorization", f"Bearer {ADMIN}"), ("Authorization", "Bearer x")],
+        timeout=60,
+    )
     assert answer.status_code == 401
 
 
@@ -205,7 +252,9 @@ def test_the_scheme_is_read_in_any_case(api: Api) -> None:
 
 def printable(most: int) -> st.SearchStrategy[bytes]:
     """What HTTP lets stand in a header."""
-    return st.binary(max_size=most).map(lambda raw: bytes(byte for byte in raw if byte >= 32 and byte != 127))
+    return st.binary(max_size=most).map(
+        lambda raw: bytes(byte for byte in raw if byte >= 32 and byte != 127)
+    )
 
 
 almost = st.builds(
@@ -219,12 +268,16 @@ almost = st.builds(
 ADDRESSES = itertools.count()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(header=printable(200) | printable(40).map(lambda raw: b"Bearer ms_" + raw) | almost)
 def test_any_authorization_header_but_the_key_is_401(api: Api, header: bytes) -> None:
     address = f"192.0.2.{next(ADDRESSES) % 256}".encode()  # wrong keys are limited by address
     try:
-        answer = api.http.get("/v1/jobs", headers=[(b"authorization", header), (b"x-forwarded-for", address)])
+        answer = api.http.get(
+            "/v1/jobs", headers=[(b"authorization", header), (b"x-forwarded-for", address)]
+        )
     except httpx.LocalProtocolError:  # what HTTP does not let stand there
         reject()
     scheme, _, key = header.strip().partition(b" ")
@@ -232,7 +285,8 @@ def test_any_authorization_header_but_the_key_is_401(api: Api, header: bytes) ->
     assert answer.status_code == (200 if right else 401), (header, answer.status_code)
 
 
-# --- What a key may --------------------------------------------------------------------------------------------------
+# --- What a key may
+# --------------------------------------------------------------------------------------------------
 
 #: A call that each scope is needed for, and that fails for another reason where it is allowed.
 CALLS: dict[Scope, tuple[str, str]] = {
@@ -263,7 +317,11 @@ def test_metrics_need_scope_observe(api: Api, hand: Hand) -> None:
 
 
 def test_unauthenticated_readyz_gives_no_reasons(api: Api, hand: Hand) -> None:
-    hand.do(hand.ledger.heartbeat(hand.sign(worker="secret-host", healthy=False, detail="out of memory")))
+    hand.do(
+        hand.ledger.heartbeat(
+            hand.sign(worker="secret-host", healthy=False, detail="out of memory")
+        )
+    )
     told, stranger = api.http.get("/readyz", headers=bearer(ADMIN)), api.http.get("/readyz")
     assert "secret-host" in told.text
     assert MODEL in told.text
@@ -281,14 +339,17 @@ def test_unauthenticated_readyz_names_no_unhealthy_worker(api: Api, hand: Hand) 
         hand.serve()
 
 
-# --- Keys over HTTP and from a terminal ------------------------------------------------------------------------------
+# --- Keys over HTTP and from a terminal
+# ------------------------------------------------------------------------------
 
 
 def test_a_key_is_created_listed_and_revoked_over_http(api: Api, hand: Hand) -> None:
     with Client(api.url, ADMIN) as admin:
         made = admin.create_key("ci", tenant="acme", scopes=["read"])
         assert made.key.startswith(f"ms_{made.id}_")
-        assert [(key.name, key.tenant, key.scopes) for key in admin.api_keys() if key.id == made.id] == [("ci", "acme", ["read"])]
+        assert [
+            (key.name, key.tenant, key.scopes) for key in admin.api_keys() if key.id == made.id
+        ] == [("ci", "acme", ["read"])]
         with Client(api.url, made.key) as reader:
             assert reader.jobs().jobs == []
             assert reader.tenant().name == "acme"
@@ -299,7 +360,9 @@ def test_a_key_is_created_listed_and_revoked_over_http(api: Api, hand: Hand) -> 
         assert caught.value.kind == "not_found"
 
 
-def test_the_client_takes_its_key_from_the_environment(api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_client_takes_its_key_from_the_environment(
+    api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with Client(api.url) as client, pytest.raises(MidstreamError, match="no API key given"):
         client.jobs()
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
@@ -313,12 +376,16 @@ def test_the_client_takes_its_key_from_the_environment(api: Api, monkeypatch: py
 
 
 def test_the_first_key_is_made_without_an_api(api: Api, hand: Hand) -> None:
-    done = CliRunner().invoke(cli, ["keys", "create", "first", "--scope", "admin", "--redis-url", api.settings.redis_url])
+    done = CliRunner().invoke(
+        cli, ["keys", "create", "first", "--scope", "admin", "--redis-url", api.settings.redis_url]
+    )
     assert done.exit_code == 0, done.output
     assert status(api, f"Bearer {done.stdout.strip()}") == 200
 
 
-def test_keys_and_tenants_are_managed_from_a_terminal(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_tenants_are_managed_from_a_terminal(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_API_KEY", ADMIN)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -341,13 +408,16 @@ def test_a_wrong_scope_is_named_before_anything_is_sent() -> None:
     assert (done.exception.field, done.exception.allowed) == ("scopes[0]", ", ".join(SCOPES))
 
 
-# --- Where the API listens --------------------------------------------------------------------------------------------
+# --- Where the API listens
+# --------------------------------------------------------------------------------------------
 
 EVERYWHERE = "0.0.0.0"
 
 
 def started(settings: Settings) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("MIDSTREAM_")
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "midstream.api"],
         env=environment | to_environment(settings),
@@ -355,7 +425,9 @@ def started(settings: Settings) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_off_loopback_the_api_needs_a_key_to_start(redis_session: RedisServer, api: Api, hand: Hand) -> None:
+def test_off_loopback_the_api_needs_a_key_to_start(
+    redis_session: RedisServer, api: Api, hand: Hand
+) -> None:
     empty = f"{redis_session.url.rpartition('/')[0]}/9"
     process = started(Settings(redis_url=empty, api_host=EVERYWHERE, api_port=0))
     said, _ = process.communicate(timeout=120)
@@ -370,12 +442,22 @@ def test_off_loopback_the_api_requires_keys(api: Api, hand: Hand, tmp_path: Path
     with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE) as public:
         url = public.url.replace(EVERYWHERE, "127.0.0.1")
         assert httpx.get(f"{url}/v1/jobs", timeout=60).status_code == 401
-        assert httpx.get(f"{url}/v1/jobs", headers=bearer(caller.key.key), timeout=60).status_code == 200
+        assert (
+            httpx.get(f"{url}/v1/jobs", headers=bearer(caller.key.key), timeout=60).status_code
+            == 200
+        )
 
 
-def test_off_loopback_auth_open_must_be_explicit_and_warns(api: Api, hand: Hand, tmp_path: Path) -> None:
+def test_off_loopback_auth_open_must_be_explicit_and_warns(
+    api: Api, hand: Hand, tmp_path: Path
+) -> None:
     with running(tmp_path, api.settings.redis_url, api_host=EVERYWHERE, auth="open") as public:
-        assert httpx.get(f"{public.url.replace(EVERYWHERE, '127.0.0.1')}/v1/jobs", timeout=60).status_code == 200
+        assert (
+            httpx.get(
+                f"{public.url.replace(EVERYWHERE, '127.0.0.1')}/v1/jobs", timeout=60
+            ).status_code
+            == 200
+        )
         assert "MIDSTREAM_AUTH=open on 0.0.0.0" in public.log()
 
 
@@ -383,10 +465,16 @@ def test_the_api_admits_no_one_while_redis_is_down_at_start(tmp_path: Path) -> N
     from midstream.broker.ops import redis_server
 
     port = free_port()
-    process = started(Settings(redis_url=f"redis://127.0.0.1:{port}/0", api_host=EVERYWHERE, api_port=0))
+    process = started(
+        Settings(redis_url=f"redis://127.0.0.1:{port}/0", api_host=EVERYWHERE, api_port=0)
+    )
     assert process.stdout is not None
     lines = iter(process.stdout)
-    url = next(line for line in lines if "api ready" in line).split()[-1].replace(EVERYWHERE, "127.0.0.1")
+    url = (
+        next(line for line in lines if "api ready" in line)
+        .split()[-1]
+        .replace(EVERYWHERE, "127.0.0.1")
+    )
     try:
         assert httpx.get(f"{url}/v1/jobs", timeout=60).status_code == 401
         server = redis_server.start(tmp_path, port=port)

@@ -1,4 +1,6 @@
-"""Does a job change only as the table of transitions allows, once, and by nobody but its present attempt?"""
+"""Does a job change only as the table of transitions allows, once, and by nobody but its present
+attempt?
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -44,16 +46,29 @@ async def bring_to(ledger: Ledger, state: State) -> Job:
 
 
 Deed = Callable[[Ledger, str], Awaitable[object]]
-#: What may be tried on a job, and the state that it leads to from each state that lets it; elsewhere nothing changes.
+#: What may be tried on a job, and the state that it leads to from each state that lets it;
+#: elsewhere nothing changes.
 DEEDS: dict[str, tuple[Deed, dict[State, State]]] = {
-    "claim": (lambda ledger, job_id: ledger.claim(job_id, "other", "other", 1, IDENTITY), {State.QUEUED: State.RUNNING}),
+    "claim": (
+        lambda ledger, job_id: ledger.claim(job_id, "other", "other", 1, IDENTITY),
+        {State.QUEUED: State.RUNNING},
+    ),
     "store": (
         lambda ledger, job_id: ledger.store_outputs(job_id, 1, outputs()),
         {State.RUNNING: State.SUCCEEDED, State.CANCELLING: State.CANCELLED},
     ),
-    "fail": (lambda ledger, job_id: ledger.fail(job_id, 1, PROBLEM), {State.RUNNING: State.FAILED, State.CANCELLING: State.FAILED}),
-    "release": (lambda ledger, job_id: ledger.release(job_id, 1), {State.RUNNING: State.QUEUED, State.CANCELLING: State.CANCELLED}),
-    "finish_cancel": (lambda ledger, job_id: ledger.finish_cancel(job_id, 1), {State.CANCELLING: State.CANCELLED}),
+    "fail": (
+        lambda ledger, job_id: ledger.fail(job_id, 1, PROBLEM),
+        {State.RUNNING: State.FAILED, State.CANCELLING: State.FAILED},
+    ),
+    "release": (
+        lambda ledger, job_id: ledger.release(job_id, 1),
+        {State.RUNNING: State.QUEUED, State.CANCELLING: State.CANCELLED},
+    ),
+    "finish_cancel": (
+        lambda ledger, job_id: ledger.finish_cancel(job_id, 1),
+        {State.CANCELLING: State.CANCELLED},
+    ),
     "request_cancel": (
         lambda ledger, job_id: ledger.request_cancel(job_id),
         {State.QUEUED: State.ABORTED, State.RUNNING: State.CANCELLING},
@@ -81,7 +96,10 @@ def test_every_action_follows_the_transition_table(redis_url: str, deed: str, st
                 assert after.state is leads[state]
                 assert after.state in TRANSITIONS[state]
                 assert after.version > before.version
-                assert await ledger.redis.zscore("ms:live", job.id) is None or after.state not in TERMINAL
+                assert (
+                    await ledger.redis.zscore("ms:live", job.id) is None
+                    or after.state not in TERMINAL
+                )
             else:
                 assert after == before
 
@@ -94,7 +112,11 @@ def test_one_of_many_claims_wins(redis_url: str) -> None:
             job = make_job()
             await first.submit(job, {})
             claims = await asyncio.gather(
-                *[ledger.claim(job.id, f"w{place}", "b", 1, IDENTITY) for place in range(20) for ledger in (first, second)]
+                *[
+                    ledger.claim(job.id, f"w{place}", "b", 1, IDENTITY)
+                    for place in range(20)
+                    for ledger in (first, second)
+                ]
             )
             won = [claim for claim in claims if claim is not None]
             assert len(won) == 1
@@ -104,11 +126,16 @@ def test_one_of_many_claims_wins(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeated(redis_url: str) -> None:  # field case 38
+def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeated(
+    redis_url: str,
+) -> None:
+    # field case 38
     cut = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """To Redis and back; once `cut` is set the next answer is kept, and the connection closed instead."""
+        """To Redis and back; once `cut` is set the next answer is kept, and the connection closed
+        instead.
+        """
         address = urlsplit(redis_url)
         back, forth = await asyncio.open_connection(address.hostname, address.port)
 
@@ -135,7 +162,9 @@ def test_a_claim_whose_answer_was_lost_is_the_same_claim_when_it_is_repeated(red
             assert not cut.is_set(), "the first answer was lost"
             assert claim is not None, "else nobody would run it until its lease ends"
             assert claim.attempt == (await ledger.view(job.id)).attempt == 1
-            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is None, "another call is another claim"
+            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is None, (
+                "another call is another claim"
+            )
 
     asyncio.run(main())
 
@@ -147,7 +176,9 @@ def test_a_stale_attempt_is_rejected_and_changes_nothing(redis_url: str) -> None
             assert await claimed(ledger, job) == 1
             assert await ledger.release(job.id, 1) is State.QUEUED
             waiting = await ledger.view(job.id)
-            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is None, "nobody holds a queued job"
+            assert await ledger.store_outputs(job.id, 1, outputs(text="late")) is None, (
+                "nobody holds a queued job"
+            )
             assert await ledger.view(job.id) == waiting
             claim = await ledger.claim(job.id, "w2", "b2", 2, IDENTITY)
             assert claim is not None
@@ -157,12 +188,19 @@ def test_a_stale_attempt_is_rejected_and_changes_nothing(redis_url: str) -> None
             assert await ledger.fail(job.id, 1, PROBLEM) is False
             assert await ledger.finish_cancel(job.id, 1) is False
             assert await ledger.release(job.id, 1) is None
-            assert await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1)) is False
+            assert (
+                await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1))
+                is False
+            )
             assert (await ledger.renew(WORKER, BOOT, {job.id: 1})).lost == {job.id}
             assert await ledger.view(job.id) == before
             assert await ledger.store_outputs(job.id, 2, outputs(text="good"))
             result = await ledger.result(job.id)
-            assert (result.state, result.outputs[0].text, result.attempt) == (State.SUCCEEDED, "good", 2)
+            assert (result.state, result.outputs[0].text, result.attempt) == (
+                State.SUCCEEDED,
+                "good",
+                2,
+            )
 
     asyncio.run(main())
 
@@ -178,7 +216,11 @@ def test_lease_renewal_reports_lost_and_cancelled_jobs(redis_url: str) -> None:
             await ledger.store_outputs(done.id, 1, outputs())
             lease = await ledger.redis.zscore("ms:live", kept.id)
             await asyncio.sleep(0.02)
-            renewal = await ledger.renew(WORKER, BOOT, {job.id: 1 for job in (kept, lost, unwanted, done)} | {"job_unknown": 1})
+            renewal = await ledger.renew(
+                WORKER,
+                BOOT,
+                {job.id: 1 for job in (kept, lost, unwanted, done)} | {"job_unknown": 1},
+            )
             assert renewal.lost == {lost.id, "job_unknown"}
             assert renewal.cancelling == {unwanted.id}
             assert await ledger.redis.zscore("ms:live", kept.id) > lease
@@ -187,14 +229,17 @@ def test_lease_renewal_reports_lost_and_cancelled_jobs(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_cancel_while_receipts_are_awaited_ends_the_job_at_once(redis_url: str) -> None:  # field case 38
+def test_cancel_while_receipts_are_awaited_ends_the_job_at_once(redis_url: str) -> None:
+    # field case 38
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             job = make_job(capture=True)
             await claimed(ledger, job)
             await ledger.store_outputs(job.id, 1, outputs())
             view = await ledger.request_cancel(job.id)
-            assert view.state is State.CANCELLED, "no worker is left that could say that it has stopped"
+            assert view.state is State.CANCELLED, (
+                "no worker is left that could say that it has stopped"
+            )
             assert view.capture_status == "error"
 
     asyncio.run(main())
@@ -218,7 +263,9 @@ def test_the_same_submit_twice_is_one_job(redis_url: str) -> None:
 def test_concurrent_submits_with_one_key_make_one_job(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
-            answers = await asyncio.gather(*[ledger.submit(make_job(), {}, ("key", "body")) for _ in range(30)])
+            answers = await asyncio.gather(
+                *[ledger.submit(make_job(), {}, ("key", "body")) for _ in range(30)]
+            )
             assert len({job_id for job_id, _ in answers}) == 1
             assert sum(created for _, created in answers) == 1
 
@@ -268,7 +315,9 @@ def test_vectors_come_back_as_they_were_submitted(redis_url: str) -> None:
         lambda ledger: ledger.request_cancel("job_x"),
     ],
 )
-def test_an_unknown_job_is_not_found(redis_url: str, ask: Callable[[Ledger], Awaitable[object]]) -> None:
+def test_an_unknown_job_is_not_found(
+    redis_url: str, ask: Callable[[Ledger], Awaitable[object]]
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             with pytest.raises(MidstreamError) as caught:
@@ -284,12 +333,23 @@ def test_events_are_read_from_where_the_reader_left_off(redis_url: str) -> None:
             job = make_job()
             await claimed(ledger, job)
             await ledger.emit(
-                job.id, 1, 1, Event(event="token", data={"index": 0, "text": 'a"é', "token_ids": [1], "finish_reason": None}, attempt=1)
+                job.id,
+                1,
+                1,
+                Event(
+                    event="token",
+                    data={"index": 0, "text": 'a"é', "token_ids": [1], "finish_reason": None},
+                    attempt=1,
+                ),
             )
             await ledger.store_outputs(job.id, 1, outputs())
             events = await ledger.events(job.id)
             assert [event.event for event in events] == ["state", "state", "token", "state", "done"]
-            assert [event.data["state"] for event in events if event.event == "state"] == ["queued", "running", "succeeded"]
+            assert [event.data["state"] for event in events if event.event == "state"] == [
+                "queued",
+                "running",
+                "succeeded",
+            ]
             assert events[2].data["text"] == 'a"é'
             assert await ledger.events(job.id, after=events[2].id) == events[3:]
             assert await ledger.events(job.id, after=events[-1].id) == []
@@ -306,7 +366,9 @@ def test_a_stream_that_has_lost_events_is_not_continued(redis_url: str) -> None:
             job = make_job()
             await claimed(ledger, job)
             for number in (1, 2, 3):
-                assert await ledger.emit(job.id, 1, number, Event(event="output", data={"index": number}, attempt=1))
+                assert await ledger.emit(
+                    job.id, 1, number, Event(event="output", data={"index": number}, attempt=1)
+                )
             await ledger.redis.hset(f"ms:job:{job.id}", "said", 1)  # as a promoted replica has it
             before = await ledger.events(job.id)
             with pytest.raises(EventsLost):
@@ -331,14 +393,20 @@ def test_an_event_retried_after_a_lost_response_is_stored_once(redis_url: str) -
                 if attempt == 1:
                     await ledger.release(job.id, 1)
                     assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-            told = [(event.attempt, event.data["index"]) for event in await ledger.events(job.id) if event.event == "output"]
+            told = [
+                (event.attempt, event.data["index"])
+                for event in await ledger.events(job.id)
+                if event.event == "output"
+            ]
             assert told == [(attempt, number) for attempt in (1, 2) for number in (1, 2, 3)]
 
     asyncio.run(main())
 
 
 def test_a_list_of_a_state_reads_only_the_jobs_in_it(redis_url: str) -> None:
-    """From submission through every move, and where another version has written no lists; what has expired is not listed as its state."""
+    """From submission through every move, and where another version has written no lists; what has
+    expired is not listed as its state.
+    """
 
     async def main() -> None:
         async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
@@ -360,10 +428,25 @@ def test_a_list_of_a_state_reads_only_the_jobs_in_it(redis_url: str) -> None:
                 return [view.id for view in page.jobs]
 
             async def check(running: bool) -> None:
-                assert await listed(State.RUNNING) == await listed(State.RUNNING, "bob") == ([ran.id] if running else [])
-                assert await listed(State.ABORTED) == await listed(State.ABORTED, "ada") == [stopped.id]
-                assert await listed(State.RUNNING, "ada") == await listed(State.ABORTED, "bob") == await listed(State.FAILED) == []
-                assert set(await listed(State.QUEUED)) == {job.id for job in jobs} - {stopped.id} - ({ran.id} if running else set())
+                assert (
+                    await listed(State.RUNNING)
+                    == await listed(State.RUNNING, "bob")
+                    == ([ran.id] if running else [])
+                )
+                assert (
+                    await listed(State.ABORTED)
+                    == await listed(State.ABORTED, "ada")
+                    == [stopped.id]
+                )
+                assert (
+                    await listed(State.RUNNING, "ada")
+                    == await listed(State.ABORTED, "bob")
+                    == await listed(State.FAILED)
+                    == []
+                )
+                assert set(await listed(State.QUEUED)) == {job.id for job in jobs} - {
+                    stopped.id
+                } - ({ran.id} if running else set())
 
             await check(running=True)
             await ledger.release(ran.id, 1)
@@ -389,7 +472,12 @@ def test_the_jobs_of_a_state_that_have_expired_are_listed_and_dropped(redis_url:
             assert [view.id for view in (await ledger.list(state=State.EXPIRED)).jobs] == [old.id]
             await ledger.redis.delete(f"ms:job:{gone.id}")
             await Reaper(ledger, ledger.settings).sweep()
-            for name in ("ms:jobs", "ms:jobs:default", "ms:jobs-in:aborted", "ms:jobs-in:aborted:default"):
+            for name in (
+                "ms:jobs",
+                "ms:jobs:default",
+                "ms:jobs-in:aborted",
+                "ms:jobs-in:aborted:default",
+            ):
                 assert await ledger.redis.zcard(name) == 2, name
 
     asyncio.run(main())
@@ -398,7 +486,12 @@ def test_the_jobs_of_a_state_that_have_expired_are_listed_and_dropped(redis_url:
 def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
-            jobs = [make_job(created=float(1000 + place // 7), model="even" if place % 2 == 0 else "odd") for place in range(40)]
+            jobs = [
+                make_job(
+                    created=float(1000 + place // 7), model="even" if place % 2 == 0 else "odd"
+                )
+                for place in range(40)
+            ]
             for job in jobs:
                 await ledger.submit(job, {})
             seen, cursor = [], None
@@ -408,7 +501,9 @@ def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(redis_url:
                 cursor = page.next
                 if cursor is None:
                     break
-            assert seen == [job.id for job in sorted(jobs, key=lambda job: (job.created, job.id), reverse=True)]
+            assert seen == [
+                job.id for job in sorted(jobs, key=lambda job: (job.created, job.id), reverse=True)
+            ]
             await ledger.request_cancel(jobs[3].id)
             aborted = await ledger.list(state=State.ABORTED)
             assert [view.id for view in aborted.jobs] == [jobs[3].id]
@@ -420,7 +515,9 @@ def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(redis_url:
     asyncio.run(main())
 
 
-def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_past_its_retention_is_gone_and_the_job_expired(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, result_ttl_s=600) as ledger:
             job = make_job()
@@ -445,11 +542,31 @@ def test_a_result_past_its_retention_is_gone_and_the_job_expired(redis_url: str,
 
 def test_workers_expire_with_their_heartbeat_and_models_stay(redis_url: str) -> None:
     model = ModelInfo(
-        name="tiny", version="0", architecture="A", num_layers=2, hidden_size=4, vocab_size=8, max_model_len=16, dtype="float32",
-        hooks=["post_block"], tokenizer="0" * 64, wire=WIRE, oldest_wire=OLDEST_WIRE,
-    )  # fmt: skip
+        name="tiny",
+        version="0",
+        architecture="A",
+        num_layers=2,
+        hidden_size=4,
+        vocab_size=8,
+        max_model_len=16,
+        dtype="float32",
+        hooks=["post_block"],
+        tokenizer="0" * 64,
+        wire=WIRE,
+        oldest_wire=OLDEST_WIRE,
+    )
     worker = WorkerInfo(
-        worker="w", boot="b", model="tiny", version="0", host="h", pid=1, started=0.0, tp=1, pp=1, wire=WIRE, oldest_wire=OLDEST_WIRE
+        worker="w",
+        boot="b",
+        model="tiny",
+        version="0",
+        host="h",
+        pid=1,
+        started=0.0,
+        tp=1,
+        pp=1,
+        wire=WIRE,
+        oldest_wire=OLDEST_WIRE,
     )
 
     async def main() -> None:
@@ -502,7 +619,9 @@ def test_everything_accepted_survives_kill_9_of_redis(tmp_path: Path) -> None:  
             try:
                 for job_id in accepted:
                     assert (await ledger.view(job_id)).state is State.QUEUED
-                assert (await ledger.claim(accepted[0], WORKER, BOOT, 1, IDENTITY)) is not None, "scripts are loaded again"
+                assert (await ledger.claim(accepted[0], WORKER, BOOT, 1, IDENTITY)) is not None, (
+                    "scripts are loaded again"
+                )
             finally:
                 again.stop()
 
@@ -513,7 +632,9 @@ def test_a_job_of_many_long_prompts_is_stored_as_it_is(redis_url: str) -> None:
     async def scenario() -> None:
         async with open_ledger(redis_url) as ledger:
             job = make_job(prompts=0, metadata={"k": "v"})
-            job = msgspec.structs.replace(job, prompts=[StoredPrompt(token_ids=list(range(500)), text="x" * 2000)] * 1000)
+            job = msgspec.structs.replace(
+                job, prompts=[StoredPrompt(token_ids=list(range(500)), text="x" * 2000)] * 1000
+            )
             await ledger.submit(job, {})
             assert (await ledger.request(job.id))[0] == job
 

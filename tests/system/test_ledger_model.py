@@ -1,6 +1,8 @@
-"""Does the ledger follow a simple model of itself through any sequence of deeds, also of stale attempts?
+"""Does the ledger follow a simple model of itself through any sequence of deeds, also of stale
+attempts?
 
-Jobs of two tenants, receipts of two ranks, windows of two messages and limits: the real scripts in a real Redis against plain Python.
+Jobs of two tenants, receipts of two ranks, windows of two messages and limits: the real scripts in
+a real Redis against plain Python.
 """
 
 import asyncio
@@ -13,7 +15,13 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
 from midstream.broker.ledger.dispatch import cost_of
@@ -38,7 +46,8 @@ JOBS = 8
 #: Two prompts, two ranks.
 PLACES = [(request, rank) for request in (0, 1) for rank in (0, 1)]
 SIZE = 1000  # bytes of the files of a receipt
-AGE = st.sampled_from([0, 0, 0, 1])  # how many attempts ago the speaker claimed; mostly the present one
+# how many attempts ago the speaker claimed; mostly the present one
+AGE = st.sampled_from([0, 0, 0, 1])
 WHICH = st.integers(0, JOBS - 1)
 PROBLEM = MidstreamError("engine_failed", "it broke").problem()
 
@@ -131,7 +140,11 @@ class LedgerModel(RuleBasedStateMachine):
         self.wrong: dict[str, int] = {}  # what is counted too much, until it is counted anew
         self.do(self.broker.ledger.redis.flushall())
         for name, (weight, limit) in TENANTS.items():
-            self.do(self.broker.ledger.tenants.put(Tenant(name=name, limits=Limits(weight=weight, jobs_in_flight=limit))))
+            self.do(
+                self.broker.ledger.tenants.put(
+                    Tenant(name=name, limits=Limits(weight=weight, jobs_in_flight=limit))
+                )
+            )
 
     def do(self, call: Awaitable[T]) -> T:
         return self.broker.do(call)
@@ -163,12 +176,28 @@ class LedgerModel(RuleBasedStateMachine):
             self.to(job, State.FAILED if job.attempt >= MAX_ATTEMPTS else State.QUEUED)
 
     @precondition(lambda self: len(self.jobs) < JOBS)
-    @rule(tenant=st.sampled_from(sorted(TENANTS)), max_tokens=st.sampled_from([1, 16, 61]), hurried=st.booleans())
+    @rule(
+        tenant=st.sampled_from(sorted(TENANTS)),
+        max_tokens=st.sampled_from([1, 16, 61]),
+        hurried=st.booleans(),
+    )
     def submit(self, tenant: str, max_tokens: int, hurried: bool) -> None:
         expires = now() + 500 if hurried else None
-        job = Modelled(make_job(prompts=2, capture=True, tenant=tenant, sampling=Sampling(max_tokens=max_tokens), expires=expires))
+        job = Modelled(
+            make_job(
+                prompts=2,
+                capture=True,
+                tenant=tenant,
+                sampling=Sampling(max_tokens=max_tokens),
+                expires=expires,
+            )
+        )
         limit = TENANTS[tenant][1]
-        if limit and sum(each.job.tenant == tenant and each.state not in TERMINAL for each in self.jobs) >= limit:
+        if (
+            limit
+            and sum(each.job.tenant == tenant and each.state not in TERMINAL for each in self.jobs)
+            >= limit
+        ):
             with pytest.raises(MidstreamError, match="in flight"):
                 self.do(self.ledger.submit(job.job, {}))
             return
@@ -180,7 +209,9 @@ class LedgerModel(RuleBasedStateMachine):
     @rule(which=WHICH)
     def submit_again(self, which: int) -> None:
         job = self.one(which)
-        assert self.do(self.ledger.submit(job.job, {})) == (job.job.id, True), "a client whose connection broke"
+        assert self.do(self.ledger.submit(job.job, {})) == (job.job.id, True), (
+            "a client whose connection broke"
+        )
 
     @precondition(lambda self: self.jobs)
     @rule(which=WHICH)
@@ -196,7 +227,9 @@ class LedgerModel(RuleBasedStateMachine):
     @precondition(lambda self: self.line.sent)
     @rule()
     def claim_the_first_that_was_sent(self) -> None:
-        self.claim(next(place for place, job in enumerate(self.jobs) if job.job.id in self.line.sent))
+        self.claim(
+            next(place for place, job in enumerate(self.jobs) if job.job.id in self.line.sent)
+        )
 
     @precondition(lambda self: self.jobs)
     @rule(which=WHICH, age=AGE)
@@ -220,11 +253,21 @@ class LedgerModel(RuleBasedStateMachine):
         checksum=st.sampled_from(["11"] * 6 + ["22"]),
         twice=st.booleans(),
     )
-    def receive(self, which: int, age: int, place: tuple[int, int], status: str, checksum: str, twice: bool) -> None:
+    def receive(
+        self, which: int, age: int, place: tuple[int, int], status: str, checksum: str, twice: bool
+    ) -> None:
         job = self.one(which)
         self.seq += 1
         file = CapturedFile(path="p", bytes=SIZE, crc32=1, rows=1)
-        told = receipt(job.job, *place, attempt=job.attempt - age, status=status, message="m", files=[file], checksum=checksum)
+        told = receipt(
+            job.job,
+            *place,
+            attempt=job.attempt - age,
+            status=status,
+            message="m",
+            files=[file],
+            checksum=checksum,
+        )
         for _ in range(2 if twice else 1):
             assert self.broker.settler.settle(WORKER, 0, "epoch", [(self.seq, told)]) == self.seq
         if not job.working(age) or place in job.arrived:
@@ -288,7 +331,9 @@ class LedgerModel(RuleBasedStateMachine):
 
     @rule()
     def renew(self) -> None:
-        told = self.do(self.ledger.renew(WORKER, "boot", {job.job.id: job.attempt for job in self.jobs}))
+        told = self.do(
+            self.ledger.renew(WORKER, "boot", {job.job.id: job.attempt for job in self.jobs})
+        )
         assert told.cancelling == {job.job.id for job in self.jobs if job.state is State.CANCELLING}
         ours = (State.RUNNING, State.CANCELLING, State.SUCCEEDED)
         assert told.lost == {job.job.id for job in self.jobs if job.state not in ours}
@@ -296,9 +341,13 @@ class LedgerModel(RuleBasedStateMachine):
     @rule()
     def let_deadlines_and_leases_run_out(self) -> None:
         self.clock += 1000
-        met = {raw.decode(): place for place, raw in enumerate(self.do(self.ledger.redis.zrange("ms:live", 0, -1)))}
+        met = {
+            raw.decode(): place
+            for place, raw in enumerate(self.do(self.ledger.redis.zrange("ms:live", 0, -1)))
+        }
         self.do(self.broker.reaper.sweep(now() + self.clock))
-        while True:  # as the sweeper meets them: what it aborts may make room for what is then met as sent
+        while True:
+            # as the sweeper meets them: what it aborts may make room for what is then met as sent
             due = sorted(filter(self._is_over, self.jobs), key=lambda job: met[job.job.id])
             if not due:
                 break
@@ -313,7 +362,9 @@ class LedgerModel(RuleBasedStateMachine):
     @rule()
     def count_anew_a_little_further(self) -> None:
         if self.recount is None:
-            self.recount = UsageReconciliation(Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1)
+            self.recount = UsageReconciliation(
+                Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1
+            )
             if not self.wrong:
                 self.wrong = {"b/bytes": 700, "/cells": 3}
                 for name, number in self.wrong.items():
@@ -322,7 +373,9 @@ class LedgerModel(RuleBasedStateMachine):
 
     def counted(self, told: list[str] | None) -> None:
         if told is not None:
-            assert {line.partition(":")[0] for line in told} == set(self.wrong), "and what changed meanwhile is right"
+            assert {line.partition(":")[0] for line in told} == set(self.wrong), (
+                "and what changed meanwhile is right"
+            )
             self.recount, self.wrong = None, {}
 
     def _is_over(self, job: Modelled) -> bool:
@@ -333,37 +386,60 @@ class LedgerModel(RuleBasedStateMachine):
     def the_ledger_says_what_the_model_says(self) -> None:
         for job in self.jobs:
             view = self.do(self.ledger.view(job.job.id))
-            assert (view.state, view.attempt, view.generated is not None) == (job.state, job.attempt, job.generated)
+            assert (view.state, view.attempt, view.generated is not None) == (
+                job.state,
+                job.attempt,
+                job.generated,
+            )
             assert view.version >= job.version
             job.version = view.version
             if job.state not in TERMINAL:
                 assert view.receipts == len(job.arrived)
                 assert view.capture_status == "pending"
             else:
-                assert view.capture_status in (("ok", "partial") if job.state is State.SUCCEEDED else ("error", "timed_out"))
+                assert view.capture_status in (
+                    ("ok", "partial") if job.state is State.SUCCEEDED else ("error", "timed_out")
+                )
                 assert view.finished is not None
 
     @invariant()
     def every_queued_job_has_its_place_and_every_other_none(self) -> None:
         async def look() -> list[list[bytes]]:
-            names = ["live", f"held:{WORKER}", f"sent:{MODEL}:6", *[f"wait:{MODEL}:6:{tenant}" for tenant in TENANTS]]
+            names = [
+                "live",
+                f"held:{WORKER}",
+                f"sent:{MODEL}:6",
+                *[f"wait:{MODEL}:6:{tenant}" for tenant in TENANTS],
+            ]
             async with self.ledger.redis.pipeline() as pipe:
                 for name in names:
-                    _ = pipe.smembers(f"ms:{name}") if name.startswith(("held", "sent")) else pipe.zrange(f"ms:{name}", 0, -1)
+                    _ = (
+                        pipe.smembers(f"ms:{name}")
+                        if name.startswith(("held", "sent"))
+                        else pipe.zrange(f"ms:{name}", 0, -1)
+                    )
                 return list(await pipe.execute())
 
-        live, held, sent, *waiting = [[name.decode() for name in found] for found in self.do(look())]
+        live, held, sent, *waiting = [
+            [name.decode() for name in found] for found in self.do(look())
+        ]
         assert set(live) == {job.job.id for job in self.jobs if job.state not in TERMINAL}
-        assert set(held) == {job.job.id for job in self.jobs if job.state in (State.RUNNING, State.CANCELLING)}
+        assert set(held) == {
+            job.job.id for job in self.jobs if job.state in (State.RUNNING, State.CANCELLING)
+        }
         assert set(sent) == self.line.sent
         assert waiting == [[job.job.id for job in self.line.waiting[tenant]] for tenant in TENANTS]
         put_back = {job.job.id for job in self.jobs if job.attempt}
         assert len(set(sent) - put_back) <= WINDOW
-        assert len(sent) + sum(map(len, waiting)) == sum(job.state is State.QUEUED for job in self.jobs)
+        assert len(sent) + sum(map(len, waiting)) == sum(
+            job.state is State.QUEUED for job in self.jobs
+        )
 
     @invariant()
     def the_queue_holds_the_messages_in_the_order_in_which_jobs_were_picked(self) -> None:
-        assert [(message.job_id, message.attempt) for message in self.do(sent(self.ledger))] == self.line.messages
+        assert [
+            (message.job_id, message.attempt) for message in self.do(sent(self.ledger))
+        ] == self.line.messages
 
     @invariant()
     def usage_is_what_there_is(self) -> None:
@@ -404,5 +480,11 @@ def test_the_ledger_follows_its_model(broker: Broker) -> None:
     LedgerModel.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         LedgerModel,
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
     )

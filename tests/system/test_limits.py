@@ -1,4 +1,7 @@
-"""What may a tenant use, who says no, and when may it come again? Limits in the commit that accepts, over HTTP and by the ledger."""
+"""What may a tenant use, who says no, and when may it come again?
+
+Limits in the commit that accepts, over HTTP and by the ledger.
+"""
 
 import asyncio
 import time
@@ -12,7 +15,20 @@ import numpy as np
 import pytest
 import redis
 from edge import MODEL, Hand, model_info, running
-from ledger_kit import BOOT, EPOCH, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs, receipt, settings_for, settler, worker_info
+from ledger_kit import (
+    BOOT,
+    EPOCH,
+    IDENTITY,
+    WORKER,
+    claimed,
+    make_job,
+    open_ledger,
+    outputs,
+    receipt,
+    settings_for,
+    settler,
+    worker_info,
+)
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
@@ -60,7 +76,9 @@ def a_file(size: int) -> CapturedFile:
 
 
 async def early_in_a_minute() -> None:
-    """Return with at least five seconds of this minute of the clock left: usage is counted by it."""
+    """Return with at least five seconds of this minute of the clock left: usage is counted by
+    it.
+    """
     left = 60 - now() % 60
     if left < 5:
         await asyncio.sleep(left)
@@ -78,7 +96,9 @@ def test_requests_per_minute_limit_and_retry_after(redis_url: str) -> None:
                 except MidstreamError as error:
                     told = error
                     break
-            assert 60 <= accepted <= 61 + now() - began, "a minute's worth at once, and what leaked meanwhile"
+            assert 60 <= accepted <= 61 + now() - began, (
+                "a minute's worth at once, and what leaked meanwhile"
+            )
             assert told.kind == "rate_limited"
             assert told.retry_after is not None
             assert 0 < told.retry_after <= 1
@@ -99,23 +119,35 @@ def test_tokens_per_minute_count_prompts_and_what_they_may_generate(redis_url: s
             await ledger.submit(half, {})
             usage = await ledger.tenants.usage("t")
             assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
-            error = await refused(ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97)))
+            error = await refused(
+                ledger, make_job(prompts=4, tenant="t", sampling=Sampling(max_tokens=97))
+            )
             assert error.retry_after is not None
-            assert 10 - (now() - began) <= error.retry_after <= 10, "a hundred tokens too many, ten a second"
-            await ledger.submit(make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {})
+            assert 10 - (now() - began) <= error.retry_after <= 10, (
+                "a hundred tokens too many, ten a second"
+            )
+            await ledger.submit(
+                make_job(prompts=2, tenant="t", sampling=Sampling(max_tokens=97)), {}
+            )
 
     asyncio.run(main())
 
 
-def test_a_burst_over_one_minutes_limit_is_accepted_when_idle_and_then_repaid(redis_url: str) -> None:
+def test_a_burst_over_one_minutes_limit_is_accepted_when_idle_and_then_repaid(
+    redis_url: str,
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             await limited(ledger, tokens_per_minute=100)
             began = now()
-            await ledger.submit(make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {})
+            await ledger.submit(
+                make_job(prompts=10, tenant="t", sampling=Sampling(max_tokens=97)), {}
+            )
             error = await refused(ledger, make_job(tenant="t", sampling=Sampling(max_tokens=7)))
             assert error.retry_after is not None
-            assert 546 - (now() - began) <= error.retry_after <= 546, "600 s of debt, less what fits into a minute"
+            assert 546 - (now() - began) <= error.retry_after <= 546, (
+                "600 s of debt, less what fits into a minute"
+            )
 
     asyncio.run(main())
 
@@ -128,17 +160,30 @@ def test_a_refused_or_repeated_submission_takes_nothing(redis_url: str) -> None:
             first = make_job(tenant="t")
             await ledger.submit(first, {}, ("k", "body"))
             for _ in range(5):
-                assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (first.id, False)
+                assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
+                    first.id,
+                    False,
+                )
             await ledger.submit(make_job(tenant="t"), {})
             for _ in range(3):
                 assert (await refused(ledger, make_job(tenant="t"))).kind == "too_many_jobs"
-            assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (first.id, False), "also while others are refused"
+            assert await ledger.submit(make_job(tenant="t"), {}, ("k", "body")) == (
+                first.id,
+                False,
+            ), "also while others are refused"
             usage = await ledger.tenants.usage("t")
             assert (usage.jobs_in_flight, usage.requests_this_minute) == (2, 2)
             await limited(ledger, "u", requests_per_minute=2, tokens_per_minute=100)
             await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=60)), {})
             for _ in range(3):
-                assert "tokens" in (await refused(ledger, make_job(tenant="u", sampling=Sampling(max_tokens=60)))).detail
+                assert (
+                    "tokens"
+                    in (
+                        await refused(
+                            ledger, make_job(tenant="u", sampling=Sampling(max_tokens=60))
+                        )
+                    ).detail
+                )
             await ledger.submit(make_job(tenant="u", sampling=Sampling(max_tokens=1)), {})
 
     asyncio.run(main())
@@ -153,7 +198,9 @@ def test_every_end_releases_jobs_in_flight(redis_url: str) -> None:
                 await ledger.store_outputs(job_id, attempt, outputs())
 
             async def fail(job_id: str, attempt: int) -> None:
-                await ledger.fail(job_id, attempt, MidstreamError("engine_failed", "it broke").problem())
+                await ledger.fail(
+                    job_id, attempt, MidstreamError("engine_failed", "it broke").problem()
+                )
 
             async def cancel(job_id: str, attempt: int) -> None:
                 await ledger.request_cancel(job_id)
@@ -185,7 +232,11 @@ def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url:
             assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
             await limited(ledger, "small", sweep_cells=size - 1)
             never = await refused(ledger, sweep_of("small"))
-            assert (never.kind, never.field, never.retry_after) == ("invalid_request", "pairs", None), "to wait would be in vain"
+            assert (never.kind, never.field, never.retry_after) == (
+                "invalid_request",
+                "pairs",
+                None,
+            ), "to wait would be in vain"
             await ledger.submit(make_job(tenant="t"), {})
             await ledger.submit(sweep_of("u"), {})
             await ledger.request_cancel(job.id)
@@ -194,7 +245,9 @@ def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(redis_url:
     asyncio.run(main())
 
 
-def test_a_tenants_own_capture_files_count_until_they_are_deleted(redis_url: str, tmp_path: Path) -> None:
+def test_a_tenants_own_capture_files_count_until_they_are_deleted(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             (tmp_path / "captures").mkdir()
@@ -208,8 +261,12 @@ def test_a_tenants_own_capture_files_count_until_they_are_deleted(redis_url: str
                 await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
                 settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, files=[a_file(3 << 20)]))])
                 await ledger.store_outputs(job.id, 1, outputs())
-            assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, "what the operator captures costs nobody anything"
-            assert (await refused(ledger, make_job(capture=True, tenant="t"))).kind == "capture_limit"
+            assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, (
+                "what the operator captures costs nobody anything"
+            )
+            assert (
+                await refused(ledger, make_job(capture=True, tenant="t"))
+            ).kind == "capture_limit"
             await ledger.submit(make_job(capture=True, tenant="t"), {}, operators=["t"])
             await ledger.submit(make_job(tenant="t"), {})
             await Captures(ledger).delete(mine.id)
@@ -222,7 +279,9 @@ def test_a_tenants_own_capture_files_count_until_they_are_deleted(redis_url: str
 def test_two_hundred_concurrent_submissions_respect_the_limit(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, limit_jobs_in_flight=50) as ledger:
-            answers = await asyncio.gather(*[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True)
+            answers = await asyncio.gather(
+                *[ledger.submit(make_job(), {}) for _ in range(200)], return_exceptions=True
+            )
             assert sum(not isinstance(answer, BaseException) for answer in answers) == 50
 
     asyncio.run(main())
@@ -241,7 +300,9 @@ def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
                     await ledger.submit(job, {})
                     if number % 2:
                         await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-                        settle.settle(WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))])
+                        settle.settle(
+                            WORKER, number, EPOCH, [(1, receipt(job, files=[a_file(1000)]))]
+                        )
                         await ledger.store_outputs(job.id, 1, outputs())
 
                 under_way = [asyncio.create_task(live(number)) for number in range(60)]
@@ -251,12 +312,18 @@ def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
                 server = redis_server.start(tmp_path, port=server.port)
                 app = make_app(settings_for(server.url))
                 reaper = Reaper(ledger, ledger.settings)
-                assert (await reaper.sweep()).corrected == [], "a count is in the commit that changes it"
+                assert (await reaper.sweep()).corrected == [], (
+                    "a count is in the commit that changes it"
+                )
                 counted = await ledger.redis.hgetall("ms:usage")
-                await ledger.redis.hset("ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3})
+                await ledger.redis.hset(
+                    "ms:usage", mapping={"t0/jobs": 1000, "t1/bytes": -5, "gone/cells": 3}
+                )
                 await ledger.redis.hdel("ms:usage", "/queued")
                 assert len((await Reaper(ledger, ledger.settings).sweep()).corrected) >= 3
-                assert await ledger.redis.hgetall("ms:usage") == {name: number for name, number in counted.items() if number != b"0"}
+                assert await ledger.redis.hgetall("ms:usage") == {
+                    name: number for name, number in counted.items() if number != b"0"
+                }
                 app.close()
         finally:
             server.stop()
@@ -264,7 +331,9 @@ def test_usage_survives_a_redis_kill_and_is_reconciled(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(tmp_path: Path) -> None:
+def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_are_invalid(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         server = redis_server.start(tmp_path)
         try:
@@ -291,9 +360,13 @@ def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
             await ledger.submit(make_job(tenant="t", capture=True), {})
             await ledger.redis.hset("ms:usage", mapping={"t/bytes": 700, "t/jobs": 9})
             bound = Scripts(ledger.redis)
-            first, second, present = (UsageReconciliation(bound, ledger.settings, now()) for _ in range(3))
+            first, second, present = (
+                UsageReconciliation(bound, ledger.settings, now()) for _ in range(3)
+            )
             assert await first.step() is None
-            assert [await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")] == [True, True], "nobody may go on"
+            assert [
+                await ledger.redis.ttl(kept) > 0 for kept in ("ms:recount", "ms:recount-seen")
+            ] == [True, True], "nobody may go on"
             assert await first.step() is None
             assert await second.step() is None
             assert await present.step() is None
@@ -302,28 +375,47 @@ def test_an_abandoned_usage_count_changes_nothing(redis_url: str) -> None:
             for seq, size in ((1, 1000), (2, 500)):  # one before captures are looked at, one after
                 late = make_job(tenant="t", capture=True)
                 await claimed(ledger, late, ranks=1)
-                settler(redis_url).settle(WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))])
+                settler(redis_url).settle(
+                    WORKER, 0, EPOCH, [(seq, receipt(late, files=[a_file(size)]))]
+                )
                 assert await present.step() is None
             assert await present.step() is None, "the lists of jobs"
             told = await present.step()
-            assert sorted(told or []) == ["t/bytes: 2200 instead of 1500", "t/jobs: 11 instead of 3"], "what came meanwhile counts once"
+            assert sorted(told or []) == [
+                "t/bytes: 2200 instead of 1500",
+                "t/jobs: 11 instead of 3",
+            ], "what came meanwhile counts once"
             assert await ledger.redis.keys("ms:recount*") == []
 
     asyncio.run(main())
 
 
-# --- Named modules -----------------------------------------------------------------------------------------------------
+# --- Named modules --------------------------------------------------------------------------------
 
 
-def a_module(name: str, vectors: int = 1, tenant: str = "t", **changes: Any) -> tuple[Module, dict[str, bytes | Tensor]]:
+def a_module(
+    name: str, vectors: int = 1, tenant: str = "t", **changes: Any
+) -> tuple[Module, dict[str, bytes | Tensor]]:
     """With so many vectors of 256 KiB, which no other has."""
-    tensors = [from_numpy(np.full(1 << 16, zlib.crc32(f"{name} {number}".encode()) >> 8, np.float32)) for number in range(vectors)]
+    tensors = [
+        from_numpy(np.full(1 << 16, zlib.crc32(f"{name} {number}".encode()) >> 8, np.float32))
+        for number in range(vectors)
+    ]
     blobs: dict[str, bytes | Tensor] = {content_hash(tensor): tensor for tensor in tensors}
-    entries = [SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=[blob]) for blob in blobs]
+    entries = [
+        SteeringTemplate(
+            layers=[0], hook="post_block", positions="all", family="add", tensors=[blob]
+        )
+        for blob in blobs
+    ]
     fields: dict[str, Any] = {
-        "name": scoped(tenant, name), "model": MODEL, "digest": content_digest(entries), "entries": entries, "bytes": vectors << 18,
+        "name": scoped(tenant, name),
+        "model": MODEL,
+        "digest": content_digest(entries),
+        "entries": entries,
+        "bytes": vectors << 18,
         "created": now(),
-    }  # fmt: skip
+    }
     return Module(**(fields | changes)), blobs
 
 
@@ -380,7 +472,9 @@ def test_a_module_that_replaces_another_needs_room_for_the_difference_only(redis
             assert (usage.modules, usage.module_bytes >> 18) == (2, 2)
             await steering.put_module(*a_module("two", 6))
             never = await no_module(steering, "three", 8)
-            assert (never.kind, never.field) == ("invalid_request", "steering"), "to delete others would be in vain"
+            assert (never.kind, never.field) == ("invalid_request", "steering"), (
+                "to delete others would be in vain"
+            )
             assert "is 3 MiB" in never.detail
 
     asyncio.run(main())
@@ -391,8 +485,14 @@ def test_a_hundred_concurrent_modules_respect_the_limit(redis_url: str) -> None:
         async with open_ledger(redis_url, limit_modules=30) as ledger:
             steering = Steering(ledger)
             made = [a_module(f"m{number}", 0) for number in range(100)]
-            answers = await asyncio.gather(*[steering.put_module(*each) for each in made], return_exceptions=True)
-            assert sum(answer is None for answer in answers) == len(await steering.module_names(MODEL)) == 30
+            answers = await asyncio.gather(
+                *[steering.put_module(*each) for each in made], return_exceptions=True
+            )
+            assert (
+                sum(answer is None for answer in answers)
+                == len(await steering.module_names(MODEL))
+                == 30
+            )
 
     asyncio.run(main())
 
@@ -402,7 +502,11 @@ def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(redi
         async with open_ledger(redis_url, limit_modules=3) as ledger:
             await ledger.publish_model(model_info(), worker_info())
             steering = Steering(ledger)
-            for module in (*map(a_module, ("one", "two", "three")), a_module("one", tenant="u"), a_module("one", tenant="default")):
+            for module in (
+                *map(a_module, ("one", "two", "three")),
+                a_module("one", tenant="u"),
+                a_module("one", tenant="default"),
+            ):
                 await steering.put_module(*module)
             right = {tenant: await ledger.tenants.usage(tenant) for tenant in ("t", "u", "default")}
             assert await counted_anew(ledger) == []
@@ -417,7 +521,9 @@ def test_the_next_count_lists_modules_stored_or_deleted_by_an_older_version(redi
             await ledger.redis.delete("ms:module-bytes:u")
             await ledger.redis.hset("ms:module-bytes:u", f"{MODEL}/u/two", size)
             await counted_anew(ledger)
-            assert await ledger.redis.hkeys("ms:module-bytes:u") == [f"{MODEL}/u/one".encode()], "another one of the same size, too"
+            assert await ledger.redis.hkeys("ms:module-bytes:u") == [f"{MODEL}/u/one".encode()], (
+                "another one of the same size, too"
+            )
             await ledger.redis.hdel(f"ms:modules:{MODEL}", "u/one")
             await counted_anew(ledger)
             assert (await ledger.tenants.usage("u")).modules == 0
@@ -452,7 +558,9 @@ def test_a_full_queue_and_a_rate_limit_give_retry_after(crowded: tuple[Any, Hand
     assert "its limit of requests per minute (5)" in hasty.json()["error"]["message"]
 
 
-def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(tmp_path: Path) -> None:
+def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
+    tmp_path: Path,
+) -> None:
     server = redis_server.start(tmp_path / "redis")
     try:
         with redis.Redis.from_url(server.url) as client, running(tmp_path, server.url) as api:
@@ -472,16 +580,28 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(t
             client.config_set("maxmemory", client.info("memory")["used_memory"] * 100 // 90)
             vector = dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
             entries = {"steering": [{"layers": [0], "vector": vector}]}
-            deadline = time.monotonic() + 60 * LOOK_S  # it has looked a moment ago, and may accept some until it looks again
-            while (refused := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)).status_code == 201:
+            deadline = (
+                time.monotonic() + 60 * LOOK_S
+            )  # it has looked a moment ago, and may accept some until it looks again
+            while (
+                refused := api.http.put(f"/v1/steering/modules/m{now()}", json=entries)
+            ).status_code == 201:
                 assert time.monotonic() < deadline
             for answer in (refused, api.http.put("/v1/steering/global", json=entries)):
-                assert (answer.status_code, answer.json()["type"]) == (503, "urn:midstream:overloaded")
-            assert hand.do(Steering(hand.ledger).propose(MODEL, [], {})), "what steers everyone can be taken away all the same"
+                assert (answer.status_code, answer.json()["type"]) == (
+                    503,
+                    "urn:midstream:overloaded",
+                )
+            assert hand.do(Steering(hand.ledger).propose(MODEL, [], {})), (
+                "what steers everyone can be taken away all the same"
+            )
             client.config_set("maxmemory", 20 << 20)
             for job_id in accepted:
                 claim = hand.claim(job_id)
-                assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outputs())) is State.SUCCEEDED
+                assert (
+                    hand.do(hand.ledger.store_outputs(job_id, claim.attempt, outputs()))
+                    is State.SUCCEEDED
+                )
             hand.close()
     finally:
         server.stop()

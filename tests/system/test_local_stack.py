@@ -1,4 +1,6 @@
-"""Clients and commands find the stack of a data directory and no other, and can inspect and stop it from another process."""
+"""Clients and commands find the stack of a data directory and no other, and can inspect and stop it
+from another process.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(
+    up: Up, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(up.data))
     with Client() as client:
         assert client.url == up.ready()
@@ -31,14 +35,20 @@ def test_a_client_without_an_address_takes_the_stack_on_the_data_directory(up: U
     assert httpx.get(f"{client.url}/healthz").json()["instance"] == stack.instance
 
 
-def test_an_idle_data_directory_is_an_error_and_no_other_stack_is_used(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_data_directory_is_an_error_and_no_other_stack_is_used(
+    up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MIDSTREAM_DATA_DIR", str(tmp_path / "other"))
-    with pytest.raises(ServerUnreachable, match=r"the stack on .*other is not running; `midstream up` starts it"):
+    with pytest.raises(
+        ServerUnreachable, match=r"the stack on .*other is not running; `midstream up` starts it"
+    ):
         Client()
 
 
 @pytest.mark.parametrize("lie", ["a dead process", "another process"])
-def test_a_stale_state_file_is_ignored(up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+def test_a_stale_state_file_is_ignored(
+    up: Up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
     """As after a crash, or when the port went to another stack."""
     state = up.state() | {"pid": os.getpid() if lie == "another process" else 2**22 + 1}
     (tmp_path / STATE_FILE).write_text(json.dumps(state))
@@ -67,10 +77,23 @@ def test_status_names_processes_ports_and_disk(up: Up) -> None:
     done = up.midstream("status")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{up.ready()} is ready" in done.stdout
-    for word in ("model fake", f"data  {up.data}", "redis", "relay", "worker", "callbacks", str(up.pid("worker")), "disk: ", " free"):
+    for word in (
+        "model fake",
+        f"data  {up.data}",
+        "redis",
+        "relay",
+        "worker",
+        "callbacks",
+        str(up.pid("worker")),
+        "disk: ",
+        " free",
+    ):
         assert word in done.stdout
     status = json.loads(up.midstream("status", "--json").stdout)
-    assert status["processes"]["api"] == {"pid": up.pid("api"), "ports": [httpx.URL(up.ready()).port]}
+    assert status["processes"]["api"] == {
+        "pid": up.pid("api"),
+        "ports": [httpx.URL(up.ready()).port],
+    }
     assert status["disk"]["bytes"]["logs"] > 0
 
 
@@ -78,7 +101,10 @@ def test_logs_of_one_process_or_all(up: Up) -> None:
     one = up.midstream("logs", "worker")
     assert "worker ready" in one.stdout
     both = up.midstream("logs", "worker", "relay", "-n", "1")
-    assert [line.split(" | ")[0].strip() for line in both.stdout.splitlines()] == ["worker", "relay"]
+    assert [line.split(" | ")[0].strip() for line in both.stdout.splitlines()] == [
+        "worker",
+        "relay",
+    ]
     wrong = up.midstream("logs", "worke")
     assert (wrong.returncode, "did you mean 'worker'?" in wrong.stderr) == (1, True)
 
@@ -91,7 +117,9 @@ def test_down_stops_everything_and_status_says_that_nothing_runs(tmp_path: Path)
         done = up.midstream("down")
         assert done.returncode == 0, done.stderr
         assert f"stopped the stack on {up.data}" in done.stdout
-        assert [pid for pid, born in pids if birth(pid) == born] == [], "it returns when all has ended"
+        assert [pid for pid, born in pids if birth(pid) == born] == [], (
+            "it returns when all has ended"
+        )
         assert up.process.wait(60) == 0
         after = up.midstream("status")
         assert (after.returncode, f"no stack is running on {up.data}" in after.stdout) == (3, True)

@@ -1,4 +1,6 @@
-"""`map` against the real stack: killed, resumed, and with an API that goes away, every prompt is computed exactly once."""
+"""`map` against the real stack: killed, resumed, and with an API that goes away, every prompt is
+computed exactly once.
+"""
 
 import os
 import signal
@@ -51,7 +53,9 @@ def known(client: Client) -> set[str]:
     return {job.id for job in client.jobs(limit=200).jobs}
 
 
-def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(client: Client, tmp_path: Path) -> None:
+def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(
+    client: Client, tmp_path: Path
+) -> None:
     before = known(client)
     for pause in (7, 16):  # within a job that was collected, with others in flight
         process = start(client, tmp_path / "cache", "killed", 30, pause)
@@ -71,16 +75,24 @@ def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(client: 
 
     capture = {"layers": [0, 2], "positions": "all_prompt", "tag": "killed"}
     prompts = [f"killed {number}" for number in range(30)]
-    items = list(client.map(prompts, cache=tmp_path / "cache", keep_captures=True, capture=capture, max_tokens=2))
+    items = list(
+        client.map(
+            prompts, cache=tmp_path / "cache", keep_captures=True, capture=capture, max_tokens=2
+        )
+    )
     assert all(item.cached for item in items)
     assert computed(client, before) == 30
     for item in (items[0], items[17], items[29]):
         tokens = np.array(item.reader.token_ids(item.request))
-        np.testing.assert_array_equal(item.array(2), residual_rows(2, np.arange(len(tokens)), tokens))
+        np.testing.assert_array_equal(
+            item.array(2), residual_rows(2, np.arange(len(tokens)), tokens)
+        )
     assert not list((tmp_path / "cache" / "captures").glob(".part-*"))
 
 
-def test_a_map_killed_at_any_moment_loses_and_repeats_nothing(client: Client, tmp_path: Path) -> None:
+def test_a_map_killed_at_any_moment_loses_and_repeats_nothing(
+    client: Client, tmp_path: Path
+) -> None:
     before = known(client)
     for lines in (1, 3, 6):  # then it goes on while the signal is on its way
         process = start(client, tmp_path / "cache", "anywhere", 40, 0)
@@ -97,7 +109,13 @@ def test_a_map_killed_at_any_moment_loses_and_repeats_nothing(client: Client, tm
 
 def test_a_map_goes_on_when_the_api_went_away(up: Up, client: Client, tmp_path: Path) -> None:
     before = known(client)
-    items = client.map([f"away {number}" for number in range(12)], job_prompts=2, in_flight=2, max_tokens=2, cache=tmp_path / "cache")
+    items = client.map(
+        [f"away {number}" for number in range(12)],
+        job_prompts=2,
+        in_flight=2,
+        max_tokens=2,
+        cache=tmp_path / "cache",
+    )
     found = [next(items).index]
     former = up.pid("api")
     os.kill(former, signal.SIGKILL)

@@ -26,11 +26,14 @@ from midstream.workers.fake.model import identity_of
 OTHER = "b" * 64
 
 
-# ---- the ledger -----------------------------------------------------------------------------------------------------
+# ---- the ledger
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("identity", [IDENTITY, ""], ids=["another", "none"])
-def test_a_claim_by_a_worker_of_another_identity_fails_the_job(redis_url: str, identity: str) -> None:
+def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
+    redis_url: str, identity: str
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             job = make_job(identity=identity)
@@ -82,7 +85,10 @@ def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: str) -
             await ledger.publish_model(model, worker)
             await ledger.publish_model(model, worker_info("w2"))
             for other in ("w3", "w4"):
-                with pytest.raises(MidstreamError, match=r"the live worker 'w[12]' serves 'tiny' with the identity aaaaaaaaaaaa") as caught:
+                with pytest.raises(
+                    MidstreamError,
+                    match=r"the live worker 'w[12]' serves 'tiny' with the identity aaaaaaaaaaaa",
+                ) as caught:
                     await ledger.publish_model(changed, worker_info(other, identity=OTHER))
                 assert caught.value.kind == "model_changed"
             found = await ledger.model(MODEL)
@@ -102,13 +108,16 @@ def test_a_worker_may_start_again_with_another_model(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, lease_s=60) as ledger:
             await ledger.publish_model(model_info(name=MODEL), worker_info())
-            await ledger.publish_model(model_info(name=MODEL, identity=OTHER), worker_info(boot="boot2", identity=OTHER))
+            await ledger.publish_model(
+                model_info(name=MODEL, identity=OTHER), worker_info(boot="boot2", identity=OTHER)
+            )
             assert [each.identity for each in await ledger.workers()] == [OTHER]
 
     asyncio.run(main())
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes
+# --------------------------------------------------------------------------------------------------
 
 NAME = "shared"
 PAIR = {"clean": "hello world", "corrupt": "hello there", "answer": "b", "foil": "c"}
@@ -116,14 +125,24 @@ EVERYWHERE = {"layers": "all", "positions": "all_prompt", "tag": "t"}
 
 
 class Two:
-    """A service whose only worker had the model `first`, and then has `second` under the same name; what was accepted for the first."""
+    """A service whose only worker had the model `first`, and then has `second` under the same name;
+    what was accepted for the first.
+    """
 
     def __init__(self, stack: Stack, client: Client) -> None:
         self.stack, self.client = stack, client
-        self.first, self.second = (identity_of(Settings(model=model)) for model in ("first", "second"))
-        self.run = client.wait(client.submit(model=NAME, prompts=["clean words"], capture={**EVERYWHERE, "run": "clean"}))
+        self.first, self.second = (
+            identity_of(Settings(model=model)) for model in ("first", "second")
+        )
+        self.run = client.wait(
+            client.submit(
+                model=NAME, prompts=["clean words"], capture={**EVERYWHERE, "run": "clean"}
+            )
+        )
         lines = [f"{number:04d} " + "abcdefgh" * 16 for number in range(1500)]
-        self.harvest = client.submit_harvest(model=NAME, source={"lines": lines}, layers=[1, 3], shards={"mib": 1})
+        self.harvest = client.submit_harvest(
+            model=NAME, source={"lines": lines}, layers=[1, 3], shards={"mib": 1}
+        )
         deadline = time.monotonic() + 60
         while not client.harvest(self.harvest).units_done:
             assert time.monotonic() < deadline
@@ -137,7 +156,12 @@ class Two:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     directory = tmp_path_factory.mktemp("identities")
-    settings = {"model": "first", "model_name": NAME, "lease_s": 1.5, "harvest_stores": str(directory / "rows")}
+    settings = {
+        "model": "first",
+        "model_name": NAME,
+        "lease_s": 1.5,
+        "harvest_stores": str(directory / "rows"),
+    }
     with Stack(directory, api=True, **settings) as stack, Client(stack.url) as client:
         yield Two(stack, client)
 
@@ -164,8 +188,15 @@ def test_a_harvest_that_the_former_model_began_fails(two: Two) -> None:
 @pytest.mark.parametrize("by_name", [True, False], ids=["name", "job"])
 def test_a_source_run_of_the_former_model_is_no_source(two: Two, by_name: bool) -> None:
     source = {"run": "clean" if by_name else two.run.id, "position": 1}
-    with pytest.raises(MidstreamError, match=f"its identity was {two.first[:12]}, and 'shared' is now {two.second[:12]}") as caught:
-        two.client.submit(model=NAME, prompts=["other words"], patch=[{"layers": 1, "positions": [1], "source": source}])
+    with pytest.raises(
+        MidstreamError,
+        match=f"its identity was {two.first[:12]}, and 'shared' is now {two.second[:12]}",
+    ) as caught:
+        two.client.submit(
+            model=NAME,
+            prompts=["other words"],
+            patch=[{"layers": 1, "positions": [1], "source": source}],
+        )
     assert (caught.value.kind, caught.value.field) == ("invalid_request", "patch[0].source.run")
     assert two.client.source_run("clean", NAME).identity == two.first
 
@@ -181,7 +212,9 @@ def test_what_the_present_model_computes_says_so_everywhere(two: Two) -> None:
         assert rows.manifest().identity == two.second
     assert httpx.get(f"{two.stack.url}/v1/captures/{job.id}").json()["identity"] == two.second
     assert two.client.model(NAME)["identity"] == two.second
-    harvest = two.client.wait_harvest(two.client.submit_harvest(model=NAME, source={"lines": ["a"]}, layers=[0]), timeout=60)
+    harvest = two.client.wait_harvest(
+        two.client.submit_harvest(model=NAME, source={"lines": ["a"]}, layers=[0]), timeout=60
+    )
     assert open_harvest(harvest.uri).manifest.identity == harvest.identity == two.second
 
 
@@ -207,7 +240,10 @@ def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(two: Two) -> No
     two.stack.wait_ready("worker-3")
     two.stack.kill("worker", signal.SIGCONT)
     assert two.stack.exit_code("worker") == EXIT_ENGINE_DIED
-    assert f"the live worker 'w1-3' serves 'shared' with the identity {two.first[:12]}" in two.stack.log("worker")
+    assert (
+        f"the live worker 'w1-3' serves 'shared' with the identity {two.first[:12]}"
+        in two.stack.log("worker")
+    )
     view = two.client.wait(two.client.submit(model=NAME, prompts=["a"]))
     assert (view.state, view.identity, view.worker) == ("succeeded", two.first, "w1-3")
     assert two.stack.end("worker-3") == 0

@@ -1,4 +1,6 @@
-"""What becomes of jobs when the wire between a worker and everything else is cut in the middle of them, and mended?"""
+"""What becomes of jobs when the wire between a worker and everything else is cut in the middle of
+them, and mended?
+"""
 
 import time
 from collections import Counter
@@ -18,7 +20,10 @@ from midstream.schemas.jobs import Event
 from midstream.workers.serving.heartbeat import RENEWALS_PER_LEASE
 
 WHY_NOT = Link.why_not()
-pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a second namespace")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is a second namespace"),
+]
 
 TOKEN_S, LEASE_S = 0.05, 8.0
 PERIOD_S = LEASE_S / RENEWALS_PER_LEASE
@@ -27,7 +32,9 @@ PROMPTS = 2
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    with Machines(tmp_path_factory.mktemp("netns"), Link.make(), fake_token_s=TOKEN_S, lease_s=LEASE_S) as started:
+    with Machines(
+        tmp_path_factory.mktemp("netns"), Link.make(), fake_token_s=TOKEN_S, lease_s=LEASE_S
+    ) as started:
         yield started
 
 
@@ -41,16 +48,22 @@ class Caller:
 
     def held(self, tokens: int) -> "Future[httpx.Response]":
         body = {
-            "model": "fake-model", "prompts": [f"hello {i}" for i in range(PROMPTS)], "sampling": {"max_tokens": tokens},
+            "model": "fake-model",
+            "prompts": [f"hello {i}" for i in range(PROMPTS)],
+            "sampling": {"max_tokens": tokens},
             "capture": {"layers": "all", "positions": "all"},
-        }  # fmt: skip
-        return self._pool.submit(self._http.post, "/v1/jobs", json=body, headers={"Prefer": "wait=60"})
+        }
+        return self._pool.submit(
+            self._http.post, "/v1/jobs", json=body, headers={"Prefer": "wait=60"}
+        )
 
     def running(self, count: int) -> list[dict[str, Any]]:
         """The `count` jobs that run, as soon as there are so many."""
 
         def now() -> list[dict[str, Any]]:
-            page: dict[str, list[dict[str, Any]]] = self._http.get("/v1/jobs", params={"state": "running"}).json()
+            page: dict[str, list[dict[str, Any]]] = self._http.get(
+                "/v1/jobs", params={"state": "running"}
+            ).json()
             return page["jobs"]
 
         wait_until(lambda: len(now()) == count)
@@ -62,7 +75,10 @@ class Caller:
 
     def history(self, job: str) -> list[Event]:
         with self.machines.client() as client:
-            return [msgspec.json.decode(fields[b"e"], type=Event) for _, fields in client.xrange(f"ms:events:{job}")]
+            return [
+                msgspec.json.decode(fields[b"e"], type=Event)
+                for _, fields in client.xrange(f"ms:events:{job}")
+            ]
 
     def renewed(self, job: str) -> None:
         """Returns when the job's lease has just been renewed."""
@@ -73,7 +89,9 @@ class Caller:
     def marks(self) -> int:
         """Receipts acknowledged so far, of all streams."""
         with self.machines.client() as client:
-            return sum(int(client.get(key) or 0) for key in client.scan_iter(mark_key("w1", 0, "*")))
+            return sum(
+                int(client.get(key) or 0) for key in client.scan_iter(mark_key("w1", 0, "*"))
+            )
 
 
 @pytest.fixture
@@ -82,7 +100,9 @@ def caller(machines: Machines) -> Caller:
 
 
 def ended_once(caller: Caller, answer: httpx.Response) -> dict[str, Any]:
-    """The job's view: it succeeded, with every receipt counted once and of one attempt, and one end in its history."""
+    """The job's view: it succeeded, with every receipt counted once and of one attempt, and one end
+    in its history.
+    """
     assert answer.status_code == 200, answer.text
     assert answer.json()["capture_results"]["status"] == "ok"
     assert [output["index"] for output in answer.json()["outputs"]] == list(range(PROMPTS))
@@ -90,7 +110,9 @@ def ended_once(caller: Caller, answer: httpx.Response) -> dict[str, Any]:
     events = caller.history(view["id"])
     assert Counter(event.event for event in events)["done"] == 1
     told = Counter(
-        (event.data["request"], event.data["rank"]) for event in events if event.event == "receipt" and event.attempt == view["attempt"]
+        (event.data["request"], event.data["rank"])
+        for event in events
+        if event.event == "receipt" and event.attempt == view["attempt"]
     )
     assert told == {(request, 0): 1 for request in range(PROMPTS)}
     assert (view["state"], view["receipts"]) == ("succeeded", PROMPTS)
@@ -99,10 +121,12 @@ def ended_once(caller: Caller, answer: httpx.Response) -> dict[str, Any]:
 
 def test_a_partition_of_half_a_lease_fails_no_job(machines: Machines, caller: Caller) -> None:
     assert machines.link is not None
-    # One ends while the wire is cut, so that its receipts wait in the outbox; the other goes on after it.
+    # One ends while the wire is cut, so that its receipts wait in the outbox; the other goes on
+    # after it.
     answers = [caller.held(120), caller.held(260)]
     caller.renewed(caller.running(2)[0]["id"])
-    # The worst moment: the next renewal is the first that is lost. TCP itself sends it again after 3.3 s, and after 6.6 s: too late.
+    # The worst moment: the next renewal is the first that is lost. TCP itself sends it again after
+    # 3.3 s, and after 6.6 s: too late.
     time.sleep(PERIOD_S - 0.05)
     machines.link.cut()
     time.sleep(LEASE_S / 2)
@@ -111,13 +135,16 @@ def test_a_partition_of_half_a_lease_fails_no_job(machines: Machines, caller: Ca
     assert [view["attempt"] for view in views] == [1, 1]
 
 
-def test_after_a_partition_past_the_lease_jobs_rerun_and_late_receipts_are_ignored(machines: Machines, caller: Caller) -> None:
+def test_after_a_partition_past_the_lease_jobs_rerun_and_late_receipts_are_ignored(
+    machines: Machines, caller: Caller
+) -> None:
     assert machines.link is not None
     before = caller.marks()
     answers = [caller.held(30), caller.held(60)]
     caller.running(2)
     machines.link.cut()
-    wait_until(lambda: caller.running(0) == [], timeout=20)  # their leases are over: they wait for a worker again
+    # their leases are over: they wait for a worker again
+    wait_until(lambda: caller.running(0) == [], timeout=20)
     time.sleep(1)
     machines.link.heal()
     views = [ended_once(caller, answer.result(60)) for answer in answers]
@@ -130,6 +157,9 @@ def test_after_a_partition_past_the_lease_jobs_rerun_and_late_receipts_are_ignor
 def test_a_worker_takes_jobs_again_after_a_partition(machines: Machines, caller: Caller) -> None:
     done = caller.held(4).result(30).json()
     assert done["capture_results"]["status"] == "ok"
-    files = [machines.settings("api").capture_root / file["path"] for file in done["capture_results"]["files"]]
+    files = [
+        machines.settings("api").capture_root / file["path"]
+        for file in done["capture_results"]["files"]
+    ]
     assert files
     assert all(Path(file).exists() for file in files)

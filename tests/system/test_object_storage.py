@@ -1,6 +1,8 @@
-"""Are captures durable, readable and deletable when API, worker and callbacks share a bucket and no disk, whatever becomes of the bucket?
+"""Are captures durable, readable and deletable when API, worker and callbacks share a bucket and no
+disk, whatever becomes of the bucket?
 
-The S3 server is moto, in this process, behind a proxy that checks signatures and injects faults. Everything but the model is real.
+The S3 server is moto, in this process, behind a proxy that checks signatures and injects faults.
+Everything but the model is real.
 """
 
 import time
@@ -79,7 +81,17 @@ def bucket(stack: Apart) -> S3Store:
 
 
 def capture(tag: str = "t", **changes: Any) -> StoredCapture:
-    return StoredCapture(**({"sites": {"post_block": [0, 1, 2, 3]}, "positions": "all_prompt", "tag": tag, "layout": "packed"} | changes))
+    return StoredCapture(
+        **(
+            {
+                "sites": {"post_block": [0, 1, 2, 3]},
+                "positions": "all_prompt",
+                "tag": tag,
+                "layout": "packed",
+            }
+            | changes
+        )
+    )
 
 
 def check(reader: CaptureReader, requests: int = 1) -> None:
@@ -87,7 +99,9 @@ def check(reader: CaptureReader, requests: int = 1) -> None:
     assert reader.requests() == list(range(requests))
     for request in range(requests):
         for layer in reader.layers(request):
-            expected = residual_rows(layer, np.array(reader.positions(request)), np.array(reader.token_ids(request)))
+            expected = residual_rows(
+                layer, np.array(reader.positions(request)), np.array(reader.token_ids(request))
+            )
             np.testing.assert_array_equal(reader.array(layer, request=request), expected)
     assert all(each.ok for each in reader.verify())
 
@@ -108,7 +122,9 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
     manifest = httpx.get(f"{stack.url}/v1/captures/{job}").json()
     assert s3_kit.SECRET_KEY not in str(manifest)
     links = [file["link"] for file in manifest["files"]]
-    assert [link is None for link in links] == [layout == "segment"] * len(links), "a link to a segment would open other jobs' rows"
+    assert [link is None for link in links] == [layout == "segment"] * len(links), (
+        "a link to a segment would open other jobs' rows"
+    )
     proxy.seen.clear()
     check(client.capture(job), requests=2)
     assert proxy.count(r"^GET .*X-Amz-Signature") == (0 if layout == "segment" else len(links))
@@ -116,8 +132,12 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
     check(client.capture(job, tmp_path / "fallback"), requests=2)
     check(CaptureReader(bucket.uri, job), requests=2)
     found = httpx.get(f"{stack.url}/v1/captures/{job}/norms", params={"request": 1}).json()
-    rows = residual_rows(found["layers"][-1], np.array(found["positions"]), np.array(found["token_ids"]))
-    np.testing.assert_array_equal(np.array(found["norms"][-1], np.float32), np.linalg.norm(rows, axis=1))
+    rows = residual_rows(
+        found["layers"][-1], np.array(found["positions"]), np.array(found["token_ids"])
+    )
+    np.testing.assert_array_equal(
+        np.array(found["norms"][-1], np.float32), np.linalg.norm(rows, axis=1)
+    )
     shown = CliRunner().invoke(main.app, ["capture", "verify", bucket.uri, "--job", job])
     assert shown.exit_code == 0, shown.output
     assert not list(stack.directory.rglob("*.safetensors")), "nothing of it is on a disk"
@@ -125,24 +145,38 @@ def test_captures_come_back_by_link_through_the_api_and_from_the_bucket(
         assert s3_kit.SECRET_KEY not in stack.log(name)
 
 
-def test_a_job_is_held_until_its_capture_is_durable(stack: Apart, proxy: FaultProxy, bucket: S3Store) -> None:
+def test_a_job_is_held_until_its_capture_is_durable(
+    stack: Apart, proxy: FaultProxy, bucket: S3Store
+) -> None:
     proxy.fault("slow", r"PUT .*/held/.*\.safetensors", times=1, seconds=3.0)
     began = time.monotonic()
     job = stack.submit(["one"], capture=capture("held"))
     await_that(lambda: proxy.faults[0].seen == 1, "the upload begins")
     view = stack.view(job)
-    assert (view.state, view.capture_status, bucket.children("held/")) == (State.RUNNING, "pending", [])
+    assert (view.state, view.capture_status, bucket.children("held/")) == (
+        State.RUNNING,
+        "pending",
+        [],
+    )
     view = stack.wait(job)
-    assert (view.state, view.capture_status, time.monotonic() - began >= 3.0) == (State.SUCCEEDED, "ok", True)
+    assert (view.state, view.capture_status, time.monotonic() - began >= 3.0) == (
+        State.SUCCEEDED,
+        "ok",
+        True,
+    )
     assert len(bucket.children(f"held/{job}/")) == 2
 
 
 def test_rows_of_a_source_run_are_patched_from_the_bucket(stack: Apart) -> None:
     everywhere = capture(sites={hook: list(range(NUM_LAYERS)) for hook in HOOKS})
-    run = stack.submit(["The Eiffel Tower is in the city of"], max_tokens=1, capture=everywhere, run="paris")
+    run = stack.submit(
+        ["The Eiffel Tower is in the city of"], max_tokens=1, capture=everywhere, run="paris"
+    )
     assert stack.wait(run).state is State.SUCCEEDED
     row = row_name(RunRow(run_key(run, 0, "t"), "post_block", 2, 3))
-    edit = StoredSteering(layers=[2], hook="post_block", positions=[3], family="replace", tensors=[row], numbers=[1.0])
+    edit = StoredSteering(
+        layers=[2], hook="post_block", positions=[3], family="replace", tensors=[row], numbers=[1.0]
+    )
     job = stack.submit(["The Colosseum"], steering=[edit], runs={"paris": run})
     assert stack.wait(job).state is State.SUCCEEDED
     told = stack.result(job).determinism
@@ -168,8 +202,13 @@ def test_a_deleted_capture_is_gone_from_the_bucket_for_links_and_readers(
     check(client.capture(other))
 
 
-def test_expired_captures_are_removed_by_the_callbacks_process(stack: Apart, bucket: S3Store) -> None:
-    jobs = [stack.submit(["one"], capture=capture("passing", layout=layout)) for layout in ("packed", "segment")]
+def test_expired_captures_are_removed_by_the_callbacks_process(
+    stack: Apart, bucket: S3Store
+) -> None:
+    jobs = [
+        stack.submit(["one"], capture=capture("passing", layout=layout))
+        for layout in ("packed", "segment")
+    ]
     assert [stack.wait(job).state for job in jobs] == [State.SUCCEEDED] * 2
     stack.end("callbacks")
     stack.restart("callbacks", capture_ttl_s=1)
@@ -192,10 +231,14 @@ def test_a_worker_killed_during_an_upload_loses_nothing(
     check(client.capture(job), requests=2)
     check(CaptureReader(bucket, job), requests=2)
     client.delete_capture(job)
-    await_that(lambda: bucket.children(f"killed/{job}/") == [], "what both attempts left is deleted")
+    await_that(
+        lambda: bucket.children(f"killed/{job}/") == [], "what both attempts left is deleted"
+    )
 
 
-def test_a_store_that_is_away_for_seconds_costs_time_alone(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+def test_a_store_that_is_away_for_seconds_costs_time_alone(
+    stack: Apart, client: Client, proxy: FaultProxy
+) -> None:
     proxy.stop()
     try:
         job = stack.submit(["one"], capture=capture("blip"))
@@ -207,22 +250,35 @@ def test_a_store_that_is_away_for_seconds_costs_time_alone(stack: Apart, client:
 
 
 @pytest.mark.long
-def test_captures_wait_for_a_store_that_refuses_until_it_is_back(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+def test_captures_wait_for_a_store_that_refuses_until_it_is_back(
+    stack: Apart, client: Client, proxy: FaultProxy
+) -> None:
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1], "tag": "away"}}
     proxy.keys = {s3_kit.ACCESS_KEY: "rotated"}
     try:
-        await_that(lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 503, "captures are rejected")
+        await_that(
+            lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 503,
+            "captures are rejected",
+        )
         detail = httpx.post(f"{stack.url}/v1/jobs", json=body).json()["detail"]
         assert "the secret key does not belong to the access key" in detail
-        await_that(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is unhealthy")
+        await_that(
+            lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy,
+            "the worker is unhealthy",
+        )
         accepted = stack.submit(["one"], capture=capture("away"))  # before it was noticed
         assert stack.wait(stack.submit(["one"])).state is State.SUCCEEDED
         time.sleep(3)
         assert stack.do(lambda ledger: ledger.view(accepted)).state is State.QUEUED
     finally:
         proxy.keys = {s3_kit.ACCESS_KEY: s3_kit.SECRET_KEY}
-    await_that(lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 202, "captures are accepted again")
-    await_that(lambda: stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is healthy again")
+    await_that(
+        lambda: httpx.post(f"{stack.url}/v1/jobs", json=body).status_code == 202,
+        "captures are accepted again",
+    )
+    await_that(
+        lambda: stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is healthy again"
+    )
     later = stack.submit(["one"], capture=capture("away"))
     for job in (accepted, later):
         assert stack.wait(job).state is State.SUCCEEDED
@@ -230,17 +286,26 @@ def test_captures_wait_for_a_store_that_refuses_until_it_is_back(stack: Apart, c
 
 
 @pytest.mark.long
-def test_an_outage_longer_than_all_retries_costs_no_job(stack: Apart, client: Client, proxy: FaultProxy) -> None:
-    """Longer than requests are repeated, for jobs that run when it begins and for jobs that come after it was noticed."""
+def test_an_outage_longer_than_all_retries_costs_no_job(
+    stack: Apart, client: Client, proxy: FaultProxy
+) -> None:
+    """Longer than requests are repeated, for jobs that run when it begins and for jobs that come
+    after it was noticed.
+    """
     first = [stack.submit(["x" * 40], max_tokens=16, capture=capture("long")) for _ in range(6)]
     proxy.stop()
     began = time.monotonic()
     try:
-        await_that(lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy, "the worker is unhealthy")
+        await_that(
+            lambda: not stack.do(lambda ledger: ledger.workers())[0].healthy,
+            "the worker is unhealthy",
+        )
         second = [stack.submit(["one"], capture=capture("long")) for _ in range(6)]
         time.sleep(max(0.0, began + 1.5 * RETRY_S - time.monotonic()))
         views = [stack.do(lambda ledger, job=job: ledger.view(job)) for job in second]
-        assert {(view.state, view.attempt) for view in views} == {(State.QUEUED, 0)}, "none is begun in vain"
+        assert {(view.state, view.attempt) for view in views} == {(State.QUEUED, 0)}, (
+            "none is begun in vain"
+        )
         assert stack.wait(stack.submit(["one"])).state is State.SUCCEEDED, "others run"
     finally:
         proxy.start()
@@ -251,9 +316,12 @@ def test_an_outage_longer_than_all_retries_costs_no_job(stack: Apart, client: Cl
 
 
 @pytest.mark.long
-def test_a_request_that_is_never_answered_costs_no_job(stack: Apart, client: Client, proxy: FaultProxy) -> None:
+def test_a_request_that_is_never_answered_costs_no_job(
+    stack: Apart, client: Client, proxy: FaultProxy
+) -> None:
     """Neither its own nor those that are behind it in the worker's one writer."""
-    busy = proxy.fault("503", "PUT .*/silent/", times=7)  # repeated for seconds; the last try is the one without an answer
+    # repeated for seconds; the last try is the one without an answer
+    busy = proxy.fault("503", "PUT .*/silent/", times=7)
     proxy.fault("slow", "PUT .*/silent/", times=1, seconds=600.0)
     jobs = [stack.submit(["one"], capture=capture("silent"))]
     await_that(lambda: busy.seen > 0, "the first upload is under way")
@@ -273,17 +341,24 @@ def test_an_upload_that_is_refused_fails_its_job_alone(stack: Apart, proxy: Faul
     assert "these credentials do not allow it" in refused.error.detail
 
 
-def test_links_through_the_api_alone_and_a_quota(stack: Apart, client: Client, bucket: S3Store) -> None:
+def test_links_through_the_api_alone_and_a_quota(
+    stack: Apart, client: Client, bucket: S3Store
+) -> None:
     """Both are settings of the API: it is started with others."""
     job = stack.submit(["one"], capture=capture("private"))
     assert stack.wait(job).state is State.SUCCEEDED
     stack.end("api")
     stack.restart("api", artifact_links="api", capture_quota_mib=1)
-    assert [file["link"] for file in httpx.get(f"{stack.url}/v1/captures/{job}").json()["files"]] == [None]
+    assert [
+        file["link"] for file in httpx.get(f"{stack.url}/v1/captures/{job}").json()["files"]
+    ] == [None]
     check(client.capture(job))
     writer = bucket.writer()
     writer.append("large/object", [bytes(1 << 20)])
     writer.commit()
     body = {"model": "fake-model", "prompts": ["one"], "capture": {"layers": [1]}}
-    await_that(lambda: "capture_quota_mib" in httpx.post(f"{stack.url}/v1/jobs", json=body).text, "the quota is used up")
+    await_that(
+        lambda: "capture_quota_mib" in httpx.post(f"{stack.url}/v1/jobs", json=body).text,
+        "the quota is used up",
+    )
     bucket.delete("large/")

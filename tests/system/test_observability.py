@@ -1,4 +1,7 @@
-"""Can one see what happens? Logs, metrics, traces and the status of a whole stack, as an operator reads them."""
+"""Can one see what happens?
+
+Logs, metrics, traces and the status of a whole stack, as an operator reads them.
+"""
 
 import json
 import math
@@ -39,13 +42,21 @@ class Seen(Stack):
 
     def spawn(self, name: str, **changed: Any) -> None:
         self.ports = {**getattr(self, "ports", {}), name: free_port()}
-        super().spawn(name, **({"metrics_port": self.ports[name]} if name in SERVED else {}), **changed)
+        super().spawn(
+            name, **({"metrics_port": self.ports[name]} if name in SERVED else {}), **changed
+        )
 
     def metrics(self, name: str) -> dict[str, float]:
         """Sample → value."""
-        url = f"http://127.0.0.1:{self.ports[name]}/metrics" if name in SERVED else f"{self.url}/metrics"
+        url = (
+            f"http://127.0.0.1:{self.ports[name]}/metrics"
+            if name in SERVED
+            else f"{self.url}/metrics"
+        )
         text = httpx.get(url, timeout=LONG_S).text
-        lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("midstream_")]
+        lines = [
+            line.rpartition(" ") for line in text.splitlines() if line.startswith("midstream_")
+        ]
         return {sample: float(value) for sample, _, value in lines}
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -53,7 +64,9 @@ class Seen(Stack):
         return [json.loads(line) for line in self.log(name).splitlines() if line.startswith("{")]
 
     def line(self, name: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first line of its log that is wanted, once it is there: it may be written after the answer that it tells of."""
+        """The first line of its log that is wanted, once it is there: it may be written after the
+        answer that it tells of.
+        """
         deadline = time.monotonic() + LONG_S
         while not (found := [line for line in self.lines(name) if wanted(line)]):
             assert time.monotonic() < deadline, self.log(name)[-3000:]
@@ -75,7 +88,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Ite
         "admin_key": ADMIN_KEY,
         "tensor_parallel_size": 2,
         "dispatch_window": 1,
-        "lease_s": 15.0,  # a worker that stands still for some seconds is not dead, and its jobs are not run again
+        # a worker that stands still for some seconds is not dead, and its jobs are not run again
+        "lease_s": 15.0,
         "visibility_timeout_s": 20,
     }
     with Seen(tmp_path_factory.mktemp("seen"), api=True, **settings) as started:
@@ -88,8 +102,18 @@ def held(stack: Seen) -> httpx.Response:
     """A completion that was held until its capture was durable."""
     answer = httpx.post(
         f"{stack.url}/v1/completions",
-        json={"model": "fake-model", "prompt": ["hi there", "and you"], "max_tokens": 4, "capture": {"layers": [0]}, "capture_wait": True},
-        headers={"x-request-id": "mine-1", "traceparent": f"00-{TRACE}-{CALLER_SPAN}-01", "authorization": f"Bearer {ADMIN_KEY}"},
+        json={
+            "model": "fake-model",
+            "prompt": ["hi there", "and you"],
+            "max_tokens": 4,
+            "capture": {"layers": [0]},
+            "capture_wait": True,
+        },
+        headers={
+            "x-request-id": "mine-1",
+            "traceparent": f"00-{TRACE}-{CALLER_SPAN}-01",
+            "authorization": f"Bearer {ADMIN_KEY}",
+        },
         timeout=LONG_S,
     )
     assert answer.status_code == 200
@@ -99,7 +123,8 @@ def held(stack: Seen) -> httpx.Response:
 @pytest.fixture(scope="module")
 def spans(held: httpx.Response, collector: Collector) -> list[Span]:
     deadline = time.monotonic() + LONG_S
-    while True:  # of each process once a second, so that those of one stage may come one after the other
+    while True:
+        # of each process once a second, so that those of one stage may come one after the other
         found = collector.trace(TRACE, STAGES, LONG_S)
         if len(named(found, "prompt")) >= 2 and len(named(found, "receipt")) >= 4:
             print(tree(found))
@@ -112,10 +137,13 @@ def named(spans: list[Span], name: str) -> list[Span]:
     return [span for span in spans if span.name == name]
 
 
-# --- Traces -----------------------------------------------------------------------------------------------------------------
+# --- Traces
+# --------------------------------------------------------------------------------------------------
 
 
-def test_one_trace_follows_a_held_completion_from_its_caller_to_its_release(spans: list[Span]) -> None:
+def test_one_trace_follows_a_held_completion_from_its_caller_to_its_release(
+    spans: list[Span],
+) -> None:
     post, attempt = named(spans, "POST /v1/completions")[0], named(spans, "attempt")[0]
     assert post.parent == CALLER_SPAN
     parents = {span.name: span.parent for span in spans if span is not post}
@@ -130,7 +158,8 @@ def test_one_trace_follows_a_held_completion_from_its_caller_to_its_release(span
 
 
 def test_each_process_exports_its_own_spans(spans: list[Span]) -> None:
-    services = {span.name: span.service for span in spans if span.name != "durable"}  # relay or worker, whoever is last
+    # relay or worker, whoever is last
+    services = {span.name: span.service for span in spans if span.name != "durable"}
     worker, api = "midstream-worker", "midstream-api"
     expected = {
         "POST /v1/completions": api,
@@ -145,12 +174,16 @@ def test_each_process_exports_its_own_spans(spans: list[Span]) -> None:
 
 def test_every_prompt_and_every_rank_has_a_span(spans: list[Span]) -> None:
     assert sorted(span.attributes["request"] for span in named(spans, "prompt")) == [0, 1]
-    told = sorted((span.attributes["request"], span.attributes["rank"]) for span in named(spans, "receipt"))
+    told = sorted(
+        (span.attributes["request"], span.attributes["rank"]) for span in named(spans, "receipt")
+    )
     assert told == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_trace_stages_are_consecutive(spans: list[Span]) -> None:
-    post, queue, attempt, release = (named(spans, name)[0] for name in ("POST /v1/completions", "queue", "attempt", "release"))
+    post, queue, attempt, release = (
+        named(spans, name)[0] for name in ("POST /v1/completions", "queue", "attempt", "release")
+    )
     assert post.start <= queue.start <= queue.end == pytest.approx(attempt.start, abs=1e-3)
     assert attempt.start <= min(span.start for span in named(spans, "prompt"))
     assert release.end <= post.end
@@ -158,20 +191,30 @@ def test_trace_stages_are_consecutive(spans: list[Span]) -> None:
 
 def test_a_failed_job_marks_its_attempt_span(stack: Seen, collector: Collector) -> None:
     trace = "ab" * 16
-    missing = StoredSteering(layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0)
+    missing = StoredSteering(
+        layers=[0], hook="post_block", positions="all", family="add", tensors=["0" * 64], scale=1.0
+    )
     job = stack.submit(["x"], steering=[missing], trace=f"00-{trace}-{CALLER_SPAN}-01")
     assert stack.wait(job).state == "failed"
     attempt = named(collector.trace(trace, {"attempt", "queue"}, LONG_S), "attempt")[0]
     assert (attempt.failed, attempt.attributes["outcome"]) == (True, "failed")
 
 
-# --- Logs -------------------------------------------------------------------------------------------------------------------
+# --- Logs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_access_log_lines_have_ids_and_duration(stack: Seen, held: httpx.Response) -> None:
     line = stack.line("api", lambda line: line.get("request_id") == "mine-1" and "status" in line)
     job = held.headers["x-midstream-job"]
-    wanted = {"method": "POST", "path": "/v1/completions", "status": 200, "job": job, "tenant": "default", "trace_id": TRACE}
+    wanted = {
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "job": job,
+        "tenant": "default",
+        "trace_id": TRACE,
+    }
     assert {name: line[name] for name in wanted} == wanted
     assert 0 < line["ms"] < 60_000
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
@@ -179,17 +222,32 @@ def test_access_log_lines_have_ids_and_duration(stack: Seen, held: httpx.Respons
 
 def test_worker_log_lines_name_job_and_attempt(stack: Seen, held: httpx.Response) -> None:
     job = held.headers["x-midstream-job"]
-    line = stack.line("worker", lambda line: line["message"].startswith("attempt over") and line.get("job") == job)
-    assert (line["attempt"], line["worker"], line["process"], line["trace_id"]) == (1, "w1", "worker", TRACE)
-    celery = [line for line in stack.lines("worker") if line["logger"].startswith("celery.") and job in line["message"]]
+    line = stack.line(
+        "worker", lambda line: line["message"].startswith("attempt over") and line.get("job") == job
+    )
+    assert (line["attempt"], line["worker"], line["process"], line["trace_id"]) == (
+        1,
+        "w1",
+        "worker",
+        TRACE,
+    )
+    celery = [
+        line
+        for line in stack.lines("worker")
+        if line["logger"].startswith("celery.") and job in line["message"]
+    ]
     assert celery
     assert {line["job"] for line in celery} == {job}
 
 
-def test_a_valid_request_id_is_kept_and_others_are_replaced(stack: Seen, held: httpx.Response) -> None:
+def test_a_valid_request_id_is_kept_and_others_are_replaced(
+    stack: Seen, held: httpx.Response
+) -> None:
     assert held.headers["x-request-id"] == "mine-1"
     for odd in (b"", b"a b", b"x" * 200, "é".encode()):
-        answer = httpx.get(f"{stack.url}/v1/nothing", headers={b"x-request-id": odd}, timeout=LONG_S)
+        answer = httpx.get(
+            f"{stack.url}/v1/nothing", headers={b"x-request-id": odd}, timeout=LONG_S
+        )
         assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"]), odd
 
 
@@ -199,7 +257,8 @@ def test_no_process_logs_a_secret(stack: Seen, held: httpx.Response) -> None:
     assert "mine-1" in text, "or nothing was logged at all"
 
 
-# --- Metrics ----------------------------------------------------------------------------------------------------------------
+# --- Metrics
+# --------------------------------------------------------------------------------------------------
 
 
 def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx.Response) -> None:
@@ -216,7 +275,9 @@ def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx.
 
 def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx.Response) -> None:
     def captured() -> float:
-        return stack.metrics("worker").get('midstream_rank_captured_rows_total{model="fake-model",rank="0"}', 0)
+        return stack.metrics("worker").get(
+            'midstream_rank_captured_rows_total{model="fake-model",rank="0"}', 0
+        )
 
     deadline = time.monotonic() + LONG_S  # ranks are asked every 5 s
     while captured() < 2:
@@ -227,7 +288,9 @@ def test_rank_capture_counts_are_in_the_workers_metrics(stack: Seen, held: httpx
 
 
 def test_the_callbacks_worker_serves_metrics_too(stack: Seen) -> None:
-    assert stack.metrics("callbacks")['midstream_build_info{process="callbacks",version="0.1.0"}'] == 1
+    assert (
+        stack.metrics("callbacks")['midstream_build_info{process="callbacks",version="0.1.0"}'] == 1
+    )
 
 
 def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx.Response) -> None:
@@ -240,7 +303,8 @@ def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx.Resp
         assert later[name] - counts[name] == 1, state
 
 
-# --- Status, top, inspect ---------------------------------------------------------------------------------------------------
+# --- Status, top, inspect
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx.Response) -> None:
@@ -255,9 +319,26 @@ def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx.Res
 
 
 def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
-    asked = ["-A", "midstream.workers.remote", "inspect", "midstream_engine", "-t", "30", "-d", f"w1@{os.uname().nodename}", "--json"]
+    asked = [
+        "-A",
+        "midstream.workers.remote",
+        "inspect",
+        "midstream_engine",
+        "-t",
+        "30",
+        "-d",
+        f"w1@{os.uname().nodename}",
+        "--json",
+    ]
     environment = {**os.environ, "MIDSTREAM_REDIS_URL": stack.settings.redis_url}
-    done = subprocess.run([sys.executable, "-m", "celery", *asked], env=environment, capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "celery", *asked],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
     (told,) = json.loads(done.stdout).values()
     assert (told["model"], told["tp"], told["pp"], told["worker"]) == ("fake-model", 2, 1, "w1")
     assert told["stats"]["rows"] == 256
@@ -285,12 +366,15 @@ def test_top_prints_the_service_once_on_80_columns(stack: Seen, held: httpx.Resp
         assert part in text
 
 
-# --- Doctor -----------------------------------------------------------------------------------------------------------------
+# --- Doctor
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No round trip and no fsync is too slow: how busy the machine that runs the tests is, is not what they are about."""
+    """No round trip and no fsync is too slow: how busy the machine that runs the tests is, is not
+    what they are about.
+    """
     for limit in ("PING_WARN_MS", "PING_FAIL_MS", "FSYNC_WARN_MS", "FSYNC_FAIL_MS"):
         monkeypatch.setattr(doctor, limit, math.inf)
 
@@ -298,30 +382,62 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 def bad(stack: Seen) -> dict[str, Finding]:
     """What the doctor does not like, by what it is about; a fake model has nothing to certify."""
     found = examine(stack.settings, stack.settings.redis_url, stack.url)
-    return {finding.about: finding for finding in found if finding.level != "ok" and finding.about != "model fake-model"}
+    return {
+        finding.about: finding
+        for finding in found
+        if finding.level != "ok" and finding.about != "model fake-model"
+    }
 
 
-def test_the_doctor_warns_of_a_model_that_is_not_certified(stack: Seen, patient_doctor: None) -> None:
-    (finding,) = (each for each in examine(stack.settings, stack.settings.redis_url, stack.url) if each.about == "model fake-model")
+def test_the_doctor_warns_of_a_model_that_is_not_certified(
+    stack: Seen, patient_doctor: None
+) -> None:
+    (finding,) = (
+        each
+        for each in examine(stack.settings, stack.settings.redis_url, stack.url)
+        if each.about == "model fake-model"
+    )
     assert (finding.level, "not certified" in finding.found) == ("warn", True)
 
 
 def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
-    stack: Seen, patient_doctor: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stack: Seen,
+    patient_doctor: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (stack.directory / STATE_FILE).write_text(json.dumps({"pid": os.getpid(), "url": stack.url, "redis_url": stack.settings.redis_url}))
+    (stack.directory / STATE_FILE).write_text(
+        json.dumps({"pid": os.getpid(), "url": stack.url, "redis_url": stack.settings.redis_url})
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--data-dir", str(stack.directory), "--json"])
     levels = {finding["about"]: finding["level"] for finding in json.loads(capsys.readouterr().out)}
-    assert {"redis AOF", "redis eviction", "redis clock", "api", "worker w1", "relay", "callbacks", "disk fsync", "keys"} <= set(levels)
+    assert {
+        "redis AOF",
+        "redis eviction",
+        "redis clock",
+        "api",
+        "worker w1",
+        "relay",
+        "callbacks",
+        "disk fsync",
+        "keys",
+    } <= set(levels)
     assert "fail" not in levels.values(), levels
     assert ended.value.code == 0
 
 
-@pytest.mark.parametrize(("limit", "about"), [("PING_{}_MS", "redis latency"), ("FSYNC_{}_MS", "disk fsync")])
+@pytest.mark.parametrize(
+    ("limit", "about"), [("PING_{}_MS", "redis latency"), ("FSYNC_{}_MS", "disk fsync")]
+)
 @pytest.mark.parametrize("level", ["warn", "fail"])
 def test_the_doctor_reports_a_slow_redis_and_a_slow_disk(
-    stack: Seen, patient_doctor: None, monkeypatch: pytest.MonkeyPatch, limit: str, about: str, level: str
+    stack: Seen,
+    patient_doctor: None,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    about: str,
+    level: str,
 ) -> None:
     monkeypatch.setattr(doctor, limit.format(level.upper()), 0.0)
     found = bad(stack)
@@ -329,7 +445,9 @@ def test_the_doctor_reports_a_slow_redis_and_a_slow_disk(
     assert found[about].advice
 
 
-def test_the_doctor_says_what_to_do_about_a_redis_that_forgets(stack: Seen, patient_doctor: None) -> None:
+def test_the_doctor_says_what_to_do_about_a_redis_that_forgets(
+    stack: Seen, patient_doctor: None
+) -> None:
     client = redis.Redis.from_url(stack.settings.redis_url)
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("appendonly", "no")
@@ -344,7 +462,10 @@ def test_the_doctor_says_what_to_do_about_a_redis_that_forgets(stack: Seen, pati
     client.config_set("appendfsync", "no")
     client.config_set("maxmemory", client.info()["used_memory"])
     try:
-        assert {about: finding.level for about, finding in bad(stack).items()} == {"redis AOF": "fail", "redis memory": "fail"}
+        assert {about: finding.level for about, finding in bad(stack).items()} == {
+            "redis AOF": "fail",
+            "redis memory": "fail",
+        }
     finally:
         client.config_set("appendfsync", "everysec")
         client.config_set("maxmemory", 0)
@@ -356,7 +477,8 @@ def lonely(stack: Seen) -> Seen:
     """Its worker and its relay are dead: for the last tests."""
     for name in ("relay", "worker"):
         stack.kill(name)
-    stack.do(lambda ledger: ledger.redis.delete("ms:relay", "ms:alive:w1"))  # as they expire by themselves
+    # as they expire by themselves
+    stack.do(lambda ledger: ledger.redis.delete("ms:relay", "ms:alive:w1"))
     for tenant in ("default", "alice", "alice"):
         stack.submit(["wait"], tenant=tenant)
     return stack
@@ -372,7 +494,9 @@ def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> No
     assert lonely.metrics("api")[depth] == 2
 
 
-def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(lonely: Seen, patient_doctor: None) -> None:
+def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
+    lonely: Seen, patient_doctor: None
+) -> None:
     found = {about: finding.level for about, finding in bad(lonely).items()}
     assert found == {"ready": "fail", "workers": "fail", "relay": "fail", "queue": "fail"}
     code, text = command(lonely, "doctor", "--data-dir", str(lonely.directory))
@@ -382,6 +506,14 @@ def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(lonely: Seen, pa
 
 def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen) -> None:
     nowhere = free_port()
-    found = list(examine(stack.settings, f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"))
-    assert {finding.about for finding in found if finding.level == "fail"} == {"redis", "api", "service"}
+    found = list(
+        examine(
+            stack.settings, f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"
+        )
+    )
+    assert {finding.about for finding in found if finding.level == "fail"} == {
+        "redis",
+        "api",
+        "service",
+    }
     assert not any("s3cr3t" in part for finding in found for part in finding)

@@ -1,4 +1,6 @@
-"""Another Celery app in the same Redis database: neither app delivers the other's messages again, nor obeys its remote control."""
+"""Another Celery app in the same Redis database: neither app delivers the other's messages again,
+nor obeys its remote control.
+"""
 
 import subprocess
 import sys
@@ -31,11 +33,20 @@ app.Worker(pool="threads", concurrency=4, redirect_stdouts=False, quiet=True, lo
 """
 
 
-def test_another_celery_apps_long_task_runs_once_and_only_it_is_controlled(redis_url: str, tmp_path: Path) -> None:
-    other, ours = Celery("other", broker=redis_url), make_app(settings_for(redis_url, visibility_timeout_s=1))
+def test_another_celery_apps_long_task_runs_once_and_only_it_is_controlled(
+    redis_url: str, tmp_path: Path
+) -> None:
+    other, ours = (
+        Celery("other", broker=redis_url),
+        make_app(settings_for(redis_url, visibility_timeout_s=1)),
+    )
     output = tmp_path / "output"
     with output.open("w") as file:
-        worker = subprocess.Popen([sys.executable, "-c", OTHER], stdout=file, env={"OTHER_URL": redis_url, "PATH": "/usr/bin:/bin"})
+        worker = subprocess.Popen(
+            [sys.executable, "-c", OTHER],
+            stdout=file,
+            env={"OTHER_URL": redis_url, "PATH": "/usr/bin:/bin"},
+        )
     try:
         wait_until(lambda: other.control.inspect(timeout=1).ping() is not None)
         assert ours.control.inspect(timeout=1).ping() is None, "it is not a worker of ours"
@@ -61,11 +72,18 @@ def test_our_messages_are_not_delivered_again_by_another_celery_app(redis_url: s
     other.conf.broker_transport_options = {"visibility_timeout": 0}
     try:
         ours.send_task("midstream.generate", args=["job_x"], queue=queue_of("tiny"))
-        with ours.connection_for_read() as connection, connection.SimpleQueue(queue_of("tiny")) as queue:
+        with (
+            ours.connection_for_read() as connection,
+            connection.SimpleQueue(queue_of("tiny")) as queue,
+        ):
             message = queue.get(timeout=30)
             with redis.Redis.from_url(redis_url) as client, other.connection_for_read() as another:
                 another.default_channel.qos.restore_visible(interval=1)
-                assert (client.hlen(UNACKED), client.hlen("unacked"), client.llen(queue_of("tiny"))) == (1, 0, 0)
+                assert (
+                    client.hlen(UNACKED),
+                    client.hlen("unacked"),
+                    client.llen(queue_of("tiny")),
+                ) == (1, 0, 0)
             message.ack()
     finally:
         for app in (other, ours):
@@ -73,16 +91,32 @@ def test_our_messages_are_not_delivered_again_by_another_celery_app(redis_url: s
 
 
 def test_the_users_file_permits_the_channels_of_the_database_that_is_used(redis_url: str) -> None:
-    """Redis itself says so: a user with the rules of a role subscribes and publishes, in database 3 as in 0."""
+    """Redis itself says so: a user with the rules of a role subscribes and publishes, in database 3
+    as in 0.
+    """
     for database in (0, 3):
         prefix = channels_of(f"redis://127.0.0.1:1/{database}")
         with redis.Redis.from_url(redis_url) as client:
-            client.execute_command("ACL", "SETUSER", "flower", "reset", "on", ">secret", *rules("flower", database).split())
+            client.execute_command(
+                "ACL",
+                "SETUSER",
+                "flower",
+                "reset",
+                "on",
+                ">secret",
+                *rules("flower", database).split(),
+            )
             try:
-                with redis.Redis.from_url(redis_url, username="flower", password="secret") as flower, flower.pubsub() as subscribed:
+                with (
+                    redis.Redis.from_url(redis_url, username="flower", password="secret") as flower,
+                    flower.pubsub() as subscribed,
+                ):
                     subscribed.psubscribe(f"{prefix}celeryev/*")
                     subscribed.subscribe(f"{prefix}celery.pidbox")
-                    assert [subscribed.get_message(timeout=30)["type"] for _ in range(2)] == ["psubscribe", "subscribe"]
+                    assert [subscribed.get_message(timeout=30)["type"] for _ in range(2)] == [
+                        "psubscribe",
+                        "subscribe",
+                    ]
                     flower.publish(f"{prefix}celeryev/worker.online", "")
                     flower.hgetall(UNACKED)
             finally:

@@ -1,4 +1,6 @@
-"""Is everything found that was left lying: lost messages, dead workers, receipts that never came?"""
+"""Is everything found that was left lying: lost messages, dead workers, receipts that never
+came?
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -55,11 +57,27 @@ async def messages(ledger: Ledger, model: str = MODEL) -> int:
 
 
 async def relay_beat(ledger: Ledger, since: float = 0.0) -> None:
-    await ledger.redis.set(RELAY_KEY, to_json({"url": "tcp://127.0.0.1:1", "version": "0", "received": 0, "since": since}), ex=60)
+    await ledger.redis.set(
+        RELAY_KEY,
+        to_json({"url": "tcp://127.0.0.1:1", "version": "0", "received": 0, "since": since}),
+        ex=60,
+    )
 
 
 async def heartbeat(ledger: Ledger, boot: str) -> None:
-    await ledger.heartbeat(WorkerInfo(worker=WORKER, boot=boot, model=MODEL, version="0", host="h", pid=1, started=0.0, tp=1, pp=1))
+    await ledger.heartbeat(
+        WorkerInfo(
+            worker=WORKER,
+            boot=boot,
+            model=MODEL,
+            version="0",
+            host="h",
+            pid=1,
+            started=0.0,
+            tp=1,
+            pp=1,
+        )
+    )
 
 
 def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # field case 37
@@ -69,7 +87,9 @@ def test_a_queued_job_without_a_message_gets_one(redis_url: str) -> None:  # fie
             lost, there = make_job(), make_job(kind="chat")
             await submit_unsent(ledger, lost)
             await ledger.submit(there, {})
-            assert not await reaper.sweep(began + 9.9), "both are young: the message may be on its way"
+            assert not await reaper.sweep(began + 9.9), (
+                "both are young: the message may be on its way"
+            )
             later = now() + 30
             report = await reaper.sweep(later)
             assert report.resent == [lost.id]
@@ -85,7 +105,10 @@ def test_a_delivered_message_is_not_resent(redis_url: str) -> None:
         async with opened(redis_url) as (ledger, reaper, app):
             job = make_job()
             await ledger.submit(job, {})
-            with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
+            with (
+                app.connection_for_read() as connection,
+                connection.SimpleQueue(queue_of(MODEL)) as queue,
+            ):
                 message = queue.get(timeout=5)
                 assert await messages(ledger) == 0
                 assert await ledger.redis.hlen(UNACKED) == 1
@@ -96,14 +119,21 @@ def test_a_delivered_message_is_not_resent(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_back(redis_url: str) -> None:
-    """The worker winds the former attempt up: its message is acknowledged only then, and starts nothing."""
+def test_a_job_whose_ranks_disagreed_is_sent_again_by_the_commit_that_puts_it_back(
+    redis_url: str,
+) -> None:
+    """The worker winds the former attempt up: its message is acknowledged only then, and starts
+    nothing.
+    """
 
     async def main() -> None:
         async with opened(redis_url) as (ledger, reaper, app):
             job = make_job(steer=True)
             await ledger.submit(job, {})
-            with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
+            with (
+                app.connection_for_read() as connection,
+                connection.SimpleQueue(queue_of(MODEL)) as queue,
+            ):
                 message = queue.get(timeout=5)
                 assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
                 settle = settler(redis_url)
@@ -131,7 +161,9 @@ def test_the_messages_of_a_long_queue_are_all_seen(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds_one(redis_url: str) -> None:  # field case 37
+def test_an_expired_lease_requeues_with_the_attempt_unchanged_and_the_claim_adds_one(
+    redis_url: str,
+) -> None:  # field case 37
     async def main() -> None:
         async with opened(redis_url) as (ledger, reaper, _):
             began, job = now(), make_job()
@@ -167,7 +199,9 @@ def test_a_renewed_lease_is_left_alone(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_a_delayed_renewal_does_not_shorten_the_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delayed_renewal_does_not_shorten_the_lease(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with opened(redis_url, lease_s=10) as (ledger, _, _):
             job = make_job()
@@ -185,7 +219,9 @@ def test_a_delayed_renewal_does_not_shorten_the_lease(redis_url: str, monkeypatc
             monkeypatch.setattr(scripts, "now", lambda: sent)
             await ledger.renew(WORKER, BOOT, {job.id: 1})
             over = float(await ledger.redis.hget(f"ms:job:{job.id}", "lease"))
-            assert over == pytest.approx(sent + 10, abs=0.001), "a clock that went wrong for a moment leases nothing for an hour"
+            assert over == pytest.approx(sent + 10, abs=0.001), (
+                "a clock that went wrong for a moment leases nothing for an hour"
+            )
 
     asyncio.run(main())
 
@@ -195,7 +231,9 @@ def test_a_lease_renewed_during_the_sweep_is_kept(redis_url: str) -> None:
         async with opened(redis_url, lease_s=60) as (ledger, reaper, _):
             job = make_job()
             await claimed(ledger, job)
-            await ledger.redis.zadd("ms:live", {job.id: 0})  # as if it had been due when the list was read
+            await ledger.redis.zadd(
+                "ms:live", {job.id: 0}
+            )  # as if it had been due when the list was read
             assert not await reaper.sweep()
             assert (await ledger.view(job.id)).state is State.RUNNING
             assert await ledger.redis.zscore("ms:live", job.id) > now() + 10
@@ -244,7 +282,9 @@ def test_the_last_attempt_ends_as_worker_lost(redis_url: str) -> None:
     asyncio.run(main())
 
 
-def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(redis_url: str) -> None:  # field case 18, 20
+def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(
+    redis_url: str,
+) -> None:  # field case 18, 20
     async def main() -> None:
         async with opened(redis_url, capture_timeout_s=5.0) as (ledger, reaper, _):
             job = make_job(prompts=2, capture=True)
@@ -308,7 +348,9 @@ def test_a_relay_begins_the_time_of_receipts_again_only_when_it_starts(redis_url
 
 
 @pytest.mark.parametrize(("boot", "found"), [(BOOT, "timed_out"), ("a later boot", "requeued")])
-def test_jobs_awaiting_receipts_of_a_dead_worker_are_retried(redis_url: str, boot: str, found: str) -> None:
+def test_jobs_awaiting_receipts_of_a_dead_worker_are_retried(
+    redis_url: str, boot: str, found: str
+) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, reaper, _):
             job = make_job(capture=True)
@@ -336,7 +378,9 @@ def test_a_cancelled_job_whose_worker_died_ends_cancelled(redis_url: str) -> Non
 def test_a_restarted_worker_requeues_jobs_of_its_former_boots(redis_url: str) -> None:
     async def main() -> None:
         async with opened(redis_url) as (ledger, reaper, _):
-            former, generated, unwanted, present, other, done = (make_job(capture=True) for _ in range(6))
+            former, generated, unwanted, present, other, done = (
+                make_job(capture=True) for _ in range(6)
+            )
             for job in (former, generated, unwanted, done):
                 await claimed(ledger, job, ranks=1)
             await claimed(ledger, present, boot="boot2")
@@ -346,10 +390,18 @@ def test_a_restarted_worker_requeues_jobs_of_its_former_boots(redis_url: str) ->
             await ledger.store_outputs(done.id, 1, outputs())
             settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(done))])
             assert set(await reaper.release_boots(WORKER, "boot2")) == {former.id, generated.id}
-            states = [(await ledger.view(job.id)).state.value for job in (former, generated, unwanted, present, other, done)]
+            states = [
+                (await ledger.view(job.id)).state.value
+                for job in (former, generated, unwanted, present, other, done)
+            ]
             assert states == ["queued", "queued", "cancelled", "running", "running", "succeeded"]
-            assert (await ledger.result(generated.id)).outputs == [], "the next attempt's outputs are not the former one's"
-            assert {message.job_id for message in await sent(ledger) if message.attempt} == {former.id, generated.id}
+            assert (await ledger.result(generated.id)).outputs == [], (
+                "the next attempt's outputs are not the former one's"
+            )
+            assert {message.job_id for message in await sent(ledger) if message.attempt} == {
+                former.id,
+                generated.id,
+            }
             assert await reaper.release_boots(WORKER, "boot2") == []
 
     asyncio.run(main())
@@ -362,7 +414,9 @@ def test_two_sweepers_at_once_requeue_a_job_once(redis_url: str) -> None:
             for job in jobs:
                 await claimed(ledger, job)
             reports = await asyncio.gather(*[reaper.sweep(now() + 60) for _ in range(3)])
-            assert sorted(job_id for report in reports for job_id in report.requeued) == sorted(job.id for job in jobs)
+            assert sorted(job_id for report in reports for job_id in report.requeued) == sorted(
+                job.id for job in jobs
+            )
 
     asyncio.run(main())
 

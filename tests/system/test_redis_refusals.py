@@ -30,7 +30,12 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def ask(stack: Stack, **more: object) -> httpx.Response:
-    body = {"model": stack.settings.served_model, "prompts": ["hello"], "sampling": {"max_tokens": 2}, **more}
+    body = {
+        "model": stack.settings.served_model,
+        "prompts": ["hello"],
+        "sampling": {"max_tokens": 2},
+        **more,
+    }
     return httpx.post(f"{stack.url}/v1/jobs", json=body, timeout=60)
 
 
@@ -45,7 +50,9 @@ def runs_a_job(stack: Stack) -> None:
 
 
 def keep_under_way(stack: Stack) -> str:
-    """A job whose message waits while the worker is stopped, so that the worker gets Redis' next answer."""
+    """A job whose message waits while the worker is stopped, so that the worker gets Redis' next
+    answer.
+    """
     stack.kill("worker", signal.SIGSTOP)
     try:
         return stack.submit(["hello"])
@@ -54,8 +61,16 @@ def keep_under_way(stack: Stack) -> str:
         raise
 
 
-def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Callable[["redis.Redis"], object], who: Sequence[str]) -> None:
-    """While Redis refuses, `who` log it once, no process ends, and the API answers 503. Afterwards the waiting job and new ones run."""
+def survives(
+    stack: Stack,
+    refuse: Callable[["redis.Redis"], object],
+    allow: Callable[["redis.Redis"], object],
+    who: Sequence[str],
+) -> None:
+    """While Redis refuses, `who` log it once, no process ends, and the API answers 503.
+
+    Afterwards the waiting job and new ones run.
+    """
     processes = dict(stack.processes)
     said = {name: stack.log(name).count(NOTICED) for name in who}
     job = keep_under_way(stack)
@@ -64,7 +79,10 @@ def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Cal
             refuse(client)
             stack.kill("worker", signal.SIGCONT)
             for name in who:
-                until(lambda name=name: stack.log(name).count(NOTICED) > said[name], f"{name} notices it")
+                until(
+                    lambda name=name: stack.log(name).count(NOTICED) > said[name],
+                    f"{name} notices it",
+                )
             answer = ask(stack)
             time.sleep(2.0)  # time for a process to end
             assert [name for name, process in processes.items() if process.poll() is not None] == []
@@ -72,7 +90,9 @@ def survives(stack: Stack, refuse: Callable[["redis.Redis"], object], allow: Cal
             allow(client)
     assert answer.status_code == 503, answer.text
     assert "retry-after" in answer.headers
-    assert {name: stack.log(name).count(NOTICED) - said[name] for name in who} == dict.fromkeys(who, 1)
+    assert {name: stack.log(name).count(NOTICED) - said[name] for name in who} == dict.fromkeys(
+        who, 1
+    )
     until(lambda: ready(stack), "it is ready again")
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
     runs_a_job(stack)
@@ -87,14 +107,18 @@ def test_processes_wait_for_a_redis_out_of_memory(stack: Stack) -> None:
         try:
             client.config_set("maxmemory", 1)
             stack.kill("worker", signal.SIGCONT)
-            until(lambda: f"claim of {job} waiting for Redis" in stack.log("worker"), "the worker takes the message")
+            until(
+                lambda: f"claim of {job} waiting for Redis" in stack.log("worker"),
+                "the worker takes the message",
+            )
             answer = ask(stack)
         finally:
             client.config_set("maxmemory", 0)
     assert answer.status_code == 503, answer.text
     until(lambda: ready(stack), "it is ready again")
     assert stack.wait(job, WAIT_S).state is State.SUCCEEDED
-    until(lambda: ask(stack).status_code == 202, "the API has looked at the memory again")  # once a second
+    # once a second
+    until(lambda: ask(stack).status_code == 202, "the API has looked at the memory again")
     runs_a_job(stack)
     assert stack.processes == processes
     assert all(process.poll() is None for process in processes.values())
@@ -107,7 +131,10 @@ def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
         client.config_set("dir", "/proc")
         client.config_set("save", "3600 1")
         client.bgsave()
-        until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "Redis fails to save")
+        until(
+            lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err",
+            "Redis fails to save",
+        )
 
     def allow(client: "redis.Redis") -> None:
         client.config_set("dir", home)
@@ -117,8 +144,16 @@ def test_processes_wait_for_a_redis_that_cannot_save(stack: Stack) -> None:
 
 
 def test_processes_wait_for_a_read_only_redis(stack: Stack) -> None:
-    """As a managed Redis is for a moment when another takes over. (It keeps its data: there is none to copy from.)"""
-    survives(stack, lambda client: client.slaveof("127.0.0.1", free_port()), lambda client: client.slaveof(), ["worker", "callbacks"])
+    """As a managed Redis is for a moment when another takes over.
+
+    (It keeps its data: there is none to copy from.)
+    """
+    survives(
+        stack,
+        lambda client: client.slaveof("127.0.0.1", free_port()),
+        lambda client: client.slaveof(),
+        ["worker", "callbacks"],
+    )
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "AOF removed"])

@@ -15,7 +15,8 @@ from midstream.broker.ops import aof_repair, redis_server
 from midstream.schemas.errors import MidstreamError
 
 
-def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> None:  # field case 37
+def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> None:
+    # field case 37
     server = redis_server.start(tmp_path)
     with redis.Redis.from_url(server.url) as client:
         for number in range(200):
@@ -38,12 +39,15 @@ def test_redis_files_are_private_to_the_account(tmp_path: Path) -> None:
     server = redis_server.start(tmp_path / "data" / "redis")
     try:
         assert stat.S_IMODE(server.directory.stat().st_mode) == 0o700
-        assert stat.S_IMODE(server.directory.parent.stat().st_mode) & 0o077 != 0, "captures beside it may be others' to read"
+        assert stat.S_IMODE(server.directory.parent.stat().st_mode) & 0o077 != 0, (
+            "captures beside it may be others' to read"
+        )
     finally:
         server.stop()
 
 
-def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) -> None:  # field case 37
+def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) -> None:
+    # field case 37
     server = redis_server.start(tmp_path, appendfsync="always")
     with redis.Redis.from_url(server.url) as client:
         client.rpush("list", *range(200))
@@ -56,14 +60,18 @@ def test_a_redis_that_syncs_always_has_on_disk_what_it_answered(tmp_path: Path) 
 
 
 def test_a_truncated_aof_transaction_is_not_applied(tmp_path: Path) -> None:
-    """Redis 6.2 drops the command that was cut off, keeps what stood before it in its transaction, and applies that a start later."""
+    """Redis 6.2 drops the command that was cut off, keeps what stood before it in its transaction,
+    and applies that a start later.
+    """
 
     def start_and_add(times: int) -> list[bytes | None]:
         server = redis_server.start(tmp_path)
         with redis.Redis.from_url(server.url) as client:
             found: list[bytes | None] = client.mget("a", "b", "c")
             for _ in range(times):
-                client.eval("for _, key in ipairs({'a', 'b', 'c'}) do redis.call('INCR', key) end", 0)
+                client.eval(
+                    "for _, key in ipairs({'a', 'b', 'c'}) do redis.call('INCR', key) end", 0
+                )
         server.stop()
         return found
 
@@ -105,14 +113,20 @@ def test_stop_may_be_repeated(tmp_path: Path) -> None:
 
 
 def write_some(folder: Path, *, rewritten: bool = False) -> Path:
-    """Ten keys in an append-only file, which is returned. `rewritten`: it begins with a snapshot."""
+    """Ten keys in an append-only file, which is returned.
+
+    `rewritten`: it begins with a snapshot.
+    """
     server = redis_server.start(folder)
     with redis.Redis.from_url(server.url) as client:
         for number in range(10):
             client.set(f"key{number}", bytes(range(256)) + bytes(64))
             if rewritten and number == 4:
                 client.bgrewriteaof()
-                while client.info("persistence")["aof_rewrite_in_progress"] or client.info("persistence")["aof_rewrite_scheduled"]:
+                while (
+                    client.info("persistence")["aof_rewrite_in_progress"]
+                    or client.info("persistence")["aof_rewrite_scheduled"]
+                ):
                     pass
     server.stop()
     return aof_repair._written_file(folder)
@@ -133,9 +147,13 @@ OPEN = b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSET\r\n$4\r\nkeyA\r\n$1\r\n1\r\n"
 
 @pytest.mark.parametrize("rewritten", [False, True], ids=["plain", "rewritten"])
 @pytest.mark.parametrize(
-    "tail", [bytes(3 << 20), HALF + bytes(5000), OPEN + bytes(100)], ids=["zeros", "half a command", "half a transaction"]
+    "tail",
+    [bytes(3 << 20), HALF + bytes(5000), OPEN + bytes(100)],
+    ids=["zeros", "half a command", "half a transaction"],
 )
-def test_an_aof_that_ends_in_zeros_is_repaired(tmp_path: Path, tail: bytes, rewritten: bool) -> None:
+def test_an_aof_that_ends_in_zeros_is_repaired(
+    tmp_path: Path, tail: bytes, rewritten: bool
+) -> None:
     """As ext4 leaves it: blocks that were allocated, and never written when the machine failed."""
     file = write_some(tmp_path, rewritten=rewritten)
     whole = file.read_bytes()
@@ -169,18 +187,26 @@ def test_aof_damage_in_the_middle_is_not_truncated(tmp_path: Path) -> None:
     assert 0 < keys_after_start(tmp_path, []) < 10
 
 
-def test_redis_loading_may_take_long_while_it_progresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_loading_may_take_long_while_it_progresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_some(tmp_path, rewritten=True)
     server = redis_server.start(tmp_path)
     with redis.Redis.from_url(server.url) as client:
-        client.mset({f"more{number}": os.urandom(100_000) for number in range(300)})  # it says how far it is every 2 MB
+        # it says how far it is every 2 MB
+        client.mset({f"more{number}": os.urandom(100_000) for number in range(300)})
         client.bgrewriteaof()
-        while client.info("persistence")["aof_rewrite_in_progress"] or client.info("persistence")["aof_rewrite_scheduled"]:
+        while (
+            client.info("persistence")["aof_rewrite_in_progress"]
+            or client.info("persistence")["aof_rewrite_scheduled"]
+        ):
             pass
     server.stop()
     spawn = redis_server._spawn
 
-    def slowly(binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str) -> Any:
+    def slowly(
+        binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str
+    ) -> Any:
         return spawn(binary, directory, port, lock, asked | {"key-load-delay": "20000"}, password)
 
     monkeypatch.setattr(redis_server, "_spawn", slowly)
@@ -188,10 +214,14 @@ def test_redis_loading_may_take_long_while_it_progresses(tmp_path: Path, monkeyp
     monkeypatch.setattr(redis_server, "PROGRESS_S", 0.5)
     said: list[str] = []
     assert keys_after_start(tmp_path, said) == 310
-    assert any(re.match(r"redis is loading its data: [\d.]+ %, about \d+ s left", line) for line in said)
+    assert any(
+        re.match(r"redis is loading its data: [\d.]+ %, about \d+ s left", line) for line in said
+    )
 
 
-def test_a_redis_start_without_progress_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_start_without_progress_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck = tmp_path / "redis-server"
     stuck.write_text("#!/bin/sh\nexec sleep 600\n")
     stuck.chmod(0o755)
@@ -201,8 +231,12 @@ def test_a_redis_start_without_progress_is_abandoned(tmp_path: Path, monkeypatch
         redis_server.start(tmp_path / "data")
 
 
-def test_a_redis_that_cannot_write_to_its_disk_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers PING with an error then, as a write; whoever started it would end, and with it the stack."""
+def test_a_redis_that_cannot_write_to_its_disk_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers PING with an error then, as a write; whoever started it would end, and with it the
+    stack.
+    """
 
     def refused(_: redis.Redis) -> None:
         raise redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")

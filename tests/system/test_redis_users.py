@@ -1,4 +1,6 @@
-"""Does everything work over TLS, each part as a user of its own that may do no more than it needs?"""
+"""Does everything work over TLS, each part as a user of its own that may do no more than it
+needs?
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +22,12 @@ FLOWERS_AUTH = "somebody:a password"
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    # Leases longer than a busy machine stands still: what is shown of a worker that is lost does not wait for their end.
+    # Leases longer than a busy machine stands still: what is shown of a worker that is lost does
+    # not wait for their end.
     times = {"fake_token_s": 0.02, "lease_s": 15.0, "visibility_timeout_s": 20}
-    with Machines(tmp_path_factory.mktemp("users"), names=ALL, flower_auth=FLOWERS_AUTH, **times) as started:
+    with Machines(
+        tmp_path_factory.mktemp("users"), names=ALL, flower_auth=FLOWERS_AUTH, **times
+    ) as started:
         yield started
 
 
@@ -33,7 +38,12 @@ def http(machines: Machines) -> Iterator[httpx.Client]:
 
 
 def submit(http: httpx.Client, tokens: int, **more: object) -> str:
-    body = {"model": "fake-model", "prompts": ["hello", "there"], "sampling": {"max_tokens": tokens}, **more}
+    body = {
+        "model": "fake-model",
+        "prompts": ["hello", "there"],
+        "sampling": {"max_tokens": tokens},
+        **more,
+    }
     answer = http.post("/v1/jobs", json=body)
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
@@ -56,7 +66,13 @@ def shown(machines: Machines, job: str) -> set[str]:
 
 
 def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx.Client) -> None:
-    body = {"model": "fake-model", "prompt": "hello", "max_tokens": 4, "capture": CAPTURE, "capture_wait": True}
+    body = {
+        "model": "fake-model",
+        "prompt": "hello",
+        "max_tokens": 4,
+        "capture": CAPTURE,
+        "capture_wait": True,
+    }
     done = http.post("/v1/completions", json=body).json()
     assert done["capture_results"]["status"] == "ok"
     assert ended(http, submit(http, 3))["state"] == "succeeded"
@@ -73,10 +89,16 @@ def test_cancel_reaches_the_worker_by_remote_control(http: httpx.Client) -> None
 
 def test_flower_and_inspect_see_the_worker(machines: Machines, http: httpx.Client) -> None:
     ended(http, submit(http, 2))
-    wait_until(lambda: "celery@" in (told := flower(machines, "/workers?json=1").text) or "w1@" in told)
+    wait_until(
+        lambda: "celery@" in (told := flower(machines, "/workers?json=1").text) or "w1@" in told
+    )
     app = make_app(machines.settings("api"))
     try:
-        wait_until(lambda: list((app.control.inspect(timeout=3).ping() or {}).values()) == [{"ok": "pong"}] * 2)  # worker and callbacks
+        wait_until(
+            lambda: (
+                list((app.control.inspect(timeout=3).ping() or {}).values()) == [{"ok": "pong"}] * 2
+            )
+        )  # worker and callbacks
     finally:
         app.close()
 
@@ -93,7 +115,9 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx.Clien
 
 
 @pytest.mark.long
-def test_flower_shows_ends_it_missed_or_whose_worker_died(machines: Machines, http: httpx.Client) -> None:
+def test_flower_shows_ends_it_missed_or_whose_worker_died(
+    machines: Machines, http: httpx.Client
+) -> None:
     machines.end("relay")
     killed = submit(http, 2, capture=CAPTURE)
     wait_until(lambda: "generated" in http.get(f"/v1/jobs/{killed}").json())
@@ -139,7 +163,14 @@ def test_every_redis_user_is_limited_to_its_role(machines: Machines) -> None:
             client.hgetall("ms:hook-secret:default")
     for role in ("api", "worker", "relay", "callbacks", "flower"):
         with machines.client(role) as client:
-            for forbidden in (["KEYS", "*"], ["FLUSHALL"], ["CONFIG", "GET", "*"], ["SHUTDOWN"], ["SCRIPT", "FLUSH"], ["GET", "other"]):
+            for forbidden in (
+                ["KEYS", "*"],
+                ["FLUSHALL"],
+                ["CONFIG", "GET", "*"],
+                ["SHUTDOWN"],
+                ["SCRIPT", "FLUSH"],
+                ["GET", "other"],
+            ):
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(*forbidden)
     with machines.client("relay") as client, pytest.raises(redis.exceptions.NoPermissionError):
@@ -147,11 +178,26 @@ def test_every_redis_user_is_limited_to_its_role(machines: Machines) -> None:
 
 
 def test_redis_acl_log_is_empty_after_the_tests(machines: Machines) -> None:
-    # redis-py tells its name and version, which nobody needs; what the tests before asked for on purpose comes last.
-    asked_for = {"ms:keys", "ms:hook-secret:default", "keys", "flushall", "config", "shutdown", "script", "other", UNACKED}
+    # redis-py tells its name and version, which nobody needs; what the tests before asked for on
+    # purpose comes last.
+    asked_for = {
+        "ms:keys",
+        "ms:hook-secret:default",
+        "keys",
+        "flushall",
+        "config",
+        "shutdown",
+        "script",
+        "other",
+        UNACKED,
+    }
     asked_for |= {"hgetall", "hset", "del", "llen", "scan", "eval", "publish", "info", "multi"}
     with machines.client() as client:
-        refused = {(entry["username"], entry["object"]) for entry in client.acl_log(1000) if not entry["object"].startswith("ms:job:")}
+        refused = {
+            (entry["username"], entry["object"])
+            for entry in client.acl_log(1000)
+            if not entry["object"].startswith("ms:job:")
+        }
     assert {(user, what) for user, what in refused if what not in {"client", *asked_for}} == set()
 
 
@@ -159,7 +205,9 @@ def test_a_redis_with_a_wrong_certificate_is_refused(machines: Machines, tmp_pat
     make_certificates(tmp_path, "127.0.0.1")
     url = machines.redis_url("api")
     with pytest.raises(redis.exceptions.ConnectionError, match="certificate verify failed"):
-        redis.Redis.from_url(url.partition("?")[0] + f"?ssl_ca_certs={tmp_path / 'ca.pem'}", retry=None).ping()
+        redis.Redis.from_url(
+            url.partition("?")[0] + f"?ssl_ca_certs={tmp_path / 'ca.pem'}", retry=None
+        ).ping()
     elsewhere = url.replace("@127.0.0.1:", "@localhost:")  # the certificate is for 127.0.0.1
     with pytest.raises(redis.exceptions.ConnectionError, match="localhost"):
         redis.Redis.from_url(elsewhere, retry=None).ping()
@@ -178,6 +226,11 @@ def test_files_for_tls_without_tls_are_refused(tmp_path: Path) -> None:
         load_settings({}, redis_url="redis://h/0", redis_tls_ca=str(authority))
     with pytest.raises(SettingsError, match=r"gone\.pem.*no such file"):
         load_settings({}, redis_url="rediss://h/0", redis_tls_ca=str(tmp_path / "gone.pem"))
-    loaded = load_settings({}, redis_url="rediss://worker@h/0", redis_password="p@ss", redis_tls_ca=str(authority))
-    assert loaded.redis_url == f"rediss://worker:p%40ss@h/0?ssl_ca_certs={str(authority).replace('/', '%2F')}"
+    loaded = load_settings(
+        {}, redis_url="rediss://worker@h/0", redis_password="p@ss", redis_tls_ca=str(authority)
+    )
+    assert (
+        loaded.redis_url
+        == f"rediss://worker:p%40ss@h/0?ssl_ca_certs={str(authority).replace('/', '%2F')}"
+    )
     assert (loaded.redis_password, loaded.redis_tls_ca) == ("", "")

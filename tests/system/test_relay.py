@@ -25,8 +25,12 @@ LONG_S = 60.0
 
 
 @contextmanager
-def appended(outbox: Outbox, jobs: list[str], requests: Iterable[int], every_s: float) -> Iterator[None]:
-    """Meanwhile a thread appends one receipt per job and request, a request of all jobs at a time; the end waits for it."""
+def appended(
+    outbox: Outbox, jobs: list[str], requests: Iterable[int], every_s: float
+) -> Iterator[None]:
+    """Meanwhile a thread appends one receipt per job and request, a request of all jobs at a time;
+    the end waits for it.
+    """
 
     def append() -> None:
         for request in requests:
@@ -40,15 +44,24 @@ def appended(outbox: Outbox, jobs: list[str], requests: Iterable[int], every_s: 
     writer.join()
 
 
-# -- the plain way -------------------------------------------------------------------------------------------------------------
+# -- the plain way
+# --------------------------------------------------------------------------------------------------
 
 
 # field case 18
-def test_a_job_succeeds_with_its_last_receipt(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_job_succeeds_with_its_last_receipt(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (job,) = jobs.claim(1, 2, ranks=2)
-    outputs = [Output(index=index, text="", token_ids=[1], finish_reason="length", prompt_tokens=1) for index in range(2)]
+    outputs = [
+        Output(index=index, text="", token_ids=[1], finish_reason="length", prompt_tokens=1)
+        for index in range(2)
+    ]
     assert jobs.ledger(lambda ledger: ledger.store_outputs(job, 1, outputs))
-    with Outbox(tmp_path, "w", 0, relay.url) as first, Outbox(tmp_path, "w", 1, relay.url) as second:
+    with (
+        Outbox(tmp_path, "w", 0, relay.url) as first,
+        Outbox(tmp_path, "w", 1, relay.url) as second,
+    ):
         for request in range(2):
             first.append(receipt(job, request, world=2))
         second.append(receipt(job, 0, rank=1, world=2))
@@ -65,7 +78,8 @@ def test_a_job_succeeds_with_its_last_receipt(relay: RelayProcess, jobs: Jobs, t
 def test_a_single_receipt_is_delivered_immediately(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.broker.receipts.sender.PATIENCE_S", 60.0)  # asking again would not help here
+    # asking again would not help here
+    monkeypatch.setattr("midstream.broker.receipts.sender.PATIENCE_S", 60.0)
     (job,) = jobs.claim(1, 4)
     took = []
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
@@ -83,7 +97,9 @@ def test_a_single_receipt_is_delivered_immediately(
 
 
 # field case 20
-def test_a_receipt_does_not_wait_for_a_rank_that_never_stops_writing(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_receipt_does_not_wait_for_a_rank_that_never_stops_writing(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (noise,) = jobs.claim(1, 4000, ranks=2)
     (job,) = jobs.claim(1, 1, ranks=2)
     stop = threading.Event()
@@ -111,7 +127,9 @@ def test_a_receipt_does_not_wait_for_a_rank_that_never_stops_writing(relay: Rela
             writer.join()
 
 
-def test_receipts_are_settled_in_groups(relay: RelayProcess, jobs: Jobs, tmp_path: Path, redis_url: str) -> None:
+def test_receipts_are_settled_in_groups(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path, redis_url: str
+) -> None:
     made = jobs.claim(5, 400)
     with redis.Redis.from_url(redis_url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
         before = client.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"]
@@ -125,11 +143,14 @@ def test_receipts_are_settled_in_groups(relay: RelayProcess, jobs: Jobs, tmp_pat
     assert [jobs.arrived(job) for job in made] == [once_each(400)] * 5
 
 
-# -- one side dies -------------------------------------------------------------------------------------------------------------
+# -- one side dies
+# --------------------------------------------------------------------------------------------------
 
 
 # field case 17, 38
-def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_five_kills_of_the_relay_under_load_lose_and_double_nothing(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     made = jobs.claim(20, 200)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         with appended(outbox, made, range(200), every_s=0.02):
@@ -150,7 +171,8 @@ def test_five_kills_of_the_sending_process_lose_and_double_nothing_that_was_dura
     made = jobs.claim(15, 200)
     durable = 0
     for _ in range(5):
-        sender = SenderProcess(tmp_path / "outbox", relay.url, made, 200, durable, most=550)  # the kill may come late
+        # the kill may come late
+        sender = SenderProcess(tmp_path / "outbox", relay.url, made, 200, durable, most=550)
         durable += sender.durable(300)
         durable += sender.kill()
     assert 0 < durable < 3000, "the kills must fall into the work"
@@ -162,7 +184,9 @@ def test_five_kills_of_the_sending_process_lose_and_double_nothing_that_was_dura
     assert [jobs.arrived(job) for job in made] == [once_each(200)] * 15
 
 
-def test_a_restarted_sender_delivers_receipts_of_its_killed_predecessor(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+def test_a_restarted_sender_delivers_receipts_of_its_killed_predecessor(
+    jobs: Jobs, redis_url: str, tmp_path: Path
+) -> None:
     made = jobs.claim(1, 50)
     url = f"tcp://127.0.0.1:{free_port()}"
     sender = SenderProcess(tmp_path / "outbox", url, made, 50, 0)  # there is no relay yet
@@ -208,7 +232,10 @@ def test_a_full_redis_refuses_receipts_and_gets_them_once_there_is_room(tmp_path
     relay = RelayProcess(server.url, tmp_path / "relay.log")
     try:
         (job,) = jobs.claim(1, 100)
-        with redis.Redis.from_url(server.url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
+        with (
+            redis.Redis.from_url(server.url) as client,
+            Outbox(tmp_path, "w", 0, relay.url) as outbox,
+        ):
             wait_until(lambda: outbox.connected)
             client.config_set("maxmemory", "1mb")
             for request in range(100):
@@ -222,7 +249,9 @@ def test_a_full_redis_refuses_receipts_and_gets_them_once_there_is_room(tmp_path
         server.stop()
 
 
-def test_sigterm_commits_what_had_arrived_and_exits_with_zero(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_sigterm_commits_what_had_arrived_and_exits_with_zero(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (job,) = jobs.claim(1, 1000)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         for request in range(1000):
@@ -246,7 +275,8 @@ def test_sigterm_without_redis_exits_with_zero_and_in_time(tmp_path: Path) -> No
         assert outbox.depth() == 1
 
 
-# -- disks that lie ------------------------------------------------------------------------------------------------------------
+# -- disks that lie
+# --------------------------------------------------------------------------------------------------
 
 
 def unsent(jobs: Jobs, directory: Path, url: str, count: int) -> tuple[list[str], Outbox]:
@@ -258,7 +288,9 @@ def unsent(jobs: Jobs, directory: Path, url: str, count: int) -> tuple[list[str]
     return made, outbox
 
 
-def test_receipts_take_another_relay_when_theirs_is_away(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+def test_receipts_take_another_relay_when_theirs_is_away(
+    jobs: Jobs, redis_url: str, tmp_path: Path
+) -> None:
     (job,) = jobs.claim(1, 40)
     relays = [RelayProcess(redis_url, tmp_path / f"relay-{number}.log") for number in range(2)]
     relays[0].kill()
@@ -279,7 +311,9 @@ def test_receipts_take_another_relay_when_theirs_is_away(jobs: Jobs, redis_url: 
     assert jobs.arrived(job) == once_each(30)
 
 
-def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(
+    jobs: Jobs, redis_url: str, tmp_path: Path
+) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     made, outbox = unsent(jobs, tmp_path, url, 3)
     outbox.path.write_bytes(b"this is not a database" * 1000)
@@ -303,7 +337,9 @@ def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(jobs: Jobs, redis_u
         relay.kill()
 
 
-def test_a_damaged_outbox_fails_only_jobs_whose_receipts_had_not_arrived(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_damaged_outbox_fails_only_jobs_whose_receipts_had_not_arrived(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (arrived,) = jobs.claim(1, 2)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         outbox.append(receipt(arrived, 0))
@@ -316,7 +352,9 @@ def test_a_damaged_outbox_fails_only_jobs_whose_receipts_had_not_arrived(relay: 
     assert jobs.arrived(arrived) == once_each(2)
 
 
-def test_single_damaged_and_missing_receipts_fail_their_jobs_and_no_others(jobs: Jobs, redis_url: str, tmp_path: Path) -> None:
+def test_single_damaged_and_missing_receipts_fail_their_jobs_and_no_others(
+    jobs: Jobs, redis_url: str, tmp_path: Path
+) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     made, outbox = unsent(jobs, tmp_path, url, 7)
     with sqlite3.connect(outbox.path) as database:
@@ -334,7 +372,9 @@ def test_single_damaged_and_missing_receipts_fail_their_jobs_and_no_others(jobs:
         relay.kill()
 
 
-def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (job,) = jobs.claim(1, 8)
     with Outbox(tmp_path / "live", "w", 0, relay.url) as outbox:
         for request in range(2):
@@ -356,7 +396,8 @@ def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(rel
 def test_receipts_lost_by_redis_are_sent_again(
     relay: RelayProcess, jobs: Jobs, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 600.0)  # a relay may take its time to start
+    # a relay may take its time to start
+    monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 600.0)
     (job,) = jobs.claim(1, 10)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, redis.Redis.from_url(redis_url) as client:
         for request in range(10):
@@ -387,7 +428,8 @@ def test_acknowledged_receipts_are_deleted_without_further_traffic(
     database.close()
 
 
-# -- the process ---------------------------------------------------------------------------------------------------------------
+# -- the process
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_relay_prints_its_chosen_port(redis_url: str, tmp_path: Path) -> None:
@@ -418,7 +460,9 @@ def test_the_relay_keeps_a_heartbeat_in_redis(relay: RelayProcess, redis_url: st
     ],
 )
 def test_a_wrong_setting_ends_the_relay_with_its_name(name: str, value: str, said: str) -> None:
-    environment = {key: text for key, text in os.environ.items() if not key.startswith("MIDSTREAM_")}
+    environment = {
+        key: text for key, text in os.environ.items() if not key.startswith("MIDSTREAM_")
+    }
     environment |= {"MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0", f"MIDSTREAM_{name}": value}
     command = [sys.executable, "-m", "midstream.broker.relay"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S)
@@ -427,7 +471,9 @@ def test_a_wrong_setting_ends_the_relay_with_its_name(name: str, value: str, sai
     assert "Traceback" not in ended.stderr
 
 
-def test_a_second_relay_on_the_same_address_says_that_it_is_taken(relay: RelayProcess, redis_url: str) -> None:
+def test_a_second_relay_on_the_same_address_says_that_it_is_taken(
+    relay: RelayProcess, redis_url: str
+) -> None:
     environment = os.environ | {"MIDSTREAM_REDIS_URL": redis_url, "MIDSTREAM_RELAY_URL": relay.url}
     command = [sys.executable, "-m", "midstream.broker.relay"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S)

@@ -1,4 +1,6 @@
-"""Which frames does the relay accept, and how does it refuse invalid ones and those of other protocols?"""
+"""Which frames does the relay accept, and how does it refuse invalid ones and those of other
+protocols?
+"""
 
 import os
 from pathlib import Path
@@ -51,7 +53,8 @@ class Peer:
         self.context.term()
 
 
-# -- odd traffic ---------------------------------------------------------------------------------------------------------------
+# -- odd traffic
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs: Jobs) -> None:
@@ -59,7 +62,12 @@ def test_the_answer_to_hello_is_the_mark_and_the_nonce(relay: RelayProcess, jobs
     with Peer(relay.url) as peer:
         hello = to_msgpack(frames.Hello(__version__, os.getpid(), 0))
         assert peer.ask(Kind.HELLO, 77, hello) == (Kind.MARK, peer.epoch, 0, to_msgpack(77))
-        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))) == (Kind.ACK, peer.epoch, 1, b"")
+        assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))) == (
+            Kind.ACK,
+            peer.epoch,
+            1,
+            b"",
+        )
         assert peer.ask(Kind.HELLO, 78, hello) == (Kind.MARK, peer.epoch, 1, to_msgpack(78))
 
 
@@ -85,22 +93,32 @@ def test_a_gap_never_advances_the_mark(relay: RelayProcess, jobs: Jobs) -> None:
     assert jobs.arrived(job) == once_each(4)
 
 
-def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(relay: RelayProcess, jobs: Jobs) -> None:
+def test_a_lost_range_fails_its_running_jobs_and_closes_the_gap(
+    relay: RelayProcess, jobs: Jobs
+) -> None:
     gone, other = jobs.claim(2, 2)
     with Peer(relay.url) as peer:
         peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(other, 0)))
         beyond = peer.ask(Kind.LOST, 9, to_msgpack(LostRange(5, 9, [f"{other}.1"])))
         assert beyond.seq == 1, "a range beyond a gap closes nothing"
-        assert peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [f"{gone}.1"], "the disk died"))).seq == 3
+        assert (
+            peer.ask(Kind.LOST, 3, to_msgpack(LostRange(2, 3, [f"{gone}.1"], "the disk died"))).seq
+            == 3
+        )
         assert peer.ask(Kind.RECEIPT, 4, to_msgpack(receipt(other, 1))).seq == 4
     view = jobs.view(gone)
-    assert (view.state, view.error and view.error.type) == (State.FAILED, "urn:midstream:capture_failed")
+    assert (view.state, view.error and view.error.type) == (
+        State.FAILED,
+        "urn:midstream:capture_failed",
+    )
     assert view.error is not None
     assert "the disk died" in view.error.detail
     assert jobs.arrived(other) == once_each(2)
 
 
-def test_receipts_of_unknown_jobs_do_not_delay_others(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_receipts_of_unknown_jobs_do_not_delay_others(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (job,) = jobs.claim(1, 1)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         outbox.append(receipt("job_unknown", 0))
@@ -110,7 +128,9 @@ def test_receipts_of_unknown_jobs_do_not_delay_others(relay: RelayProcess, jobs:
     assert jobs.arrived(job) == once_each(1)
 
 
-def test_invalid_identities_and_frames_are_refused_without_effect(relay: RelayProcess, jobs: Jobs, tmp_path: Path) -> None:
+def test_invalid_identities_and_frames_are_refused_without_effect(
+    relay: RelayProcess, jobs: Jobs, tmp_path: Path
+) -> None:
     (job,) = jobs.claim(1, 1)
     good = frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, to_msgpack(receipt(job, 0)))
 
@@ -121,7 +141,11 @@ def test_invalid_identities_and_frames_are_refused_without_effect(relay: RelayPr
     cases = [
         (b"w/0/a", b"", "too few"),
         (b"w/0/b", bytes([PROTOCOL, 99]) + bytes(24), "unknown kind 99"),
-        (b"w/0/c", frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"), "receipt cannot be read"),
+        (
+            b"w/0/c",
+            frames.pack(Kind.RECEIPT, frames.new_epoch(), 1, b"\xc1"),
+            "receipt cannot be read",
+        ),
         (b"w/0/d", frames.pack(Kind.ACK, frames.new_epoch(), 1), "only the relay sends"),
         (b"someone else", good, "worker/rank/instance"),
         (b"v/0/e", good, "which is not its sender"),
@@ -153,7 +177,8 @@ def test_an_oversized_frame_closes_only_its_connection(relay: RelayProcess, jobs
         assert peer.ask(Kind.RECEIPT, 1, to_msgpack(receipt(job, 0))).seq == 1
 
 
-# -- versions ------------------------------------------------------------------------------------------------------------------
+# -- versions
+# --------------------------------------------------------------------------------------------------
 
 
 # field case 43
@@ -161,7 +186,10 @@ def test_a_sender_of_another_protocol_is_refused_with_both_versions(relay: Relay
     with Peer(relay.url) as peer:
         peer.socket.send(bytes([PROTOCOL + 1]) + b"\x01some other layout")
         refusal = frames.refusal(peer.answer())
-    named = f"the relay uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses {PROTOCOL + 1}"
+    named = (
+        f"the relay uses protocol {PROTOCOL} (midstream {__version__}), but the sender "
+        f"uses {PROTOCOL + 1}"
+    )
     assert (refusal.reason, named in refusal.detail) == ("protocol", True)
     wait_until(lambda: named in relay.log.read_text())
 

@@ -1,4 +1,7 @@
-"""What is left in Redis of jobs whose time is over? Nothing; and until then whoever asks is told that they are gone."""
+"""What is left in Redis of jobs whose time is over?
+
+Nothing; and until then whoever asks is told that they are gone.
+"""
 
 import asyncio
 import time
@@ -6,7 +9,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ledger_kit import BOOT, EPOCH, IDENTITY, WORKER, make_job, open_ledger, outputs, receipt, settler, worker_info
+from ledger_kit import (
+    BOOT,
+    EPOCH,
+    IDENTITY,
+    WORKER,
+    make_job,
+    open_ledger,
+    outputs,
+    receipt,
+    settler,
+    worker_info,
+)
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.captures import Captures
@@ -18,23 +32,35 @@ from midstream.schemas.jobs import Sampling, State
 from midstream.schemas.receipts import CapturedFile
 from midstream.schemas.tensors import Tensor
 
-#: Of the service and not of a job: what was ever served, whose lists there are, and how many jobs came into each state.
+#: Of the service and not of a job: what was ever served, whose lists there are, and how many jobs
+#: came into each state.
 STANDING = {"ms:models", "ms:owners", "ms:counts"}
-#: Of a worker's stream of receipts, and of what a tenant submitted in the last minute: they end by themselves.
+#: Of a worker's stream of receipts, and of what a tenant submitted in the last minute: they end by
+#: themselves.
 WITH_END = ("ms:mark:", "ms:rate:")
 
 
-def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: str, tmp_path: Path) -> None:
+def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         (tmp_path / "captures").mkdir()
         times = {"result_ttl_s": 1, "capture_ttl_s": 1, "capture_timeout_s": 0.1, "lease_s": 0.1}
-        async with open_ledger(redis_url, data_dir=str(tmp_path), dispatch_window=1, **times) as ledger:
+        async with open_ledger(
+            redis_url, data_dir=str(tmp_path), dispatch_window=1, **times
+        ) as ledger:
             app = make_app(ledger.settings)
             settle = settler(redis_url, **times)
             name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
-            plain, late, unwanted = make_job(tenant="a"), make_job(tenant="b", expires=now() + 0.1), make_job(tenant="b")
+            plain, late, unwanted = (
+                make_job(tenant="a"),
+                make_job(tenant="b", expires=now() + 0.1),
+                make_job(tenant="b"),
+            )
             captured = make_job(capture=True, steer=True)
-            swept = msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY)
+            swept = msgspec.structs.replace(
+                sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY
+            )
             await ledger.heartbeat(worker_info())
             await ledger.submit(plain, {}, ("k", "body"))
             await ledger.submit(late, {})
@@ -43,7 +69,12 @@ def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: s
             await ledger.submit(swept, {})
             for job in (plain, captured, swept):
                 assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
-            settle.settle(WORKER, 0, EPOCH, [(1, receipt(captured, files=[CapturedFile(path="p", bytes=9, crc32=1, rows=1)]))])
+            settle.settle(
+                WORKER,
+                0,
+                EPOCH,
+                [(1, receipt(captured, files=[CapturedFile(path="p", bytes=9, crc32=1, rows=1)]))],
+            )
             assert (await ledger.request_cancel(unwanted.id)).state is State.ABORTED
             for job in (plain, captured, swept):
                 assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
@@ -60,8 +91,13 @@ def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(redis_url: s
 
             async def left() -> set[str]:
                 await Reaper(ledger, ledger.settings).sweep(now() + 1)
-                keys = {key.decode(): await ledger.redis.ttl(key) for key in await ledger.redis.keys("ms:*")}
-                return {key for key, ttl in keys.items() if not (key.startswith(WITH_END) and ttl > 0)} - STANDING
+                keys = {
+                    key.decode(): await ledger.redis.ttl(key)
+                    for key in await ledger.redis.keys("ms:*")
+                }
+                return {
+                    key for key, ttl in keys.items() if not (key.startswith(WITH_END) and ttl > 0)
+                } - STANDING
 
             deadline = time.monotonic() + 60
             while (keys := await left()) and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -76,7 +112,10 @@ def test_the_listings_of_many_tenants_forget_what_has_expired(redis_url: str) ->
     async def main() -> None:
         async with open_ledger(redis_url, result_ttl_s=1) as ledger:
             app = make_app(ledger.settings)
-            jobs = [make_job(tenant=f"t{number % 5}", created=now() - 100, sampling=Sampling()) for number in range(300)]
+            jobs = [
+                make_job(tenant=f"t{number % 5}", created=now() - 100, sampling=Sampling())
+                for number in range(300)
+            ]
             for job in jobs:
                 await ledger.submit(job, {})
             for job in jobs[:-1]:
@@ -104,7 +143,9 @@ def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: str) -> 
             left = []
             for _ in range(2):
                 await reaper._prune(now())
-                left.append((await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7")))
+                left.append(
+                    (await ledger.redis.zcard("ms:jobs"), await ledger.redis.zcard("ms:jobs:t7"))
+                )
             assert left == [(1000, 1000), (0, 0)]
             app.close()
 
@@ -123,7 +164,9 @@ def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) -> Non
             assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
             await ledger.redis.zadd("ms:live", {job.id: now() + 60})
             await Reaper(ledger, ledger.settings).sweep()
-            assert await ledger.redis.hkeys("ms:workers") == [b"holds"], "what it is known by decides what becomes of its jobs"
+            assert await ledger.redis.hkeys("ms:workers") == [b"holds"], (
+                "what it is known by decides what becomes of its jobs"
+            )
             await Reaper(ledger, ledger.settings).sweep(now() + 100)
             await Reaper(ledger, ledger.settings).sweep()
             assert await ledger.redis.hkeys("ms:workers") == []

@@ -1,4 +1,6 @@
-"""Does the API do what its own OpenAPI document says, whatever is sent? schemathesis: all checks, and paths along the links of answers."""
+"""Does the API do what its own OpenAPI document says, whatever is sent? schemathesis: all checks,
+and paths along the links of answers.
+"""
 
 import json
 import re
@@ -13,8 +15,9 @@ import pytest
 from stack import Stack
 from tenant_kit import ADMIN, bearer
 
-#: A body may fit the document and not the model that is served (another vocabulary, no such layer, a job that is over): that is told
-#: with these, and is no fault. Everything else about them is checked.
+#: A body may fit the document and not the model that is served (another vocabulary, no such layer,
+#: a job that is over): that is told with these, and is no fault. Everything else about them is
+#: checked.
 CONFIG = """
 [checks]
 max_response_time = 100
@@ -22,8 +25,9 @@ max_response_time = 100
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", 304, 400, 404, 409, 410, 422, 429, 503, 504, 507]
 """
-#: Seconds of trying every edge of every parameter and field, and then of fuzzing. All of it would take minutes: it is cut off, and where
-#: a busy machine did not come to all operations meanwhile, it is given more.
+#: Seconds of trying every edge of every parameter and field, and then of fuzzing. All of it would
+#: take minutes: it is cut off, and where a busy machine did not come to all operations meanwhile,
+#: it is given more.
 SECONDS = (15, 60, 240)
 LINKS_SECONDS = (12, 48, 192)
 SEED = 1
@@ -36,40 +40,74 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("schemathesis")
-    times = {"max_wait_s": 1.0, "lease_s": 60.0, "visibility_timeout_s": 90}  # a worker that stands still is not a dead one
+    # a worker that stands still is not a dead one
+    times = {"max_wait_s": 1.0, "lease_s": 60.0, "visibility_timeout_s": 90}
     with Stack(folder, api=True, auth="keys", admin_key=ADMIN, **times) as stack:
         yield stack
 
 
 def runnable(document: dict[str, Any], model: str) -> dict[str, Any]:
-    """The document with jobs that this very service runs, so that there is something behind the links of their answers."""
+    """The document with jobs that this very service runs, so that there is something behind the
+    links of their answers.
+    """
     document["components"]["schemas"]["JobRequest"] = {
         "type": "object",
         "required": ["model", "prompts", "capture"],
         "additionalProperties": False,
         "properties": {
             "model": {"enum": [model]},
-            "prompts": {"type": "array", "items": {"enum": ["hello", "a b c"]}, "minItems": 1, "maxItems": 2},
+            "prompts": {
+                "type": "array",
+                "items": {"enum": ["hello", "a b c"]},
+                "minItems": 1,
+                "maxItems": 2,
+            },
             "capture": {"enum": [{"layers": [0, 1], "positions": "all_prompt"}, {"layers": "all"}]},
         },
     }
     return document
 
 
-def run(stack: Stack, folder: Path, document: dict[str, Any], phases: str, seconds: int, *options: str) -> str:
+def run(
+    stack: Stack, folder: Path, document: dict[str, Any], phases: str, seconds: int, *options: str
+) -> str:
     """What schemathesis says at the end; fails with what it found."""
     (folder / "config.toml").write_text(CONFIG)
     (folder / "openapi.json").write_text(json.dumps(document))
     program = Path(sysconfig.get_path("scripts")) / "schemathesis"
     done = subprocess.run(
         [
-            str(program), "--config-file", str(folder / "config.toml"), "run", str(folder / "openapi.json"), "--url", stack.url,
-            "--header", f"Authorization: Bearer {ADMIN}", "--checks", "all", "--phases", phases,
-            "--max-time", str(seconds), "--seed", str(SEED), "--request-timeout", "120",
-            "--no-shrink", "--continue-on-failure", "--warnings", "off", *options,
+            str(program),
+            "--config-file",
+            str(folder / "config.toml"),
+            "run",
+            str(folder / "openapi.json"),
+            "--url",
+            stack.url,
+            "--header",
+            f"Authorization: Bearer {ADMIN}",
+            "--checks",
+            "all",
+            "--phases",
+            phases,
+            "--max-time",
+            str(seconds),
+            "--seed",
+            str(SEED),
+            "--request-timeout",
+            "120",
+            "--no-shrink",
+            "--continue-on-failure",
+            "--warnings",
+            "off",
+            *options,
         ],
-        capture_output=True, text=True, cwd=folder, timeout=LONGEST, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=LONGEST,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "Traceback" not in stack.log("api")
     return done.stdout
@@ -86,13 +124,34 @@ def test_generated_requests_get_documented_responses(stack: Stack, tmp_path: Pat
 
 
 def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) -> None:
-    stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))  # the other test may have set any limits
-    document = runnable(httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(), stack.settings.served_model)
+    # the other test may have set any limits
+    stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))
+    document = runnable(
+        httpx.get(f"{stack.url}/schema/openapi.json", timeout=60).json(),
+        stack.settings.served_model,
+    )
     for seconds in LINKS_SECONDS:
-        run(stack, tmp_path, document, "stateful", seconds, "--include-path-regex", "^/v1/(jobs|captures)", "--mode", "positive")
-        jobs = httpx.get(f"{stack.url}/v1/jobs", params={"limit": 200}, headers=bearer(ADMIN), timeout=60).json()["jobs"]
+        run(
+            stack,
+            tmp_path,
+            document,
+            "stateful",
+            seconds,
+            "--include-path-regex",
+            "^/v1/(jobs|captures)",
+            "--mode",
+            "positive",
+        )
+        jobs = httpx.get(
+            f"{stack.url}/v1/jobs", params={"limit": 200}, headers=bearer(ADMIN), timeout=60
+        ).json()["jobs"]
         figures = httpx.get(f"{stack.url}/metrics", headers=bearer(ADMIN), timeout=60).text
-        followed = set(re.findall(r'midstream_http_requests_total\{[^}]*path="([^"]*\{job_id\}[^"]*)",status_code="20', figures))
+        followed = set(
+            re.findall(
+                r'midstream_http_requests_total\{[^}]*path="([^"]*\{job_id\}[^"]*)",status_code="20',
+                figures,
+            )
+        )
         if len(followed) >= 2 and "succeeded" in {job["state"] for job in jobs}:
             break
     assert {"succeeded"} <= {job["state"] for job in jobs}

@@ -1,4 +1,6 @@
-"""Do several workers of a model share its jobs, does each model get its own, and is nothing lost while all of it is restarted?"""
+"""Do several workers of a model share its jobs, does each model get its own, and is nothing lost
+while all of it is restarted?
+"""
 
 import signal
 import threading
@@ -21,7 +23,9 @@ API_2 = free_port()
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("several")
-    with Stack(directory, api=True, workers=2, fake_token_s=0.01, worker_concurrency=8, lease_s=6.0) as started:
+    with Stack(
+        directory, api=True, workers=2, fake_token_s=0.01, worker_concurrency=8, lease_s=6.0
+    ) as started:
         start(started, "worker-3")
         start(started, "api-2")
         yield started
@@ -38,25 +42,51 @@ def client(stack: Stack) -> Iterator[Client]:
         yield found
 
 
-def test_each_model_is_listed_with_its_workers_and_gets_its_own_jobs(stack: Stack, client: Client) -> None:
-    listed = {model["id"]: model["workers"] for model in httpx.get(f"{stack.url}/v1/models").json()["data"]}
+def test_each_model_is_listed_with_its_workers_and_gets_its_own_jobs(
+    stack: Stack, client: Client
+) -> None:
+    listed = {
+        model["id"]: model["workers"]
+        for model in httpx.get(f"{stack.url}/v1/models").json()["data"]
+    }
     assert listed == {SHARED: 2, OTHER: 1}
-    ids = {name: [client.submit(model=name, prompts=["a"], sampling={"max_tokens": 20}).id for _ in range(40)] for name in listed}
+    ids = {
+        name: [
+            client.submit(model=name, prompts=["a"], sampling={"max_tokens": 20}).id
+            for _ in range(40)
+        ]
+        for name in listed
+    }
     ran = {name: {client.wait(job).worker for job in jobs} for name, jobs in ids.items()}
     assert ran == {SHARED: {"w1", "w1-2"}, OTHER: {"w1-3"}}
 
 
-def test_global_steering_of_a_model_is_that_of_all_its_workers_and_of_no_others(stack: Stack, client: Client) -> None:
+def test_global_steering_of_a_model_is_that_of_all_its_workers_and_of_no_others(
+    stack: Stack, client: Client
+) -> None:
     view = client.set_global([{"layers": "all", "vector": [1.0] * 8}], SHARED)
     assert view.applied
-    assert {worker.worker for worker in view.workers if worker.global_version == view.version} == {"w1", "w1-2"}
+    assert {worker.worker for worker in view.workers if worker.global_version == view.version} == {
+        "w1",
+        "w1-2",
+    }
     assert client.global_steering(OTHER).version == 0
     client.clear_global(SHARED)
 
 
 def test_another_worker_finishes_the_jobs_of_a_killed_one(stack: Stack, client: Client) -> None:
-    jobs = [client.submit(model=SHARED, prompts=["a"], sampling={"max_tokens": 250}).id for _ in range(16)]
-    held = [job for job in jobs if stack.wait(job, until=lambda view: view.worker is not None or view.state in TERMINAL).worker == "w1"]
+    jobs = [
+        client.submit(model=SHARED, prompts=["a"], sampling={"max_tokens": 250}).id
+        for _ in range(16)
+    ]
+    held = [
+        job
+        for job in jobs
+        if stack.wait(
+            job, until=lambda view: view.worker is not None or view.state in TERMINAL
+        ).worker
+        == "w1"
+    ]
     stack.kill("worker")
     views = [client.wait(job, 90) for job in jobs]
     start(stack, "worker")
@@ -68,7 +98,9 @@ def test_another_worker_finishes_the_jobs_of_a_killed_one(stack: Stack, client: 
 
 
 class Load(threading.Thread):
-    """Submits jobs until told to stop, to whichever API answers, as a client that tries again under the same Idempotency-Key."""
+    """Submits jobs until told to stop, to whichever API answers, as a client that tries again under
+    the same Idempotency-Key.
+    """
 
     def __init__(self, urls: list[str]):
         super().__init__(daemon=True)
@@ -83,11 +115,20 @@ class Load(threading.Thread):
 
     def _one(self, http: httpx.Client, number: int) -> None:
         key, waits = uuid.uuid4().hex, number % 5 == 0
-        body = {"model": SHARED, "prompts": ["a"], "sampling": {"max_tokens": 5}, "capture": {"layers": [0]}}
+        body = {
+            "model": SHARED,
+            "prompts": ["a"],
+            "sampling": {"max_tokens": 5},
+            "capture": {"layers": [0]},
+        }
         for turn in range(200):
             headers = {"Idempotency-Key": key} | ({"Prefer": "wait=20"} if waits else {})
             try:
-                answer = http.post(f"{self.urls[(number + turn) % len(self.urls)]}/v1/jobs", json=body, headers=headers)
+                answer = http.post(
+                    f"{self.urls[(number + turn) % len(self.urls)]}/v1/jobs",
+                    json=body,
+                    headers=headers,
+                )
             except httpx.TransportError:  # this one restarts: the other is asked
                 time.sleep(0.1)
                 continue
@@ -113,7 +154,8 @@ def test_a_rolling_restart_under_load_loses_nothing(stack: Stack, client: Client
     before = stack.do(lambda ledger: ledger.redis.zcard("ms:jobs"))
     load.start()
     for name in ("callbacks", "relay", "worker", "worker-2", "api", "api-2"):
-        expected = -signal.SIGTERM if name.startswith("api") else 0  # uvicorn ends by the signal, once it is done
+        # uvicorn ends by the signal, once it is done
+        expected = -signal.SIGTERM if name.startswith("api") else 0
         assert stack.end(name) == expected, stack.log(name)[-3000:]
         start(stack, name)
     load.stop()
@@ -123,7 +165,10 @@ def test_a_rolling_restart_under_load_loses_nothing(stack: Stack, client: Client
     assert Counter(view.state for view in views) == {"succeeded": len(load.accepted)}
     assert len(set(load.accepted)) == len(load.accepted)
     assert {view.receipts for view in views} == {1}
-    ends = [sum(event.event == "done" for event in stack.do(lambda ledger, job=job: ledger.events(job))) for job in load.accepted]
+    ends = [
+        sum(event.event == "done" for event in stack.do(lambda ledger, job=job: ledger.events(job)))
+        for job in load.accepted
+    ]
     assert set(ends) == {1}
     made = stack.do(lambda ledger: ledger.redis.zcard("ms:jobs")) - before
     assert made == len(load.accepted), "an Idempotency-Key made a second job"

@@ -1,4 +1,6 @@
-"""What a run's name means, whether it is ready, where its rows are and who keeps them, in a real Redis and on a real disk."""
+"""What a run's name means, whether it is ready, where its rows are and who keeps them, in a real
+Redis and on a real disk.
+"""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,7 +10,20 @@ from typing import Any
 import pytest
 from capture_kit import HIDDEN, finished, write
 from edge import model_info
-from ledger_kit import BOOT, EPOCH, IDENTITY, MODEL, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler, worker_info
+from ledger_kit import (
+    BOOT,
+    EPOCH,
+    IDENTITY,
+    MODEL,
+    WORKER,
+    claimed,
+    make_job,
+    open_ledger,
+    outputs,
+    receipt,
+    settler,
+    worker_info,
+)
 
 from midstream.broker.ledger import scripts
 from midstream.broker.ledger import source_runs as runs_module
@@ -34,23 +49,39 @@ def run_job(prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
     return make_job(prompts, captures=[[capture]] * prompts, run=name, **changes)
 
 
-async def finish(ledger: Ledger, url: str, job: Job, root: Path, layout: str = "packed", **changes: Any) -> Job:
+async def finish(
+    ledger: Ledger, url: str, job: Job, root: Path, layout: str = "packed", **changes: Any
+) -> Job:
     """Let two stages capture all prompts of a submitted job, and end it."""
     claim = await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
     assert claim is not None
     receipts = []
     for request in range(len(job.prompts)):
         for pp, sites in enumerate(STAGES):
-            made = finished(job.id, request, sites, all_sites=SITES, layout=layout, tag=TAG, pp=pp, stages=2, **changes)
+            made = finished(
+                job.id,
+                request,
+                sites,
+                all_sites=SITES,
+                layout=layout,
+                tag=TAG,
+                pp=pp,
+                stages=2,
+                **changes,
+            )
             files = write(root, made, owner=f"w.{job.id[-6:]}.{request}.{pp}")
             receipts.append(receipt(job, request, rank=pp, tp=0, pp=pp, files=files))
     await ledger.store_outputs(job.id, claim.attempt, outputs(len(job.prompts)))
     epoch = f"{EPOCH}{job.id[-6:]}"
-    settler(url).settle(WORKER, 0, epoch, [(place + 1, told) for place, told in enumerate(receipts)])
+    settler(url).settle(
+        WORKER, 0, epoch, [(place + 1, told) for place, told in enumerate(receipts)]
+    )
     return job
 
 
-async def ready(ledger: Ledger, url: str, root: Path, prompts: int = 1, name: str = "clean", **changes: Any) -> Job:
+async def ready(
+    ledger: Ledger, url: str, root: Path, prompts: int = 1, name: str = "clean", **changes: Any
+) -> Job:
     job = run_job(prompts, name)
     await ledger.submit(job, {})
     await finish(ledger, url, job, root, **changes)
@@ -70,7 +101,9 @@ async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
     return caught.value.kind, caught.value.detail
 
 
-def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(redis_url: str, tmp_path: Path) -> None:
+def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs = SourceRuns(ledger)
@@ -81,61 +114,105 @@ def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(redis_url: st
             assert (run.job, run.tag, run.created) == (first.id, TAG, first.created)
             assert (await ledger.view(first.id)).run == "clean"
             await ledger.submit(second, {})
-            # The same submission once more, its answer was lost: no new job, and the name is not turned back.
+            # The same submission once more, its answer was lost: no new job, and the name is not
+            # turned back.
             assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
             run = await runs.lookup(MODEL, "clean")
             assert run is not None
             assert run.job == second.id
             assert await runs.names(MODEL) == ["clean"]
-            assert (await runs.names("another"), await runs.lookup("another", "clean")) == ([], None)
+            assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
+                [],
+                None,
+            )
             by_job = await runs.lookup(MODEL, first.id)
             assert by_job is not None
             assert (by_job.job, by_job.tag) == (first.id, TAG)
             assert await runs.lookup("another", first.id) is None
             user = make_job(runs={"clean": second.id})
             await ledger.submit(user, {})
-            assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == ({"clean": second.id}, "")
+            assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == (
+                {"clean": second.id},
+                "",
+            )
 
     asyncio.run(main())
 
 
-def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason(redis_url: str, tmp_path: Path) -> None:
+def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs = SourceRuns(ledger)
             job = run_job()
             attempt = await claimed(ledger, job)
             view = await runs.view(MODEL, "clean")
-            assert (view.state, view.detail, view.prompts) == ("pending", "its job is running", None)
+            assert (view.state, view.detail, view.prompts) == (
+                "pending",
+                "its job is running",
+                None,
+            )
             run = await runs.lookup(MODEL, "clean")
             assert run is not None
-            assert await refusal(runs.prompts(run)) == ("conflict", "source run clean: its job is running")
+            assert await refusal(runs.prompts(run)) == (
+                "conflict",
+                "source run clean: its job is running",
+            )
             assert (await refusal(runs.files(run_key(job.id, 0, TAG))))[0] == "intervention_failed"
-            await ledger.fail(job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem())
+            await ledger.fail(
+                job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem()
+            )
             view = await runs.view(MODEL, "clean")
             assert (view.state, view.detail) == ("failed", "the disk is full")
-            assert await refusal(runs.prompts(run)) == ("capture_failed", "source run clean: the disk is full")
+            assert await refusal(runs.prompts(run)) == (
+                "capture_failed",
+                "source run clean: the disk is full",
+            )
             kind, detail = await refusal(runs.files(run_key(job.id, 0, TAG)))
-            assert (kind, detail) == ("intervention_failed", f"source run {run_key(job.id, 0, TAG)}: the disk is full")
+            assert (kind, detail) == (
+                "intervention_failed",
+                f"source run {run_key(job.id, 0, TAG)}: the disk is full",
+            )
             partial = run_job(name="partial")
             await ledger.submit(partial, {})
             await finish(ledger, redis_url, partial, tmp_path / "captures", dropped=(3,))
             assert (await ledger.view(partial.id)).capture_status == "partial"
-            assert (await runs.view(MODEL, "partial")).detail == "the status of its captures is partial"
+            assert (
+                await runs.view(MODEL, "partial")
+            ).detail == "the status of its captures is partial"
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
-def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redis_url: str, tmp_path: Path, layout: str) -> None:
-    """A week later receipts are gone; two weeks later so is the job; and Redis may be lost altogether."""
+def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(
+    redis_url: str, tmp_path: Path, layout: str
+) -> None:
+    """A week later receipts are gone; two weeks later so is the job; and Redis may be lost
+    altogether.
+    """
 
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, root = SourceRuns(ledger), tmp_path / "captures"
             job = await ready(ledger, redis_url, root, prompts=2, layout=layout)
-            # What an attempt left that was cut off: one stage of it, and later than the one that counts.
-            write(root, finished(job.id, 1, STAGES[0], all_sites=SITES, layout=layout, tag=TAG, stages=2, attempt=2), owner="w.cut.0")
+            # What an attempt left that was cut off: one stage of it, and later than the one that
+            # counts.
+            write(
+                root,
+                finished(
+                    job.id,
+                    1,
+                    STAGES[0],
+                    all_sites=SITES,
+                    layout=layout,
+                    tag=TAG,
+                    stages=2,
+                    attempt=2,
+                ),
+                owner="w.cut.0",
+            )
             key = run_key(job.id, 1, TAG)
             by_receipts = await runs.files(key)
             assert by_receipts.sites == SITES
@@ -143,7 +220,9 @@ def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redi
             assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
             prompts = (await runs.view(MODEL, "clean")).prompts
             assert prompts is not None
-            assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
+            assert [
+                (each.request, each.tokens, each.token_ids, each.dtype) for each in prompts
+            ] == [
                 (0, 3, [100, 101, 102], "bfloat16"),
                 (1, 3, [100, 101, 102], "bfloat16"),
             ]
@@ -159,7 +238,10 @@ def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redi
             await ledger.redis.flushall()
             assert told(await runs.files(key)) == told(by_receipts)
             kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
-            assert (kind, detail.endswith("no rows of this prompt were captured")) == ("intervention_failed", True)
+            assert (kind, detail.endswith("no rows of this prompt were captured")) == (
+                "intervention_failed",
+                True,
+            )
             mark = root / DELETED / job.id
             mark.mkdir(parents=True)  # only the disk knows that it is being deleted
             assert (await refusal(runs.files(key)))[1].endswith("were deleted")
@@ -167,13 +249,17 @@ def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledger(redi
             for path in root.rglob("*.pp1.*"):
                 path.unlink()
             if layout != "segment":
-                assert (await refusal(SourceRuns(ledger).files(key)))[1].endswith("post_block of layer 2 is in no file")
+                assert (await refusal(SourceRuns(ledger).files(key)))[1].endswith(
+                    "post_block of layer 2 is in no file"
+                )
 
     asyncio.run(main())
 
 
 # field case 31
-def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(redis_url: str, tmp_path: Path) -> None:
+def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, root = SourceRuns(ledger), tmp_path / "captures"
@@ -181,16 +267,23 @@ def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(r
             run, key = await runs.lookup(MODEL, "clean"), run_key(job.id, 0, TAG)
             assert run is not None
             await Captures(ledger).delete(job.id)
-            for forgotten in ("", f"ms:capture:{job.id}"):  # long after the deletion its record is gone, too
+            for forgotten in ("", f"ms:capture:{job.id}"):
+                # long after the deletion its record is gone, too
                 if forgotten:
                     await ledger.redis.delete(forgotten, f"ms:job:{job.id}", f"ms:ticket:{job.id}")
                 view = await runs.view(MODEL, "clean")
                 assert (view.state, view.detail) == ("deleted", "its captures were deleted")
-                assert await refusal(runs.prompts(run)) == ("gone", "source run clean: its captures were deleted")
+                assert await refusal(runs.prompts(run)) == (
+                    "gone",
+                    "source run clean: its captures were deleted",
+                )
                 assert (await refusal(runs.files(key)))[0] == "intervention_failed"
             await runs.delete(MODEL, "clean")
             assert await runs.lookup(MODEL, "clean") is None
-            assert await refusal(runs.delete(MODEL, "clean")) == ("not_found", "unknown source run 'clean'")
+            assert await refusal(runs.delete(MODEL, "clean")) == (
+                "not_found",
+                "unknown source run 'clean'",
+            )
 
     asyncio.run(main())
 
@@ -200,12 +293,19 @@ def test_run_names_of_deleted_captures_expire(redis_url: str, tmp_path: Path) ->
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, at = SourceRuns(ledger), now()
             await ledger.publish_model(model_info(name=MODEL), worker_info())
-            jobs = [await ready(ledger, redis_url, tmp_path / "captures", name=name) for name in ("old", "kept")]
+            jobs = [
+                await ready(ledger, redis_url, tmp_path / "captures", name=name)
+                for name in ("old", "kept")
+            ]
             await Captures(ledger).delete(jobs[0].id)
             assert await runs.prune(at) == 0
-            await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")  # as they expire
+            # as they expire
+            await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")
             assert await runs.prune(at + 60) == 0
-            assert (await runs.prune(at + runs_module.PRUNE_S), await runs.names(MODEL)) == (1, ["kept"])
+            assert (await runs.prune(at + runs_module.PRUNE_S), await runs.names(MODEL)) == (
+                1,
+                ["kept"],
+            )
 
     asyncio.run(main())
 
@@ -242,16 +342,22 @@ def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_to_it(
     asyncio.run(main())
 
 
-def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(redis_url: str, tmp_path: Path) -> None:
+def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, root = SourceRuns(ledger), tmp_path / "captures"
-            jobs = [await ready(ledger, redis_url, root, name=f"run-{number}") for number in range(3)]
+            jobs = [
+                await ready(ledger, redis_url, root, name=f"run-{number}") for number in range(3)
+            ]
             await ledger.submit(run_job(name="run-3"), {})
             await Captures(ledger).delete(jobs[0].id)
             await ledger.heartbeat(worker_info())
             await runs.tell_held(WORKER, [run_key(jobs[1].id, 0, TAG)], 60)
-            await runs.lease({"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60)
+            await runs.lease(
+                {"job_user": [run_key(jobs[1].id, 0, TAG), run_key(jobs[1].id, 1, TAG)]}, 60
+            )
             first = await runs.list(MODEL, limit=3)
             second = await runs.list(MODEL, limit=3, cursor=first.next)
             found: list[RunView] = [*first.runs, *second.runs]
@@ -262,7 +368,12 @@ def test_runs_are_listed_newest_first_in_pages_with_what_became_of_each(redis_ur
                 ("run-0", "deleted"),
             ]
             assert second.next is None
-            assert [(view.in_use, view.held_by) for view in found] == [(0, []), (0, []), (1, [WORKER]), (0, [])]
+            assert [(view.in_use, view.held_by) for view in found] == [
+                (0, []),
+                (0, []),
+                (1, [WORKER]),
+                (0, []),
+            ]
             assert found[1].bytes > 0
 
     asyncio.run(main())
@@ -285,7 +396,9 @@ class Held:
 
 
 # field case 36
-def test_a_run_in_use_does_not_expire(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_use_does_not_expire(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
             captures, runs, root = Captures(ledger), SourceRuns(ledger), tmp_path / "captures"
@@ -331,7 +444,9 @@ def test_a_dead_workers_lease_lapses_and_explicit_deletion_ignores_leases(
     asyncio.run(main())
 
 
-def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(redis_url: str, tmp_path: Path) -> None:
+def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
             runs, root = SourceRuns(ledger), tmp_path / "captures"
@@ -340,10 +455,15 @@ def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(redis_ur
             holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
             keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
             with pytest.raises(MidstreamError) as caught:
-                async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
+                async with holds.holding(
+                    "job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}
+                ):
                     entered = True
             assert not entered
-            assert caught.value.detail == f"run 'gone': source run {keys[1]}: its captures were deleted"
+            assert (
+                caught.value.detail
+                == f"run 'gone': source run {keys[1]}: its captures were deleted"
+            )
             assert (await runs.view(MODEL, "here")).in_use == 0
             assert await ledger.redis.keys("ms:run-lease:*") == []
 

@@ -1,6 +1,8 @@
-"""Do jobs get the source runs that they are patched with, on two workers of four ranks, whatever becomes of processes and files?
+"""Do jobs get the source runs that they are patched with, on two workers of four ranks, whatever
+becomes of processes and files?
 
-Two tensor-parallel ranks in each of two pipeline stages; fake engines, everything else real. One run more than fits into memory.
+Two tensor-parallel ranks in each of two pipeline stages; fake engines, everything else real. One
+run more than fits into memory.
 """
 
 import time
@@ -20,21 +22,34 @@ from midstream.workers.fake.model import NUM_LAYERS
 
 MODEL = "fake-model"
 PATIENCE_S = 60.0
-#: The rows of a prompt of this length at every site are 1.2 of the 2 MiB that a worker keeps: one run is there, two are not.
+#: The rows of a prompt of this length at every site are 1.2 of the 2 MiB that a worker keeps: one
+#: run is there, two are not.
 LONG = 1600
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One worker, of which a rank once fails to load a run; a second one comes later."""
-    settings = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "run_cache_mib": 2, "fake_token_s": 0.02}
-    with Stack(tmp_path_factory.mktemp("stack"), **settings, fault="put_run:rank=3,times=1", callbacks=False) as running:
+    settings = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "run_cache_mib": 2,
+        "fake_token_s": 0.02,
+    }
+    with Stack(
+        tmp_path_factory.mktemp("stack"),
+        **settings,
+        fault="put_run:rank=3,times=1",
+        callbacks=False,
+    ) as running:
         yield running
 
 
 def make_run(stack: Stack, name: str, text: str = "The Eiffel Tower is in the city of") -> str:
     """The job whose captures, at every site and position, have this name from now on."""
-    everywhere = StoredCapture(sites={hook: list(range(NUM_LAYERS)) for hook in HOOKS}, positions="all_prompt", tag="t")
+    everywhere = StoredCapture(
+        sites={hook: list(range(NUM_LAYERS)) for hook in HOOKS}, positions="all_prompt", tag="t"
+    )
     job = stack.submit([text], max_tokens=1, capture=everywhere, run=name)
     assert stack.wait(job).state is State.SUCCEEDED
     return job
@@ -44,12 +59,21 @@ def patch(job: str, layer: int = 2, position: int = 3) -> list[StoredSteering]:
     """A row of the run into the same place."""
     row = row_name(RunRow(run_key(job, 0, "t"), "post_block", layer, position))
     return [
-        StoredSteering(layers=[layer], hook="post_block", positions=[position], family="replace", tensors=[row], numbers=[1.0]),
+        StoredSteering(
+            layers=[layer],
+            hook="post_block",
+            positions=[position],
+            family="replace",
+            tensors=[row],
+            numbers=[1.0],
+        ),
     ]
 
 
 def patched(stack: Stack, name: str, job: str, *, max_tokens: int = 4, send: bool = True) -> str:
-    return stack.submit(["The Colosseum"], max_tokens=max_tokens, steering=patch(job), runs={name: job}, send=send)
+    return stack.submit(
+        ["The Colosseum"], max_tokens=max_tokens, steering=patch(job), runs={name: job}, send=send
+    )
 
 
 def text(stack: Stack, job: str) -> str:
@@ -60,7 +84,9 @@ def text(stack: Stack, job: str) -> str:
     assert result.determinism is not None
     assert result.determinism.consistent
     (stage_0, stage_1) = result.determinism.stages
-    assert [rank.applied for rank in (*stage_0.ranks, *stage_1.ranks)] == [0, 0, 1, 1], "layer 2 is the second stage's"
+    assert [rank.applied for rank in (*stage_0.ranks, *stage_1.ranks)] == [0, 0, 1, 1], (
+        "layer 2 is the second stage's"
+    )
     return result.outputs[0].text
 
 
@@ -144,7 +170,8 @@ def test_source_runs_are_loaded_on_every_rank_of_any_worker(stack: Stack) -> Non
     assert found.prompts[0].sites == {hook: [0, 1, 2, 3] for hook in HOOKS}, "of both stages"
     assert found.prompts[0].positions == list(range(len("The Eiffel Tower is in the city of")))
     views, texts, deadline = [], set(), time.monotonic() + PATIENCE_S
-    while {each.worker for each in views} != {"w1", "w1-2"}:  # a worker may have been quick enough to take several
+    while {each.worker for each in views} != {"w1", "w1-2"}:
+        # a worker may have been quick enough to take several
         assert time.monotonic() < deadline, views
         jobs = [patched(stack, "eiffel", job) for _ in range(12)]
         texts |= {text(stack, job) for job in jobs}
@@ -162,12 +189,16 @@ def test_a_run_deleted_before_an_accepted_job_begins_fails_the_job_by_name(stack
     enqueue(stack.app, waiting, "generate", MODEL)
     kind, detail = refused(stack, waiting)
     assert kind == "intervention_failed"
-    assert detail == f"run 'short-lived': source run {run_key(job, 0, 't')}: its captures were deleted"
+    assert detail == (
+        f"run 'short-lived': source run {run_key(job, 0, 't')}: its captures were deleted"
+    )
     assert stack.do(lambda ledger: ledger.events(waiting))[-1].event == "done"
 
 
 # field case 31, 36
-def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_other(stack: Stack) -> None:
+def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_other(
+    stack: Stack,
+) -> None:
     job = make_run(stack, "in-use")
     running = patched(stack, "in-use", job, max_tokens=250)
     assert until(stack, "in-use", lambda found: found.in_use == 1).state == "ready"
@@ -176,9 +207,13 @@ def test_a_run_deleted_while_a_job_uses_it_stays_with_that_job_and_serves_no_oth
     assert stack.do(lambda ledger: SourceRuns(ledger).lookup(MODEL, "in-use")) is None
     for each in following:
         enqueue(stack.app, each, "generate", MODEL)
-    assert {refused(stack, each)[0] for each in following} == {"intervention_failed"}, "also where it is still in memory"
+    assert {refused(stack, each)[0] for each in following} == {"intervention_failed"}, (
+        "also where it is still in memory"
+    )
     assert text(stack, running)
-    assert max(ended(stack, each) for each in following) < ended(stack, running), "or nothing was tried here"
+    assert max(ended(stack, each) for each in following) < ended(stack, running), (
+        "or nothing was tried here"
+    )
 
 
 # field case 31

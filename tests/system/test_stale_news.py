@@ -1,4 +1,6 @@
-"""Two workers: is what comes late, twice or from a stranger without effect, and what only takes long left alone?"""
+"""Two workers: is what comes late, twice or from a stranger without effect, and what only takes
+long left alone?
+"""
 
 import asyncio
 import base64
@@ -18,10 +20,19 @@ from midstream.broker.queue.celery_app import UNACKED, queue_of
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture
 
-CAPTURE = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed")
+CAPTURE = StoredCapture(
+    sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed"
+)
 TOKEN_S, VISIBILITY_S = 0.02, 4
-#: A worker may be kept from its work for 3 s. What it has generated is given up only after it has lost its lease: see `sweep.lua`.
-SETTINGS = {"fake_token_s": TOKEN_S, "visibility_timeout_s": VISIBILITY_S, "lease_s": 5, "capture_timeout_s": 8, "sweep_interval_s": 0.3}
+#: A worker may be kept from its work for 3 s. What it has generated is given up only after it has
+#: lost its lease: see `sweep.lua`.
+SETTINGS = {
+    "fake_token_s": TOKEN_S,
+    "visibility_timeout_s": VISIBILITY_S,
+    "lease_s": 5,
+    "capture_timeout_s": 8,
+    "sweep_interval_s": 0.3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +56,28 @@ def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(stack: 
     assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
     events = stack.do(lambda ledger: ledger.events(job_id))
     assert sum(event.event == "state" and event.data["state"] == "running" for event in events) == 1
-    received = sum(stack.log(name).count(f"Task midstream.generate[{job_id}] received") for name in ("worker", "worker-2"))
+    received = sum(
+        stack.log(name).count(f"Task midstream.generate[{job_id}] received")
+        for name in ("worker", "worker-2")
+    )
     assert received == 1, "its message was not given out again either"
 
 
 # field case 37, 38
 def test_late_receipts_of_a_worker_stopped_past_its_lease_are_ignored(stack: Stack) -> None:
-    """Its outputs are stored and its receipts are on its disk when it is stopped; they reach the relay after another attempt's."""
+    """Its outputs are stored and its receipts are on its disk when it is stopped; they reach the
+    relay after another attempt's.
+    """
     stack.kill("relay")
     job_id = stack.submit(["a"], max_tokens=3, capture=CAPTURE)
     first = stack.wait(job_id, until=lambda view: view.generated is not None).worker
     stopped = worker_of(stack, job_id)
     outbox = stack.directory / "outbox" / f"{first}.rank0.sqlite"
     deadline = time.monotonic() + 60
-    while not list((stack.settings.capture_root / "t" / job_id).glob("*.a1.*.safetensors")) or not outbox.exists():
+    while (
+        not list((stack.settings.capture_root / "t" / job_id).glob("*.a1.*.safetensors"))
+        or not outbox.exists()
+    ):
         assert time.monotonic() < deadline, "its file and its receipt are durable first"
         time.sleep(0.02)
     time.sleep(0.2)
@@ -72,18 +91,24 @@ def test_late_receipts_of_a_worker_stopped_past_its_lease_are_ignored(stack: Sta
     stack.kill(stopped, signal.SIGCONT)
     deadline = time.monotonic() + 60
     while marks(stack, str(first)) <= before:
-        assert time.monotonic() < deadline, "the late receipt is acknowledged, so that it does not come again"
+        assert time.monotonic() < deadline, (
+            "the late receipt is acknowledged, so that it does not come again"
+        )
         time.sleep(0.05)
     assert stack.view(job_id) == view
     assert stack.result(job_id) == result
-    assert [file.path.rpartition("/")[2] for file in result.capture_results.files] == ["p0000.a2.pp0.safetensors"]
+    assert [file.path.rpartition("/")[2] for file in result.capture_results.files] == [
+        "p0000.a2.pp0.safetensors"
+    ]
     assert stack.wait(stack.submit(["next"], max_tokens=2)).state is State.SUCCEEDED
 
 
 def marks(stack: Stack, worker: str) -> int:
     """How many receipts of a worker have been acknowledged, over all epochs."""
     with redis.Redis.from_url(stack.settings.redis_url) as client:
-        return sum(int(client.get(name) or 0) for name in client.scan_iter(match=f"ms:mark:{worker}:*"))
+        return sum(
+            int(client.get(name) or 0) for name in client.scan_iter(match=f"ms:mark:{worker}:*")
+        )
 
 
 # field case 42
@@ -92,17 +117,28 @@ def test_a_pickled_message_is_discarded_unread(stack: Stack, tmp_path: Path, kin
     mark = tmp_path / "ran"
     bomb = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
     name, tag = queue_of(stack.settings.served_model), str(uuid.uuid4())
-    headers = {"lang": "py", "task": "midstream.generate", "id": tag, "root_id": tag, "parent_id": None, "group": None}
+    headers = {
+        "lang": "py",
+        "task": "midstream.generate",
+        "id": tag,
+        "root_id": tag,
+        "parent_id": None,
+        "group": None,
+    }
     message = {
         "body": base64.b64encode(bomb).decode(),
         "content-encoding": "binary",
         "content-type": kind,
         "headers": headers,
         "properties": {
-            "correlation_id": tag, "delivery_mode": 2, "delivery_info": {"exchange": name, "routing_key": name}, "priority": 0,
-            "body_encoding": "base64", "delivery_tag": tag,
+            "correlation_id": tag,
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": name, "routing_key": name},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": tag,
         },
-    }  # fmt: skip
+    }
     with redis.Redis.from_url(stack.settings.redis_url) as client:
         client.lpush(name, json.dumps(message))
         deadline = time.monotonic() + 60

@@ -1,4 +1,6 @@
-"""Is the desired state of steering what was set, versioned, and are its tensors there exactly as long as somebody needs them?"""
+"""Is the desired state of steering what was set, versioned, and are its tensors there exactly as
+long as somebody needs them?
+"""
 
 import asyncio
 from collections.abc import Awaitable, Iterator
@@ -11,7 +13,17 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, outputs, settings_for, worker_info
+from ledger_kit import (
+    BOOT,
+    IDENTITY,
+    MODEL,
+    WORKER,
+    make_job,
+    open_ledger,
+    outputs,
+    settings_for,
+    worker_info,
+)
 
 from midstream import __version__
 from midstream.broker.ledger import scripts
@@ -21,23 +33,47 @@ from midstream.broker.ledger.steering import Steering
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State
-from midstream.schemas.steering import GlobalSteering, Module, SteeringTemplate, WorkerSteering, content_digest
+from midstream.schemas.steering import (
+    GlobalSteering,
+    Module,
+    SteeringTemplate,
+    WorkerSteering,
+    content_digest,
+)
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 TENSORS: dict[str, Tensor] = {
-    content_hash(tensor): tensor for tensor in (from_numpy(np.full(4, value, np.float32)) for value in (1.0, 2.0, 3.0, 4.0))
+    content_hash(tensor): tensor
+    for tensor in (from_numpy(np.full(4, value, np.float32)) for value in (1.0, 2.0, 3.0, 4.0))
 }
 A, B, C, D = TENSORS
 
 
 def entry(*tensors: str, scale: float = 1.0) -> SteeringTemplate:
-    return SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=list(tensors), scale=scale)
+    return SteeringTemplate(
+        layers=[0],
+        hook="post_block",
+        positions="all",
+        family="add",
+        tensors=list(tensors),
+        scale=scale,
+    )
 
 
 def module(*tensors: str, name: str = "joy", **changes: Any) -> Module:
     entries = [entry(tensor) for tensor in tensors]
     return Module(
-        **({"name": name, "model": MODEL, "digest": content_digest(entries), "entries": entries, "bytes": 16, "created": 1.0} | changes)
+        **(
+            {
+                "name": name,
+                "model": MODEL,
+                "digest": content_digest(entries),
+                "entries": entries,
+                "bytes": 16,
+                "created": 1.0,
+            }
+            | changes
+        )
     )
 
 
@@ -47,8 +83,15 @@ def blobs(*names: str) -> dict[str, bytes | Tensor]:
 
 def report(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> WorkerSteering:
     facts: dict[str, Any] = {
-        "worker": worker, "boot": boot, "model": MODEL, "state": "serving", "detail": "", "version": 0, "global_version": 0, "at": now(),
-    }  # fmt: skip
+        "worker": worker,
+        "boot": boot,
+        "model": MODEL,
+        "state": "serving",
+        "detail": "",
+        "version": 0,
+        "global_version": 0,
+        "at": now(),
+    }
     return WorkerSteering(**(facts | changes))
 
 
@@ -57,8 +100,12 @@ async def pinned(ledger: Ledger) -> dict[str, set[str]]:
     found = {}
     for raw in await ledger.redis.keys("ms:pinned:*"):
         name = raw.decode().removeprefix("ms:pinned:")
-        found[name] = {owner.decode() for owner in await ledger.redis.smembers(f"ms:pinners:{name}")}
-    assert {raw.decode().removeprefix("ms:pinners:") for raw in await ledger.redis.keys("ms:pinners:*")} == set(found)
+        found[name] = {
+            owner.decode() for owner in await ledger.redis.smembers(f"ms:pinners:{name}")
+        }
+    assert {
+        raw.decode().removeprefix("ms:pinners:") for raw in await ledger.redis.keys("ms:pinners:*")
+    } == set(found)
     return found
 
 
@@ -72,11 +119,14 @@ async def change(steering: Steering, *tensors: str) -> GlobalSteering:
     return await steering.commit(MODEL, proposal.id)
 
 
-# --- Global steering ---------------------------------------------------------------------------------------------------
+# --- Global steering
+# --------------------------------------------------------------------------------------------------
 
 
 # field case 43
-def test_state_of_another_version_names_both_versions(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_another_version_names_both_versions(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def later(value: object) -> bytes:
         return to_msgpack(msgspec.msgpack.decode(to_msgpack(value)) | {"tomorrow": 1})
 
@@ -93,24 +143,42 @@ def test_state_of_another_version_names_both_versions(redis_url: str, monkeypatc
                 await theirs.commit("another", (await theirs.propose("another", [entry(A)], {})).id)
             scripts.source.cache_clear()
             reads = {
-                "the module 'joy'": [steering.module(MODEL, "joy"), steering.modules(MODEL), steering.delete_module(MODEL, "joy"),
-                    steering.put_module(module(B), blobs(B))],
+                "the module 'joy'": [
+                    steering.module(MODEL, "joy"),
+                    steering.modules(MODEL),
+                    steering.delete_module(MODEL, "joy"),
+                    steering.put_module(module(B), blobs(B)),
+                ],
                 "the proposed global steering": [steering.desired(MODEL)],
-            }  # fmt: skip
+            }
             for what, calls in reads.items():
                 for call in calls:
                     with pytest.raises(MidstreamError) as found:
                         await call
                     assert found.value.kind == "version_mismatch"
-                    said = f"{what} of {MODEL!r} was stored by midstream 9.0.0; midstream {__version__} cannot read it: "
+                    said = (
+                        f"{what} of {MODEL!r} was stored by midstream 9.0.0; midstream {__version__} "
+                        "cannot read it: "
+                    )
                     assert found.value.detail.startswith(said)
                     assert "tomorrow" in found.value.detail
-            assert await steering.module_names(MODEL) == ["joy"], "what cannot be read is not deleted"
-            await ledger.redis.hset(f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1)))
-            with pytest.raises(MidstreamError, match=r"the global steering of .* midstream \(unknown\)"):
+            assert await steering.module_names(MODEL) == ["joy"], (
+                "what cannot be read is not deleted"
+            )
+            await ledger.redis.hset(
+                f"ms:steering:{MODEL}", "current", later(GlobalSteering(version=1))
+            )
+            with pytest.raises(
+                MidstreamError, match=r"the global steering of .* midstream \(unknown\)"
+            ):
                 await steering.standing(MODEL, [])
-            await ledger.redis.hset("ms:steering:another", "current", later(GlobalSteering(version=1)))
-            with pytest.raises(MidstreamError, match=r"the global steering of 'another' was stored by midstream 9\.0\.0"):
+            await ledger.redis.hset(
+                "ms:steering:another", "current", later(GlobalSteering(version=1))
+            )
+            with pytest.raises(
+                MidstreamError,
+                match=r"the global steering of 'another' was stored by midstream 9\.0\.0",
+            ):
                 await steering.standing("another", [])
             await ledger.redis.set(f"ms:pinned:{A}", later(TENSORS[A]))
             with pytest.raises(MidstreamError, match="tomorrow") as found:
@@ -129,12 +197,22 @@ def test_proposals_and_commits_notify_workers(redis_url: str) -> None:
             look = await steering.look(MODEL, WORKER)
             assert (look.version, look.proposal) == (1, proposal.id)
             desired = await steering.desired(MODEL)
-            assert (desired.version, desired.current, desired.proposal) == (1, GlobalSteering(), proposal)
+            assert (desired.version, desired.current, desired.proposal) == (
+                1,
+                GlobalSteering(),
+                proposal,
+            )
             assert await steering.commit(MODEL, proposal.id) == proposal.steering
             desired = await steering.desired(MODEL)
-            assert (desired.version, desired.current, desired.proposal) == (2, proposal.steering, None)
+            assert (desired.version, desired.current, desired.proposal) == (
+                2,
+                proposal.steering,
+                None,
+            )
             assert await steering.look(MODEL, WORKER) == (2, "", "", "", proposal.id)
-            assert await steering.commit(MODEL, proposal.id) == proposal.steering, "its answer may have been lost"
+            assert await steering.commit(MODEL, proposal.id) == proposal.steering, (
+                "its answer may have been lost"
+            )
             assert (await steering.desired(MODEL)).version == 2
 
     asyncio.run(main())
@@ -158,7 +236,9 @@ def test_a_withdrawn_proposal_changes_nothing_and_frees_its_tensors(redis_url: s
     asyncio.run(main())
 
 
-def test_one_proposal_at_a_time_until_its_deadline(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_proposal_at_a_time_until_its_deadline(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url, steering_wait_s=60) as ledger:
             steering = Steering(ledger)
@@ -186,7 +266,11 @@ def test_global_steering_versions_are_never_reused(redis_url: str) -> None:
             numbers = [(await change(steering, A)).version]
             given_up = await steering.propose(MODEL, [entry(B)], blobs(B))
             await steering.abort(MODEL, given_up.id)
-            numbers += [given_up.steering.version, (await change(steering)).version, (await change(steering, A)).version]
+            numbers += [
+                given_up.steering.version,
+                (await change(steering)).version,
+                (await change(steering, A)).version,
+            ]
             assert numbers == sorted(set(numbers))
             assert await pinned(ledger) == {A: {f"global:{MODEL}"}}
 
@@ -197,7 +281,10 @@ def test_a_proposal_with_an_unknown_tensor_is_refused(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
-            for call in (steering.propose(MODEL, [entry(A), entry(B)], blobs(A)), steering.put_module(module(A, B), blobs(A))):
+            for call in (
+                steering.propose(MODEL, [entry(A), entry(B)], blobs(A)),
+                steering.put_module(module(A, B), blobs(A)),
+            ):
                 with pytest.raises(MidstreamError) as gone:
                     await call
                 assert gone.value.kind == "conflict"
@@ -208,10 +295,13 @@ def test_a_proposal_with_an_unknown_tensor_is_refused(redis_url: str) -> None:
     asyncio.run(main())
 
 
-# --- Claims ------------------------------------------------------------------------------------------------------------
+# --- Claims
+# --------------------------------------------------------------------------------------------------
 
 
-def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(redis_url: str) -> None:
+def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(
+    redis_url: str,
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering, job = Steering(ledger), make_job(prompts=3)
@@ -221,7 +311,10 @@ def test_no_job_is_claimed_under_another_global_steering_than_the_desired_one(re
                 await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
             assert behind.value.why == "behind"
             assert (await ledger.view(job.id)).state is State.QUEUED
-            assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY, current.version, True) is not None
+            assert (
+                await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY, current.version, True)
+                is not None
+            )
             view = await ledger.view(job.id)
             assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
             await ledger.store_outputs(job.id, 1, outputs(3))
@@ -238,10 +331,14 @@ def test_a_requeued_job_forgets_its_global_steering(redis_url: str) -> None:
         async with open_ledger(redis_url) as ledger:
             steering, job = Steering(ledger), make_job()
             await ledger.submit(job, {})
-            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True)
+            await ledger.claim(
+                job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering, A)).version, True
+            )
             await ledger.release(job.id, 1)
             assert not (await ledger.view(job.id)).steered
-            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering)).version, False)
+            await ledger.claim(
+                job.id, WORKER, BOOT, 1, IDENTITY, (await change(steering)).version, False
+            )
             await ledger.store_outputs(job.id, 2, outputs())
             result = await ledger.result(job.id)
             assert (result.state, result.determinism) == (State.SUCCEEDED, None)
@@ -265,7 +362,8 @@ def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(redis
     asyncio.run(main())
 
 
-# --- Reports -----------------------------------------------------------------------------------------------------------
+# --- Reports
+# --------------------------------------------------------------------------------------------------
 
 
 def test_only_current_reports_of_live_workers_count(redis_url: str) -> None:
@@ -296,7 +394,11 @@ def test_a_report_answers_the_questions_up_to_the_one_it_names(redis_url: str) -
             await ledger.heartbeat(worker_info())
             first, second = await steering.ask(MODEL), await steering.ask(MODEL)
             assert (await steering.look(MODEL, WORKER)).ask == second
-            for told, answered in (("", (False, False)), (first, (True, False)), (second, (True, True))):
+            for told, answered in (
+                ("", (False, False)),
+                (first, (True, False)),
+                (second, (True, True)),
+            ):
                 await steering.report(report(ask=told))
                 (account,) = await steering.accounts(MODEL)
                 assert (account.answers(first), account.answers(second)) == answered
@@ -308,14 +410,17 @@ def test_a_report_of_another_version_counts_as_none(redis_url: str) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             await ledger.heartbeat(worker_info())
-            await ledger.redis.set(f"ms:steering-report:{WORKER}", to_msgpack({"worker": WORKER, "new": 1}))
+            await ledger.redis.set(
+                f"ms:steering-report:{WORKER}", to_msgpack({"worker": WORKER, "new": 1})
+            )
             (account,) = await Steering(ledger).accounts(MODEL)
             assert account.report is None
 
     asyncio.run(main())
 
 
-# --- Modules and jobs --------------------------------------------------------------------------------------------------
+# --- Modules and jobs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_name_points_at_content_and_the_same_content_again_is_no_change(redis_url: str) -> None:
@@ -325,16 +430,25 @@ def test_a_name_points_at_content_and_the_same_content_again_is_no_change(redis_
             joy = module(A, B)
             assert await steering.put_module(joy, blobs(A, B)) is None
             version = (await steering.look(MODEL, WORKER)).version
-            assert await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B)) == joy
+            assert (
+                await steering.put_module(msgspec.structs.replace(joy, created=9.0), blobs(A, B))
+                == joy
+            )
             described = module(A, B, description="glad", created=9.0)
             assert await steering.put_module(described, {}) == joy
             assert (await steering.look(MODEL, WORKER)).version == version
             stored = await steering.module(MODEL, "joy")
             assert stored == msgspec.structs.replace(described, created=joy.created)
-            assert await steering.put_module(module(B, C), blobs(C)) == stored, "what it has already need not come again"
+            assert await steering.put_module(module(B, C), blobs(C)) == stored, (
+                "what it has already need not come again"
+            )
             assert (await steering.look(MODEL, WORKER)).version == version + 1
             assert set(await pinned(ledger)) == {B, C}
-            assert [found.name for found in await steering.modules(MODEL)] == await steering.module_names(MODEL) == ["joy"]
+            assert (
+                [found.name for found in await steering.modules(MODEL)]
+                == await steering.module_names(MODEL)
+                == ["joy"]
+            )
             assert set((await steering.desired(MODEL)).modules) == {"joy"}
             assert (await steering.delete_module(MODEL, "joy")).digest == module(B, C).digest  # type: ignore[union-attr]
             assert await steering.delete_module(MODEL, "joy") is None
@@ -348,17 +462,22 @@ def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(redis_url: str
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
-            formers = await asyncio.gather(*[steering.put_module(module(name), blobs(name)) for name in TENSORS])
+            formers = await asyncio.gather(
+                *[steering.put_module(module(name), blobs(name)) for name in TENSORS]
+            )
             stored = await steering.module(MODEL, "joy")
             assert stored is not None
             told = [former.tensors[0] if former else None for former in formers]
-            assert sorted(map(str, told)) == sorted(map(str, {*TENSORS, None} - set(stored.tensors))), "each replaced another"
+            assert sorted(map(str, told)) == sorted(
+                map(str, {*TENSORS, None} - set(stored.tensors))
+            ), "each replaced another"
             assert set(await pinned(ledger)) == set(stored.tensors)
 
     asyncio.run(main())
 
 
-def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(redis_url: str) -> None:  # field case 26
+def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(redis_url: str) -> None:
+    # field case 26
     async def main() -> None:
         async with open_ledger(redis_url) as ledger:
             steering = Steering(ledger)
@@ -396,14 +515,21 @@ def test_unregistering_racing_a_submission_is_atomic(redis_url: str) -> None:  #
                 calls = [ledger.submit(job, {}, pinned=[A]), steering.delete_module(MODEL, "joy")]
                 first, second = calls if turn % 2 else calls[::-1]
                 if turn < 2:  # one after the other
-                    outcomes = [*await asyncio.gather(first, return_exceptions=True), *await asyncio.gather(second, return_exceptions=True)]
+                    outcomes = [
+                        *await asyncio.gather(first, return_exceptions=True),
+                        *await asyncio.gather(second, return_exceptions=True),
+                    ]
                 else:
                     gap = turn // 2 * 0.0002  # a deletion asks twice
-                    outcomes = await asyncio.gather(first, later(gap, second), return_exceptions=True)
+                    outcomes = await asyncio.gather(
+                        first, later(gap, second), return_exceptions=True
+                    )
                 failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
                 if failures:
                     refused += 1
-                    assert [getattr(failure, "kind", failure) for failure in failures] == ["conflict"]
+                    assert [getattr(failure, "kind", failure) for failure in failures] == [
+                        "conflict"
+                    ]
                     assert not await ledger.redis.exists(f"ms:job:{job.id}")
                 else:
                     accepted += 1
@@ -414,7 +540,8 @@ def test_unregistering_racing_a_submission_is_atomic(redis_url: str) -> None:  #
     asyncio.run(main())
 
 
-# --- Pins, under anything ----------------------------------------------------------------------------------------------
+# --- Pins, under anything
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -432,7 +559,9 @@ MODELS = st.sampled_from([MODEL, "m:2"])
 
 
 class Pins(RuleBasedStateMachine):
-    """What is pinned is exactly what the modules, the global steering and the open proposals of all models name."""
+    """What is pinned is exactly what the modules, the global steering and the open proposals of all
+    models name.
+    """
 
     broker: ClassVar[Broker]
 
@@ -442,9 +571,16 @@ class Pins(RuleBasedStateMachine):
         self.owned: dict[str, set[str]] = {}
         self.open: dict[str, tuple[str, set[str]]] = {}
 
-    @rule(model=MODELS, name=st.sampled_from(["joy", "sad"]), names=NAMES.filter(bool), bring=st.booleans())
+    @rule(
+        model=MODELS,
+        name=st.sampled_from(["joy", "sad"]),
+        names=NAMES.filter(bool),
+        bring=st.booleans(),
+    )
     def put(self, model: str, name: str, names: list[str], bring: bool) -> None:
-        call = self.broker.steering.put_module(module(*names, name=name, model=model), blobs(*names) if bring else {})
+        call = self.broker.steering.put_module(
+            module(*names, name=name, model=model), blobs(*names) if bring else {}
+        )
         if not self.tried(call, names, bring):
             return
         self.owned[f"module:{model}:{name}"] = set(names)
@@ -458,7 +594,9 @@ class Pins(RuleBasedStateMachine):
     def propose(self, model: str, names: list[str], bring: bool) -> None:
         if model in self.open:
             return
-        call = self.broker.steering.propose(model, [entry(name) for name in names], blobs(*names) if bring else {})
+        call = self.broker.steering.propose(
+            model, [entry(name) for name in names], blobs(*names) if bring else {}
+        )
         if proposal := self.tried(call, names, bring):
             self.open[model] = proposal.id, set(names)
             self.owned[f"proposal:{model}"] = set(names)
@@ -478,7 +616,9 @@ class Pins(RuleBasedStateMachine):
             del self.owned[f"proposal:{model}"]
 
     def tried(self, call: Any, names: list[str], bring: bool) -> Any:
-        """What the call gives, True for None; False when it is refused, as it must be for a tensor that is nowhere."""
+        """What the call gives, True for None; False when it is refused, as it must be for a tensor
+        that is nowhere.
+        """
         known = bring or set(names) <= set().union(*self.owned.values(), set())
         if known:
             done = self.broker.do(call)
@@ -502,7 +642,8 @@ class Pins(RuleBasedStateMachine):
 @pytest.fixture
 def broker(redis_url: str) -> Iterator[Broker]:
     loop = asyncio.new_event_loop()
-    ledger = Ledger.connect(settings_for(redis_url, steering_wait_s=600))  # no proposal ends by itself
+    # no proposal ends by itself
+    ledger = Ledger.connect(settings_for(redis_url, steering_wait_s=600))
     yield Broker(loop, ledger, Steering(ledger))
     loop.run_until_complete(ledger.close())
     loop.close()
@@ -512,5 +653,11 @@ def test_tensors_are_pinned_exactly_while_referenced(broker: Broker) -> None:
     Pins.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Pins,
-        settings=settings(max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), database=None),
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
     )

@@ -1,8 +1,22 @@
-"""Does a job wait in the ledger for an artifact store that takes nothing, without its attempts being used up, and not for ever?"""
+"""Does a job wait in the ledger for an artifact store that takes nothing, without its attempts
+being used up, and not for ever?
+"""
 
 import asyncio
 
-from ledger_kit import BOOT, EPOCH, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs, receipt, sent, settler
+from ledger_kit import (
+    BOOT,
+    EPOCH,
+    IDENTITY,
+    WORKER,
+    claimed,
+    make_job,
+    open_ledger,
+    outputs,
+    receipt,
+    sent,
+    settler,
+)
 
 from midstream.broker.ledger.jobs import Ledger
 from midstream.broker.ledger.reaper import Reaper
@@ -17,7 +31,13 @@ async def state_of(ledger: Ledger, job: Job) -> State:
 
 
 def refuse(redis_url: str, job: Job, attempt: int = 1, **settings: float) -> None:
-    told = receipt(job, attempt=attempt, status="error", kind=STORE_AWAY, message="write failed: it cannot be reached")
+    told = receipt(
+        job,
+        attempt=attempt,
+        status="error",
+        kind=STORE_AWAY,
+        message="write failed: it cannot be reached",
+    )
     settler(redis_url, **settings).settle(WORKER, 0, f"{EPOCH}{attempt}", [(1, told)])
 
 
@@ -33,17 +53,23 @@ def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url: str)
                 refuse(redis_url, job, attempt)
                 assert await state_of(ledger, job) is State.QUEUED
                 assert await sent(ledger) == [], "it has no message before it is due"
-                assert await ledger.redis.scard(f"ms:sent:{job.model}:3") == 0, "it takes no place in the window"
+                assert await ledger.redis.scard(f"ms:sent:{job.model}:3") == 0, (
+                    "it takes no place in the window"
+                )
                 await reaper.sweep(now() + SHELVED_S - 1)
                 assert await sent(ledger) == []
                 await reaper.sweep(now() + SHELVED_S + 1)
                 assert [message.job_id for message in await sent(ledger)] == [job.id]
-                assert not await ledger.redis.hexists(f"ms:job:{job.id}", "shelved"), "it is one of the queue again"
+                assert not await ledger.redis.hexists(f"ms:job:{job.id}", "shelved"), (
+                    "it is one of the queue again"
+                )
                 await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
                 claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
                 assert claim is not None
                 assert claim.attempt == attempt + 1
-            assert await ledger.release(job.id, 6) is State.QUEUED, "what the store did is not held against it"
+            assert await ledger.release(job.id, 6) is State.QUEUED, (
+                "what the store did is not held against it"
+            )
             await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert await ledger.release(job.id, 7) is State.FAILED, "the losses of its worker are"
 
@@ -57,8 +83,14 @@ def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(redis_u
             job, other = make_job(capture=True), make_job()
             for each in (job, other):
                 await ledger.submit(each, {})
-            assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached") is None
-            assert await ledger.claim(other.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached") is not None
+            assert (
+                await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+                is None
+            )
+            assert (
+                await ledger.claim(other.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+                is not None
+            )
             view = await ledger.view(job.id)
             assert (view.state, view.attempt) == (State.QUEUED, 0)
             await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
@@ -122,6 +154,9 @@ def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> Non
             assert "it cannot be reached; the job has waited 0.05 s" in view.error.detail
             await claimed(ledger, cancelled, ranks=1)
             await ledger.request_cancel(cancelled.id)
-            assert await ledger.release(cancelled.id, 1, away="it cannot be reached") is State.CANCELLED
+            assert (
+                await ledger.release(cancelled.id, 1, away="it cannot be reached")
+                is State.CANCELLED
+            )
 
     asyncio.run(main())

@@ -1,4 +1,6 @@
-"""When something fails in a sweep: is a cell without a vouched value null, with the reason, and are the others as they should be?"""
+"""When something fails in a sweep: is a cell without a vouched value null, with the reason, and are
+the others as they should be?
+"""
 
 import asyncio
 import contextlib
@@ -35,13 +37,19 @@ def test_only_cells_that_engine_or_ranks_fail_have_no_value(redis_url: str, tmp_
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         assert (await at.ledger.view(job_id)).state is State.SUCCEEDED
         result = await at.result(job_id)
-        check_grid(asked, result, {refused: "rank 0 rejected prompt", failed: "rank 0 (stage 0): injected fault"})
+        check_grid(
+            asked,
+            result,
+            {refused: "rank 0 rejected prompt", failed: "rank 0 (stage 0): injected fault"},
+        )
         assert result.summary.skipped == len(LAYERS) + 2
 
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(redis_url: str, tmp_path: Path) -> None:
+def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(
+    redis_url: str, tmp_path: Path
+) -> None:
     """A pair whose prompt the operator's probe stops has no values, and the cells say why."""
     longer = pair(CLEAN + ", and it stays there", CORRUPT)
     asked = sweep(pair(), longer, noise=0)
@@ -52,17 +60,31 @@ def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(redis_url:
             info, watching = await at.ledger.watched_model("fake-model")
             assert info is not None
             probes = await Probes(at.ledger).watching(info, watching)
-            job = msgspec.structs.replace(sweep_job(asked), probes=probes, global_captures=info.global_captures)
-            await at.ledger.submit(job, {}, None, [name for probe in probes for name in probe.content.tensors])
+            job = msgspec.structs.replace(
+                sweep_job(asked), probes=probes, global_captures=info.global_captures
+            )
+            await at.ledger.submit(
+                job, {}, None, [name for probe in probes for name in probe.content.tensors]
+            )
             assert await runs.run_job(job.id) is AttemptOutcome.SUCCEEDED
         result = await at.ledger.result(job.id)
         assert result.sweep is not None
-        grids = [[value for row in each.grids["post_block"] for value in row] for each in result.sweep.pairs]
+        grids = [
+            [value for row in each.grids["post_block"] for value in row]
+            for each in result.sweep.pairs
+        ]
         assert any(value is not None for value in grids[0])
         assert {*grids[1]} == {None}
-        assert any("source prompt failed: the probe 'guard' ended it" in skipped.reason for skipped in result.sweep.skipped)
+        assert any(
+            "source prompt failed: the probe 'guard' ended it" in skipped.reason
+            for skipped in result.sweep.skipped
+        )
         units = Units(asked)
-        prompts = {units.request(unit, 0) for number in (0, 1) for unit in (units.base(number), units.source(number))}
+        prompts = {
+            units.request(unit, 0)
+            for number in (0, 1)
+            for unit in (units.base(number), units.source(number))
+        }
         found = {file.request for file in result.capture_results.files if file.tag == "ops"}
         stopped = units.request(units.source(1), 0)  # its receipt may come too late to be listed
         assert prompts - {stopped} <= found <= prompts
@@ -71,7 +93,9 @@ def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(redis_url:
 
 
 # field case 31
-def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(redis_url: str, tmp_path: Path) -> None:
+def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep()
 
     async def scenario(at: Rig) -> None:
@@ -79,15 +103,25 @@ def test_cells_whose_source_run_is_not_there_when_they_need_it_have_no_value(red
         async with at.worker(fault="lose_run:rank=1,after=30") as runs:
             await runs.run_job(job_id)
         records = await at.records(job_id)
-        lost = {number: "is not on this rank" for number, record in records.items() if "is not on this rank" in record.reason}
+        lost = {
+            number: "is not on this rank"
+            for number, record in records.items()
+            if "is not on this rank" in record.reason
+        }
         assert 20 < len(lost) < asked.num_cells
-        check_grid(asked, await at.result(job_id), {n: why for n, why in lost.items() if n >= Units(asked).first_cell})
+        check_grid(
+            asked,
+            await at.result(job_id),
+            {n: why for n, why in lost.items() if n >= Units(asked).first_cell},
+        )
 
     Rig(redis_url, tmp_path, tensor_parallel_size=2)(scenario)
 
 
 # field case 31
-def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(redis_url: str, tmp_path: Path) -> None:
+def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep(pair(CLEAN * 3, CORRUPT * 3))
 
     async def scenario(at: Rig) -> None:
@@ -96,7 +130,11 @@ def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(re
         shutil.rmtree(at.settings.capture_root)
         async with at.worker("boot2") as runs:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
-        lost = {number: "cannot be read" for number in (await at.records(job_id)).keys() - kept.keys() if number >= Units(asked).first_cell}
+        lost = {
+            number: "cannot be read"
+            for number in (await at.records(job_id)).keys() - kept.keys()
+            if number >= Units(asked).first_cell
+        }
         assert lost
         check_grid(asked, await at.result(job_id), lost)
 
@@ -104,7 +142,9 @@ def test_source_files_missing_when_a_sweep_resumes_leave_cells_without_values(re
 
 
 # field case 31
-def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(redis_url: str, tmp_path: Path) -> None:
+def test_a_source_run_that_a_rank_cannot_load_leaves_the_pairs_cells_without_values(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep(metric="recovered")
 
     async def scenario(at: Rig) -> None:
@@ -129,19 +169,25 @@ def test_cells_of_which_a_rank_never_reports_have_no_value(redis_url: str, tmp_p
         why = (await at.records(job_id))[units.base(0).number].reason
         assert why == "1 of 2 receipts arrived within 2 s of the engine's output"
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(asked, await at.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s"))
+        check_grid(
+            asked, await at.result(job_id), dict.fromkeys(cells, "of 2 receipts arrived within 2 s")
+        )
 
     Rig(redis_url, tmp_path, tensor_parallel_size=2, capture_timeout_s=2.0)(scenario)
 
 
-def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str, tmp_path: Path) -> None:
+def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
         async with at.worker(fake_token_s=0.01, fault="disagree:rank=1,after=120,times=1") as runs:
             running = asyncio.create_task(runs.run_job(job_id))
-            while (view := await at.ledger.view(job_id)).state is not State.QUEUED or view.attempt == 0:  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                view := await at.ledger.view(job_id)
+            ).state is not State.QUEUED or view.attempt == 0:
                 await asyncio.sleep(0.01)
             runs.stop([job_id], AttemptOutcome.LOST)  # as the next heartbeat does
             assert await running is AttemptOutcome.LOST
@@ -151,8 +197,13 @@ def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str,
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         records = await at.records(job_id)
         assert 50 < len(kept) < len(records)
-        assert at.engine.ranks.ranks[0].step == len(records) - len(kept), "what is known is not asked again"
-        assert Counter(record.attempt for record in records.values()) == {1: len(kept), 2: len(records) - len(kept)}
+        assert at.engine.ranks.ranks[0].step == len(records) - len(kept), (
+            "what is known is not asked again"
+        )
+        assert Counter(record.attempt for record in records.values()) == {
+            1: len(kept),
+            2: len(records) - len(kept),
+        }
         check_grid(asked, await at.result(job_id))
         determinism = (await at.ledger.result(job_id)).determinism
         assert determinism is not None
@@ -162,7 +213,9 @@ def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(redis_url: str,
     Rig(redis_url, tmp_path, tensor_parallel_size=2, sweep_cells_in_flight=4)(scenario)
 
 
-def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, tmp_path: Path) -> None:
+def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep(pair(CLEAN * 6, CORRUPT * 6))
 
     async def scenario(at: Rig) -> None:
@@ -173,7 +226,9 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, t
             await at.ledger.request_cancel(job_id)
             known, asked_for = (await at.ledger.view(job_id)).cells, at.engine.ranks.ranks[0].step
             assert await running is AttemptOutcome.CANCELLED
-            assert at.engine.ranks.ranks[0].step <= asked_for + 20, "with the next cell, not with the last"
+            assert at.engine.ranks.ranks[0].step <= asked_for + 20, (
+                "with the next cell, not with the last"
+            )
         view = await at.ledger.view(job_id)
         assert view.state is State.CANCELLED
         assert 20 <= view.cells == known < asked.num_cells
@@ -182,8 +237,12 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(redis_url: str, t
 
 
 @pytest.mark.parametrize("entered", [True, False])
-def test_a_sweep_resumes_on_an_engine_with_other_reentry(redis_url: str, tmp_path: Path, entered: bool) -> None:
-    """A compiled engine after an eager one, or the other way round: base runs that are known keep other rows than it would ask for."""
+def test_a_sweep_resumes_on_an_engine_with_other_reentry(
+    redis_url: str, tmp_path: Path, entered: bool
+) -> None:
+    """A compiled engine after an eager one, or the other way round: base runs that are known keep
+    other rows than it would ask for.
+    """
     asked = sweep(pair(CLEAN * 2, CORRUPT * 2))
 
     async def scenario(at: Rig) -> None:
@@ -197,26 +256,37 @@ def test_a_sweep_resumes_on_an_engine_with_other_reentry(redis_url: str, tmp_pat
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
 
-def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(redis_url: str, tmp_path: Path) -> None:
+def test_a_sweep_that_goes_on_under_another_global_steering_does_not_mix_its_cells(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep()
 
     async def scenario(at: Rig) -> None:
         job_id = await at.interrupted(asked, 10)
         kept = await at.records(job_id)
         base = kept[0]
-        elsewhere = msgspec.structs.replace(base, receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts])
+        elsewhere = msgspec.structs.replace(
+            base,
+            receipts=[msgspec.structs.replace(told, global_version=7) for told in base.receipts],
+        )
         await at.ledger.redis.hset(f"ms:units:{job_id}", 0, to_msgpack(elsewhere))
         async with at.worker("boot2") as runs:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         units = Units(asked)
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(asked, await at.result(job_id), {n: "began under global steering version 7" for n in cells if n not in kept})
+        check_grid(
+            asked,
+            await at.result(job_id),
+            {n: "began under global steering version 7" for n in cells if n not in kept},
+        )
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
 
 # field case 36
-def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(redis_url: str, tmp_path: Path) -> None:
+def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep()
 
     async def scenario(at: Rig) -> None:
@@ -251,14 +321,17 @@ def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
             running = asyncio.create_task(runs.run_job(job_id))
             await leasing.wait()
             runs.stop([job_id], ending)
-            await asyncio.wait([running], timeout=30)  # not `wait_for`, which would cancel it once more
+            # not `wait_for`, which would cancel it once more
+            await asyncio.wait([running], timeout=30)
             assert running.done()
             assert running.result() is ending
 
     Rig(redis_url, tmp_path)(scenario)
 
 
-def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(redis_url: str, tmp_path: Path) -> None:
+def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
+    redis_url: str, tmp_path: Path
+) -> None:
     asked = sweep(metric="kl")
     units = Units(asked)
 
@@ -270,12 +343,18 @@ def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_comparison(
         async with at.worker("boot2") as runs:
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         cells = range(units.first_cell, units.first_cell + asked.num_cells)
-        check_grid(asked, await at.result(job_id), {n: "source prompt failed: no room" for n in cells if n not in kept})
+        check_grid(
+            asked,
+            await at.result(job_id),
+            {n: "source prompt failed: no room" for n in cells if n not in kept},
+        )
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
 
-@pytest.mark.parametrize("fault", ["put_run:rank=1", "refuse:request=0,kind=store_away"], ids=["reading", "writing"])
+@pytest.mark.parametrize(
+    "fault", ["put_run:rank=1", "refuse:request=0,kind=store_away"], ids=["reading", "writing"]
+)
 def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -1,5 +1,7 @@
-"""Paths in a worker: passes that follow each other, and an attempt that goes on where a killed one was. Over the fake engine, whose rows
-do not depend on patches: what the receivers compute in the first pass is what they compute anyway, so every cell has the base's value."""
+"""Paths in a worker: passes that follow each other, and an attempt that goes on where a killed one
+was. Over the fake engine, whose rows do not depend on patches: what the receivers compute in the
+first pass is what they compute anyway, so every cell has the base's value.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,26 @@ from midstream.workers.serving import sweeps
 from midstream.workers.serving.attempt import AttemptOutcome
 
 PLACES = [(place, place) for place in range(1, 6)]
-MADE = pair(columns=[Column(label=f"c{number}", places=PLACES) for number in range(6)], sender=PLACES)
-RECEIVERS = [StoredEnd(layer=LAYERS[-1], hook="mlp_out"), StoredEnd(layer=LAYERS[-1], hook="attn_out")]
+MADE = pair(
+    columns=[Column(label=f"c{number}", places=PLACES) for number in range(6)], sender=PLACES
+)
+RECEIVERS = [
+    StoredEnd(layer=LAYERS[-1], hook="mlp_out"),
+    StoredEnd(layer=LAYERS[-1], hook="attn_out"),
+]
 
 
 def path_sweep(path: StoredPath, layers: list[int], **changes: Any) -> Any:
-    return sweep(MADE, MADE, axis="together", hooks=["attn_out"], layers=layers, path=path, noise=2, **changes)
+    return sweep(
+        MADE,
+        MADE,
+        axis="together",
+        hooks=["attn_out"],
+        layers=layers,
+        path=path,
+        noise=2,
+        **changes,
+    )
 
 
 def check(result: SweepResult, cells: int, path: StoredPath) -> None:
@@ -28,7 +44,9 @@ def check(result: SweepResult, cells: int, path: StoredPath) -> None:
     assert result.path == path.shown()
     expected = difference(MADE.base, [], MADE)
     for found in result.pairs:
-        assert [value for row in found.grids["attn_out"] for value in row] == pytest.approx([expected] * (cells // 2))
+        assert [value for row in found.grids["attn_out"] for value in row] == pytest.approx(
+            [expected] * (cells // 2)
+        )
         assert found.noise_floor == 0.0
 
 
@@ -40,7 +58,10 @@ def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
     if ends == "receivers":
         path, layers = StoredPath(frozen=["attn", "mlp"], receivers=RECEIVERS), LAYERS[:-1]
     else:
-        path, layers = StoredPath(frozen=["attn"], sender=StoredEnd(layer=0, hook="attn_out")), LAYERS[1:]
+        path, layers = (
+            StoredPath(frozen=["attn"], sender=StoredEnd(layer=0, hook="attn_out")),
+            LAYERS[1:],
+        )
     asked = path_sweep(path, layers)
 
     async def scenario(at: Rig) -> None:
@@ -51,13 +72,19 @@ def test_a_killed_path_sweep_goes_on_with_the_cells_that_are_not_known(
         records = await at.records(job_id)
         assert {record.attempt for record in records.values()} == {1, 2}
         units = Units(asked)
-        senders = [records[sender.number].reason for number in range(2) if (sender := units.sender(number)) is not None]
+        senders = [
+            records[sender.number].reason
+            for number in range(2)
+            if (sender := units.sender(number)) is not None
+        ]
         assert senders == ([] if ends == "receivers" else ["", ""])
 
     Rig(redis_url, tmp_path, sweep_cells_in_flight=2)(scenario)
 
 
-def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(redis_url: str, tmp_path: Path) -> None:
+def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(
+    redis_url: str, tmp_path: Path
+) -> None:
     """The rows that hold the branches are in no run: no cell, and no other number instead."""
     path = StoredPath(frozen=["attn"], receivers=[StoredEnd(layer=LAYERS[-1], hook="mlp_out")])
     asked = path_sweep(path, LAYERS[:1])
@@ -68,6 +95,9 @@ def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(redis_url: str,
             assert await runs.run_job(job_id) is AttemptOutcome.SUCCEEDED
         result = await at.result(job_id)
         assert result.summary.cells < asked.num_cells
-        assert any("first pass failed" in each.reason and "is not on this rank" in each.reason for each in result.skipped)
+        assert any(
+            "first pass failed" in each.reason and "is not on this rank" in each.reason
+            for each in result.skipped
+        )
 
     Rig(redis_url, tmp_path)(scenario)

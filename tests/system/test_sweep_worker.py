@@ -1,4 +1,7 @@
-"""Has every cell the right number, and are finished cells kept when the worker dies? Everything real but the model."""
+"""Has every cell the right number, and are finished cells kept when the worker dies?
+
+Everything real but the model.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -34,13 +37,20 @@ def events_of(stack: Stack, job_id: str) -> list[Event]:
 
 def attempts_of(stack: Stack, job_id: str, units: Units) -> Counter[int]:
     records = stack.do(lambda ledger: Sweeps(ledger).records(job_id))
-    return Counter(record.attempt for number, record in records.items() if number >= units.first_cell)
+    return Counter(
+        record.attempt for number, record in records.items() if number >= units.first_cell
+    )
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two stages of two ranks."""
-    with Stack(tmp_path_factory.mktemp("sweeps"), tensor_parallel_size=2, pipeline_parallel_size=2, lease_s=30) as running:
+    with Stack(
+        tmp_path_factory.mktemp("sweeps"),
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        lease_s=30,
+    ) as running:
         yield running
 
 
@@ -55,7 +65,11 @@ def test_every_cell_of_a_sweep_has_the_value_that_its_patch_gives(stack: Stack) 
     job_id = submit(stack, asked)
     view = stack.wait(job_id)
     assert (view.state, view.error) == (State.SUCCEEDED, None)
-    assert (view.cells, view.cells_expected, view.capture_status) == (asked.num_cells, asked.num_cells, "ok")
+    assert (view.cells, view.cells_expected, view.capture_status) == (
+        asked.num_cells,
+        asked.num_cells,
+        "ok",
+    )
     result = result_of(stack, job_id)
     check_grid(asked, result)
     assert [of.noise_floor for of in result.pairs] == [0.0, 0.0]
@@ -77,7 +91,14 @@ def test_sweep_events_are_start_each_cell_once_and_end(stack: Stack) -> None:
     stack.wait(job_id)
     events = events_of(stack, job_id)
     kinds = Counter(event.event for event in events)
-    assert (kinds["start"], kinds["cell"], kinds["summary"], kinds["done"], kinds["receipt"], kinds["output"]) == (
+    assert (
+        kinds["start"],
+        kinds["cell"],
+        kinds["summary"],
+        kinds["done"],
+        kinds["receipt"],
+        kinds["output"],
+    ) == (
         1,
         asked.num_cells,
         1,
@@ -85,14 +106,22 @@ def test_sweep_events_are_start_each_cell_once_and_end(stack: Stack) -> None:
         0,
         0,
     )
-    assert [event.event for event in events if event.event not in ("state", "cell")] == ["start", "summary", "done"]
+    assert [event.event for event in events if event.event not in ("state", "cell")] == [
+        "start",
+        "summary",
+        "done",
+    ]
     result = result_of(stack, job_id)
     for event in events:
         if event.event == "cell":
             cell = event.data
-            assert result.pairs[0].grids[cell["hook"]][cell["layer"]][cell["column"]] == cell["value"]
+            assert (
+                result.pairs[0].grids[cell["hook"]][cell["layer"]][cell["column"]] == cell["value"]
+            )
     summary = next(event.data for event in events if event.event == "summary")
-    assert {**summary, "seconds": None} == msgspec.to_builtins(msgspec.structs.replace(result.summary, seconds=None))
+    assert {**summary, "seconds": None} == msgspec.to_builtins(
+        msgspec.structs.replace(result.summary, seconds=None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,11 +134,18 @@ def test_sweep_events_are_start_each_cell_once_and_end(stack: Stack) -> None:
     ],
     ids=["kl", "kl, noise, half", "zeros", "mean"],
 )
-def test_metrics_directions_and_ablations_give_their_values(stack: Stack, changes: dict[str, Any]) -> None:
+def test_metrics_directions_and_ablations_give_their_values(
+    stack: Stack, changes: dict[str, Any]
+) -> None:
     stored = pair()
     if "ablation" in changes:
         ablated = [
-            Column(label=column.label, places=[(to, -1) for to, _ in column.places], reason=column.reason) for column in stored.columns
+            Column(
+                label=column.label,
+                places=[(to, -1) for to, _ in column.places],
+                reason=column.reason,
+            )
+            for column in stored.columns
         ]
         stored = msgspec.structs.replace(stored, source=[], columns=ablated)
     asked = sweep(stored, **changes)
@@ -122,7 +158,11 @@ def test_cells_by_neurons_write_those_in_which_the_prompts_differ_most(stack: St
     """By rank and by name, and the result says which were chosen."""
     places = [(place, place) for place in range(4)]
     parts: list[dict[str, Any]] = [{"ranks": (0, 1)}, {"ranks": (0, 5)}, {"dims": "0-2, 7"}]
-    made = pair(columns=[Column(label=f"c{number}", places=places, **part) for number, part in enumerate(parts)])
+    made = pair(
+        columns=[
+            Column(label=f"c{number}", places=places, **part) for number, part in enumerate(parts)
+        ]
+    )
     asked = sweep(made, axis="neuron", hooks=["post_block", "mlp_out"])
     job_id = submit(stack, asked)
     assert stack.wait(job_id).error is None
@@ -158,11 +198,16 @@ def test_only_the_pair_with_a_useless_baseline_has_no_values(stack: Stack) -> No
     assert stack.wait(job_id).state is State.SUCCEEDED
     first = len(asked.layers) * asked.num_columns
     units = Units(asked)
-    check_grid(asked, result_of(stack, job_id), {units.first_cell + number: "differ too little" for number in range(first)})
+    check_grid(
+        asked,
+        result_of(stack, job_id),
+        {units.first_cell + number: "differ too little" for number in range(first)},
+    )
 
 
 def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(stack: Stack) -> None:
-    # Each is far more than the cells in flight: the second's hundredth cell comes long before the first's last.
+    # Each is far more than the cells in flight: the second's hundredth cell comes long before the
+    # first's last.
     asked = sweep(pair(CLEAN * 6, CORRUPT * 6), hooks=["post_block", "attn_out"])
     first, second = submit(stack, asked), submit(stack, asked)
     capture = StoredCapture(sites={"post_block": [0]}, positions="last_prompt", tag="t")
@@ -172,7 +217,10 @@ def test_two_sweeps_at_once_and_ordinary_jobs_are_all_served(stack: Stack) -> No
     for job_id in (first, second):
         assert stack.wait(job_id).state is State.SUCCEEDED
         check_grid(asked, result_of(stack, job_id))
-    before, after = ([told_at(event) for event in events_of(stack, job_id) if event.event == "cell"] for job_id in (first, second))
+    before, after = (
+        [told_at(event) for event in events_of(stack, job_id) if event.event == "cell"]
+        for job_id in (first, second)
+    )
     assert after[99] < before[-1], "they take turns"
 
 
@@ -195,7 +243,9 @@ def test_a_sweep_survives_its_workers_death_with_the_finished_cells_kept(stack: 
     stack.restart("worker")
     view = stack.wait(job_id)
     assert (view.state, view.attempt, view.cells) == (State.SUCCEEDED, 2, asked.num_cells)
-    assert attempts_of(stack, job_id, units) == {1: kept[1], 2: asked.num_cells - kept[1]}, "what was known was not asked again"
+    assert attempts_of(stack, job_id, units) == {1: kept[1], 2: asked.num_cells - kept[1]}, (
+        "what was known was not asked again"
+    )
     check_grid(asked, result_of(stack, job_id))
     kinds = Counter(event.event for event in events_of(stack, job_id))
     assert (kinds["start"], kinds["cell"], kinds["summary"]) == (1, asked.num_cells, 1)

@@ -1,4 +1,6 @@
-"""Does what Celery's events say of each job, and so what Flower shows, agree with the ledger, however a job ends?"""
+"""Does what Celery's events say of each job, and so what Flower shows, agree with the ledger,
+however a job ends?
+"""
 
 import contextlib
 import socket
@@ -26,11 +28,18 @@ from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.workers.serving import task_states
 
 CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t", layout="packed")
-GONE = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=["f" * 64], scale=1.0)]
+GONE = [
+    StoredSteering(
+        layers=[1], hook="post_block", positions="all", family="add", tensors=["f" * 64], scale=1.0
+    )
+]
 #: The ends that a job may have, and what Celery calls them.
 SHOWN = {
-    State.SUCCEEDED: "SUCCESS", State.FAILED: "FAILURE", State.CANCELLED: "REVOKED", State.ABORTED: "REVOKED",
-}  # fmt: skip
+    State.SUCCEEDED: "SUCCESS",
+    State.FAILED: "FAILURE",
+    State.CANCELLED: "REVOKED",
+    State.ABORTED: "REVOKED",
+}
 
 
 class Watcher:
@@ -47,12 +56,16 @@ class Watcher:
 
     def _run(self) -> None:
         with self._stack.app.connection_for_read() as connection:
-            receiver = EventReceiver(connection, handlers={"*": self.state.event}, app=self._stack.app)
+            receiver = EventReceiver(
+                connection, handlers={"*": self.state.event}, app=self._stack.app
+            )
             with receiver.consumer_context(wakeup=True) as (own, _channel, _consumers):
                 while not self._over:
                     with contextlib.suppress(TimeoutError):
                         own.drain_events(timeout=0.2)
-                    if not self._listening.is_set():  # with the first look kombu has subscribed; Redis knows it before it answers this
+                    if not self._listening.is_set():
+                        # with the first look kombu has subscribed; Redis knows it before it answers
+                        # this
                         with redis.Redis.from_url(self._stack.settings.redis_url) as client:
                             client.ping()
                         self._listening.set()
@@ -68,7 +81,9 @@ class Watcher:
             task = self.state.tasks.get(task_id)
             if task is not None and task.state == state:
                 return task
-            assert time.monotonic() < deadline, f"{task_id} is {task.state if task else 'unknown'}, not {state}"
+            assert time.monotonic() < deadline, (
+                f"{task_id} is {task.state if task else 'unknown'}, not {state}"
+            )
             time.sleep(0.02)
 
 
@@ -98,7 +113,9 @@ def agrees(stack: Stack, flower: Watcher, job_id: str, end: State) -> Task:
     return flower.task(job_id, SHOWN[end])
 
 
-def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(stack: Stack, flower: Watcher) -> None:
+def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(
+    stack: Stack, flower: Watcher
+) -> None:
     job_id = stack.submit(["hello"], max_tokens=10)
     task = agrees(stack, flower, job_id, State.SUCCEEDED)
     assert (task.name, task.routing_key) == ("midstream.generate", queue_of("fake-model"))
@@ -114,13 +131,17 @@ def test_a_capture_task_succeeds_only_with_its_receipts(stack: Stack, flower: Wa
     stack.wait(job_id, until=lambda view: view.generated is not None)
     node = flower.state.tasks[job_id].worker.hostname
     eventually(lambda: stack.app.control.inspect([node], timeout=10).active() == {node: []})
-    assert flower.state.tasks[job_id].state == "STARTED", "its place in the pool is free, and it is not over"
+    assert flower.state.tasks[job_id].state == "STARTED", (
+        "its place in the pool is free, and it is not over"
+    )
     stack.restart("relay")
     task = agrees(stack, flower, job_id, State.SUCCEEDED)
     assert task.runtime > 0
 
 
-def test_a_failed_job_is_a_failure_with_its_problem_in_a_line(stack: Stack, flower: Watcher) -> None:
+def test_a_failed_job_is_a_failure_with_its_problem_in_a_line(
+    stack: Stack, flower: Watcher
+) -> None:
     task = agrees(stack, flower, stack.submit(["abc"], steering=GONE), State.FAILED)
     assert "ffff" in task.exception
     assert "\n" not in task.exception
@@ -136,7 +157,9 @@ def test_a_job_cancelled_while_it_runs_is_revoked(stack: Stack, flower: Watcher)
 
 @pytest.fixture
 def awaiting_receipts(stack: Stack) -> Iterator[str]:
-    """A job whose outputs are stored and whose receipts cannot arrive: the relay is dead until the test ends."""
+    """A job whose outputs are stored and whose receipts cannot arrive: the relay is dead until the
+    test ends.
+    """
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     stack.wait(job_id, until=lambda view: view.generated is not None)
@@ -144,20 +167,28 @@ def awaiting_receipts(stack: Stack) -> Iterator[str]:
     stack.restart("relay")
 
 
-def test_a_job_that_fails_after_its_outputs_is_a_failure(stack: Stack, flower: Watcher, awaiting_receipts: str) -> None:
-    failed = receipt(awaiting_receipts, worker="w1", world=1, status="error", message="the disk is full")
+def test_a_job_that_fails_after_its_outputs_is_a_failure(
+    stack: Stack, flower: Watcher, awaiting_receipts: str
+) -> None:
+    failed = receipt(
+        awaiting_receipts, worker="w1", world=1, status="error", message="the disk is full"
+    )
     with redis.Redis.from_url(stack.settings.redis_url) as client:
         Settler(client, stack.settings).settle("w1", 0, "epoch of this test", [(1, failed)])
     task = agrees(stack, flower, awaiting_receipts, State.FAILED)
     assert "the disk is full" in task.exception
 
 
-def test_a_job_cancelled_after_its_outputs_is_revoked(stack: Stack, flower: Watcher, awaiting_receipts: str) -> None:
+def test_a_job_cancelled_after_its_outputs_is_revoked(
+    stack: Stack, flower: Watcher, awaiting_receipts: str
+) -> None:
     stack.do(lambda ledger: ledger.request_cancel(awaiting_receipts))
     agrees(stack, flower, awaiting_receipts, State.CANCELLED)
 
 
-def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(stack: Stack, flower: Watcher) -> None:
+def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(
+    stack: Stack, flower: Watcher
+) -> None:
     stack.kill("worker")
     job_id = stack.submit(["never"])
     flower.task(job_id, "PENDING")
@@ -166,16 +197,23 @@ def test_a_job_aborted_before_it_began_is_revoked_when_its_message_comes_round(s
     agrees(stack, flower, job_id, State.ABORTED)
 
 
-def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(stack: Stack, flower: Watcher) -> None:
+def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(
+    stack: Stack, flower: Watcher
+) -> None:
     failed, succeeded = stack.submit(["abc"], steering=GONE), stack.submit(["abc"])
     for job_id, end in ((failed, State.FAILED), (succeeded, State.SUCCEEDED)):
         agrees(stack, flower, job_id, end)
         before = flower.state.tasks[job_id].received
         enqueue(stack.app, job_id, "generate", "fake-model")
-        eventually(lambda job_id=job_id, before=before: flower.state.tasks[job_id].received != before)
+        eventually(
+            lambda job_id=job_id, before=before: flower.state.tasks[job_id].received != before
+        )
     after = stack.submit(["abc"])  # behind them
     agrees(stack, flower, after, State.SUCCEEDED)
-    assert [flower.state.tasks[job_id].state for job_id in (failed, succeeded)] == ["FAILURE", "SUCCESS"]
+    assert [flower.state.tasks[job_id].state for job_id in (failed, succeeded)] == [
+        "FAILURE",
+        "SUCCESS",
+    ]
 
 
 def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher) -> None:
@@ -187,7 +225,11 @@ def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher
     assert stack.view(job_id).attempt == 2
 
     def states() -> set[str]:
-        return {task.state for task_id, task in list(flower.state.tasks.items()) if task_id.startswith(job_id)}
+        return {
+            task.state
+            for task_id, task in list(flower.state.tasks.items())
+            if task_id.startswith(job_id)
+        }
 
     eventually(lambda: "SUCCESS" in states() <= {"SUCCESS", "RETRY"})
 
@@ -195,7 +237,12 @@ def test_a_fenced_attempt_is_not_the_end_of_a_task(stack: Stack, flower: Watcher
 def test_worker_stats_include_the_engine(stack: Stack) -> None:
     node = f"w1@{socket.gethostname()}"
     shown = stack.app.control.inspect([node], timeout=60).stats()[node]["midstream"]
-    assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == ("fake-model", 1, 1, True)
+    assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == (
+        "fake-model",
+        1,
+        1,
+        True,
+    )
 
 
 def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watcher) -> None:
@@ -203,7 +250,8 @@ def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watc
     stack.kill("relay")
     job_id = stack.submit(["hello"], max_tokens=2, capture=CAPTURE)
     stack.wait(job_id, until=lambda view: view.generated is not None)
-    eventually(lambda: stack.do(lambda ledger: ledger.redis.hlen(UNACKED)) == 0)  # else the message comes again, and tells
+    # else the message comes again, and tells
+    eventually(lambda: stack.do(lambda ledger: ledger.redis.hlen(UNACKED)) == 0)
     connected = stack.log("worker").count("Connected to")
     handed_over(stack.settings.redis_url)  # nobody was promised anything yet
     stack.kill("redis")
@@ -215,7 +263,9 @@ def test_a_task_end_is_reported_after_a_redis_restart(stack: Stack, flower: Watc
     listening.close()
 
 
-def test_one_unreportable_task_end_does_not_block_others(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unreportable_task_end_does_not_block_others(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(task_states, "LOOK_S", 0.05)
 
     class Asked:
@@ -243,7 +293,9 @@ def test_one_unreportable_task_end_does_not_block_others(redis_url: str, monkeyp
     assert told == [State.FAILED]
 
 
-def test_a_part_that_is_put_back_is_rejected_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_part_that_is_put_back_is_rejected_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = Celery("test", broker="memory://", set_as_current=False)
     rejected: list[bool] = []
 
@@ -254,10 +306,23 @@ def test_a_part_that_is_put_back_is_rejected_without_a_warning(caplog: pytest.Lo
     message = app.amqp.as_task_v2("id", "part", args=("job",))
     headers = {**message.headers, "id": "id", "task": "part"}
     request = task_states.JobRequest(
-        SimpleNamespace(headers=headers, body=message.body, delivery_info={}, properties={}, payload=message.body), app=app, task=part,
-        on_reject=lambda _logger, _errors, requeue: rejected.append(requeue), on_ack=lambda *_: rejected.append(False), decoded=True,
-        headers=headers, body=message.body, connection_errors=(), eventer=None,
-    )  # fmt: skip
+        SimpleNamespace(
+            headers=headers,
+            body=message.body,
+            delivery_info={},
+            properties={},
+            payload=message.body,
+        ),
+        app=app,
+        task=part,
+        on_reject=lambda _logger, _errors, requeue: rejected.append(requeue),
+        on_ack=lambda *_: rejected.append(False),
+        decoded=True,
+        headers=headers,
+        body=message.body,
+        connection_errors=(),
+        eventer=None,
+    )
     with caplog.at_level("INFO"):
         assert trace_task(part, "id", ("job",), {}, request={"id": "id"}, app=app).info is not None
     request.on_failure(SimpleNamespace(exception=task_states.PutBack("put back"), traceback=""))

@@ -65,7 +65,8 @@ def steering() -> list[dict[str, Any]]:
     return [{"layers": [0], "vector": vector()}]
 
 
-# --- Jobs and captures -------------------------------------------------------------------------------------------------
+# --- Jobs and captures
+# -------------------------------------------------------------------------------------------------
 
 #: Every route that takes a job's id.
 BY_JOB = [
@@ -99,10 +100,14 @@ def test_jobs_of_another_tenant_are_404_like_unknown_ones(
     assert there.status_code == absent.status_code == 404
     assert there.text.replace(job_id, nowhere) == absent.text
     assert sorted(there.headers) == sorted(absent.headers)
-    assert ours.http.get(f"/v1/jobs/{job_id}").json()["state"] == {"over": "succeeded"}.get(state, state)
+    assert ours.http.get(f"/v1/jobs/{job_id}").json()["state"] == {"over": "succeeded"}.get(
+        state, state
+    )
 
 
-def test_deleted_captures_of_another_tenant_are_404_not_410(ours: Caller, theirs: Caller, hand: Hand) -> None:
+def test_deleted_captures_of_another_tenant_are_404_not_410(
+    ours: Caller, theirs: Caller, hand: Hand
+) -> None:
     job_id = ours.submit(capture=CAPTURE)
     hand.finish(job_id)
     assert ours.http.delete(f"/v1/captures/{job_id}").status_code == 204
@@ -111,7 +116,9 @@ def test_deleted_captures_of_another_tenant_are_404_not_410(ours: Caller, theirs
     assert theirs.http.delete(f"/v1/captures/{job_id}").status_code == 404
 
 
-def test_captures_keep_their_tenant_after_the_job_expires(ours: Caller, theirs: Caller, hand: Hand) -> None:
+def test_captures_keep_their_tenant_after_the_job_expires(
+    ours: Caller, theirs: Caller, hand: Hand
+) -> None:
     job_id = ours.submit(capture=CAPTURE)
     hand.finish(job_id)
     hand.do(hand.ledger.redis.delete(f"ms:job:{job_id}"))
@@ -126,7 +133,9 @@ def listed(caller: Caller, path: str, what: str, name: str, **parameters: Any) -
     return [entry[name] for entry in answer.json()[what]]
 
 
-def test_listings_are_per_tenant_and_complete_for_admins(api: Api, ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
+def test_listings_are_per_tenant_and_complete_for_admins(
+    api: Api, ours: Caller, theirs: Caller, hand: Hand, captured: str
+) -> None:
     other = theirs.submit()
     assert captured in listed(ours, "/v1/jobs", "jobs", "id")
     assert other not in listed(ours, "/v1/jobs", "jobs", "id")
@@ -134,7 +143,10 @@ def test_listings_are_per_tenant_and_complete_for_admins(api: Api, ours: Caller,
     assert captured not in listed(theirs, "/v1/captures", "captures", "job")
     admin = Caller(api, hand, "ops", "admin")
     assert {captured, other} <= set(listed(admin, "/v1/jobs", "jobs", "id"))
-    assert {job["tenant"] for job in admin.http.get("/v1/jobs", params={"tenant": "ours"}).json()["jobs"]} == {"ours"}
+    assert {
+        job["tenant"]
+        for job in admin.http.get("/v1/jobs", params={"tenant": "ours"}).json()["jobs"]
+    } == {"ours"}
     assert captured in listed(admin, "/v1/captures", "captures", "job", tenant="ours")
     assert theirs.http.get("/v1/jobs", params={"tenant": "ours"}).status_code == 403
     assert theirs.http.get("/v1/jobs", params={"tenant": "nobody"}).status_code == 403
@@ -148,14 +160,18 @@ def test_a_tenants_list_goes_on_over_pages(api: Api, hand: Hand, theirs: Caller)
         theirs.submit()
     found, cursor = [], None
     while True:
-        page = caller.http.get("/v1/jobs", params={"limit": 2} | ({"cursor": cursor} if cursor else {})).json()
+        page = caller.http.get(
+            "/v1/jobs", params={"limit": 2} | ({"cursor": cursor} if cursor else {})
+        ).json()
         found += [job["id"] for job in page["jobs"]]
         if not (cursor := page.get("next")):
             break
     assert found == made[::-1]
 
 
-def test_an_admin_sees_and_ends_any_tenants_job(api: Api, ours: Caller, hand: Hand, captured: str) -> None:
+def test_an_admin_sees_and_ends_any_tenants_job(
+    api: Api, ours: Caller, hand: Hand, captured: str
+) -> None:
     admin = Caller(api, hand, "ops", "admin")
     assert admin.http.get(f"/v1/jobs/{captured}/result").status_code == 200
     assert admin.http.get(f"/v1/captures/{captured}").status_code == 200
@@ -163,10 +179,13 @@ def test_an_admin_sees_and_ends_any_tenants_job(api: Api, ours: Caller, hand: Ha
     assert admin.http.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
 
 
-# --- Idempotency -------------------------------------------------------------------------------------------------------
+# --- Idempotency
+# --------------------------------------------------------------------------------------------------
 
 
-def test_the_same_idempotency_key_of_two_tenants_makes_two_jobs(ours: Caller, theirs: Caller) -> None:
+def test_the_same_idempotency_key_of_two_tenants_makes_two_jobs(
+    ours: Caller, theirs: Caller
+) -> None:
     def send(caller: Caller, prompt: str) -> str:
         body = {"model": MODEL, "prompts": [prompt]}
         answer = caller.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"})
@@ -186,12 +205,15 @@ def test_idempotency_keys_cannot_collide_across_tenants(ours: Caller, everyday: 
     assert guess.json()["id"] != first
 
 
-# --- Modules -----------------------------------------------------------------------------------------------------------
+# --- Modules
+# --------------------------------------------------------------------------------------------------
 
 
 def test_module_names_are_per_tenant(ours: Caller, theirs: Caller) -> None:
     for caller, layer in ((ours, 0), (theirs, 1)):
-        answer = caller.http.put("/v1/steering/modules/joy", json={"steering": [{"layers": [layer], "vector": vector()}]})
+        answer = caller.http.put(
+            "/v1/steering/modules/joy", json={"steering": [{"layers": [layer], "vector": vector()}]}
+        )
         assert (answer.status_code, answer.json()["name"]) == (201, "joy")
     assert ours.http.get("/v1/steering/modules/joy").json()["entries"][0]["layers"] == [0]
     assert listed(theirs, "/v1/steering/modules", "modules", "name") == ["joy"]
@@ -202,7 +224,9 @@ def test_module_names_are_per_tenant(ours: Caller, theirs: Caller) -> None:
 def test_one_module_too_many_is_refused_until_another_is_deleted(api: Api, hand: Hand) -> None:
     few = Caller(api, hand, "few")
     hand.do(hand.ledger.tenants.put(Tenant(name="few", limits=Limits(modules=1))))
-    assert few.http.put("/v1/steering/modules/one", json={"steering": steering()}).status_code == 201
+    assert (
+        few.http.put("/v1/steering/modules/one", json={"steering": steering()}).status_code == 201
+    )
     refused = few.http.put("/v1/steering/modules/two", json={"steering": steering()})
     assert (refused.status_code, refused.json()["type"]) == (429, "urn:midstream:module_limit")
     assert "retry-after" not in refused.headers, "no time makes room"
@@ -210,18 +234,26 @@ def test_one_module_too_many_is_refused_until_another_is_deleted(api: Api, hand:
     assert usage["modules"] == 1
     assert usage["module_bytes"] > few.http.get("/v1/steering/modules/one").json()["bytes"] > 0
     assert few.http.delete("/v1/steering/modules/one").status_code == 204
-    assert few.http.put("/v1/steering/modules/two", json={"steering": steering()}).status_code == 201
+    assert (
+        few.http.put("/v1/steering/modules/two", json={"steering": steering()}).status_code == 201
+    )
 
 
 @pytest.mark.parametrize("name", ["secret", "ours/secret", "default/secret"])
-def test_another_tenants_module_cannot_be_used_by_any_name(ours: Caller, theirs: Caller, everyday: Caller, hand: Hand, name: str) -> None:
-    assert ours.http.put("/v1/steering/modules/secret", json={"steering": steering()}).status_code in (200, 201)
+def test_another_tenants_module_cannot_be_used_by_any_name(
+    ours: Caller, theirs: Caller, everyday: Caller, hand: Hand, name: str
+) -> None:
+    assert ours.http.put(
+        "/v1/steering/modules/secret", json={"steering": steering()}
+    ).status_code in (200, 201)
     for caller in (theirs, everyday):
         for body in (
             {"steering": [{"module": name}]},
             {"patch": [{"layers": [0], "positions": [0], "source": {"module": name}}]},
         ):
-            answer = caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **body})
+            answer = caller.http.post(
+                "/v1/jobs", json={"model": MODEL, "prompts": ["hello"], **body}
+            )
             assert answer.status_code == 400, answer.text
             assert answer.json()["allowed"] == "none exists"
         for method in ("GET", "DELETE"):
@@ -232,7 +264,9 @@ def test_another_tenants_module_cannot_be_used_by_any_name(ours: Caller, theirs:
     assert list(hand.job(job_id).modules) == ["secret"]
 
 
-def test_global_steering_resolves_modules_of_the_callers_tenant(api: Api, ours: Caller, hand: Hand) -> None:
+def test_global_steering_resolves_modules_of_the_callers_tenant(
+    api: Api, ours: Caller, hand: Hand
+) -> None:
     ours.http.put("/v1/steering/modules/calm", json={"steering": steering()})
     body = {"steering": [{"module": "calm"}]}
     of_us, of_them = (Caller(api, hand, tenant, "steer-global") for tenant in ("ours", "theirs"))
@@ -241,16 +275,41 @@ def test_global_steering_resolves_modules_of_the_callers_tenant(api: Api, ours: 
     assert of_us.http.put("/v1/steering/global", json=body).status_code != 400
 
 
-def test_what_ranks_report_names_no_other_tenants_modules(api: Api, ours: Caller, theirs: Caller, hand: Hand) -> None:
+def test_what_ranks_report_names_no_other_tenants_modules(
+    api: Api, ours: Caller, theirs: Caller, hand: Hand
+) -> None:
     modules = {"plain": "d1", "ours/joy": "d2", "theirs/plan-b": "d3"}
     rank = RankSteering(
-        rank=0, tp=0, pp=0, step=1, checksum="00", actions=1, epoch=0, global_version=0, global_digest="", modules=modules, rows_used=0,
-        rows=4, entries_used=0, entries=4, vectors=3, requests=0, outbox=0, backlog=0,
-    )  # fmt: skip
+        rank=0,
+        tp=0,
+        pp=0,
+        step=1,
+        checksum="00",
+        actions=1,
+        epoch=0,
+        global_version=0,
+        global_digest="",
+        modules=modules,
+        rows_used=0,
+        rows=4,
+        entries_used=0,
+        entries=4,
+        vectors=3,
+        requests=0,
+        outbox=0,
+        backlog=0,
+    )
     report = WorkerSteering(
-        worker=hand.worker, boot="b1", model=MODEL, state="quarantined", detail="module theirs/plan-b: vector 1 is not there", version=1,
-        global_version=0, at=0.0, ranks=[rank],
-    )  # fmt: skip
+        worker=hand.worker,
+        boot="b1",
+        model=MODEL,
+        state="quarantined",
+        detail="module theirs/plan-b: vector 1 is not there",
+        version=1,
+        global_version=0,
+        at=0.0,
+        ranks=[rank],
+    )
     hand.do(Steering(hand.ledger).report(report))
     told = ours.http.get("/v1/steering/dynamic")
     assert told.json()["workers"][0]["ranks"][0]["modules"] == {"joy": "d2"}
@@ -262,7 +321,8 @@ def test_what_ranks_report_names_no_other_tenants_modules(api: Api, ours: Caller
     assert "plan-b" in Caller(api, hand, "ops", "admin").http.get("/v1/steering/dynamic").text
 
 
-# --- Source runs -------------------------------------------------------------------------------------------------------
+# --- Source runs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_run_names_are_per_tenant(ours: Caller, theirs: Caller, hand: Hand, captured: str) -> None:
@@ -275,10 +335,14 @@ def test_run_names_are_per_tenant(ours: Caller, theirs: Caller, hand: Hand, capt
 
 
 @pytest.mark.parametrize("how", ["name", "ours/{}", "job"])
-def test_another_tenants_run_cannot_be_patched_with(ours: Caller, everyday: Caller, hand: Hand, captured: str, how: str) -> None:
+def test_another_tenants_run_cannot_be_patched_with(
+    ours: Caller, everyday: Caller, hand: Hand, captured: str, how: str
+) -> None:
     def send(caller: Caller, run: str) -> Any:
         patch = [{"layers": [0], "positions": [0], "source": {"run": run, "position": 0}}]
-        return caller.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], "patch": patch})
+        return caller.http.post(
+            "/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], "patch": patch}
+        )
 
     name = captured if how == "job" else how.format("clean").replace("name", "clean")
     nowhere = new_job_id() if how == "job" else "ours/other"
@@ -299,32 +363,56 @@ def test_internal_row_names_are_refused_in_requests(everyday: Caller, captured: 
         {"patch": [{"layers": [0], "positions": [0], "source": {"run": row, "position": 0}}]},
         {"patch": [{"layers": [0], "positions": [0], "source": {"module": row}}]},
     ):
-        answer = everyday.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], **body})
+        answer = everyday.http.post(
+            "/v1/jobs", json={"model": MODEL, "prompts": ["hello there"], **body}
+        )
         assert answer.status_code == 400, answer.text
 
 
 def test_tensors_are_never_addressed_by_their_hash(ours: Caller, everyday: Caller) -> None:
-    name = ours.http.put("/v1/steering/modules/hashed", json={"steering": steering()}).json()["entries"][0]["tensors"][0]
-    for source in ({"module": name}, {"run": name, "position": 0}, {"vector": name}, {"vector": {"sha256": name}}):
-        body = {"model": MODEL, "prompts": ["hello"], "patch": [{"layers": [0], "positions": [0], "source": source}]}
+    name = ours.http.put("/v1/steering/modules/hashed", json={"steering": steering()}).json()[
+        "entries"
+    ][0]["tensors"][0]
+    for source in (
+        {"module": name},
+        {"run": name, "position": 0},
+        {"vector": name},
+        {"vector": {"sha256": name}},
+    ):
+        body = {
+            "model": MODEL,
+            "prompts": ["hello"],
+            "patch": [{"layers": [0], "positions": [0], "source": source}],
+        }
         assert everyday.http.post("/v1/jobs", json=body).status_code == 400
-    for path in (f"/v1/blobs/{name}", f"/v1/captures/{name}", f"/v1/runs/{name}", f"/v1/steering/modules/{name}"):
+    for path in (
+        f"/v1/blobs/{name}",
+        f"/v1/captures/{name}",
+        f"/v1/runs/{name}",
+        f"/v1/steering/modules/{name}",
+    ):
         assert everyday.http.get(path).status_code == 404
 
 
-# --- Completions and sweeps --------------------------------------------------------------------------------------------
+# --- Completions and sweeps
+# --------------------------------------------------------------------------------------------
 
 
-def test_completion_jobs_belong_to_the_callers_tenant(ours: Caller, theirs: Caller, hand: Hand) -> None:
-    job_id = ours.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"}, headers={"Idempotency-Key": "held"}).headers[
-        "x-midstream-job"
-    ]
+def test_completion_jobs_belong_to_the_callers_tenant(
+    ours: Caller, theirs: Caller, hand: Hand
+) -> None:
+    job_id = ours.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "hello"},
+        headers={"Idempotency-Key": "held"},
+    ).headers["x-midstream-job"]
     assert hand.job(job_id).tenant == "ours"
     assert hand.job(job_id).key == ours.key.id
     assert theirs.http.get(f"/v1/jobs/{job_id}").status_code == 404
 
 
-# --- Limits ------------------------------------------------------------------------------------------------------------
+# --- Limits
+# --------------------------------------------------------------------------------------------------
 
 
 def test_admins_set_limits_and_tenants_see_them(api: Api, ours: Caller, theirs: Caller) -> None:
@@ -332,7 +420,11 @@ def test_admins_set_limits_and_tenants_see_them(api: Api, ours: Caller, theirs: 
         admin.set_tenant("theirs", Limits(jobs_in_flight=1000, weight=4))
         assert {"ours", "theirs"} <= {tenant.name for tenant in admin.tenants()}
     own = theirs.http.get("/v1/tenant").json()
-    assert (own["name"], own["limits"]["jobs_in_flight"], own["limits"]["weight"]) == ("theirs", 1000, 4)
+    assert (own["name"], own["limits"]["jobs_in_flight"], own["limits"]["weight"]) == (
+        "theirs",
+        1000,
+        4,
+    )
     assert ours.http.get("/v1/tenant").json()["limits"].get("jobs_in_flight") == 0
     assert ours.http.get("/v1/tenants/theirs").status_code == 403
     assert ours.http.put("/v1/tenants/ours", json={"jobs_in_flight": 0}).status_code == 403

@@ -1,4 +1,6 @@
-"""Are messages that a worker takes several at a time as safe as those that kombu takes one by one?"""
+"""Are messages that a worker takes several at a time as safe as those that kombu takes one by
+one?
+"""
 
 import time
 import uuid
@@ -47,15 +49,26 @@ def loop() -> Iterator[Hub]:
 
 def put(redis_url: str, name: str, *numbers: int, priority: int = 0) -> None:
     """Send messages as kombu itself does."""
-    with Connection(redis_url, transport_options=OPTIONS) as connection, connection.channel() as channel:
+    with (
+        Connection(redis_url, transport_options=OPTIONS) as connection,
+        connection.channel() as channel,
+    ):
         for number in numbers:
-            Producer(channel).publish({"number": number}, routing_key=name, declare=[queue(name)], exchange=name, priority=priority)
+            Producer(channel).publish(
+                {"number": number},
+                routing_key=name,
+                declare=[queue(name)],
+                exchange=name,
+                priority=priority,
+            )
 
 
 def take(connection: Connection, name: str, prefetch: int = 0) -> list[Message]:
     """What one look at the queue gives."""
     taken: list[Message] = []
-    with Consumer(connection.channel(), [queue(name)], on_message=taken.append, accept=["json"]) as consumer:
+    with Consumer(
+        connection.channel(), [queue(name)], on_message=taken.append, accept=["json"]
+    ) as consumer:
         consumer.qos(prefetch_count=prefetch)
         connection.drain_events(timeout=60)
     return taken
@@ -68,12 +81,15 @@ def numbers(messages: list[Message]) -> list[int]:
 def noted(client: redis.Redis, messages: list[Message]) -> list[bool]:
     """Of each message: does Redis have it as unacknowledged, in the hash and in the index?"""
     return [
-        client.hexists("unacked", message.delivery_tag) and client.zscore("unacked_index", message.delivery_tag) is not None
+        client.hexists("unacked", message.delivery_tag)
+        and client.zscore("unacked_index", message.delivery_tag) is not None
         for message in messages
     ]
 
 
-def test_one_poll_takes_all_waiting_messages(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
+def test_one_poll_takes_all_waiting_messages(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str
+) -> None:
     put(redis_url, name, 1, 2, 3)
     messages = take(connection, name)
     assert numbers(messages) == [1, 2, 3]
@@ -84,7 +100,9 @@ def test_one_poll_takes_all_waiting_messages(redis_url: str, client: redis.Redis
     assert noted(client, messages) == [False] * 3
 
 
-def test_prefetch_is_limited_to_free_slots(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
+def test_prefetch_is_limited_to_free_slots(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str
+) -> None:
     put(redis_url, name, *range(AT_ONCE + 5))
     assert numbers(take(connection, name, prefetch=3)) == [0, 1, 2]
     assert numbers(take(connection, name)) == list(range(3, 3 + AT_ONCE))
@@ -110,14 +128,20 @@ def test_unacknowledged_messages_of_a_dead_worker_are_redelivered(
     transport = kombu_redis.Transport if stock else Transport
     with Connection(redis_url, transport=transport, transport_options=OPTIONS) as other:
         other.default_channel.qos.restore_visible(interval=1)
-        again = [*take(other, name), *(take(other, name) if stock else []), *(take(other, name) if stock else [])]
+        again = [
+            *take(other, name),
+            *(take(other, name) if stock else []),
+            *(take(other, name) if stock else []),
+        ]
         assert sorted(numbers(again)) == [1, 2, 3]
         assert all(message.headers["redelivered"] for message in again)
         for message in again:
             message.ack()
 
 
-def test_a_message_is_noted_while_redis_has_no_memory(redis_url: str, client: redis.Redis, connection: Connection, name: str) -> None:
+def test_a_message_is_noted_while_redis_has_no_memory(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str
+) -> None:
     put(redis_url, name, 1, 2)
     messages: list[Message] = []
     with Consumer(connection.channel(), [queue(name)], on_message=messages.append, accept=["json"]):
@@ -132,7 +156,9 @@ def test_a_message_is_noted_while_redis_has_no_memory(redis_url: str, client: re
     assert noted(client, messages) == [True, True]
 
 
-def test_the_lock_of_a_worker_killed_while_it_restored_expires_soon(redis_url: str, client: redis.Redis) -> None:
+def test_the_lock_of_a_worker_killed_while_it_restored_expires_soon(
+    redis_url: str, client: redis.Redis
+) -> None:
     app = make_worker_app(Settings(redis_url=redis_url, engine="fake", model="fake-model"))
     with app.connection_for_read() as connection:
         qos = connection.default_channel.qos
@@ -150,7 +176,9 @@ def test_acknowledgements_wait_for_the_next_message(
         message.ack()
     assert noted(client, messages) == [True, True]
     assert channel.qos.can_consume_max_estimate() is None
-    assert not set(channel.qos._delivered) - channel.qos._dirty, "they are not held any more, whatever Redis still says"
+    assert not set(channel.qos._delivered) - channel.qos._dirty, (
+        "they are not held any more, whatever Redis still says"
+    )
     put(redis_url, name, 3)
     with Consumer(channel, [queue(name)], on_message=messages.append, accept=["json"]):
         connection.drain_events(timeout=60)

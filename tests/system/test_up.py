@@ -42,7 +42,13 @@ def in_shell(command: str) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{plain['PATH']}"
     return subprocess.run(
-        ["bash", "-c", command], env={**plain, "PATH": path}, cwd="/", capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", command],
+        env={**plain, "PATH": path},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -59,7 +65,14 @@ def test_up_prints_addresses_and_ctrl_c_leaves_no_process(up: Up) -> None:
         f"data {up.data}",
     ):
         assert part in lines[0]
-    assert set(up.state()["processes"]) == {"redis", "relay", "worker", "api", "callbacks", "flower"}
+    assert set(up.state()["processes"]) == {
+        "redis",
+        "relay",
+        "worker",
+        "api",
+        "callbacks",
+        "flower",
+    }
     flower = lines[0].partition("flower ")[2].split()[0]
     assert httpx.get(f"{url}/healthz").status_code == 200
     assert httpx.get(f"{flower}/healthcheck").status_code == 200
@@ -94,12 +107,18 @@ def test_a_second_up_on_a_data_directory_is_refused(up: Up) -> None:
 # field case 37
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["worker", "relay", "api", "redis"])
-def test_a_part_that_is_killed_is_started_again_and_the_job_completes(tmp_path: Path, name: str) -> None:
-    up = Up(tmp_path / "data", fake_token_s=0.1, lease_s=6, visibility_timeout_s=4, sweep_interval_s=0.5)
+def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
+    tmp_path: Path, name: str
+) -> None:
+    up = Up(
+        tmp_path / "data", fake_token_s=0.1, lease_s=6, visibility_timeout_s=4, sweep_interval_s=0.5
+    )
     try:
         with Client(up.ready()) as client:
             capture = {"layers": "all", "positions": "all_prompt"}
-            job = client.submit(model="fake", prompts=["hello"], sampling={"max_tokens": 20}, capture=capture)
+            job = client.submit(
+                model="fake", prompts=["hello"], sampling={"max_tokens": 20}, capture=capture
+            )
             while client.job(job.id).state is State.QUEUED:
                 time.sleep(0.05)
             killed = up.pid(name)
@@ -169,7 +188,11 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
     try:
         url = up.ready()
         assert f"{data} was readable by other accounts" in up.output()
-        assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [data, *data.rglob("*")] if not path.is_symlink()} == {0}
+        assert {
+            stat.S_IMODE(path.stat().st_mode) & 0o077
+            for path in [data, *data.rglob("*")]
+            if not path.is_symlink()
+        } == {0}
         # Redis asks for a password, which no command line and no line of ours shows
         password = (data / "secrets" / "redis.password").read_text().strip()
         port = urlsplit(up.state()["redis_url"]).port
@@ -178,8 +201,14 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
             stranger.ping()
         with redis.Redis(port=port, password=password) as ours:
             assert ours.ping()
-        shown = [up.output(), (data / STATE_FILE).read_text(), *(path.read_text() for path in (data / "logs").glob("*.log"))]
-        shown += [Path(f"/proc/{pid}/cmdline").read_text() for pid, _ in up.state()["processes"].values()]
+        shown = [
+            up.output(),
+            (data / STATE_FILE).read_text(),
+            *(path.read_text() for path in (data / "logs").glob("*.log")),
+        ]
+        shown += [
+            Path(f"/proc/{pid}/cmdline").read_text() for pid, _ in up.state()["processes"].values()
+        ]
         assert not any(password in text for text in shown)
         assert "redis://:***@127.0.0.1:" in up.output()
         # so does Flower
@@ -189,7 +218,9 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
         flower = re.search(r"flower (http://\S+)", up.output())
         assert flower is not None
         assert httpx.get(f"{flower[1]}/api/tasks").status_code == 401
-        assert httpx.get(f"{flower[1]}/api/tasks", auth=tuple(auth.split(":", 1))).status_code == 200  # type: ignore[arg-type]
+        assert (
+            httpx.get(f"{flower[1]}/api/tasks", auth=tuple(auth.split(":", 1))).status_code == 200
+        )  # type: ignore[arg-type]
         # and the relay: a forged receipt of a running job does not get in
         relay = up.environment["MIDSTREAM_RELAY_URL"]
         with Outbox(tmp_path / "forged", "w1", 0, relay) as forged:
@@ -204,7 +235,12 @@ def test_everything_up_starts_is_private_to_the_account(tmp_path: Path) -> None:
         made = in_shell(command[1])
         assert made.returncode == 0, made.stderr
         with Client(url, made.stdout.strip()) as client:
-            done = client.run(model="fake", prompts=["hello"], capture={"layers": "all", "positions": "last_prompt"}, timeout=90)
+            done = client.run(
+                model="fake",
+                prompts=["hello"],
+                capture={"layers": "all", "positions": "last_prompt"},
+                timeout=90,
+            )
             assert client.result(done.id).capture_results.status == "ok"
         assert "redis" in up.midstream("doctor").stdout
     finally:
@@ -216,30 +252,64 @@ def test_flower_without_a_password_checks_the_host_name(up: Up) -> None:
     flower = re.search(r"flower (http://\S+)", up.output())
     assert flower is not None
     assert httpx.get(f"{flower[1]}/api/tasks", headers={"Host": "evil.example"}).status_code == 421
-    assert httpx.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
+    assert (
+        httpx.get(f"{flower[1]}/metrics", headers={"Host": "evil.example:5555"}).status_code == 421
+    )
 
 
 def test_every_path_of_flower_needs_the_password(tmp_path: Path) -> None:
-    """Also those that Flower itself leaves open. The observe key opens its metrics, and the API's, and nothing else."""
+    """Also those that Flower itself leaves open.
+
+    The observe key opens its metrics, and the API's, and nothing else.
+    """
     key, admin, password = new_key(), new_key(), "ada:a pass:word"
-    up = Up(tmp_path / "data", auth="keys", admin_key=admin, observe_key=key, flower_auth=f"{password},bob:x")
+    up = Up(
+        tmp_path / "data",
+        auth="keys",
+        admin_key=admin,
+        observe_key=key,
+        flower_auth=f"{password},bob:x",
+    )
     try:
         url = up.ready()
         flower = re.search(r"flower (http://\S+)", up.output())
         assert flower is not None
 
         def status(path: str, authorization: str | None, base: str = flower[1]) -> int:
-            answer = httpx.get(f"{base}{path}", headers={"Authorization": authorization} if authorization else {})
+            answer = httpx.get(
+                f"{base}{path}", headers={"Authorization": authorization} if authorization else {}
+            )
             if answer.status_code == 401:
                 assert "www-authenticate" in answer.headers
             return answer.status_code
 
-        for path in ("/", "/metrics", "/healthcheck", "/tasks", "/api/tasks", "/api/workers", "/static/css/flower.css", "/login", "/x"):
-            for wrong in (None, basic("ada:wrong"), basic("ada"), "Basic x", "Bearer x", f"Bearer {admin}x"):
+        for path in (
+            "/",
+            "/metrics",
+            "/healthcheck",
+            "/tasks",
+            "/api/tasks",
+            "/api/workers",
+            "/static/css/flower.css",
+            "/login",
+            "/x",
+        ):
+            for wrong in (
+                None,
+                basic("ada:wrong"),
+                basic("ada"),
+                "Basic x",
+                "Bearer x",
+                f"Bearer {admin}x",
+            ):
                 assert status(path, wrong) == 401, (path, wrong)
             assert status(path, basic(password)) != 401
-        assert [status(path, f"Bearer {key}") for path in ("/metrics", "/api/tasks", "/healthcheck")] == [200, 401, 401]
-        assert [status(path, f"Bearer {key}", url) for path in ("/metrics", "/v1/status", "/v1/jobs")] == [200, 200, 403]
+        assert [
+            status(path, f"Bearer {key}") for path in ("/metrics", "/api/tasks", "/healthcheck")
+        ] == [200, 401, 401]
+        assert [
+            status(path, f"Bearer {key}", url) for path in ("/metrics", "/v1/status", "/v1/jobs")
+        ] == [200, 200, 403]
     finally:
         up.close()
 
@@ -249,7 +319,9 @@ def test_a_failing_demo_stops_what_it_started(tmp_path: Path) -> None:
         tmp_path / "data", command=("demo", "--data", str(tmp_path / "data"))
     )  # the fake engine is not the demo's model: it has other layers
     try:
-        demo.until(lambda: (demo.data / STATE_FILE).exists() and "flower" in demo.state()["processes"])
+        demo.until(
+            lambda: (demo.data / STATE_FILE).exists() and "flower" in demo.state()["processes"]
+        )
         demo.note_sessions()
         assert demo.process.wait(START_S) == 1
     finally:
@@ -267,8 +339,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    for command in (["mkfs.ext4", "-q", "-m", "0", "-F", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
-        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    for command in (
+        ["mkfs.ext4", "-q", "-m", "0", "-F", str(image)],
+        ["mount", "-o", "loop", str(image), str(folder)],
+    ):
+        if (
+            shutil.which(command[0]) is None
+            or subprocess.run(command, capture_output=True, check=False).returncode
+        ):
             pytest.skip("file systems cannot be mounted here")
     try:
         yield folder
@@ -285,12 +363,19 @@ def fill(file: Path) -> None:
 
 
 def capture_job(url: str) -> httpx.Response:
-    body = {"model": "fake", "prompts": ["hello"], "sampling": {"max_tokens": 2}, "capture": {"layers": "all", "positions": "all_prompt"}}
+    body = {
+        "model": "fake",
+        "prompts": ["hello"],
+        "sampling": {"max_tokens": 2},
+        "capture": {"layers": "all", "positions": "all_prompt"},
+    }
     return httpx.post(f"{url}/v1/jobs", json=body, timeout=60)
 
 
 def refused_for(url: str, trouble: str, deadline_s: float = START_S) -> httpx.Response:
-    """The first answer 503 that names `trouble`; every other answer until then is a problem of ours, and none a 500."""
+    """The first answer 503 that names `trouble`; every other answer until then is a problem of
+    ours, and none a 500.
+    """
     deadline = time.monotonic() + deadline_s
     while True:
         assert time.monotonic() < deadline
@@ -335,9 +420,15 @@ def test_up_outlives_a_full_disk_and_a_read_only_one(disk: Path) -> None:
             result = client.result(client.wait(capture_job(url).json()["id"], timeout=120).id)
             assert result.capture_results.status == "ok"
         assert up.output().count("disk full") == 1, up.output()
-        up.until(lambda: set(up.state()["processes"]) == {"redis", "relay", "worker", "api", "callbacks", "flower"})
+        up.until(
+            lambda: (
+                set(up.state()["processes"])
+                == {"redis", "relay", "worker", "api", "callbacks", "flower"}
+            )
+        )
 
-        subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)  # as the kernel does after an error of the disk
+        # as the kernel does after an error of the disk
+        subprocess.run(["mount", "-o", "remount,abort", str(disk)], check=True)
         up.until(lambda: "disk read-only" in up.output())
         refused_for(url, "disk read-only")
         up.sessions |= {up.pid(name) for name in up.state()["processes"]}
@@ -356,7 +447,10 @@ def test_an_up_on_a_read_only_disk_says_so(disk: Path) -> None:
         assert up.process.wait(START_S) == 1
     finally:
         up.close()
-    assert up.output().strip().splitlines()[-1] == f"error: data_dir: disk read-only: {disk} cannot be written"
+    assert (
+        up.output().strip().splitlines()[-1]
+        == f"error: data_dir: disk read-only: {disk} cannot be written"
+    )
 
 
 @pytest.mark.long

@@ -1,4 +1,7 @@
-"""Do two versions either work together or refuse with both of them named? The other version is a process with its numbers changed."""
+"""Do two versions either work together or refuse with both of them named?
+
+The other version is a process with its numbers changed.
+"""
 
 import os
 import subprocess
@@ -53,18 +56,24 @@ def restart_worker(stack: Stack, version: str, wire: int, oldest: int) -> None:
     with log.open("wb") as output:
         stack.processes["worker"] = subprocess.Popen(
             [sys.executable, "-c", OTHER, version, str(wire), str(oldest), "midstream.workers"],
-            env={**clean(), **to_environment(stack.settings)}, stdout=output, stderr=output, cwd=stack.directory,
-        )  # fmt: skip
+            env={**clean(), **to_environment(stack.settings)},
+            stdout=output,
+            stderr=output,
+            cwd=stack.directory,
+        )
     stack.wait_ready("worker")
 
 
 def clean() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")} | {"PYTHONUNBUFFERED": "1"}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
+    } | {"PYTHONUNBUFFERED": "1"}
 
 
 # field case 43
 @pytest.mark.parametrize(
-    ("version", "wire", "oldest", "upgrade"), [("0.0.9", WIRE - 1, 0, "the other"), ("9.0.0", WIRE + 1, WIRE + 1, "this process")]
+    ("version", "wire", "oldest", "upgrade"),
+    [("0.0.9", WIRE - 1, 0, "the other"), ("9.0.0", WIRE + 1, WIRE + 1, "this process")],
 )
 def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     stack: Stack, version: str, wire: int, oldest: int, upgrade: str
@@ -73,7 +82,10 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     answer = ask(stack)
     assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:version_mismatch")
     detail = answer.json()["detail"]
-    assert f"the worker of '{MODEL}' runs midstream {version} (wire {wire}, works with {oldest} and newer)" in detail
+    assert (
+        f"the worker of '{MODEL}' runs midstream {version} (wire {wire}, works with "
+        f"{oldest} and newer)"
+    ) in detail
     assert f"this process runs midstream {__version__} (wire {WIRE}" in detail
     assert detail.endswith(f"upgrade {upgrade}")
 
@@ -83,7 +95,9 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     assert f"runs midstream {version} (wire {wire}" in told
     assert f"this process runs midstream {__version__}" in told
     seen = httpx.get(f"{stack.url}/v1/status").json()["workers"]
-    assert [(worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen] == [(False, True)]
+    assert [
+        (worker["healthy"], worker["detail"].endswith(f"upgrade {upgrade}")) for worker in seen
+    ] == [(False, True)]
 
 
 def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
@@ -97,10 +111,14 @@ def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
 def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stack) -> None:
     restart_worker(stack, __version__, WIRE, WIRE)
     job = Job(
-        id=new_job_id(), kind="generate", model=MODEL, prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(max_tokens=2),
+        id=new_job_id(),
+        kind="generate",
+        model=MODEL,
+        prompts=[StoredPrompt(token_ids=[1])],
+        sampling=Sampling(max_tokens=2),
         created=now(),
         identity=identity_of(stack.settings),
-    )  # fmt: skip
+    )
     stack.do(lambda ledger: submit_unsent(ledger, job))
     newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
     fields = {"spec": newer, "written_by": "9.0.0"}
@@ -110,14 +128,18 @@ def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stac
     assert (view.state, view.attempt) == (State.FAILED, 1)
     assert view.error is not None
     assert view.error.type == "urn:midstream:version_mismatch"
-    assert f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
+    assert (
+        f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
+    )
     assert "invented_later" in view.error.detail
 
 
 def test_overlapping_version_ranges_are_compatible() -> None:
     assert disagreement("x", "1", WIRE, WIRE) is None
     assert disagreement("x", "1", WIRE + 5, WIRE) is None
-    assert disagreement("x", "1", 0, 0) is not None, "a version that told no number is older than all that do"
+    assert disagreement("x", "1", 0, 0) is not None, (
+        "a version that told no number is older than all that do"
+    )
 
 
 def test_the_docs_give_the_upgrade_order() -> None:

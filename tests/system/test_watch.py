@@ -20,7 +20,9 @@ from midstream.schemas.jobs import Event, State
 
 @pytest.fixture
 def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While messages come through, nobody looks by itself: an answer that comes soon was brought by a message."""
+    """While messages come through, nobody looks by itself: an answer that comes soon was brought by
+    a message.
+    """
     monkeypatch.setattr(watch, "POLL_S", 60.0)
 
 
@@ -57,7 +59,9 @@ async def subscribers(ledger: Ledger) -> set[str]:
     return {client["id"] for client in await ledger.redis.client_list() if int(client["psub"])}
 
 
-def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(redis_url: str, no_polling: None) -> None:
+def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(
+    redis_url: str, no_polling: None
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, AsyncExitStack() as stack:
             others = await subscribers(ledger)  # another test's server may be connected
@@ -65,7 +69,11 @@ def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(redis_url:
             jobs = [make_job() for _ in range(10)]
             for job in jobs:
                 await ledger.submit(job, {})
-            waits = [asyncio.create_task(watcher.changed(job.id, 1, 30)) for job in jobs for _ in range(100)]
+            waits = [
+                asyncio.create_task(watcher.changed(job.id, 1, 30))
+                for job in jobs
+                for _ in range(100)
+            ]
             await until_heard(ledger, others)
             await asyncio.sleep(0.5)  # every one of them has looked, and waits for a message
             assert watcher.waiting == 1000
@@ -80,7 +88,9 @@ def test_a_thousand_waiters_on_one_connection_are_woken_by_the_change(redis_url:
     asyncio.run(main())
 
 
-def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeout(redis_url: str, no_polling: None) -> None:
+def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeout(
+    redis_url: str, no_polling: None
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
             job = make_job()
@@ -96,17 +106,22 @@ def test_a_change_before_the_wait_answers_at_once_and_none_answers_at_the_timeou
     asyncio.run(main())
 
 
-def test_a_job_rolled_back_by_redis_wakes_waiters(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_rolled_back_by_redis_wakes_waiters(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
 
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
             job = make_job()
             attempt = await claimed(ledger, job)
-            seen = (await ledger.view(job.id)).version + 2  # of an attempt that was lost with Redis' last second
+            # of an attempt that was lost with Redis' last second
+            seen = (await ledger.view(job.id)).version + 2
             assert await watcher.changed(job.id, seen, 60) == seen - 2
             await ledger.store_outputs(job.id, attempt, outputs())
-            assert await watcher.changed(job.id, seen, 60) < seen, "else it would be waited for as long as a response is held"
+            assert await watcher.changed(job.id, seen, 60) < seen, (
+                "else it would be waited for as long as a response is held"
+            )
 
     asyncio.run(main())
 
@@ -117,7 +132,9 @@ def test_a_result_waiter_is_not_woken_by_the_start(redis_url: str, no_polling: N
             await until_hearing(ledger, watcher)  # who is connected while it waits looks by itself
             job = make_job()
             await ledger.submit(job, {})
-            waiting = asyncio.create_task(watcher.changed(job.id, 1, 60, quiet={"queued", "running"}))
+            waiting = asyncio.create_task(
+                watcher.changed(job.id, 1, 60, quiet={"queued", "running"})
+            )
             await asyncio.sleep(0.2)
             await ledger.claim(job.id, "w", "b", 1, IDENTITY)
             await asyncio.sleep(0.2)
@@ -148,13 +165,21 @@ def test_the_last_outputs_event_comes_with_the_outputs(redis_url: str) -> None:
         async with open_ledger(redis_url) as ledger:
             job = make_job()
             await claimed(ledger, job)
-            await ledger.store_outputs(job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1))
-            assert [event.event for event in await ledger.events(job.id)][-3:] == ["output", "state", "done"]
+            await ledger.store_outputs(
+                job.id, 1, outputs(), Event(event="output", data={"index": 0}, attempt=1)
+            )
+            assert [event.event for event in await ledger.events(job.id)][-3:] == [
+                "output",
+                "state",
+                "done",
+            ]
 
     asyncio.run(main())
 
 
-def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(redis_url: str, no_polling: None) -> None:
+def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(
+    redis_url: str, no_polling: None
+) -> None:
     async def main() -> None:
         async with open_ledger(redis_url) as ledger, Watcher(ledger) as watcher:
             job = make_job()
@@ -162,7 +187,9 @@ def test_a_follower_of_events_is_woken_by_one_that_changes_no_state(redis_url: s
             last = (await ledger.events(job.id))[-1].id
             assert await watcher.stirred(job.id, last, 0.2) is False
             following = asyncio.create_task(watcher.stirred(job.id, last, 30))
-            still = asyncio.create_task(watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0))
+            still = asyncio.create_task(
+                watcher.changed(job.id, (await ledger.view(job.id)).version, 1.0)
+            )
             await asyncio.sleep(0.2)
             began = time.monotonic()
             await ledger.emit(job.id, 1, 1, Event(event="output", data={"index": 0}, attempt=1))
@@ -180,7 +207,8 @@ def test_a_wait_ends_without_notifications(redis_url: str) -> None:  # field cas
             await claimed(ledger, job)
             waiting = asyncio.create_task(watcher.changed(job.id, 2, 60))
             await asyncio.sleep(0.2)
-            await ledger.redis.hincrby(f"ms:job:{job.id}", "version", 1)  # a change whose notification is lost
+            # a change whose notification is lost
+            await ledger.redis.hincrby(f"ms:job:{job.id}", "version", 1)
             assert await asyncio.wait_for(waiting, 50) == 3
 
     asyncio.run(main())

@@ -1,4 +1,5 @@
-"""Is every webhook sent, and in quiet times once, by several senders of which one may be killed at any moment? Real processes.
+"""Is every webhook sent, and in quiet times once, by several senders of which one may be killed at
+any moment? Real processes.
 
 Their clock is moved on through a file that they read, so that nobody waits for leases and ladders.
 """
@@ -29,10 +30,15 @@ class Senders:
         self.clock = directory / "ahead"
         self.log = directory / "log"
         settings = Settings(
-            redis_url=redis_url, data_dir=str(directory), webhook_allow_private=True, fault=f"webhooks:clock={self.clock}",
+            redis_url=redis_url,
+            data_dir=str(directory),
+            webhook_allow_private=True,
+            fault=f"webhooks:clock={self.clock}",
             webhook_timeout_s=20.0,
-        )  # fmt: skip
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")}
+        )
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith("MIDSTREAM_")
+        }
         self._environment = clean | to_environment(settings)
         self.processes: list[subprocess.Popen[str]] = []
 
@@ -85,7 +91,9 @@ def receiver() -> Iterator[Receiver]:
 async def finish_jobs(redis_url: str, url: str, count: int) -> set[str]:
     """The ids of so many jobs that have succeeded just now."""
     async with open_ledger(redis_url) as ledger:
-        jobs = [make_job(callback=Callback(url=url, events=["job.succeeded"])) for _ in range(count)]
+        jobs = [
+            make_job(callback=Callback(url=url, events=["job.succeeded"])) for _ in range(count)
+        ]
         for job in jobs:
             await ledger.store_outputs(job.id, await claimed(ledger, job), outputs())
         return {job.id for job in jobs}
@@ -108,7 +116,9 @@ async def settled(redis_url: str) -> list[Delivery]:
 
 
 # field case 41
-def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(senders: Senders, receiver: Receiver, redis_url: str) -> None:
+def test_a_sender_killed_after_a_send_causes_a_repeat_and_loses_no_webhook(
+    senders: Senders, receiver: Receiver, redis_url: str
+) -> None:
     senders.start(2)
 
     # Quiet: each is sent once, by one of the two.

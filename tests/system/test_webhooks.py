@@ -1,6 +1,8 @@
-"""Is every end that somebody asked for told once, signed, as often as it takes, and only to whom it may be told?
+"""Is every end that somebody asked for told once, signed, as often as it takes, and only to whom it
+may be told?
 
-The receiver is a real HTTP server, its signatures are checked by an implementation that is not ours, Redis is real; the clock is moved.
+The receiver is a real HTTP server, its signatures are checked by an implementation that is not
+ours, Redis is real; the clock is moved.
 """
 
 import asyncio
@@ -44,7 +46,11 @@ class Service:
         self.ahead = 0.0
         self.outbox = WebhookOutbox(ledger, lambda: now() + self.ahead)
         self.secrets = WebhookSecrets(ledger)
-        self.poster = Poster(ledger.settings.webhook_allow_private, ledger.settings.webhook_timeout_s, sender.get("resolve"))
+        self.poster = Poster(
+            ledger.settings.webhook_allow_private,
+            ledger.settings.webhook_timeout_s,
+            sender.get("resolve"),
+        )
         self.sender = Sender(self.outbox, self.secrets, self.poster, ledger.settings)
 
     async def job(self, url: str, events: Sequence[CallbackEvent] = ENDS, **changes: Any) -> Job:
@@ -142,16 +148,23 @@ def test_only_subscribed_ends_are_webhooks(redis_url: str, receiver: Receiver, e
             return
         attempt = await claimed(ledger, job)
         if end == "failed":
-            await ledger.fail(job.id, attempt, MidstreamError("engine_failed", "out of memory").problem())
+            await ledger.fail(
+                job.id, attempt, MidstreamError("engine_failed", "out of memory").problem()
+            )
         else:
             await ledger.request_cancel(job.id)
             await ledger.finish_cancel(job.id, attempt)
 
     async def main() -> None:
         async with service(redis_url) as made:
-            await reach(made.ledger, make_job(callback=Callback(url=receiver.url(), events=["job.succeeded"])))
+            await reach(
+                made.ledger,
+                make_job(callback=Callback(url=receiver.url(), events=["job.succeeded"])),
+            )
             await reach(made.ledger, make_job())
-            await reach(made.ledger, make_job(callback=Callback(url=receiver.url(), events=list(ENDS))))
+            await reach(
+                made.ledger, make_job(callback=Callback(url=receiver.url(), events=list(ENDS)))
+            )
             await made.sender.round()
             assert [got.body.type for got in receiver.got] == [f"job.{end}"]
 
@@ -162,7 +175,9 @@ def test_webhooks_outlive_their_job(redis_url: str, receiver: Receiver) -> None:
     async def main() -> None:
         async with service(redis_url) as made:
             job = await made.job(receiver.url())
-            await made.ledger.redis.delete(f"ms:job:{job.id}", f"ms:out:{job.id}", f"ms:events:{job.id}")
+            await made.ledger.redis.delete(
+                f"ms:job:{job.id}", f"ms:out:{job.id}", f"ms:events:{job.id}"
+            )
             await made.sender.round()
             assert receiver.got[0].body.data.id == job.id
 
@@ -173,7 +188,9 @@ def test_webhooks_outlive_their_job(redis_url: str, receiver: Receiver) -> None:
 
 
 # field case 41
-def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(redis_url: str, receiver: Receiver) -> None:
+def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(
+    redis_url: str, receiver: Receiver
+) -> None:
     async def main() -> str:
         async with service(redis_url) as made:
             await made.job(receiver.url())
@@ -186,12 +203,17 @@ def test_an_independent_verifier_accepts_a_webhooks_signature_and_no_other(redis
     assert got.headers["content-type"] == "application/json"
     assert got.headers["user-agent"].startswith("midstream/")
     assert got.headers["host"] == f"127.0.0.1:{receiver.port}"
-    for wrong in (got._replace(raw=got.raw + b" "), got._replace(headers={**got.headers, "webhook-id": "msg_other"})):
+    for wrong in (
+        got._replace(raw=got.raw + b" "),
+        got._replace(headers={**got.headers, "webhook-id": "msg_other"}),
+    ):
         with pytest.raises(WebhookVerificationError):
             wrong.verify(secret)
 
 
-def test_all_attempts_have_one_id_and_one_body_and_each_its_own_time(redis_url: str, receiver: Receiver) -> None:
+def test_all_attempts_have_one_id_and_one_body_and_each_its_own_time(
+    redis_url: str, receiver: Receiver
+) -> None:
     receiver.replies["/hook"] = [(500, {}, b"not now"), (404, {}, b""), OK]
 
     async def main() -> Delivery:
@@ -205,11 +227,17 @@ def test_all_attempts_have_one_id_and_one_body_and_each_its_own_time(redis_url: 
     times = [int(got.headers["webhook-timestamp"]) for got in receiver.got]
     assert times[1] - times[0] >= 5
     assert times[2] - times[1] >= 300
-    assert (delivery.state, delivery.id, delivery.next_attempt) == ("delivered", receiver.got[0].id, None)
+    assert (delivery.state, delivery.id, delivery.next_attempt) == (
+        "delivered",
+        receiver.got[0].id,
+        None,
+    )
     assert [attempt.status for attempt in delivery.attempts] == [500, 404, 204]
 
 
-def test_a_receiver_that_never_accepts_gets_every_retry_before_the_delivery_fails(redis_url: str, receiver: Receiver) -> None:
+def test_a_receiver_that_never_accepts_gets_every_retry_before_the_delivery_fails(
+    redis_url: str, receiver: Receiver
+) -> None:
     receiver.replies["/hook"] = [(500, {}, b"")]
 
     async def main() -> Delivery:
@@ -260,7 +288,8 @@ def test_a_receiver_that_asks_for_a_pause_gets_it(redis_url: str, receiver: Rece
     asyncio.run(main())
 
 
-def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: Receiver) -> None:  # field case 41
+def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: Receiver) -> None:
+    # field case 41
     receiver.replies["/hook"] = [(307, {"location": receiver.url("/inner")}, b"")]
 
     async def main() -> Delivery:
@@ -270,10 +299,16 @@ def test_a_redirect_is_a_failure_and_is_not_followed(redis_url: str, receiver: R
             return await made.only()
 
     delivery = asyncio.run(main())
-    assert (delivery.state, delivery.attempts[0].status, receiver.at("/inner")) == ("pending", 307, [])
+    assert (delivery.state, delivery.attempts[0].status, receiver.at("/inner")) == (
+        "pending",
+        307,
+        [],
+    )
 
 
-def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(redis_url: str, receiver: Receiver) -> None:
+def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
+    redis_url: str, receiver: Receiver
+) -> None:
     receiver.replies["/hook"] = [(410, {}, b""), OK]
 
     async def main() -> None:
@@ -287,7 +322,9 @@ def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(redis_
             assert [got.body.data.id for got in receiver.at("/other")] == [other.id]
             [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
             assert (delivery.state, delivery.attempts) == ("disabled", [])
-            assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == [receiver.url()]
+            assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == [
+                receiver.url()
+            ]
             with pytest.raises(MidstreamError) as refused:
                 await made.outbox.redeliver(delivery.id)
             assert refused.value.kind == "conflict"
@@ -300,7 +337,9 @@ def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(redis_
     asyncio.run(main())
 
 
-def test_the_disabled_receivers_of_a_tenant_are_bounded(redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disabled_receivers_of_a_tenant_are_bounded(
+    redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest make room, and are disabled again when they answer the same."""
     monkeypatch.setattr(outbox, "OFF_KEPT", 3)
     paths = [f"/hook/{number}" for number in range(5)]
@@ -316,14 +355,19 @@ def test_the_disabled_receivers_of_a_tenant_are_bounded(redis_url: str, receiver
             await made.outbox.enable("default", disabled[0])
             await made.job(receiver.url(paths[0]))
             await made.sender.round()
-            assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {receiver.url(paths[0]), *disabled[1:]}
+            assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {
+                receiver.url(paths[0]),
+                *disabled[1:],
+            }
             assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_clock_that_is_set_back_delays_no_webhook(redis_url: str, receiver: Receiver, restarted: bool) -> None:
+def test_a_clock_that_is_set_back_delays_no_webhook(
+    redis_url: str, receiver: Receiver, restarted: bool
+) -> None:
     """Neither a retry, nor a new delivery, nor one that was lent to a sender that is gone."""
     receiver.replies["/retried"] = [(500, {}, b""), OK]
 
@@ -382,19 +426,26 @@ def test_any_delivery_can_be_resent_manually(redis_url: str, receiver: Receiver)
             await made.job(receiver.url("/bad"))
             await made.run_out()
             receiver.replies["/bad"] = [OK]
-            known = {delivery.url: delivery for delivery in (await made.outbox.deliveries("default")).deliveries}
+            known = {
+                delivery.url: delivery
+                for delivery in (await made.outbox.deliveries("default")).deliveries
+            }
             assert sorted(delivery.state for delivery in known.values()) == ["delivered", "failed"]
             for delivery in known.values():
                 assert (await made.outbox.redeliver(delivery.id)).state == "pending"
             assert await made.sender.round() == 2
             for path in ("/hook", "/bad"):
                 assert len({got.id for got in receiver.at(path)}) == 1
-                assert (await made.outbox.delivery(known[receiver.url(path)].id)).state == "delivered"
+                assert (
+                    await made.outbox.delivery(known[receiver.url(path)].id)
+                ).state == "delivered"
 
     asyncio.run(main())
 
 
-def test_a_receiver_that_does_not_answer_does_not_hold_up_another(redis_url: str, receiver: Receiver) -> None:
+def test_a_receiver_that_does_not_answer_does_not_hold_up_another(
+    redis_url: str, receiver: Receiver
+) -> None:
     stuck = threading.Event()
     receiver.on_call = lambda got: got.path != "/slow" or not stuck.wait(120)
 
@@ -441,11 +492,16 @@ def test_thousands_of_receivers_do_not_delay_another_tenants_webhooks(redis_url:
         async with service(redis_url) as made:
             for tenant, hosts in (("many", 1100), ("other", 1)):
                 for number in range(hosts):
-                    job = make_job(tenant=tenant, callback=Callback(url=f"http://h{number}.example/", events=["job.aborted"]))
+                    job = make_job(
+                        tenant=tenant,
+                        callback=Callback(url=f"http://h{number}.example/", events=["job.aborted"]),
+                    )
                     await made.ledger.submit(job, {})
                     await made.ledger.request_cancel(job.id)
             lent = await made.outbox.lend(32, 96, 30.0, {"many": 96})
-            assert [loan.tenant for loan in lent] == ["other"], "the other has its slots, and something to send"
+            assert [loan.tenant for loan in lent] == ["other"], (
+                "the other has its slots, and something to send"
+            )
 
     asyncio.run(main())
 
@@ -454,7 +510,11 @@ def test_thousands_of_receivers_do_not_delay_another_tenants_webhooks(redis_url:
 def test_an_attempt_ends_in_time_whatever_the_receiver_does(what: str) -> None:  # field case 41
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while what == "drips its headers":
-            writer.write(b"HTTP/1.1 200 OK\r\n" if not writer.transport.get_write_buffer_size() else b"x: y\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\n"
+                if not writer.transport.get_write_buffer_size()
+                else b"x: y\r\n"
+            )
             await asyncio.sleep(0.05)
         await asyncio.sleep(120)
 
@@ -478,7 +538,9 @@ def test_an_endless_webhook_response_is_cut_and_counts() -> None:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal sent
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-type: text/plain\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-type: text/plain\r\n\r\n"
+            )
             try:
                 while True:
                     writer.write(b"\0" * 65536)
@@ -506,10 +568,17 @@ async def named(*addresses: str) -> Sequence[str]:
     return addresses
 
 
-@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], ["10.0.0.1"]])
-def test_a_host_with_any_private_address_is_not_called(redis_url: str, receiver: Receiver, addresses: list[str]) -> None:  # field case 41
+@pytest.mark.parametrize(
+    "addresses", [["127.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::ffff:127.0.0.1"], ["10.0.0.1"]]
+)
+def test_a_host_with_any_private_address_is_not_called(
+    redis_url: str, receiver: Receiver, addresses: list[str]
+) -> None:
+    # field case 41
     async def main() -> Delivery:
-        async with service(redis_url, resolve=lambda host, port: named(*addresses), webhook_allow_private=False) as made:
+        async with service(
+            redis_url, resolve=lambda host, port: named(*addresses), webhook_allow_private=False
+        ) as made:
             await made.job(f"http://hooks.example:{receiver.port}/hook")
             await made.sender.round()
             assert (await made.outbox.depth())[0] == 0
@@ -529,7 +598,9 @@ def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  #
         return ["93.184.215.14"] if len(asked) == 1 else ["127.0.0.1"]
 
     class Network(httpcore.AsyncNetworkBackend):
-        async def connect_tcp(self, host: str, *rest: Any, **named: Any) -> httpcore.AsyncNetworkStream:
+        async def connect_tcp(
+            self, host: str, *rest: Any, **named: Any
+        ) -> httpcore.AsyncNetworkStream:
             reached.append(host)
             raise httpcore.ConnectError("there is no network here")
 
@@ -546,19 +617,45 @@ def test_webhooks_connect_to_the_checked_address(receiver: Receiver) -> None:  #
     assert len(asked) == 2
 
 
-def test_webhook_tls_verifies_the_host_name(receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhook_tls_verifies_the_host_name(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection goes to an address, and the certificate is the name's all the same."""
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=hooks.example", "-addext", "subjectAltName=DNS:hooks.example"],
-        cwd=tmp_path, check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "cert.pem",
+            "-subj",
+            "/CN=hooks.example",
+            "-addext",
+            "subjectAltName=DNS:hooks.example",
+        ],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
     receiver.secure(tmp_path / "cert.pem", tmp_path / "key.pem")
 
     async def post(host: str) -> int:
-        poster = Poster(allow_private=True, timeout_s=60, resolve=lambda host, port: named("127.0.0.1"))
+        poster = Poster(
+            allow_private=True, timeout_s=60, resolve=lambda host, port: named("127.0.0.1")
+        )
         try:
-            return (await poster.post(f"https://{host}:{receiver.port}/hook", "msg_1", 1, b"{}", [])).status
+            return (
+                await poster.post(f"https://{host}:{receiver.port}/hook", "msg_1", 1, b"{}", [])
+            ).status
         finally:
             await poster.close()
 
@@ -571,7 +668,9 @@ def test_webhook_tls_verifies_the_host_name(receiver: Receiver, tmp_path: Path, 
     assert [got.headers["host"] for got in receiver.got] == [f"hooks.example:{receiver.port}"]
 
 
-def test_webhooks_ignore_proxy_environment_variables(redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webhooks_ignore_proxy_environment_variables(
+    redis_url: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 
@@ -609,7 +708,9 @@ def test_during_rotation_both_secrets_sign(redis_url: str, receiver: Receiver) -
     asyncio.run(main())
 
 
-def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(redis_url: str, receiver: Receiver) -> None:
+def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(
+    redis_url: str, receiver: Receiver
+) -> None:
     async def main() -> None:
         async with service(redis_url) as made:
             shared = (await made.secrets.of("lab", "aaaaaaaaaaaa")).secrets[0].secret
@@ -620,12 +721,17 @@ def test_a_key_signs_with_its_own_secret_or_else_with_its_tenants(redis_url: str
                 await made.job(receiver.url(), tenant="lab", key=key)
                 await made.sender.round()
                 receiver.got[0].verify(secret)
-            assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (shared, own.secrets[0].secret)
+            assert (await made.secrets.of("other", "cccccccccccc")).secrets[0].secret not in (
+                shared,
+                own.secrets[0].secret,
+            )
 
     asyncio.run(main())
 
 
-def test_settled_webhooks_expire_and_pending_ones_do_not(redis_url: str, receiver: Receiver) -> None:
+def test_settled_webhooks_expire_and_pending_ones_do_not(
+    redis_url: str, receiver: Receiver
+) -> None:
     receiver.replies["/later"] = [(503, {"retry-after": "86400"}, b"")]
 
     async def main() -> None:
@@ -638,7 +744,9 @@ def test_settled_webhooks_expire_and_pending_ones_do_not(redis_url: str, receive
             assert len((await made.outbox.deliveries(None)).deliveries) == 2
             made.ahead += 50
             await made.sender.housekeeping()
-            assert [delivery.job for delivery in (await made.outbox.deliveries(None)).deliveries] == [kept.id]
+            assert [
+                delivery.job for delivery in (await made.outbox.deliveries(None)).deliveries
+            ] == [kept.id]
             keys = [key.decode() for key in await made.ledger.redis.keys("ms:hook*")]
             assert not [key for key in keys if gone.id.removeprefix("job_") in key]
             assert await made.ledger.redis.zcard("ms:hook-index:default") == 1

@@ -1,4 +1,6 @@
-"""Do jobs flow through queue, worker, ranks' receipts and ledger, with the fake engine and everything else real?"""
+"""Do jobs flow through queue, worker, ranks' receipts and ledger, with the fake engine and
+everything else real?
+"""
 
 import socket
 import time
@@ -19,19 +21,34 @@ from midstream.schemas.specs import StoredCapture, StoredSteering
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake.model import HIDDEN_SIZE
 
-ALL_LAYERS = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all_prompt", tag="t", layout="packed")
+ALL_LAYERS = StoredCapture(
+    sites={"post_block": [0, 1, 2, 3]}, positions="all_prompt", tag="t", layout="packed"
+)
 VECTOR = from_numpy(np.arange(HIDDEN_SIZE, dtype=np.float32))
 
 
 def steering(name: str = content_hash(VECTOR)) -> list[StoredSteering]:
-    return [StoredSteering(layers=[1, 2], hook="post_block", positions="all", family="add", tensors=[name], scale=2.0)]
+    return [
+        StoredSteering(
+            layers=[1, 2],
+            hook="post_block",
+            positions="all",
+            family="add",
+            tensors=[name],
+            scale=2.0,
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two TP ranks in each of two pipeline stages; 20 ms a token, so that jobs overlap; leases that outlast a stall."""
+    """Two TP ranks in each of two pipeline stages; 20 ms a token, so that jobs overlap; leases that
+    outlast a stall.
+    """
     directory = tmp_path_factory.mktemp("stack")
-    with Stack(directory, tensor_parallel_size=2, pipeline_parallel_size=2, fake_token_s=0.02, lease_s=30) as running:
+    with Stack(
+        directory, tensor_parallel_size=2, pipeline_parallel_size=2, fake_token_s=0.02, lease_s=30
+    ) as running:
         yield running
 
 
@@ -48,39 +65,65 @@ def test_a_plain_job_ends_with_its_output(stack: Stack) -> None:
 def test_eight_jobs_of_three_prompts_run_at_once_and_keep_their_own_outputs(stack: Stack) -> None:
     alone = stack.submit(["job 3 prompt 1"], max_tokens=100)
     stack.wait(alone)
-    jobs = [stack.submit([f"job {j} prompt {p}" for p in range(3)], max_tokens=100, capture=ALL_LAYERS) for j in range(8)]
+    jobs = [
+        stack.submit([f"job {j} prompt {p}" for p in range(3)], max_tokens=100, capture=ALL_LAYERS)
+        for j in range(8)
+    ]
     assert {stack.wait(job_id).state for job_id in jobs} == {State.SUCCEEDED}
     views = [stack.view(job_id) for job_id in jobs]
     results = [stack.result(job_id) for job_id in jobs]
     times = [(view.started or 0.0, view.finished or 0.0) for view in views]
     whole = max(end for _, end in times) - min(begin for begin, _ in times)
-    assert sum(end - begin for begin, end in times) > 2 * whole, "one after the other they take less than the whole"
+    assert sum(end - begin for begin, end in times) > 2 * whole, (
+        "one after the other they take less than the whole"
+    )
     assert results[3].outputs[1].token_ids == stack.result(alone).outputs[0].token_ids
     assert [[output.index for output in result.outputs] for result in results] == [[0, 1, 2]] * 8
 
 
-def test_a_capture_succeeds_when_every_rank_reported_and_its_files_are_durable(stack: Stack) -> None:
+def test_a_capture_succeeds_when_every_rank_reported_and_its_files_are_durable(
+    stack: Stack,
+) -> None:
     job_id = stack.submit(["one", "three"], capture=ALL_LAYERS, max_tokens=3)
     view = stack.wait(job_id)
-    assert (view.state, view.capture_status, view.receipts, view.receipts_expected) == (State.SUCCEEDED, "ok", 8, 8)
+    assert (view.state, view.capture_status, view.receipts, view.receipts_expected) == (
+        State.SUCCEEDED,
+        "ok",
+        8,
+        8,
+    )
     results = stack.result(job_id).capture_results
-    assert sorted((file.request, file.pp, file.sites["post_block"], file.positions) for file in results.files) == [
-        (0, 0, [0, 1], 3), (0, 1, [2, 3], 3), (1, 0, [0, 1], 5), (1, 1, [2, 3], 5),
-    ]  # fmt: skip
+    assert sorted(
+        (file.request, file.pp, file.sites["post_block"], file.positions) for file in results.files
+    ) == [
+        (0, 0, [0, 1], 3),
+        (0, 1, [2, 3], 3),
+        (1, 0, [0, 1], 5),
+        (1, 1, [2, 3], 5),
+    ]
     for file in results.files:
-        content = (stack.settings.capture_root / file.path).read_bytes()[file.offset : file.offset + file.bytes]
+        content = (stack.settings.capture_root / file.path).read_bytes()[
+            file.offset : file.offset + file.bytes
+        ]
         assert (len(content), zlib.crc32(content)) == (file.bytes, file.crc32)
 
 
 def test_a_steered_job_reports_what_every_rank_applied(stack: Stack) -> None:
-    job_id = stack.submit(["abc"], steering=steering(), blobs={content_hash(VECTOR): VECTOR}, max_tokens=2)
+    job_id = stack.submit(
+        ["abc"], steering=steering(), blobs={content_hash(VECTOR): VECTOR}, max_tokens=2
+    )
     assert stack.wait(job_id).state is State.SUCCEEDED
     determinism = stack.result(job_id).determinism
     assert determinism is not None
     assert determinism.consistent
-    assert {(stage.pp, rank.tp, rank.applied) for stage in determinism.stages for rank in stage.ranks} == {
-        (pp, tp, 4) for pp in (0, 1) for tp in (0, 1)  # one layer a stage; three prompt tokens and one that was fed back
-    }  # fmt: skip
+    assert {
+        (stage.pp, rank.tp, rank.applied) for stage in determinism.stages for rank in stage.ranks
+    } == {
+        # one layer a stage; three prompt tokens and one that was fed back
+        (pp, tp, 4)
+        for pp in (0, 1)
+        for tp in (0, 1)
+    }
 
 
 # field case 21
@@ -121,7 +164,10 @@ def test_a_running_job_is_cancelled_promptly(stack: Stack) -> None:
         assert view.cancelling is not None
         assert view.finished is not None
         took.append(view.finished - view.cancelling)
-    assert min(took) < 1, f"{took}, by the ledger's clock: a stall of the machine hits one of them, a worker that waits hits all"
+    assert min(took) < 1, (
+        f"{took}, by the ledger's clock: a stall of the machine hits one of them, a "
+        "worker that waits hits all"
+    )
 
 
 def test_a_cancel_with_a_lost_broadcast_is_noticed_by_the_heartbeat(stack: Stack) -> None:
@@ -140,7 +186,13 @@ def test_streaming_publishes_each_token(stack: Stack) -> None:
     assert len(tokens) == 6
     assert "".join(str(token["text"]) for token in tokens) == output.text
     assert [token["finish_reason"] for token in tokens] == [None] * 5 + ["length"]
-    assert [event.event for event in events if event.event != "token"] == ["state", "state", "output", "state", "done"]
+    assert [event.event for event in events if event.event != "token"] == [
+        "state",
+        "state",
+        "output",
+        "state",
+        "done",
+    ]
 
 
 def test_the_worker_registers_its_model(stack: Stack) -> None:
@@ -151,7 +203,12 @@ def test_the_worker_registers_its_model(stack: Stack) -> None:
     assert raw is not None
     assert encode_bundle(from_msgpack(raw, TokenizerBundle))[0] == info.tokenizer
     (worker,) = stack.do(lambda ledger: ledger.workers())
-    assert (worker.worker, worker.model, worker.pid, worker.healthy) == ("w1", "fake-model", stack.pid("worker"), True)
+    assert (worker.worker, worker.model, worker.pid, worker.healthy) == (
+        "w1",
+        "fake-model",
+        stack.pid("worker"),
+        True,
+    )
 
 
 def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:

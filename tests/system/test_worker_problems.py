@@ -1,4 +1,6 @@
-"""When a rank refuses, disagrees or says nothing, does the job end with the reason, and the next job run?"""
+"""When a rank refuses, disagrees or says nothing, does the job end with the reason, and the next
+job run?
+"""
 
 from collections.abc import Iterator
 
@@ -12,13 +14,24 @@ from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.workers.fake.model import HIDDEN_SIZE
 
 VECTOR = from_numpy(np.ones(HIDDEN_SIZE, dtype=np.float32))
-STEERING = [StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)], scale=1.0)]
+STEERING = [
+    StoredSteering(
+        layers=[1],
+        hook="post_block",
+        positions="all",
+        family="add",
+        tensors=[content_hash(VECTOR)],
+        scale=1.0,
+    )
+]
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Each test starts a worker of its own on it."""
-    with Stack(tmp_path_factory.mktemp("stack"), workers=0, tensor_parallel_size=2, lease_s=15) as running:
+    with Stack(
+        tmp_path_factory.mktemp("stack"), workers=0, tensor_parallel_size=2, lease_s=15
+    ) as running:
         yield running
 
 
@@ -45,7 +58,9 @@ def test_a_rank_failure_is_the_jobs_error(stack: Stack, fault: str, kind: str, d
         stack.spawn("worker", capture_timeout_s=1, fault=fault)
     else:
         stack.spawn("worker", fault=fault)
-    view = stack.wait(stack.submit(["a", "b"], steering=STEERING, blobs={content_hash(VECTOR): VECTOR}))
+    view = stack.wait(
+        stack.submit(["a", "b"], steering=STEERING, blobs={content_hash(VECTOR): VECTOR})
+    )
     assert view.state is State.FAILED
     assert view.error is not None
     assert view.error.type == f"urn:midstream:{kind}"
@@ -54,7 +69,9 @@ def test_a_rank_failure_is_the_jobs_error(stack: Stack, fault: str, kind: str, d
 
 
 def test_a_prompt_accepted_for_a_longer_model_fails_with_its_length(stack: Stack) -> None:
-    """The worker was started again with a smaller `max_model_len` while the job waited; it is submitted past the API's own check."""
+    """The worker was started again with a smaller `max_model_len` while the job waited; it is
+    submitted past the API's own check.
+    """
     stack.spawn("worker", max_model_len=8)
     view = stack.wait(stack.submit(["short", "a prompt of more than eight letters"], max_tokens=4))
     assert view.state is State.FAILED

@@ -1,4 +1,7 @@
-"""Does a run end rightly when the engine misbehaves? Real ledger, and an engine that misbehaves on purpose."""
+"""Does a run end rightly when the engine misbehaves?
+
+Real ledger, and an engine that misbehaves on purpose.
+"""
 
 import asyncio
 import contextlib
@@ -35,8 +38,19 @@ TIMEOUT_S = 40
 class Harness:
     """Attempts over a real ledger; `generate` replaces the engine's."""
 
-    def __init__(self, redis_url: str, directory: Path, generate: Callable[..., AsyncGenerator[Progress, None]] | None = None):
-        values = {"redis_url": redis_url, "data_dir": str(directory), "model": "fake-model", "worker_id": "w1", "engine": "fake"}
+    def __init__(
+        self,
+        redis_url: str,
+        directory: Path,
+        generate: Callable[..., AsyncGenerator[Progress, None]] | None = None,
+    ):
+        values = {
+            "redis_url": redis_url,
+            "data_dir": str(directory),
+            "model": "fake-model",
+            "worker_id": "w1",
+            "engine": "fake",
+        }
         self.settings = Settings(**values, relay_url="tcp://127.0.0.1:9", fake_token_s=0.01)  # type: ignore[arg-type]
         self.generate = generate
         self.died = asyncio.Event()
@@ -50,7 +64,9 @@ class Harness:
             if self.generate is not None:
                 engine.generate = self.generate  # type: ignore[method-assign]
             engine.abort = self._abort  # type: ignore[method-assign]
-            self.standing = SteeringReconciler(Steering(self.ledger), engine, self.settings, "boot", self._tell)
+            self.standing = SteeringReconciler(
+                Steering(self.ledger), engine, self.settings, "boot", self._tell
+            )
             await self.standing.start()
             self.runs = Attempts(self.ledger, engine, self.standing, "w1", "boot", self.died)
             try:
@@ -64,7 +80,11 @@ class Harness:
 
     async def sent_again(self) -> list[tuple[str, int]]:
         """Job and attempts made of each message that a job was sent with after its first."""
-        return [(message.job_id, message.attempt) for message in await sent(self.ledger, "fake-model") if message.attempt]
+        return [
+            (message.job_id, message.attempt)
+            for message in await sent(self.ledger, "fake-model")
+            if message.attempt
+        ]
 
     async def _tell(self) -> None:
         """Nobody has to know whether the worker serves."""
@@ -98,9 +118,12 @@ class Harness:
 
 
 # field case 38
-def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: str, tmp_path: Path) -> None:
+def test_a_cancellation_that_something_swallowed_still_stops_the_run(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def deaf(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        with contextlib.suppress(asyncio.CancelledError):  # once, or a failure of this test would never end
+        with contextlib.suppress(asyncio.CancelledError):
+            # once, or a failure of this test would never end
             await asyncio.sleep(60)
         while True:
             await asyncio.sleep(0.01)
@@ -119,10 +142,14 @@ def test_a_cancellation_that_something_swallowed_still_stops_the_run(redis_url: 
 
 
 # field case 21
-def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, tmp_path: Path) -> None:
+def test_one_failing_prompt_fails_the_job_and_stops_the_others(
+    redis_url: str, tmp_path: Path
+) -> None:
     stopped: list[int] = []
 
-    async def second_fails(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def second_fails(
+        ask: EngineRequest, everyone: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
         if ask.request == 1:
             raise MidstreamError("capture_failed", "rank 0: no space")
         try:
@@ -146,10 +173,14 @@ def test_one_failing_prompt_fails_the_job_and_stops_the_others(redis_url: str, t
 
 
 # field case 21
-def test_a_request_that_ends_without_output_fails_the_job(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_ends_without_output_fails_the_job(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.VERDICT_S", 0.05)
 
-    async def silent(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def silent(
+        ask: EngineRequest, everyone: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
         yield Progress(ask.request, "a", [1])
 
     async def scenario(at: Harness) -> None:
@@ -174,13 +205,17 @@ def test_jobs_of_a_dead_engine_are_released_and_resent(redis_url: str, tmp_path:
         assert await task is AttemptOutcome.RELEASED
         assert (await at.view(job_id)).state is State.QUEUED
         assert await at.sent_again() == [(job_id, 1)]
-        assert await at.runs.run_job(job_id) is AttemptOutcome.NOT_OURS, "a dead engine claims nothing"
+        assert await at.runs.run_job(job_id) is AttemptOutcome.NOT_OURS, (
+            "a dead engine claims nothing"
+        )
 
     Harness(redis_url, tmp_path, dying)(scenario)
 
 
 # field case 38
-def test_a_job_that_may_not_wait_for_its_format_comes_again_later(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds no place of the worker meanwhile, and the attempt does not count."""
     busy = [True]
 
@@ -223,11 +258,15 @@ def test_the_late_outputs_of_a_lost_attempt_change_nothing(redis_url: str, tmp_p
 def test_a_late_lost_notice_does_not_stop_the_next_attempt(redis_url: str, tmp_path: Path) -> None:
     beaten = asyncio.Event()
 
-    async def lasting(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def lasting(
+        ask: EngineRequest, everyone: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
         if ask.attempt == 1:
             await asyncio.sleep(600)  # until the next one stops it
         await beaten.wait()
-        yield Progress(ask.request, "a", [1], Output(ask.request, "a", [1], "length", len(ask.token_ids)))
+        yield Progress(
+            ask.request, "a", [1], Output(ask.request, "a", [1], "length", len(ask.token_ids))
+        )
 
     async def scenario(at: Harness) -> None:
         job_id = await at.submit()
@@ -254,9 +293,14 @@ def test_a_late_lost_notice_does_not_stop_the_next_attempt(redis_url: str, tmp_p
     Harness(redis_url, tmp_path, lasting)(scenario)
 
 
-def test_when_ranks_disagree_only_the_affected_requests_run_again(redis_url: str, tmp_path: Path) -> None:
+def test_when_ranks_disagree_only_the_affected_requests_run_again(
+    redis_url: str, tmp_path: Path
+) -> None:
     async def scenario(at: Harness) -> None:
-        captured, plain = await at.submit(max_tokens=100, capture=True), await at.submit(max_tokens=20)
+        captured, plain = (
+            await at.submit(max_tokens=100, capture=True),
+            await at.submit(max_tokens=20),
+        )
         tasks = [await at.running(captured), await at.running(plain)]
         at.standing.stop_runs("rank 1 differs")
         assert await tasks[0] is AttemptOutcome.OUT_OF_STEP
@@ -270,7 +314,9 @@ def test_when_ranks_disagree_only_the_affected_requests_run_again(redis_url: str
 
 
 def test_a_possibly_desynced_rank_costs_one_attempt(redis_url: str, tmp_path: Path) -> None:
-    async def unsure(ask: EngineRequest, everyone: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def unsure(
+        ask: EngineRequest, everyone: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
         raise Quarantined("rank 1 kept what it should have dropped")
         yield
 
@@ -282,7 +328,9 @@ def test_a_possibly_desynced_rank_costs_one_attempt(redis_url: str, tmp_path: Pa
     Harness(redis_url, tmp_path, unsure)(scenario)
 
 
-def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_waits_for_a_quarantined_worker_then_is_requeued(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.workers.serving.attempts.CLAIM_PATIENCE_S", 0.2)
 
     async def scenario(at: Harness) -> None:

@@ -1,4 +1,7 @@
-"""Do two workers follow what is desired for everyone, whatever happens to them and their ranks? Fake engines, everything else real."""
+"""Do two workers follow what is desired for everyone, whatever happens to them and their ranks?
+
+Fake engines, everything else real.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +16,13 @@ from midstream.broker.ledger.steering import Steering
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.jobs import State
 from midstream.schemas.specs import StoredCapture, StoredSteering
-from midstream.schemas.steering import GlobalSteering, Module, SteeringTemplate, WorkerSteering, content_digest
+from midstream.schemas.steering import (
+    GlobalSteering,
+    Module,
+    SteeringTemplate,
+    WorkerSteering,
+    content_digest,
+)
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.fake.model import HIDDEN_SIZE, Dice, make_tokenizer
 from midstream.workers.serving.attempts import CLAIM_PATIENCE_S
@@ -28,7 +37,13 @@ def tensor(number: int) -> Tensor:
 
 
 def entry(number: int) -> SteeringTemplate:
-    return SteeringTemplate(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(tensor(number))])
+    return SteeringTemplate(
+        layers=[1],
+        hook="post_block",
+        positions="all",
+        family="add",
+        tensors=[content_hash(tensor(number))],
+    )
 
 
 def own(number: int) -> list[StoredSteering]:
@@ -46,7 +61,9 @@ def reports(stack: Stack) -> dict[str, WorkerSteering]:
     return {report.worker: report for report in stack.do(read)}
 
 
-def until(stack: Stack, holds: Callable[[dict[str, WorkerSteering]], bool]) -> dict[str, WorkerSteering]:
+def until(
+    stack: Stack, holds: Callable[[dict[str, WorkerSteering]], bool]
+) -> dict[str, WorkerSteering]:
     deadline = time.monotonic() + PATIENCE_S
     while not holds(found := reports(stack)):
         assert time.monotonic() < deadline, found
@@ -56,7 +73,11 @@ def until(stack: Stack, holds: Callable[[dict[str, WorkerSteering]], bool]) -> d
 
 def propose(stack: Stack, *numbers: int) -> str:
     async def run(ledger: Ledger) -> str:
-        return (await Steering(ledger).propose(MODEL, [entry(number) for number in numbers], blobs(*numbers))).id
+        return (
+            await Steering(ledger).propose(
+                MODEL, [entry(number) for number in numbers], blobs(*numbers)
+            )
+        ).id
 
     return stack.do(run)
 
@@ -71,16 +92,27 @@ def commit(stack: Stack, proposal: str) -> GlobalSteering:
 def set_global(stack: Stack, *numbers: int, workers: int = 2) -> int:
     """Both phases as the API has them; returns the version."""
     proposal = propose(stack, *numbers)
-    until(stack, lambda found: sum(report.proposal == proposal and report.prepared for report in found.values()) >= workers)
+    until(
+        stack,
+        lambda found: (
+            sum(report.proposal == proposal and report.prepared for report in found.values())
+            >= workers
+        ),
+    )
     version = commit(stack, proposal).version
-    until(stack, lambda found: sum(report.global_version == version for report in found.values()) >= workers)
+    until(
+        stack,
+        lambda found: sum(report.global_version == version for report in found.values()) >= workers,
+    )
     return version
 
 
 def put_module(stack: Stack, number: int) -> str:
     async def run(ledger: Ledger) -> str:
         digest = content_digest([entry(number)])
-        module = Module(name="joy", model=MODEL, digest=digest, entries=[entry(number)], bytes=32, created=0.0)
+        module = Module(
+            name="joy", model=MODEL, digest=digest, entries=[entry(number)], bytes=32, created=0.0
+        )
         await Steering(ledger).put_module(module, blobs(number))
         return digest
 
@@ -103,7 +135,13 @@ def text(stack: Stack, job_id: str) -> str:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two workers of two ranks each."""
-    settings = {"workers": 2, "tensor_parallel_size": 2, "fake_token_s": 0.01, "lease_s": 10, "steering_wait_s": 60.0}
+    settings = {
+        "workers": 2,
+        "tensor_parallel_size": 2,
+        "fake_token_s": 0.01,
+        "lease_s": 10,
+        "steering_wait_s": 60.0,
+    }
     with Stack(tmp_path_factory.mktemp("stack"), **settings) as running:
         yield running
 
@@ -113,12 +151,16 @@ def test_global_steering_holds_on_every_rank_of_both_workers_until_cleared(stack
     steered = text(stack, stack.submit(["hello"], steering=own(1), blobs=blobs(1)))
     version = set_global(stack, 1)
     ranks = [rank for report in reports(stack).values() for rank in report.ranks]
-    assert [(rank.global_version, rank.global_digest) for rank in ranks] == [(version, content_digest([entry(1)]))] * 4
+    assert [(rank.global_version, rank.global_digest) for rank in ranks] == [
+        (version, content_digest([entry(1)]))
+    ] * 4
     jobs = [stack.submit(["hello"]) for _ in range(8)]
     assert {text(stack, job_id) for job_id in jobs} == {steered} != {plain}
     for job_id in jobs:
         view, determinism = stack.view(job_id), stack.result(job_id).determinism
-        assert (view.receipts, view.receipts_expected) == (2, 2), "what is everyone's is proved of every request"
+        assert (view.receipts, view.receipts_expected) == (2, 2), (
+            "what is everyone's is proved of every request"
+        )
         assert determinism is not None
         assert (determinism.consistent, determinism.global_version) == (True, version)
     cleared = set_global(stack)
@@ -143,14 +185,24 @@ def test_a_running_job_keeps_the_global_steering_that_it_began_under(stack: Stac
 
 
 def test_no_job_starts_under_steering_replaced_by_a_commit(stack: Stack) -> None:
-    """Jobs arrive all the time; what a worker says that it began after the decision has the new version, on both workers."""
+    """Jobs arrive all the time; what a worker says that it began after the decision has the new
+    version, on both workers.
+    """
     expected = {0: text(stack, stack.submit(["race"], max_tokens=2))}
-    expected |= {n: text(stack, stack.submit(["race"], max_tokens=2, steering=own(n), blobs=blobs(n))) for n in (1, 2, 3)}
+    expected |= {
+        n: text(stack, stack.submit(["race"], max_tokens=2, steering=own(n), blobs=blobs(n)))
+        for n in (1, 2, 3)
+    }
     decided: list[tuple[float, int, int]] = []  # when, version, content
     jobs: list[str] = []
     for content in (1, 2, 0, 3):
         proposal = propose(stack, *([content] if content else []))
-        until(stack, lambda found, proposal=proposal: sum(r.proposal == proposal for r in found.values()) == 2)
+        until(
+            stack,
+            lambda found, proposal=proposal: (
+                sum(r.proposal == proposal for r in found.values()) == 2
+            ),
+        )
         jobs += [stack.submit(["race"], max_tokens=2, capture=CAPTURE) for _ in range(6)]
         version = commit(stack, proposal).version
         decided.append((time.time(), version, content))
@@ -158,11 +210,17 @@ def test_no_job_starts_under_steering_replaced_by_a_commit(stack: Stack) -> None
     contents = {version: content for _, version, content in decided}
     late, workers = 0, set()
     for job_id in jobs:
-        got, view, determinism = text(stack, job_id), stack.view(job_id), stack.result(job_id).determinism
+        got, view, determinism = (
+            text(stack, job_id),
+            stack.view(job_id),
+            stack.result(job_id).determinism,
+        )
         assert determinism is not None
         assert view.started is not None
         after = [version for at, version, _ in decided if at < view.started]
-        assert determinism.global_version >= max(after, default=0), "began under a state that was no longer desired"
+        assert determinism.global_version >= max(after, default=0), (
+            "began under a state that was no longer desired"
+        )
         assert got == expected[contents.get(determinism.global_version, 0)]
         late += bool(after)
         workers.add(view.worker)
@@ -176,7 +234,9 @@ def test_a_refusing_rank_prevents_the_change_on_all_ranks(stack: Stack) -> None:
     stack.end("worker-2")
     stack.restart("worker-2", fault="prepare:rank=1")
     proposal = propose(stack, 1)
-    found = until(stack, lambda found: sum(report.proposal == proposal for report in found.values()) == 2)
+    found = until(
+        stack, lambda found: sum(report.proposal == proposal for report in found.values()) == 2
+    )
     assert found["w1"].prepared
     assert (found["w1-2"].prepared, found["w1-2"].refusal) == (False, "rank 1: injected fault")
     stack.do(lambda ledger: Steering(ledger).abort(MODEL, proposal))
@@ -198,9 +258,18 @@ def test_a_returning_worker_syncs_steering_before_its_first_job(stack: Stack) ->
     assert text(stack, job_id) == steered
     assert stack.view(job_id).attempt == 1
     found = until(stack, lambda found: len(found) == 2)
-    assert {(rank.global_version, rank.modules["joy"]) for report in found.values() for rank in report.ranks} == {(version, digest)}
+    assert {
+        (rank.global_version, rank.modules["joy"])
+        for report in found.values()
+        for rank in report.ranks
+    } == {(version, digest)}
     changed = put_module(stack, 1)
-    until(stack, lambda found: all(rank.modules["joy"] == changed for report in found.values() for rank in report.ranks))
+    until(
+        stack,
+        lambda found: all(
+            rank.modules["joy"] == changed for report in found.values() for rank in report.ranks
+        ),
+    )
     set_global(stack)
 
 
@@ -212,16 +281,21 @@ def test_jobs_are_not_delayed_by_a_quarantined_worker(stack: Stack) -> None:
     began = time.monotonic()
     for job_id in [stack.submit(["hello"]) for _ in range(12)]:
         stack.wait(job_id)
-    assert time.monotonic() - began < CLAIM_PATIENCE_S, "the longest that such a worker keeps a job's message while nobody else serves"
+    assert time.monotonic() - began < CLAIM_PATIENCE_S, (
+        "the longest that such a worker keeps a job's message while nobody else serves"
+    )
     stack.end("worker-2")
     stack.restart("worker-2")
     set_global(stack)
 
 
-def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resync(stack: Stack) -> None:
+def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resync(
+    stack: Stack,
+) -> None:
     stack.end("worker-2")
     stack.restart("worker-2", fault="commit:rank=1,times=1")
-    # The start itself commits what is desired: the fault strikes there, and the worker begins jobs with equal ranks all the same.
+    # The start itself commits what is desired: the fault strikes there, and the worker begins jobs
+    # with equal ranks all the same.
     until(stack, lambda found: len(found) == 2)
     version = set_global(stack, 1)
     report = reports(stack)["w1-2"]
@@ -232,8 +306,15 @@ def test_a_commit_that_one_rank_refuses_is_rolled_back_and_applied_after_a_resyn
 
 
 @pytest.mark.parametrize("on_desync", ["retry", "fail"])
-def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(tmp_path: Path, on_desync: str) -> None:
-    settings = {"tensor_parallel_size": 2, "fake_token_s": 0.01, "lease_s": 10, "on_desync": on_desync}
+def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(
+    tmp_path: Path, on_desync: str
+) -> None:
+    settings = {
+        "tensor_parallel_size": 2,
+        "fake_token_s": 0.01,
+        "lease_s": 10,
+        "on_desync": on_desync,
+    }
     with Stack(tmp_path, **settings, fault="desync:rank=1,times=1") as stack:
         job_id = stack.submit(["drill"], steering=own(1), blobs=blobs(1))
         bystander = stack.submit(["a bystander"], max_tokens=20)
@@ -252,9 +333,14 @@ def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(tmp_path: Pa
             assert view.error.type == "urn:midstream:ranks_disagree"
         report = until(stack, lambda found: found["w1"].resyncs == 1)["w1"]
         assert (report.state, report.desyncs) == ("serving", 1)
-        assert {(rank.epoch, rank.checksum) for rank in report.ranks} == {(1, report.ranks[0].checksum)}
+        assert {(rank.epoch, rank.checksum) for rank in report.ranks} == {
+            (1, report.ranks[0].checksum)
+        }
         following = stack.submit(["the next"], steering=own(1), blobs=blobs(1))
         assert (stack.wait(following).state, stack.view(following).attempt) == (State.SUCCEEDED, 1)
         assert stack.wait(bystander).state is State.SUCCEEDED
-        assert stack.log("worker").count("ERROR midstream.workers.serving.steering: ranks diverged") == 1
+        assert (
+            stack.log("worker").count("ERROR midstream.workers.serving.steering: ranks diverged")
+            == 1
+        )
         assert stack.processes["worker"].poll() is None, "the engine lives on"

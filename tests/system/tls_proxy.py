@@ -1,4 +1,6 @@
-"""TLS in front of a Redis that has none: `python tls_proxy.py HOST PORT REDIS_PORT CERTIFICATE KEY`; prints `ready`."""
+"""TLS in front of a Redis that has none: `python tls_proxy.py HOST PORT REDIS_PORT CERTIFICATE
+KEY`; prints `ready`.
+"""
 
 import asyncio
 import contextlib
@@ -18,7 +20,9 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 async def main(host: str, port: str, redis_port: str, certificate: str, key: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", int(redis_port))
+            behind_reader, behind_writer = await asyncio.open_connection(
+                "127.0.0.1", int(redis_port)
+            )
         except OSError:
             writer.close()
             return

@@ -22,21 +22,44 @@ START_S = 180.0
 
 
 class Up:
-    """A running `midstream up` with the fake engine on `data`; or another command of that kind. `settings` become
-    MIDSTREAM_* variables; None: unset."""
+    """A running `midstream up` with the fake engine on `data`; or another command of that kind.
+
+    `settings` become MIDSTREAM_* variables; None: unset.
+    """
 
     def __init__(self, data: Path, command: Sequence[str] = ("up",), **settings: object):
         self.data = data
-        ports = {"api_port": free_port(), "flower_port": free_port(), "relay_url": f"tcp://127.0.0.1:{free_port()}"}
-        chosen = {"data_dir": data, "engine": "fake", "model_name": "fake", "worker_id": "w1", **ports, **settings}
+        ports = {
+            "api_port": free_port(),
+            "flower_port": free_port(),
+            "relay_url": f"tcp://127.0.0.1:{free_port()}",
+        }
+        chosen = {
+            "data_dir": data,
+            "engine": "fake",
+            "model_name": "fake",
+            "worker_id": "w1",
+            **ports,
+            **settings,
+        }
         self.environment = {
             **os.environ,
-            **{f"MIDSTREAM_{name.upper()}": str(value) for name, value in chosen.items() if value is not None},
+            **{
+                f"MIDSTREAM_{name.upper()}": str(value)
+                for name, value in chosen.items()
+                if value is not None
+            },
         }
         self.environment.pop("MIDSTREAM_CONFIG", None)
         self._log = data.with_suffix(".up.log")
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen([*MIDSTREAM, *command], env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                [*MIDSTREAM, *command],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.sessions: set[int] = set()
 
     def output(self) -> str:
@@ -59,12 +82,16 @@ class Up:
     def until(self, condition: Any, seconds: float = START_S) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"`midstream up` ended with {self.process.returncode}:\n{self.output()}"
+            assert self.process.poll() is None, (
+                f"`midstream up` ended with {self.process.returncode}:\n{self.output()}"
+            )
             assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.output()}"
             time.sleep(0.05)
 
     def note_sessions(self) -> None:
-        """Remember who runs now: every child leads a session of its own, also one that was started again."""
+        """Remember who runs now: every child leads a session of its own, also one that was started
+        again.
+        """
         self.sessions |= {pid for pid, _ in self.state()["processes"].values()}
 
     def alive(self) -> list[int]:
@@ -92,4 +119,11 @@ class Up:
     def midstream(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another command, in the same surroundings; it finds the API by the data directory."""
         environment = {**self.environment, "COLUMNS": "160"}
-        return subprocess.run([*MIDSTREAM, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            [*MIDSTREAM, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )

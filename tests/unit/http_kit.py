@@ -12,7 +12,9 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 class Requests(list[str]):
-    """What came, one line each: method, path, and what a request said of its place in a sequence."""
+    """What came, one line each: method, path, and what a request said of its place in a
+    sequence.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +24,9 @@ class Requests(list[str]):
 
 @contextmanager
 def server(*replies: Reply) -> Iterator[tuple[str, Requests]]:
-    """An HTTP server that gives these answers in turn (the last one for ever); its URL and the requests it saw."""
+    """An HTTP server that gives these answers in turn (the last one for ever); its URL and the
+    requests it saw.
+    """
     left, seen = list(replies), Requests()
 
     class Handler(BaseHTTPRequestHandler):
@@ -54,5 +58,11 @@ def server(*replies: Reply) -> Iterator[tuple[str, Requests]]:
         http.server_close()
 
 
-def reply(value: object, status: int = 200, version: str | None = __version__, **headers: str) -> Reply:
-    return status, {**({wire.VERSION_HEADER: version} if version else {}), **headers}, wire.to_json(value)
+def reply(
+    value: object, status: int = 200, version: str | None = __version__, **headers: str
+) -> Reply:
+    return (
+        status,
+        {**({wire.VERSION_HEADER: version} if version else {}), **headers},
+        wire.to_json(value),
+    )

@@ -1,4 +1,6 @@
-"""A server that accepts jobs of `map` and answers as a test says, and keeps count of what it computed."""
+"""A server that accepts jobs of `map` and answers as a test says, and keeps count of what it
+computed.
+"""
 
 import json
 import threading
@@ -20,7 +22,10 @@ VIEW: dict[str, Any] = {"kind": "generate", "attempt": 1, "version": 1, "created
 
 @dataclass
 class Jobs:
-    """`refusals`: of the next submissions, each with seconds of Retry-After. `failures`: errors of the next jobs. `biggest`: prompts."""
+    """`refusals`: of the next submissions, each with seconds of Retry-After.
+
+    `failures`: errors of the next jobs. `biggest`: prompts.
+    """
 
     refusals: list[tuple[MidstreamError, int | None]] = field(default_factory=list)
     failures: list[Problem] = field(default_factory=list)
@@ -30,7 +35,8 @@ class Jobs:
     identity: str = "checkpoint"  # of the model
     contents: dict[str, str] = field(default_factory=dict)  # as jobs report them, and the next
     version: int = 0  # of global steering
-    watching: dict[str, str] = field(default_factory=dict)  # probes that watch all traffic → their digests
+    # probes that watch all traffic → their digests
+    watching: dict[str, str] = field(default_factory=dict)
     steering: str = ""  # of global steering
     slow: set[int] = field(default_factory=set)  # numbers of jobs that run until `slow` is emptied
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +51,11 @@ class Jobs:
     @property
     def computed(self) -> Counter[str]:
         """How often each prompt was accepted."""
-        return Counter(str(prompt) for body in self.jobs.values() for prompt in body["prompts"] or body["messages"])
+        return Counter(
+            str(prompt)
+            for body in self.jobs.values()
+            for prompt in body["prompts"] or body["messages"]
+        )
 
     def answer(self, method: str, path: str, key: str, body: bytes) -> tuple[int, Any, int | None]:
         """Status, body, Retry-After."""
@@ -55,14 +65,51 @@ class Jobs:
         if parts[1] == "models":
             return 200, {"id": "m", "identity": self.identity, "extensions": []}, None
         if parts[1] == "probes":
-            content = {"hook": "post_block", "layer": 0, "labels": ["a"], "tensors": [], "thresholds": [None]}
-            known = {"model": "m", "hidden_size": 1, "bytes": 1, "created": 0.0, "watch": "flag", "content": content}
-            return 200, {"probes": [{"name": name, "digest": digest, **known} for name, digest in self.watching.items()]}, None
+            content = {
+                "hook": "post_block",
+                "layer": 0,
+                "labels": ["a"],
+                "tensors": [],
+                "thresholds": [None],
+            }
+            known = {
+                "model": "m",
+                "hidden_size": 1,
+                "bytes": 1,
+                "created": 0.0,
+                "watch": "flag",
+                "content": content,
+            }
+            return (
+                200,
+                {
+                    "probes": [
+                        {"name": name, "digest": digest, **known}
+                        for name, digest in self.watching.items()
+                    ]
+                },
+                None,
+            )
         if parts[1:3] == ["steering", "global"]:
-            view = {"model": "m", "version": 0, "digest": self.steering, "entries": [], "changed": 0.0, "applied": True, "workers": []}
+            view = {
+                "model": "m",
+                "version": 0,
+                "digest": self.steering,
+                "entries": [],
+                "changed": 0.0,
+                "applied": True,
+                "workers": [],
+            }
             return 200, view, None
         if parts[1:3] == ["steering", "modules"]:
-            module = {"name": parts[3], "model": "m", "digest": "first", "entries": [], "bytes": 0, "created": 0.0}
+            module = {
+                "name": parts[3],
+                "model": "m",
+                "digest": "first",
+                "entries": [],
+                "bytes": 0,
+                "created": 0.0,
+            }
             return 200, module, None
         if parts[-1] == "cancel":
             self.cancelled.append(parts[2])
@@ -75,7 +122,16 @@ class Jobs:
                 return self.errors[job].status, self.errors[job], None
             return 200, self._result(job), None
         over = number not in self.slow
-        return 200, self._view(job, (State.FAILED if job in self.errors else State.SUCCEEDED) if over else State.RUNNING), None
+        return (
+            200,
+            self._view(
+                job,
+                (State.FAILED if job in self.errors else State.SUCCEEDED)
+                if over
+                else State.RUNNING,
+            ),
+            None,
+        )
 
     def _submit(self, key: str, body: dict[str, Any]) -> tuple[int, Any, int | None]:
         self.submitted += 1
@@ -94,21 +150,46 @@ class Jobs:
             self.running += 1
             self.most = max(self.most, self.running)
         job = self.by_key[key]
-        return 202, self._view(job, State.FAILED if job in self.errors and self.running == 0 else State.QUEUED), None
+        return (
+            202,
+            self._view(
+                job, State.FAILED if job in self.errors and self.running == 0 else State.QUEUED
+            ),
+            None,
+        )
 
     def _view(self, job: str, state: State) -> JobView:
-        facts = {"modules": self.modules, "contents": self.contents, "identity": self.identity, "global_version": self.version}
+        facts = {
+            "modules": self.modules,
+            "contents": self.contents,
+            "identity": self.identity,
+            "global_version": self.version,
+        }
         return JobView(id=job, model="m", state=state, error=self.errors.get(job), **facts, **VIEW)
 
     def _result(self, job: str) -> JobResult:
         prompts = self.jobs[job]["prompts"] or self.jobs[job]["messages"]
         outputs = [
-            Output(index=number, text=f"<{prompt}>", token_ids=[1], finish_reason="length", prompt_tokens=1)
+            Output(
+                index=number,
+                text=f"<{prompt}>",
+                token_ids=[1],
+                finish_reason="length",
+                prompt_tokens=1,
+            )
             for number, prompt in enumerate(prompts)
         ]
         captures = CaptureResults(status="not_requested", job=job)
         state = State.SUCCEEDED
-        return JobResult(id=job, model="m", state=state, outputs=outputs, capture_results=captures, determinism=None, attempt=1)
+        return JobResult(
+            id=job,
+            model="m",
+            state=state,
+            outputs=outputs,
+            capture_results=captures,
+            determinism=None,
+            attempt=1,
+        )
 
 
 @contextmanager
@@ -122,11 +203,16 @@ def serving(jobs: Jobs) -> Iterator[str]:
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             with lock:
-                status, answer, seconds = jobs.answer(self.command, self.path, self.headers.get("idempotency-key") or "", body)
+                status, answer, seconds = jobs.answer(
+                    self.command, self.path, self.headers.get("idempotency-key") or "", body
+                )
             content = wire.to_json(answer)
             self.send_response(status)
             known = {wire.VERSION_HEADER: __version__, "content-length": str(len(content))}
-            for name, value in {**known, **({"retry-after": str(seconds)} if seconds is not None else {})}.items():
+            for name, value in {
+                **known,
+                **({"retry-after": str(seconds)} if seconds is not None else {}),
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)

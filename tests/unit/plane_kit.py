@@ -1,4 +1,6 @@
-"""A rank's whole data plane with real files and a real outbox, and requests for it; the forward only visits the sites."""
+"""A rank's whole data plane with real files and a real outbox, and requests for it; the forward
+only visits the sites.
+"""
 
 import contextlib
 import sqlite3
@@ -30,10 +32,23 @@ VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
 
 
 class Rig:
-    """One rank's data plane with real files and a real outbox; the forward only visits the sites."""
+    """One rank's data plane with real files and a real outbox; the forward only visits the
+    sites.
+    """
 
-    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, traced: bool = False, **options: Any) -> None:
-        """`world` ranks are one stage. `traced`: its forward does not ask whether a site is busy."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        traced: bool = False,
+        **options: Any,
+    ) -> None:
+        """`world` ranks are one stage.
+
+        `traced`: its forward does not ask whether a site is busy.
+        """
         self.directory = directory
         config = PlaneConfig(
             version=__version__,
@@ -63,10 +78,16 @@ class Rig:
         )
         config = msgspec.structs.replace(config, **options)
         self._rank = Rank(capacity=CAPACITY, traced=traced)
-        sizes = {"configurations": config.steering_rows, "entries": config.steering_entries, "ring_rows": len(self._rank.buffers.ring)}
+        sizes = {
+            "configurations": config.steering_rows,
+            "entries": config.steering_entries,
+            "ring_rows": len(self._rank.buffers.ring),
+        }
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
         place = Place(rank=rank, world=world, tp=rank, pp=0, stages=1)
-        self.plane = DataPlane(config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=traced)
+        self.plane = DataPlane(
+            config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=traced
+        )
         self.idle = False  # whether the last forward was of the idle family
         self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
 
@@ -91,15 +112,29 @@ class Rig:
         cached: int = 0,
         told: Sequence[tuple[Request, int, int]] = (),
     ) -> None:
-        """`hidden`: of each row what leaves the last layer, in every element; empty: this is not the last stage.
+        """`hidden`: of each row what leaves the last layer, in every element; empty: this is not
+        the last stage.
 
-        `cached`: tokens of the last new request that the prefix cache serves. `told`: the windows that the scheduler sends, where they
-        are others than the runner's.
+        `cached`: tokens of the last new request that the prefix cache serves. `told`: the windows
+        that the scheduler sends, where they are others than the runner's.
         """
-        ends = {str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted) for r in (*finished, *aborted)}
-        arrived = [NewRequest(str(r.number), msgspec.to_builtins(spec_of(r)), cached if r is new[-1] else 0, r.max_tokens) for r in new]
+        ends = {
+            str(r.number): Finish(list(range(1000, 1000 + r.total)), r in aborted)
+            for r in (*finished, *aborted)
+        }
+        arrived = [
+            NewRequest(
+                str(r.number),
+                msgspec.to_builtins(spec_of(r)),
+                cached if r is new[-1] else 0,
+                r.max_tokens,
+            )
+            for r in new
+        ]
         self.plane.begin(arrived, ends, 0, keeping)
-        self.idle = self.plane.choose((str(request.number), first, count) for request, first, count in told or windows)
+        self.idle = self.plane.choose(
+            (str(request.number), first, count) for request, first, count in told or windows
+        )
         rows, row = [], 0
         for request, first, count in windows:
             rows.append(RequestRows(str(request.number), row, count, first))
@@ -116,7 +151,10 @@ class Rig:
         self.plane._outbox.close()
         (file,) = (self.directory / "outbox").glob("*.sqlite")
         with contextlib.closing(sqlite3.connect(file)) as database:
-            return [from_msgpack(row[0], Receipt) for row in database.execute("SELECT payload FROM receipts ORDER BY seq")]
+            return [
+                from_msgpack(row[0], Receipt)
+                for row in database.execute("SELECT payload FROM receipts ORDER BY seq")
+            ]
 
     def reader(self, request: Request) -> CaptureReader:
         return CaptureReader(self.directory / "captures", f"j{request.number}")
@@ -129,13 +167,20 @@ def spec_of(request: Request) -> RankSpec:
         spec,
         version=__version__,
         digest=steering_digest(entries),
-        first_affected=min((lowest_position(entry.positions, spec.prompt_tokens) for entry in entries), default=-1),
+        first_affected=min(
+            (lowest_position(entry.positions, spec.prompt_tokens) for entry in entries), default=-1
+        ),
         global_version=request.everyone.version,
     )
 
 
 def capturing(number: int, prompt: int = 6, total: int = 8, **options) -> Request:
-    return Request(number, prompt, total, [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)])
+    return Request(
+        number,
+        prompt,
+        total,
+        [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)],
+    )
 
 
 def steered(
@@ -145,7 +190,14 @@ def steered(
     vector: str = content_hash(VECTOR),
     everyone: GlobalSteering | None = None,
 ) -> Request:
-    return Request(number, 6, 8, captures, [steering(vector, [0], "pre_attn", scale=scale)], everyone or GlobalSteering())
+    return Request(
+        number,
+        6,
+        8,
+        captures,
+        [steering(vector, [0], "pre_attn", scale=scale)],
+        everyone or GlobalSteering(),
+    )
 
 
 def for_everyone(version: int, *entries: SteeringTemplate) -> GlobalSteering:
@@ -153,9 +205,20 @@ def for_everyone(version: int, *entries: SteeringTemplate) -> GlobalSteering:
 
 
 def template(
-    vector: str = content_hash(VECTOR), *, scale: float = 1.0, positions: Any = "all", layers: Sequence[int] = (0,)
+    vector: str = content_hash(VECTOR),
+    *,
+    scale: float = 1.0,
+    positions: Any = "all",
+    layers: Sequence[int] = (0,),
 ) -> SteeringTemplate:
-    return SteeringTemplate(layers=list(layers), hook="pre_attn", positions=positions, family="add", tensors=[vector], scale=scale)
+    return SteeringTemplate(
+        layers=list(layers),
+        hook="pre_attn",
+        positions=positions,
+        family="add",
+        tensors=[vector],
+        scale=scale,
+    )
 
 
 def run(rig: Rig, request: Request) -> None:

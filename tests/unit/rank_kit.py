@@ -1,7 +1,8 @@
-"""A rank without a model: sites, buffers and planner as in an engine, and a forward that only visits the sites.
+"""A rank without a model: sites, buffers and planner as in an engine, and a forward that only
+visits the sites.
 
-The stream that reaches hook h of layer l for token position p of request r is a function of (r, p, h, l) alone, so that every
-captured row says where it comes from.
+The stream that reaches hook h of layer l for token position p of request r is a function of (r, p,
+h, l) alone, so that every captured row says where it comes from.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,13 @@ from midstream.kernels import pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
 from midstream.schemas.interventions import FAMILIES, SCALARS
 from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import RankSpec, SteeringRow, StoredCapture, StoredSteering, steering_rows
+from midstream.schemas.specs import (
+    RankSpec,
+    SteeringRow,
+    StoredCapture,
+    StoredSteering,
+    steering_rows,
+)
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.storage.store import open_store
@@ -34,7 +41,9 @@ from midstream.workers.runner.step import RequestRows
 HIDDEN = 5
 
 
-def make_buffers(sites: int, *, capacity: int, ring_rows: int = 0, configurations: int = 8, entries: int = 64) -> Buffers:
+def make_buffers(
+    sites: int, *, capacity: int, ring_rows: int = 0, configurations: int = 8, entries: int = 64
+) -> Buffers:
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -66,7 +75,13 @@ class Request:
     tracked: Tracked = field(init=False)
 
     def __post_init__(self) -> None:
-        spec = RankSpec(version="v", job=f"j{self.number}", request=0, attempt=1, prompt_tokens=self.prompt_tokens)
+        spec = RankSpec(
+            version="v",
+            job=f"j{self.number}",
+            request=0,
+            attempt=1,
+            prompt_tokens=self.prompt_tokens,
+        )
         spec.captures.extend(self.captures)
         spec.steering.extend(self.steering)
         spec.global_steering.extend(self.everyone.at(self.prompt_tokens))
@@ -87,8 +102,16 @@ class Rank:
         runs_root: Path | None = None,
     ) -> None:
         """`runs_root`: the capture root that source runs are read from."""
-        self.sites = [Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single") for layer in range(layers) for hook in HOOKS]
-        self.buffers = make_buffers(len(self.sites), capacity=capacity, ring_rows=2 * len(self.sites) * capacity if traced else 0)
+        self.sites = [
+            Site(hook, layer, "pair" if HOOKS.index(hook) % 2 == 0 else "single")
+            for layer in range(layers)
+            for hook in HOOKS
+        ]
+        self.buffers = make_buffers(
+            len(self.sites),
+            capacity=capacity,
+            ring_rows=2 * len(self.sites) * capacity if traced else 0,
+        )
         self.vectors = VectorStore()
         self.runs = RunStore(open_store(runs_root or "/nowhere"), self.sites, HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
@@ -96,10 +119,13 @@ class Rank:
         self.backlog = 0  # bytes that the writers are behind, of 100 that they may be
         self.mover = Mover()
         overload = Overload(policy, 100, lambda: self.backlog)
-        self.planner = Planner(self.sites, self.buffers, self.table, self.slabs, overload, self.mover, traced=traced)
+        self.planner = Planner(
+            self.sites, self.buffers, self.table, self.slabs, overload, self.mover, traced=traced
+        )
         self.ports = Ports(self.sites)
         self._traced = traced
-        self.left: dict[tuple[str, int], np.ndarray] = {}  # what the last forward's streams were after the sites
+        # what the last forward's streams were after the sites
+        self.left: dict[tuple[str, int], np.ndarray] = {}
 
     def vector(self, values: np.ndarray) -> str:
         tensor = from_numpy(values.astype(np.float32))
@@ -108,7 +134,9 @@ class Rank:
 
     def admit(self, request: Request) -> Request:
         found = enumerate(Recording.of(capture, self.ports) for capture in request.captures)
-        request.tracked.recordings = {number: recording for number, recording in found if recording is not None}
+        request.tracked.recordings = {
+            number: recording for number, recording in found if recording is not None
+        }
         request.tracked.holds([(self.table.acquire(row)[0], row) for row in self.rows(request)])
         return request
 
@@ -129,8 +157,14 @@ class Rank:
     def step(self, *windows: tuple[Request, int, int]) -> None:
         self.plan(*windows)
         self.forward(*windows)
-        due = np.zeros_like(self.buffers.counts.numpy()) if self.planner.due is None else self.planner.due.counts
-        assert self.buffers.counts.tolist() == due.tolist(), "what the sites did is not what was planned"
+        due = (
+            np.zeros_like(self.buffers.counts.numpy())
+            if self.planner.due is None
+            else self.planner.due.counts
+        )
+        assert self.buffers.counts.tolist() == due.tolist(), (
+            "what the sites did is not what was planned"
+        )
         self.buffers.counts.zero_()
         if self.planner.busy:
             self.planner.drain()
@@ -138,10 +172,17 @@ class Rank:
     def forward(self, *windows: tuple[Request, int, int]) -> None:
         for index, site in enumerate(self.sites):
             stream = torch.tensor(
-                np.concatenate([stream_of(request.number, site.hook, site.layer, first, count) for request, first, count in windows])
+                np.concatenate(
+                    [
+                        stream_of(request.number, site.hook, site.layer, first, count)
+                        for request, first, count in windows
+                    ]
+                )
             )
             arguments = [
-                getattr(self.buffers, name)[index : index + 1] if name in ("plan", "site_rows") else getattr(self.buffers, name)
+                getattr(self.buffers, name)[index : index + 1]
+                if name in ("plan", "site_rows")
+                else getattr(self.buffers, name)
                 for name in ("ring", *Planned._fields)
             ]
             if site.busy or self._traced:
@@ -158,7 +199,14 @@ class Rank:
         recording = request.tracked.recordings[capture]
         token_ids = list(range(1000, 1000 + request.total))
         return recording.finish(
-            request.tracked.spec, token_ids, hidden_size=HIDDEN, dtype=torch.float32, worker="w", rank=0, pp=0, stages=1
+            request.tracked.spec,
+            token_ids,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            worker="w",
+            rank=0,
+            pp=0,
+            stages=1,
         )
 
 
@@ -171,12 +219,19 @@ def stream_of(number: int, hook: str, layer: int, first: int, count: int) -> np.
 
 def rows_of(finished: FinishedCapture, hook: str, layer: int) -> np.ndarray:
     """float32 `[positions, HIDDEN]`."""
-    return np.concatenate([np.frombuffer(part, dtype="<f4").reshape(-1, HIDDEN) for part in finished.rows(hook, layer)])
+    return np.concatenate(
+        [
+            np.frombuffer(part, dtype="<f4").reshape(-1, HIDDEN)
+            for part in finished.rows(hook, layer)
+        ]
+    )
 
 
 def wanted_rows(request: Request, finished: FinishedCapture, hook: str, layer: int) -> np.ndarray:
     """What the rows must be when nothing was edited."""
-    return np.concatenate([stream_of(request.number, hook, layer, position, 1) for position in finished.positions])
+    return np.concatenate(
+        [stream_of(request.number, hook, layer, position, 1) for position in finished.positions]
+    )
 
 
 def steering(
@@ -190,7 +245,9 @@ def steering(
     scale: float = 1.0,
     rank: int = 0,
 ) -> StoredSteering:
-    """One entry of a request's steering; what has a strength has it in full if `numbers` does not say how much."""
+    """One entry of a request's steering; what has a strength has it in full if `numbers` does not
+    say how much.
+    """
     tensors = [vectors] if isinstance(vectors, str) else vectors
     given = list(numbers) or ([] if family == "add" else [1.0])
     return StoredSteering(

@@ -5,7 +5,14 @@ from typing import Any
 from http_kit import Reply, reply
 
 from midstream.schemas.jobs import CaptureResults, JobResult, JobView, State
-from midstream.schemas.sweeps import Baseline, PairResult, PatchWindow, Skipped, SweepResult, SweepSummary
+from midstream.schemas.sweeps import (
+    Baseline,
+    PairResult,
+    PatchWindow,
+    Skipped,
+    SweepResult,
+    SweepSummary,
+)
 
 CLEAN = ["The", " E", "iffel", " Tower", " is", " in"]
 CORRUPT = ["The", " Col", "osse", "um", " is", " in"]
@@ -16,7 +23,9 @@ SKIPPED_COLUMN, FAILED = 0, (9, 2)
 PEAK = (11, 3)
 
 
-def grid(peak: float, layers: int = len(LAYERS), columns: int = len(CORRUPT)) -> list[list[float | None]]:
+def grid(
+    peak: float, layers: int = len(LAYERS), columns: int = len(CORRUPT)
+) -> list[list[float | None]]:
     """Falls off around `PEAK`."""
 
     def value(layer: int, column: int) -> float | None:
@@ -47,12 +56,20 @@ def pair(**given: Any) -> PairResult:
 def result(*pairs: PairResult, **given: Any) -> SweepResult:
     whole = list(pairs or [pair()])
     skipped = [
-        Skipped(pair=number, hook=hook, layers=LAYERS, column=SKIPPED_COLUMN, reason="the first tokens are the same")
+        Skipped(
+            pair=number,
+            hook=hook,
+            layers=LAYERS,
+            column=SKIPPED_COLUMN,
+            reason="the first tokens are the same",
+        )
         for number in range(len(whole))
         for hook in ("pre_attn", "mlp_out")
     ]
     skipped += [
-        Skipped(pair=number, hook=hook, layers=[FAILED[0]], column=FAILED[1], reason="the run is gone")
+        Skipped(
+            pair=number, hook=hook, layers=[FAILED[0]], column=FAILED[1], reason="the run is gone"
+        )
         for number in range(len(whole))
         for hook in ("pre_attn", "mlp_out")
     ]
@@ -72,19 +89,34 @@ def result(*pairs: PairResult, **given: Any) -> SweepResult:
     }
     fields |= given
     summary = SweepSummary(
-        cells=cells, skipped=len(whole) * 2 * (len(LAYERS) + 1), total=len(whole) * 2 * len(LAYERS) * len(CORRUPT), seconds=2.5,
-        metric=fields["metric"], base=[-9.0], source=[4.8], noise_floor=[0.004],
-    )  # fmt: skip
+        cells=cells,
+        skipped=len(whole) * 2 * (len(LAYERS) + 1),
+        total=len(whole) * 2 * len(LAYERS) * len(CORRUPT),
+        seconds=2.5,
+        metric=fields["metric"],
+        base=[-9.0],
+        source=[4.8],
+        noise_floor=[0.004],
+    )
     return SweepResult(**fields, summary=summary)
 
 
-VIEW = JobView(id="job_1", kind="sweep", model="m", state=State.SUCCEEDED, attempt=1, version=3, created=1.0)
+VIEW = JobView(
+    id="job_1", kind="sweep", model="m", state=State.SUCCEEDED, attempt=1, version=3, created=1.0
+)
 
 
 def over(sweep: SweepResult | None) -> Reply:
     captures = CaptureResults(status="not_requested", job="job_1")
     return reply(
         JobResult(
-            id="job_1", model="m", state=State.SUCCEEDED, outputs=[], capture_results=captures, determinism=None, attempt=1, sweep=sweep
+            id="job_1",
+            model="m",
+            state=State.SUCCEEDED,
+            outputs=[],
+            capture_results=captures,
+            determinism=None,
+            attempt=1,
+            sweep=sweep,
         )
     )

@@ -42,7 +42,9 @@ _TEXT, _NUMBER = st.text(max_size=8), st.integers(0, 2**32)
 #: Any action at all, with values of the kinds that are folded.
 ACTION = st.sampled_from(ONE_OF_EACH).flatmap(
     lambda action: st.tuples(
-        st.integers(0, 2**40), st.just(action[1]), *(_NUMBER if isinstance(value, int) else _TEXT for value in action[2:])
+        st.integers(0, 2**40),
+        st.just(action[1]),
+        *(_NUMBER if isinstance(value, int) else _TEXT for value in action[2:]),
     )
 )
 
@@ -80,7 +82,9 @@ def test_the_table_of_kinds_is_closed() -> None:
 # field case 30
 @settings(deadline=None)
 @given(st.lists(ACTION, min_size=1, max_size=6), st.data())
-def test_any_difference_in_content_kind_or_step_changes_the_checksum(actions: list[Any], data: st.DataObject) -> None:
+def test_any_difference_in_content_kind_or_step_changes_the_checksum(
+    actions: list[Any], data: st.DataObject
+) -> None:
     at = data.draw(st.integers(0, len(actions) - 1))
     other = data.draw(ACTION.filter(lambda action: action != actions[at]))
     assert fold(*actions) != fold(*actions[:at], other, *actions[at + 1 :])
@@ -91,7 +95,9 @@ def test_any_difference_in_content_kind_or_step_changes_the_checksum(actions: li
 # field case 30
 @settings(deadline=None)
 @given(st.lists(ACTION, min_size=2, max_size=6), st.data())
-def test_any_difference_in_order_or_number_changes_the_checksum(actions: list[Any], data: st.DataObject) -> None:
+def test_any_difference_in_order_or_number_changes_the_checksum(
+    actions: list[Any], data: st.DataObject
+) -> None:
     other = data.draw(st.permutations(actions))
     assert (fold(*actions) == fold(*other)) == (actions == other)
     at = data.draw(st.integers(0, len(actions) - 1))

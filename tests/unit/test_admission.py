@@ -1,4 +1,6 @@
-"""Does a request of any size leave the API to others while it is looked at, or is it refused by the field that is too much?"""
+"""Does a request of any size leave the API to others while it is looked at, or is it refused by the
+field that is too much?
+"""
 
 import asyncio
 import dataclasses
@@ -25,9 +27,17 @@ from midstream.schemas.tensors import from_numpy
 
 VECTOR = from_numpy(np.ones(8, np.float32))
 MODEL = ModelInfo(
-    name="m", version=__version__, architecture="a", num_layers=4, hidden_size=8, vocab_size=100, max_model_len=10_000, dtype="float32",
-    hooks=["post_block"], tokenizer="",
-)  # fmt: skip
+    name="m",
+    version=__version__,
+    architecture="a",
+    num_layers=4,
+    hidden_size=8,
+    vocab_size=100,
+    max_model_len=10_000,
+    dtype="float32",
+    hooks=["post_block"],
+    tokenizer="",
+)
 
 
 def wish(capture: CaptureSpec | None = None, *steering: SteeringSpec) -> ParsedRequest:
@@ -48,7 +58,9 @@ def steered(positions: Any, layers: Any = 0) -> SteeringSpec:
         (wish(None, steered("all")), 4096, True),
     ],
 )
-def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, asked: ParsedRequest, prompts: int, apart: bool) -> None:
+def test_slow_resolution_runs_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, asked: ParsedRequest, prompts: int, apart: bool
+) -> None:
     """A span costs the tokenisation of every prompt's text, 100 characters here."""
     threads = []
     bounds = admission.Bounds
@@ -65,7 +77,9 @@ def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(admission, "Bounds", noted)
     stored = [StoredPrompt(token_ids=[1] * 100, text="a" * 100)] * prompts
-    asked = dataclasses.replace(asked, prompts=[ParsedPrompt(f"prompts[{index}]", "a" * 100) for index in range(prompts)])
+    asked = dataclasses.replace(
+        asked, prompts=[ParsedPrompt(f"prompts[{index}]", "a" * 100) for index in range(prompts)]
+    )
     captures, steering, _ = asyncio.run(resolve(asked, stored, MODEL, Letters(), 4))  # type: ignore[arg-type]
     assert len(captures or steering) == prompts
     assert (threads[0] is not threading.main_thread()) == apart
@@ -75,30 +89,70 @@ def test_slow_resolution_runs_off_the_event_loop(monkeypatch: pytest.MonkeyPatch
     ("asked", "prompts", "characters", "field"),
     [
         (wish(CaptureSpec(positions=[0] * 65_536)), 64, 0, "capture.positions"),
-        (wish(CaptureSpec(), steered("all"), steered([0] * 1100)), 4096, 0, "steering[1].positions"),
-        (wish(CaptureSpec(positions=[Span(text=str(number)) for number in range(1000)])), 1, 150_000, "capture.positions"),
+        (
+            wish(CaptureSpec(), steered("all"), steered([0] * 1100)),
+            4096,
+            0,
+            "steering[1].positions",
+        ),
+        (
+            wish(CaptureSpec(positions=[Span(text=str(number)) for number in range(1000)])),
+            1,
+            150_000,
+            "capture.positions",
+        ),
         (wish(None, *[steered("all")] * 32), 4096, 0, "steering"),
-        (wish(CaptureSpec(positions=Span(text="a")), *[steered("all", ",".join("0" * 512))] * 1100), 1, 0, "steering[0].layers"),
-        (wish(CaptureSpec(), *[steered([Span(stop=9000)])] * 8), 64, 1 << 20, "steering[0].positions"),
-        (wish(CaptureSpec(), *[steered([Span(start=-9000, stop=9000)])] * 8), 2, 1_040_000, "steering[0].positions"),
+        (
+            wish(
+                CaptureSpec(positions=Span(text="a")), *[steered("all", ",".join("0" * 512))] * 1100
+            ),
+            1,
+            0,
+            "steering[0].layers",
+        ),
+        (
+            wish(CaptureSpec(), *[steered([Span(stop=9000)])] * 8),
+            64,
+            1 << 20,
+            "steering[0].positions",
+        ),
+        (
+            wish(CaptureSpec(), *[steered([Span(start=-9000, stop=9000)])] * 8),
+            2,
+            1_040_000,
+            "steering[0].positions",
+        ),
         (wish(None, *[steered("all")] * (MAX_ENTRIES + 1)), 1, 0, "steering"),
     ],
 )
-def test_requests_too_costly_to_resolve_are_refused_by_field(asked: ParsedRequest, prompts: int, characters: int, field: str) -> None:
+def test_requests_too_costly_to_resolve_are_refused_by_field(
+    asked: ParsedRequest, prompts: int, characters: int, field: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_cost(asked, prompts, characters)
     assert (refused.value.status, refused.value.field) == (400, field)
     assert "at most" in str(refused.value.allowed) or "fewer prompts" in str(refused.value.allowed)
-    assert check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
+    assert (
+        check_cost(asked, prompts // 2, characters // 2) <= RESOLVE_LIMIT if prompts > 1 else True
+    )
 
 
 def test_a_large_module_used_often_is_refused_before_expansion() -> None:
-    entry = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["a"])
-    large = Module(name="large", model="m", digest="d", entries=[entry] * 4096, bytes=1, created=0.0)
+    entry = SteeringTemplate(
+        layers=[0], hook="post_block", positions="all", family="add", tensors=["a"]
+    )
+    large = Module(
+        name="large", model="m", digest="d", entries=[entry] * 4096, bytes=1, created=0.0
+    )
     tracemalloc.start()
     try:
         with pytest.raises(MidstreamError) as refused:
-            check_cost(wish(None, *[SteeringSpec(module="large")] * 100), 1, 0, ModelState({"large": large}))
+            check_cost(
+                wish(None, *[SteeringSpec(module="large")] * 100),
+                1,
+                0,
+                ModelState({"large": large}),
+            )
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -106,6 +160,13 @@ def test_a_large_module_used_often_is_refused_before_expansion() -> None:
 
 
 def test_a_range_costs_its_expanded_positions() -> None:
-    alone, short, open_end = wish(None, steered(Span(start=5))), wish(None, steered([Span(stop=50)])), wish(None, steered([Span(stop=-1)]))
-    costs = [check_cost(asked, 100, 1_000_000) for asked in (wish(None, steered("all")), alone, short, open_end)]
+    alone, short, open_end = (
+        wish(None, steered(Span(start=5))),
+        wish(None, steered([Span(stop=50)])),
+        wish(None, steered([Span(stop=-1)])),
+    )
+    costs = [
+        check_cost(asked, 100, 1_000_000)
+        for asked in (wish(None, steered("all")), alone, short, open_end)
+    ]
     assert costs == [800, 900, 5900, 1_000_900]

@@ -1,4 +1,6 @@
-"""Does a row go to its counterpart's position and no other, and is every token without one named with the reason?"""
+"""Does a row go to its counterpart's position and no other, and is every token without one named
+with the reason?
+"""
 
 from itertools import pairwise
 from typing import Any, get_args
@@ -17,7 +19,9 @@ IDS = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
 
 def tokens(*words: str) -> Tokens:
-    return Tokens([sum(ord(sign) << 8 * place for place, sign in enumerate(word)) for word in words], words)
+    return Tokens(
+        [sum(ord(sign) << 8 * place for place, sign in enumerate(word)) for word in words], words
+    )
 
 
 def numbered(ids: list[int]) -> Tokens:
@@ -30,19 +34,28 @@ COLOSSEUM = tokens("The", " Colosseum", " is", " in", " the", " city", " of")
 
 @given(IDS, IDS, st.sampled_from(get_args(Alignment)))
 @example([0, 1], [1, 0, 1], "auto")
-def test_counterparts_are_in_order_and_every_other_token_has_a_reason(clean: list[int], corrupt: list[int], how: Alignment) -> None:
+def test_counterparts_are_in_order_and_every_other_token_has_a_reason(
+    clean: list[int], corrupt: list[int], how: Alignment
+) -> None:
     made = align(numbered(clean), numbered(corrupt), how)
-    assert all(one < next_one and other < next_other for (one, other), (next_one, next_other) in pairwise(made.pairs))
+    assert all(
+        one < next_one and other < next_other
+        for (one, other), (next_one, next_other) in pairwise(made.pairs)
+    )
     for side, ids, alone in ((0, clean, made.clean_alone), (1, corrupt, made.corrupt_alone)):
         paired = [pair[side] for pair in made.pairs]
-        assert sorted([*paired, *alone]) == list(range(len(ids))), "each position is paired or alone, never both"
+        assert sorted([*paired, *alone]) == list(range(len(ids))), (
+            "each position is paired or alone, never both"
+        )
         assert all(alone.values())
     if made.clean_alone or made.corrupt_alone:
         assert made.notes, "loud about what is left out"
 
 
 @given(IDS, IDS)
-def test_unequal_prompts_pair_different_tokens_only_in_blocks_of_equal_length(clean: list[int], corrupt: list[int]) -> None:
+def test_unequal_prompts_pair_different_tokens_only_in_blocks_of_equal_length(
+    clean: list[int], corrupt: list[int]
+) -> None:
     # field case 34
     if len(clean) == len(corrupt):
         corrupt = [*corrupt, 9]
@@ -50,7 +63,10 @@ def test_unequal_prompts_pair_different_tokens_only_in_blocks_of_equal_length(cl
     for one, other in pairs:
         if clean[one] != corrupt[other]:
             assert (one, other) == (0, 0) or (one - 1, other - 1) in pairs
-            assert (one + 1, other + 1) == (len(clean), len(corrupt)) or (one + 1, other + 1) in pairs
+            assert (one + 1, other + 1) == (len(clean), len(corrupt)) or (
+                one + 1,
+                other + 1,
+            ) in pairs
 
 
 @given(st.lists(st.integers(), min_size=2, max_size=20, unique=True), st.data())
@@ -62,7 +78,11 @@ def test_an_insertion_shifts_no_aligned_row(ids: list[int], data: st.DataObject)
     shorter = ids[:start] + ids[stop:]
     assume(shorter)
     made = align(numbered(ids), numbered(shorter))
-    expected = [(place, place if place < start else place - (stop - start)) for place in range(len(ids)) if not start <= place < stop]
+    expected = [
+        (place, place if place < start else place - (stop - start))
+        for place in range(len(ids))
+        if not start <= place < stop
+    ]
     assert made.pairs == expected
     assert list(made.clean_alone) == list(range(start, stop))
     assert made.counterparts("corrupt") == {other: one for one, other in expected}
@@ -83,7 +103,9 @@ def test_a_name_of_another_length_has_no_counterpart_and_the_reason_shows_its_to
 def test_tokens_of_one_prompt_only_are_reported() -> None:
     made = align(tokens("The", " old", " tower"), tokens("The", " tower"))
     assert made.clean_alone == {1: "' old' is in the clean prompt only, so it has no counterpart"}
-    assert align(tokens("a"), tokens("a", "b")).corrupt_alone == {1: "'b' is in the corrupt prompt only, so it has no counterpart"}
+    assert align(tokens("a"), tokens("a", "b")).corrupt_alone == {
+        1: "'b' is in the corrupt prompt only, so it has no counterpart"
+    }
 
 
 def test_equal_length_blocks_in_unequal_prompts_are_aligned_with_a_note() -> None:
@@ -101,7 +123,9 @@ def test_equal_length_blocks_in_unequal_prompts_are_aligned_with_a_note() -> Non
         ("abcde", "aXbce", "'bc' occurs in both"),
     ],
 )
-def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(clean: str, corrupt: str, words: str | None) -> None:
+def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(
+    clean: str, corrupt: str, words: str | None
+) -> None:
     made = align(tokens(*clean), tokens(*corrupt))
     assert made.pairs == [(place, place) for place in range(5)]
     assert not made.clean_alone
@@ -122,7 +146,9 @@ def test_an_alignment_list_is_used_verbatim() -> None:
     assert made.pairs == [(2, 1), (7, 6)]
     assert made.corrupt_alone[0] == "the alignment does not list it"
     shared = align(EIFFEL, COLOSSEUM, [(2, 1), (2, 2)], "corrupt")
-    assert shared.counterparts("corrupt") == {1: 2, 2: 2}, "a row may be written at several positions"
+    assert shared.counterparts("corrupt") == {1: 2, 2: 2}, (
+        "a row may be written at several positions"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,28 +163,38 @@ def test_an_alignment_list_is_used_verbatim() -> None:
         ([], "corrupt", ""),
     ],
 )
-def test_a_list_with_a_position_that_is_not_there_or_patched_twice_is_refused(pairs: Any, patched: str, at: str) -> None:
+def test_a_list_with_a_position_that_is_not_there_or_patched_twice_is_refused(
+    pairs: Any, patched: str, at: str
+) -> None:
     # field case 34
     with pytest.raises(SelectorError) as refused:
         align(EIFFEL, COLOSSEUM, pairs, patched)
     assert refused.value.at == at
 
 
-def test_prompts_that_repeat_themselves_endlessly_are_refused_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_repeat_themselves_endlessly_are_refused_and_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(alignment, "SequenceMatcher", None)
     with pytest.raises(SelectorError, match="too many tokens"):
         align(numbered([1, 2] * 1000), numbered([2, 1] * 999))
-    assert not align(numbered([1, 2, 3] * 900), numbered([2, 3, 1] * 900)).clean_alone, "of equal length there is nothing to compare"
+    assert not align(numbered([1, 2, 3] * 900), numbered([2, 3, 1] * 900)).clean_alone, (
+        "of equal length there is nothing to compare"
+    )
 
 
 def test_notes_on_dissimilar_prompts_are_bounded() -> None:
     clean = [token for place in range(40) for token in (place, 100 + place)]
-    made = align(numbered(clean), numbered([token for place in range(40) for token in (place, 200 + place, 300 + place)]))
+    made = align(
+        numbered(clean),
+        numbered([token for place in range(40) for token in (place, 200 + place, 300 + place)]),
+    )
     assert made.notes[-1] == "and 24 more blocks differ: these prompts have little in common"
     assert len(made.notes) == 17
 
 
-# --- Spans ---------------------------------------------------------------------------------------------------------------
+# --- Spans
+# --------------------------------------------------------------------------------------------------
 
 
 def test_spans_of_unequal_length_are_aligned_from_the_right_and_say_so() -> None:

@@ -28,19 +28,41 @@ from midstream.schemas.states import ENDS
         ('{"prompts":["a"]}', "model", "is required"),
         ('{"model":"m","prompts":["a"],"x":1}', "x", "unknown field"),
         ('{"model":"m","prompts":["a"],"capture":{"x":1}}', "capture.x", "unknown field"),
-        ('{"model":"m","prompts":["a"],"capture":{"hooks":{"x":1}}}', "capture.hooks", "Invalid enum value 'x'"),
-        ('{"model":"m","prompts":["a"],"probes":[{"probe":"p","action":"stp"}]}', "probes[0].action", "did you mean 'stop'?"),
-        ('{"model":"m","prompts":["a"],"lens":{"at":"behind"}}', "lens.at", "Invalid enum value 'behind'"),
+        (
+            '{"model":"m","prompts":["a"],"capture":{"hooks":{"x":1}}}',
+            "capture.hooks",
+            "Invalid enum value 'x'",
+        ),
+        (
+            '{"model":"m","prompts":["a"],"probes":[{"probe":"p","action":"stp"}]}',
+            "probes[0].action",
+            "did you mean 'stop'?",
+        ),
+        (
+            '{"model":"m","prompts":["a"],"lens":{"at":"behind"}}',
+            "lens.at",
+            "Invalid enum value 'behind'",
+        ),
         ('{"model":"m","prompts":["a"],"capture":{"hooks":{}}}', "capture", "hooks is empty"),
-        ('{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}', "capture", "not both"),
-        ('{"model":"m","prompts":["a"],"capture":{"positions":[{"text":""}]}}', "capture.positions[0]", "text is empty"),
+        (
+            '{"model":"m","prompts":["a"],"capture":{"hooks":{"pre_attn":1},"layers":1}}',
+            "capture",
+            "not both",
+        ),
+        (
+            '{"model":"m","prompts":["a"],"capture":{"positions":[{"text":""}]}}',
+            "capture.positions[0]",
+            "text is empty",
+        ),
         ('{"model":"m","prompts":[[1,null]]}', "prompts[0][1]", "Expected `int`"),
         ('{"model":"m","prompts":["a"],"metadata":{"k":1}}', "metadata[...]", "Expected `str`"),
         ("[]", None, "Expected `object`"),
         ("{", None, "not JSON"),
     ],
 )
-def test_decoding_errors_become_problems_with_the_field_path(body: str, field: str | None, said: str) -> None:
+def test_decoding_errors_become_problems_with_the_field_path(
+    body: str, field: str | None, said: str
+) -> None:
     with pytest.raises(msgspec.DecodeError) as found:
         from_json(body, JobRequest)
     error = malformed(found.value)
@@ -56,16 +78,33 @@ def test_decoding_errors_become_problems_with_the_field_path(body: str, field: s
         ({"capture": {"positions": "first"}}, "last_prompt, all_prompt, all_generated, all, image"),
         ({"capture": {"dtype": "float8"}}, ", ".join(get_args(RowDType))),
         ({"capture": {"tag": "../x"}}, None),
-        ({"patch": [{"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}]}, ", ".join(EVERY)),
+        (
+            {
+                "patch": [
+                    {"layers": 0, "hook": "resid", "positions": [0], "source": {"zeros": True}}
+                ]
+            },
+            ", ".join(EVERY),
+        ),
         ({"priority": "urgent"}, "high, normal, low"),
         ({"callback_events": ["job.done"]}, ", ".join(("job.running", "job.flagged", *ENDS))),
         (
-            {"steering": [{"layers": 0, "vector": {"dtype": "float32", "shape": [0], "data": ""}, "op": "mul"}]},
+            {
+                "steering": [
+                    {
+                        "layers": 0,
+                        "vector": {"dtype": "float32", "shape": [0], "data": ""},
+                        "op": "mul",
+                    }
+                ]
+            },
             ", ".join(STEERING_FIELDS),
         ),
     ],
 )
-def test_unknown_names_are_refused_with_the_valid_ones(fields: dict[str, Any], allowed: str | None) -> None:
+def test_unknown_names_are_refused_with_the_valid_ones(
+    fields: dict[str, Any], allowed: str | None
+) -> None:
     with pytest.raises(msgspec.DecodeError) as found:
         from_json(to_json({"model": "m", "prompts": ["a"], **fields}), JobRequest)
     assert malformed(found.value).allowed == allowed
@@ -74,23 +113,43 @@ def test_unknown_names_are_refused_with_the_valid_ones(fields: dict[str, Any], a
 @pytest.mark.parametrize(
     ("header", "seconds"),
     [
-        (None, None), ("wait=5", 5), ("respond-async, wait=10", 10), ("wait=3, respond-async", 3), ('wait="7"', 7), (" wait = 2 ", 2),
-        ("respond-async", None), ("wait=-1", None), ("wait=1e3", None), ("wait", None), ("waiting=3", None),
+        (None, None),
+        ("wait=5", 5),
+        ("respond-async, wait=10", 10),
+        ("wait=3, respond-async", 3),
+        ('wait="7"', 7),
+        (" wait = 2 ", 2),
+        ("respond-async", None),
+        ("wait=-1", None),
+        ("wait=1e3", None),
+        ("wait", None),
+        ("waiting=3", None),
     ],
-)  # fmt: skip
+)
 def test_prefer_is_read_as_rfc_7240_writes_it(header: str | None, seconds: float | None) -> None:
     assert preferred_wait(header) == seconds
 
 
 @pytest.mark.parametrize(
     ("header", "same"),
-    [(None, False), ('"3"', True), ('W/"3"', True), ('"1", "3"', True), ("*", True), ('"33"', False), ("3", False), ("", False)],
+    [
+        (None, False),
+        ('"3"', True),
+        ('W/"3"', True),
+        ('"1", "3"', True),
+        ("*", True),
+        ('"33"', False),
+        ("3", False),
+        ("", False),
+    ],
 )
 def test_if_none_match_is_compared_weakly(header: str | None, same: bool) -> None:
     assert matches(header, '"3"') is same
 
 
-@pytest.mark.parametrize(("text", "layers"), [("3", {3}), ("3,7", {3, 7}), ("3-5,9", {3, 4, 5, 9}), (" 1 , 1 ", {1})])
+@pytest.mark.parametrize(
+    ("text", "layers"), [("3", {3}), ("3,7", {3, 7}), ("3-5,9", {3, 4, 5, 9}), (" 1 , 1 ", {1})]
+)
 def test_layers_are_read_as_numbers_and_ranges(text: str, layers: set[int]) -> None:
     assert parse_layers(text) == layers
 
@@ -120,17 +179,33 @@ def test_a_second_attempt_does_not_resend_text() -> None:
 
 
 def test_a_second_attempt_does_not_resend_calls_or_tokens() -> None:
-    """The parts of another attempt are cut elsewhere; a call's name and the log-probability of a token come once."""
+    """The parts of another attempt are cut elsewhere; a call's name and the log-probability of a
+    token come once.
+    """
     token = {"token_id": 5, "token": "x", "logprob": -1.0}
     call = {"index": 0, "id": "c", "name": "f"}
     sent, wanted = Sent(), Wanted(logprobs=0)
 
     def event(ids: list[int], *calls: dict[str, Any]) -> Event:
         delta = {"calls": list(calls)}
-        return Event(event="token", data={"index": 0, "text": "", "delta": delta, "token_ids": ids, "logprobs": [token] * len(ids)})
+        return Event(
+            event="token",
+            data={
+                "index": 0,
+                "text": "",
+                "delta": delta,
+                "token_ids": ids,
+                "logprobs": [token] * len(ids),
+            },
+        )
 
     first = sent.news(event([5], {**call, "arguments": '{"a'}), wanted)
-    assert (first.ids, len(first.logprobs), first.calls[0].name, first.calls[0].arguments) == ([5], 1, "f", '{"a')
+    assert (first.ids, len(first.logprobs), first.calls[0].name, first.calls[0].arguments) == (
+        [5],
+        1,
+        "f",
+        '{"a',
+    )
     sent.begin_anew()
     assert not sent.news(event([], call), wanted)
     again = sent.news(event([5, 5], {"index": 0, "arguments": '{"a":1}'}), wanted)

@@ -1,4 +1,6 @@
-"""Does the table say what is supported, refuse the rest by name, and agree with the documents and the checkpoints?"""
+"""Does the table say what is supported, refuse the rest by name, and agree with the documents and
+the checkpoints?
+"""
 
 import re
 
@@ -42,7 +44,9 @@ def test_what_the_table_does_not_have_is_left_to_the_loaded_model() -> None:
 
 
 def test_a_configuration_without_a_residual_stream_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedArchitectureError, match=r"do_layer_norm_before=false.*no residual stream"):
+    with pytest.raises(
+        UnsupportedArchitectureError, match=r"do_layer_norm_before=false.*no residual stream"
+    ):
         adapter("opt-post-norm")
     assert adapter("opt").hooks == HOOKS
 
@@ -53,7 +57,10 @@ def test_the_config_decides_which_hooks_there_are() -> None:
     assert adapter("olmo2").hooks == tuple(hook for hook in HOOKS if hook != "mlp_in")
 
 
-@pytest.mark.parametrize(("name", "hook", "reason"), [("gpt-neox", "post_attn", "parallel"), ("olmo2", "mlp_in", "which is post_attn")])
+@pytest.mark.parametrize(
+    ("name", "hook", "reason"),
+    [("gpt-neox", "post_attn", "parallel"), ("olmo2", "mlp_in", "which is post_attn")],
+)
 def test_a_hook_that_does_not_exist_is_refused_by_name_with_the_reason(name, hook, reason) -> None:
     with pytest.raises(UnsupportedArchitectureError, match=f"has no {hook}: .*{reason}"):
         adapter(name).tap(hook, 1)
@@ -71,9 +78,14 @@ def test_widths_and_depths_come_from_the_text_config() -> None:
 
 def test_a_model_that_takes_images_has_the_hooks_of_its_language_model() -> None:
     made = vision("qwen2.5-vl")
-    assert (made.architecture, made.variant) == ("Qwen2_5_VLForConditionalGeneration", adapter("qwen2").variant)
+    assert (made.architecture, made.variant) == (
+        "Qwen2_5_VLForConditionalGeneration",
+        adapter("qwen2").variant,
+    )
     assert not vision("qwen3-vl").variant.hands_on  # something is added between its layers
-    with pytest.raises(UnsupportedArchitectureError, match="use_bidirectional_attention=True is not served"):
+    with pytest.raises(
+        UnsupportedArchitectureError, match="use_bidirectional_attention=True is not served"
+    ):
         vision("paligemma")
 
 
@@ -93,10 +105,16 @@ def test_every_missing_hook_has_a_reason_and_no_other_does() -> None:
 
 def test_every_variant_has_a_checkpoint_that_it_is_measured_on() -> None:
     measured = [adapter(name).variant for name in CHECKPOINTS]
-    assert [variant for variants in ARCHITECTURES.values() for variant in variants if not variant.refused and variant not in measured] == []
+    assert [
+        variant
+        for variants in ARCHITECTURES.values()
+        for variant in variants
+        if not variant.refused and variant not in measured
+    ] == []
 
 
-# -- the pages -----------------------------------------------------------------------------------------------------------
+# -- the pages
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_hook_of_every_checkpoint_has_its_row_and_no_row_is_stale() -> None:
@@ -119,15 +137,23 @@ def test_every_figure_is_there_and_within_its_tolerance() -> None:
 def test_hooks_inside_have_a_row_for_each_checkpoint_within_the_tolerance() -> None:
     table = read_table(PAGE.read_text())
     assert set(CHECKPOINTS) <= table.keys() <= {*CHECKPOINTS, *FAMILIES}
-    assert {name: cells for name, row in table.items() if (cells := {hook: cell for hook, cell in row.items() if beyond(cell)})} == {}
     assert {
-        name for name in CHECKPOINTS if not {"q", "k", "v", "z"} <= table[name].keys() or "not compared" in table[name].values()
+        name: cells
+        for name, row in table.items()
+        if (cells := {hook: cell for hook, cell in row.items() if beyond(cell)})
+    } == {}
+    assert {
+        name
+        for name in CHECKPOINTS
+        if not {"q", "k", "v", "z"} <= table[name].keys() or "not compared" in table[name].values()
     } == set()
 
 
 def test_the_page_quotes_the_tolerances_that_hold() -> None:
     text = PAGE.read_text()
-    assert [f"| {dtype} | {each.limit:g} | {each.reason} |" in text for dtype, each in FIDELITY.items()] == [True] * len(FIDELITY)
+    assert [
+        f"| {dtype} | {each.limit:g} | {each.reason} |" in text for dtype, each in FIDELITY.items()
+    ] == [True] * len(FIDELITY)
 
 
 ROW = re.compile(
@@ -142,10 +168,20 @@ def test_the_table_of_architectures_is_the_page_s_row_for_row() -> None:
     shapes = _shapes(page)
     told = []
     for row in ROW.finditer(page):
-        taps = {hook: tap for hook, tap in shapes[row["shape"]].items() if f"`{hook}`" not in row["lacks"]}
+        taps = {
+            hook: tap
+            for hook, tap in shapes[row["shape"]].items()
+            if f"`{hook}`" not in row["lacks"]
+        }
         told.append((row["name"], row["when"], row["by"], row["layers"], taps))
     assert told == [
-        (name, _condition(variant), "Transformers backend" if variant.backend else "vLLM", variant.layers, _taps(variant))
+        (
+            name,
+            _condition(variant),
+            "Transformers backend" if variant.backend else "vLLM",
+            variant.layers,
+            _taps(variant),
+        )
         for name, variants in ARCHITECTURES.items()
         for variant in variants
         if not variant.refused
@@ -157,11 +193,17 @@ def _shapes(page: str) -> dict[str, dict[str, str]]:
     header = "| shape | " + " | ".join(HOOKS) + " |"
     lines = page[page.index(header) :].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: {hook: cell for hook, cell in zip(HOOKS, cells, strict=True) if cell} for name, *cells in rows}
+    return {
+        name: {hook: cell for hook, cell in zip(HOOKS, cells, strict=True) if cell}
+        for name, *cells in rows
+    }
 
 
 def _taps(variant: Variant) -> dict[str, str]:
-    return {hook: _where(tap) for hook, tap in sorted(variant.taps.items(), key=lambda item: HOOKS.index(item[0]))}
+    return {
+        hook: _where(tap)
+        for hook, tap in sorted(variant.taps.items(), key=lambda item: HOOKS.index(item[0]))
+    }
 
 
 def _where(tap: Tap) -> str:

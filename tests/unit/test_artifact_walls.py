@@ -1,4 +1,6 @@
-"""Capture files are opened by the artifact store alone: every other module that touches files is listed with what it opens."""
+"""Capture files are opened by the artifact store alone: every other module that touches files is
+listed with what it opens.
+"""
 
 import ast
 import re
@@ -10,7 +12,8 @@ from tree import PACKAGES, ROOT, sources
 
 from midstream.storage.store import open_store
 
-#: Module → the files that it opens instead. A module that opens capture files belongs into `storage/`.
+#: Module → the files that it opens instead. A module that opens capture files belongs into
+#: `storage/`.
 OPENS: dict[str, str] = {
     "api/routes/pages.py": "assets of the package",
     "api/web/body.py": "the folder of spooled request bodies",
@@ -76,7 +79,8 @@ OPENS: dict[str, str] = {
     "workers/runner/vllm_source.py": "vLLM's source",
     "workers/serving/harvest_process.py": "/proc",
 }
-#: Modules that name the artifact store, or the capture root, without opening a store: to show it, or to hand it to a rank.
+#: Modules that name the artifact store, or the capture root, without opening a store: to show it,
+#: or to hand it to a rank.
 NAMES = {
     "api/operations/service_figures.py",
     "broker/artifacts/corpora.py",
@@ -95,24 +99,47 @@ _FUNCTIONS = re.compile(
     r"|os\.(open|rename|renames|replace|unlink|remove|removedirs|rmdir|mkdir|makedirs|scandir|listdir|walk|link|symlink|truncate)"
 )
 _METHODS = {
-    "open", "read_bytes", "read_text", "write_bytes", "write_text", "unlink", "rename", "iterdir", "glob", "rglob", "walk",
-    "mkdir", "rmdir", "hardlink_to", "symlink_to",
-}  # fmt: skip
+    "open",
+    "read_bytes",
+    "read_text",
+    "write_bytes",
+    "write_text",
+    "unlink",
+    "rename",
+    "iterdir",
+    "glob",
+    "rglob",
+    "walk",
+    "mkdir",
+    "rmdir",
+    "hardlink_to",
+    "symlink_to",
+}
 
 
 def opened(module: str) -> list[str]:
-    """Calls in a module that open, list, rename or remove files, as `line: call`; those of an artifact store left out."""
+    """Calls in a module that open, list, rename or remove files, as `line: call`; those of an
+    artifact store left out.
+    """
     found = []
     for node in ast.walk(ast.parse((ROOT / module).read_text())):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and called not in OTHERS
+            method = (
+                isinstance(node.func, ast.Attribute)
+                and node.func.attr in _METHODS
+                and called not in OTHERS
+            )
             if _FUNCTIONS.fullmatch(called) or method:
                 found.append(f"{module}:{node.lineno}: {called}")
     return found
 
 
-MODULES = [name for path in sources(*PACKAGES) if not (name := str(path.relative_to(ROOT))).startswith("storage/")]
+MODULES = [
+    name
+    for path in sources(*PACKAGES)
+    if not (name := str(path.relative_to(ROOT))).startswith("storage/")
+]
 
 
 def test_only_listed_modules_open_files() -> None:
@@ -128,22 +155,46 @@ def test_the_capture_root_is_only_handed_to_open_store() -> None:
     naming = set()
     for module in MODULES:
         nodes = list(ast.walk(ast.parse((ROOT / module).read_text())))
-        stores = [node.args[0] for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "open_store"]
-        if any(isinstance(node, ast.Attribute) and node.attr in ("artifacts", "capture_root") and node not in stores for node in nodes):
+        stores = [
+            node.args[0]
+            for node in nodes
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "open_store"
+        ]
+        if any(
+            isinstance(node, ast.Attribute)
+            and node.attr in ("artifacts", "capture_root")
+            and node not in stores
+            for node in nodes
+        ):
             naming.add(module)
     assert naming == NAMES
 
 
-def test_the_wall_sees_each_way_to_open_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = ["open(p)", "p.open()", "os.open(p, 0)", "p.read_bytes()", "mmap.mmap(1, 0)", "p.unlink()", "os.rename(p, q)", "p.glob('*')"]
-    (tmp_path / "module.py").write_text("\n".join([*calls, "store.open(key)", "text.replace('a', 'b')"]))
+def test_the_wall_sees_each_way_to_open_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = [
+        "open(p)",
+        "p.open()",
+        "os.open(p, 0)",
+        "p.read_bytes()",
+        "mmap.mmap(1, 0)",
+        "p.unlink()",
+        "os.rename(p, q)",
+        "p.glob('*')",
+    ]
+    (tmp_path / "module.py").write_text(
+        "\n".join([*calls, "store.open(key)", "text.replace('a', 'b')"])
+    )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     assert len(opened("module.py")) == len(calls)
 
 
 @pytest.mark.parametrize("uri", ["gs://bucket", "az://account/x", "store://x"])
 def test_a_store_of_an_unknown_scheme_is_refused_by_name(uri: str) -> None:
-    with pytest.raises(ValueError, match=f"no artifact store for {uri.partition(':')[0]}://; valid: a folder"):
+    with pytest.raises(
+        ValueError, match=f"no artifact store for {uri.partition(':')[0]}://; valid: a folder"
+    ):
         open_store(uri)
 
 
@@ -151,17 +202,25 @@ def test_a_folder_and_its_uri_open_the_same_store() -> None:
     assert open_store("/data/cap tures") == open_store("file:///data/cap%20tures")
 
 
-def test_a_store_whose_package_is_missing_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_package_is_missing_is_refused_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     for name in ("s3_store", "s3_client"):
         monkeypatch.delitem(sys.modules, f"midstream.storage.{name}", raising=False)
-    with pytest.raises(ValueError, match=r"s3:// needs the package obstore: pip install 'midstream\[s3\]'"):
+    with pytest.raises(
+        ValueError, match=r"s3:// needs the package obstore: pip install 'midstream\[s3\]'"
+    ):
         open_store("s3://bucket/never-opened-before")
 
 
 @pytest.mark.parametrize(
     ("uri", "why"),
-    [("s3://", "names a bucket"), ("s3://key:secret@bucket", "no credentials"), ("s3://bucket?secret=x", "secret: unknown option")],
+    [
+        ("s3://", "names a bucket"),
+        ("s3://key:secret@bucket", "no credentials"),
+        ("s3://bucket?secret=x", "secret: unknown option"),
+    ],
 )
 def test_a_bucket_is_named_without_credentials(uri: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:

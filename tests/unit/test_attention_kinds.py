@@ -1,4 +1,6 @@
-"""How a layer attends is read from vLLM's modules; what is not known is refused by name, never guessed."""
+"""How a layer attends is read from vLLM's modules; what is not known is refused by name, never
+guessed.
+"""
 
 from typing import Any
 
@@ -12,13 +14,26 @@ from midstream.workers.runner.attention_kinds import kind_of
 
 _IMPL: dict[str, Any] = {"scale": 0.25, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
 _MODULE: dict[str, Any] = {
-    "num_heads": 2, "head_size": 16, "num_kv_heads": 1, "sliding_window": None, "attn_type": AttentionType.DECODER,
-    "kv_sharing_target_layer_name": None, "kv_cache_torch_dtype": torch.float32, "kv_cache_dtype": "auto", "dtype": torch.float32,
-    "use_alibi_sqrt": False, "use_mm_prefix": False,
-}  # fmt: skip
+    "num_heads": 2,
+    "head_size": 16,
+    "num_kv_heads": 1,
+    "sliding_window": None,
+    "attn_type": AttentionType.DECODER,
+    "kv_sharing_target_layer_name": None,
+    "kv_cache_torch_dtype": torch.float32,
+    "kv_cache_dtype": "auto",
+    "dtype": torch.float32,
+    "use_alibi_sqrt": False,
+    "use_mm_prefix": False,
+}
 
 
-def layer(kind: type = Attention, backend: str = "CPUAttentionBackendImpl", impl: dict[str, Any] | None = None, **facts: Any) -> nn.Module:
+def layer(
+    kind: type = Attention,
+    backend: str = "CPUAttentionBackendImpl",
+    impl: dict[str, Any] | None = None,
+    **facts: Any,
+) -> nn.Module:
     """A decoder layer around one attention module that says so of itself."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
@@ -37,10 +52,25 @@ def read(found: nn.Module, ranks: int = 1) -> Any:
 
 
 def test_facts_are_those_of_the_module_over_all_ranks() -> None:
-    impl = {"logits_soft_cap": 5.0, "sinks": nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.bfloat16))}
+    impl = {
+        "logits_soft_cap": 5.0,
+        "sinks": nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.bfloat16)),
+    }
     kind = read(layer(impl=impl, sliding_window=7, use_mm_prefix=True), ranks=2)
-    assert (kind.layers, kind.heads, kind.head_dim, kind.scale, kind.window, kind.softcap) == ([3], 4, 16, 0.25, 7, 5.0)
-    assert (kind.sinks, kind.slopes, kind.text_only, kind.refused) == ([0.5, -1.0, 1.5, 0.0], [], True, "")
+    assert (kind.layers, kind.heads, kind.head_dim, kind.scale, kind.window, kind.softcap) == (
+        [3],
+        4,
+        16,
+        0.25,
+        7,
+        5.0,
+    )
+    assert (kind.sinks, kind.slopes, kind.text_only, kind.refused) == (
+        [0.5, -1.0, 1.5, 0.0],
+        [],
+        True,
+        "",
+    )
     assert read(layer(ChunkedLocalAttention, attention_chunk_size=32)).chunk == 32
     assert read(layer(impl={"alibi_slopes": torch.tensor([0.5, 0.25])})).slopes == [0.5, 0.25]
     assert read(layer(impl={"logits_soft_cap": None})).softcap == 0
@@ -56,10 +86,19 @@ class Sharper(Attention):
         (lambda: layer(Sharper), "Sharper has no pattern that is known"),
         (lambda: layer(backend="NewImpl"), "attention backend NewImpl is not known"),
         (lambda: layer(attn_type=AttentionType.ENCODER_ONLY), "patterns are of decoders"),
-        (lambda: layer(kv_sharing_target_layer_name="model.layers.1.attn"), "attends to the keys of model.layers.1.attn"),
-        (lambda: layer(kv_cache_torch_dtype=torch.uint8, kv_cache_dtype="fp8"), "the KV cache holds its keys as fp8"),
+        (
+            lambda: layer(kv_sharing_target_layer_name="model.layers.1.attn"),
+            "attends to the keys of model.layers.1.attn",
+        ),
+        (
+            lambda: layer(kv_cache_torch_dtype=torch.uint8, kv_cache_dtype="fp8"),
+            "the KV cache holds its keys as fp8",
+        ),
         (lambda: layer(use_alibi_sqrt=True), "square roots of distances"),
-        (lambda: layer(impl={"alibi_slopes": [1.0], "logits_soft_cap": 2.0}), "ALiBi together with a softcap"),
+        (
+            lambda: layer(impl={"alibi_slopes": [1.0], "logits_soft_cap": 2.0}),
+            "ALiBi together with a softcap",
+        ),
         (lambda: layer(impl={"chunk_lookback": 1}), "its chunks look back"),
         (lambda: nn.Sequential(layer(), layer()), "2 attention modules"),
     ],

@@ -1,4 +1,6 @@
-"""Patterns of a capture: read, scored, drawn on a terminal and as a picture, and shown by the command."""
+"""Patterns of a capture: read, scored, drawn on a terminal and as a picture, and shown by the
+command.
+"""
 
 import asyncio
 import json
@@ -18,7 +20,13 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import attention_figure, figures
-from midstream.client.sdk.attention import AttentionCalls, attention_patches, by_layer, capture_fields, values_fields
+from midstream.client.sdk.attention import (
+    AttentionCalls,
+    attention_patches,
+    by_layer,
+    capture_fields,
+    values_fields,
+)
 from midstream.client.sdk.calls import Blocking
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport, Transport
 from midstream.schemas.attention import AttentionKind
@@ -31,7 +39,12 @@ def replaced(kind: AttentionKind, **facts: Any) -> AttentionKind:
     return AttentionKind(**{name: getattr(kind, name) for name in kind.__struct_fields__} | facts)
 
 
-def printed(found: Attention, panels: Sequence[tuple[int, int]] | None = None, width: int = 100, colour: str | None = None) -> str:
+def printed(
+    found: Attention,
+    panels: Sequence[tuple[int, int]] | None = None,
+    width: int = 100,
+    colour: str | None = None,
+) -> str:
     console = Console(width=width, height=80, color_system=colour, force_terminal=True)  # type: ignore[arg-type]
     with console.capture() as captured:
         console.print(show.report(found, panels))
@@ -41,7 +54,9 @@ def printed(found: Attention, panels: Sequence[tuple[int, int]] | None = None, w
 def test_a_reader_gives_the_patterns_of_its_queries_and_keys() -> None:
     opened = reader()
     found = opened.attention(1)
-    np.testing.assert_array_equal(found, pattern(rows(1, HEADS), rows(1, KEY_HEADS), KIND, range(len(TOKENS))))
+    np.testing.assert_array_equal(
+        found, pattern(rows(1, HEADS), rows(1, KEY_HEADS), KIND, range(len(TOKENS)))
+    )
     np.testing.assert_array_equal(opened.attention(-1, "1-2"), found[1:3])
     np.testing.assert_array_equal(opened.attention(1, queries=[-1]), found[:, -1:])
     np.testing.assert_array_equal(opened.attention(1, 3, queries=[0, 5]), found[[3]][:, [0, 5]])
@@ -52,13 +67,29 @@ def test_a_reader_without_what_a_pattern_takes_says_so() -> None:
         (reader(hooks=("q",)), "layer 0 was not captured at k"),
         (reader(hooks=("k",)), "layer 0 was not captured at q"),
         (reader(kinds=()), "not recorded how layer 0 attends"),
-        (reader(kinds=[replaced(KIND, refused="it is MLA")]), "layer 0 has no attention pattern: it is MLA"),
-        (reader(positions=[3, 4]), "the query of position 3 sees keys 0-3, of which 0-2 were not captured"),
-        (reader(kinds=[replaced(KIND, text_only=True)], images=[ImageSpan(start=1, stop=3, digest="d")]), "tokens of an image"),
+        (
+            reader(kinds=[replaced(KIND, refused="it is MLA")]),
+            "layer 0 has no attention pattern: it is MLA",
+        ),
+        (
+            reader(positions=[3, 4]),
+            "the query of position 3 sees keys 0-3, of which 0-2 were not captured",
+        ),
+        (
+            reader(
+                kinds=[replaced(KIND, text_only=True)],
+                images=[ImageSpan(start=1, stop=3, digest="d")],
+            ),
+            "tokens of an image",
+        ),
     ):
         with pytest.raises(MidstreamError, match=words):
             made.attention(0)
-    assert reader(kinds=[replaced(KIND, text_only=True)]).attention(0).shape == (HEADS, len(TOKENS), len(TOKENS))
+    assert reader(kinds=[replaced(KIND, text_only=True)]).attention(0).shape == (
+        HEADS,
+        len(TOKENS),
+        len(TOKENS),
+    )
 
 
 def test_all_layers_leave_out_those_without_a_pattern_and_name_them() -> None:
@@ -70,7 +101,9 @@ def test_all_layers_leave_out_those_without_a_pattern_and_name_them() -> None:
     assert "layer 1 has no pattern: it keeps a state" in printed(found)
     with pytest.raises(MidstreamError, match="layer 1 has no attention pattern"):
         attention_of(reader(kinds), [0, 1])
-    with pytest.raises(MidstreamError, match="there is no attention pattern: layer 0: it keeps a state; layer 1"):
+    with pytest.raises(
+        MidstreamError, match="there is no attention pattern: layer 0: it keeps a state; layer 1"
+    ):
         attention_of(reader([AttentionKind(layers=[0, 1], refused="it keeps a state")]))
     with pytest.raises(MidstreamError, match="layer 2 is out of range"):
         attention_of(reader(), 2)
@@ -85,20 +118,36 @@ def test_patterns_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _ideal(target: int) -> Attention:
-    """Two heads: one attends to the key `target` back where there is one, else to the first; the other evenly to all that it sees."""
+    """Two heads: one attends to the key `target` back where there is one, else to the first; the
+    other evenly to all that it sees.
+    """
     count = len(TOKENS)
     sharp = np.zeros((count, count), dtype=np.float32)
     sharp[range(count), [max(query - target, 0) for query in range(count)]] = 1
     even = np.tril(np.ones((count, count), dtype=np.float32))
     even /= even.sum(axis=1, keepdims=True)
-    return Attention("job_a", list(range(count)), TOKENS, [f"t{token}" for token in TOKENS], {3: np.stack([sharp, even])}, {3: [0, 5]})
+    return Attention(
+        "job_a",
+        list(range(count)),
+        TOKENS,
+        [f"t{token}" for token in TOKENS],
+        {3: np.stack([sharp, even])},
+        {3: [0, 5]},
+    )
 
 
-@pytest.mark.parametrize(("behaviour", "back"), [("previous", 1), ("current", 0), ("first", 99), ("duplicate", 6), ("induction", 5)])
-def test_a_score_is_the_share_of_attention_on_the_keys_of_its_behaviour(behaviour: Any, back: int) -> None:
+@pytest.mark.parametrize(
+    ("behaviour", "back"),
+    [("previous", 1), ("current", 0), ("first", 99), ("duplicate", 6), ("induction", 5)],
+)
+def test_a_score_is_the_share_of_attention_on_the_keys_of_its_behaviour(
+    behaviour: Any, back: int
+) -> None:
     best, other = _ideal(back).scores(behaviour)
     assert (best.layer, best.head, best.score) == (3, 0, 1.0)
-    queries = {"previous": range(1, 13), "current": range(13), "first": range(1, 13)}.get(behaviour, range(7, 13))
+    queries = {"previous": range(1, 13), "current": range(13), "first": range(1, 13)}.get(
+        behaviour, range(7, 13)
+    )
     assert other.score == pytest.approx(np.mean([1 / (query + 1) for query in queries]), abs=1e-6)
     assert (other.layer, other.head) == (3, 5)
 
@@ -117,7 +166,9 @@ def test_the_maps_show_each_head_with_rows_of_queries_and_columns_of_keys() -> N
     lines = printed(_ideal(1), [(3, 0)], width=60).splitlines()
     assert lines[0].split() == ["layer", "3", "head", "0"]
     cells = [line[4:] for line in lines[1 : 1 + len(TOKENS)]]
-    assert [line[:4].strip() for line in lines[1 : 1 + len(TOKENS)]] == [f"t{token}" for token in TOKENS]
+    assert [line[:4].strip() for line in lines[1 : 1 + len(TOKENS)]] == [
+        f"t{token}" for token in TOKENS
+    ]
     assert cells[0].rstrip() == "██"
     for query in range(1, len(TOKENS)):
         assert cells[query].rstrip() == "··" * (query - 1) + "██" + "··"
@@ -128,7 +179,9 @@ def test_the_maps_fit_the_terminal_and_merge_tokens_where_they_must() -> None:
     found = attention_of(reader())
     for width in (30, 60, 200):
         assert max(map(len, printed(found, width=width).splitlines())) <= width
-    assert printed(found, width=200).splitlines()[0].count("layer") > printed(found, width=60).splitlines()[0].count("layer")
+    assert printed(found, width=200).splitlines()[0].count("layer") > printed(
+        found, width=60
+    ).splitlines()[0].count("layer")
     narrow = printed(found, width=12)
     assert narrow.split()[0] == "0.0"
     assert "a cell is 2" in narrow
@@ -145,7 +198,9 @@ def test_of_many_heads_the_strongest_are_drawn() -> None:
     few = show.panels_of(found, 3)
     assert len(few) == 3
     assert few == sorted(few)
-    assert {(each.layer, each.head) for name in BEHAVIOURS[:3] for each in found.scores(name)[:1]} <= set(few)
+    assert {
+        (each.layer, each.head) for name in BEHAVIOURS[:3] for each in found.scores(name)[:1]
+    } <= set(few)
     best = [(each.layer, each.head) for each in found.scores("induction")]
     assert show.panels_of(found, 3, "induction") == best[:3]
     assert "3 of 8 heads" in printed(found, best[:3])
@@ -170,14 +225,22 @@ def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Pat
         attention_figure.figure(found, tmp_path / "out.xyz")
 
 
-def test_a_notebook_shows_the_picture_or_the_terminals_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_the_picture_or_the_terminals_maps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = attention_of(reader())
     assert "data:image/png;base64," in found._repr_html_()
-    monkeypatch.setattr(figures, "matplotlib", lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")))
+    monkeypatch.setattr(
+        figures,
+        "matplotlib",
+        lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")),
+    )
     assert "What heads attend to" in rendered("attention_html", found)
 
 
-def test_the_command_draws_a_capture_and_gives_its_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_a_capture_and_gives_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "tag" / "job_a"
     folder.mkdir(parents=True)
     (folder / "tag.p0.pp0.safetensors").write_bytes(blob(requests=1))
@@ -197,7 +260,10 @@ def test_the_command_draws_a_capture_and_gives_its_scores(tmp_path: Path, capsys
         run("--json", "--layers", "0", "--heads", "1-2")
     facts = json.loads(capsys.readouterr().out)
     assert sorted(facts["scores"]) == sorted(BEHAVIOURS)
-    assert {(each["layer"], each["head"]) for each in facts["scores"]["induction"]} == {(0, 1), (0, 2)}
+    assert {(each["layer"], each["head"]) for each in facts["scores"]["induction"]} == {
+        (0, 1),
+        (0, 2),
+    }
 
 
 @pytest.mark.parametrize(
@@ -209,7 +275,9 @@ def test_the_command_draws_a_capture_and_gives_its_scores(tmp_path: Path, capsys
         (["job_x", "--figure", "out.xyz"], "not a figure format"),
     ],
 )
-def test_the_command_refuses_options_by_name(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_options_by_name(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["attention", *options])
     assert ended.value.code == 1
@@ -227,17 +295,24 @@ def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:
 
 def test_a_patch_is_what_the_pattern_makes_of_the_values_in_the_heads_columns() -> None:
     opened, count = reader(hooks=("q", "v")), len(TOKENS)
-    patterns = {(1, head): np.tril(np.random.default_rng(head).uniform(size=(count, count))) for head in (0, 3)}
+    patterns = {
+        (1, head): np.tril(np.random.default_rng(head).uniform(size=(count, count)))
+        for head in (0, 3)
+    }
     patches = attention_patches(opened, patterns)
     assert [patch.positions for patch in patches] == [[place] for place in range(count)]
     assert {(patch.layers, patch.hook, patch.mask, patch.alpha) for patch in patches} == {
         (1, "z", f"0-{HEAD - 1},{3 * HEAD}-{4 * HEAD - 1}", 1.0)
     }
-    written = np.stack([to_numpy(patch.source.vector) for patch in patches if patch.source.vector is not None])
+    written = np.stack(
+        [to_numpy(patch.source.vector) for patch in patches if patch.source.vector is not None]
+    )
     values = rows(1, KEY_HEADS)
     for head, shared in ((0, 0), (3, 1)):
         expected = patterns[1, head] @ values[:, shared * HEAD : (shared + 1) * HEAD]
-        np.testing.assert_allclose(written[:, head * HEAD : (head + 1) * HEAD], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            written[:, head * HEAD : (head + 1) * HEAD], expected, rtol=1e-5, atol=1e-6
+        )
     assert not written[:, HEAD : 3 * HEAD].any()
 
 
@@ -265,7 +340,9 @@ def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> No
     with pytest.raises(MidstreamError, match="probes: a probe that steers by its scores"):
         by_layer({(1, 0): ideal}, {"probes": ["p", {"probe": "q", "action": "steer"}]})
     assert list(by_layer({(2, 0): ideal, (0, 1): ideal, (2, 3): ideal}, {"probes": "p"})) == [0, 2]
-    fields = values_fields("a", 1, [], {"model": "m", "lens": {"layers": -1}, "sampling": {"max_tokens": 9}})
+    fields = values_fields(
+        "a", 1, [], {"model": "m", "lens": {"layers": -1}, "sampling": {"max_tokens": 9}}
+    )
     assert fields == {
         "model": "m", "prompts": ["a"], "sampling": {"max_tokens": 1},
         "capture": {"hooks": {"q": [1], "v": [1]}, "positions": "all_prompt", "at": "after"},
@@ -300,7 +377,9 @@ def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
 
     async def both() -> Any:
         found = await awaiting.attention("a", layers=1, heads="0-1", model="m")
-        return found, await awaiting.patch_attention("a", wanted, model="m", patch=own, lens={"layers": -1})
+        return found, await awaiting.patch_attention(
+            "a", wanted, model="m", patch=own, lens={"layers": -1}
+        )
 
     found = blocking.attention("a", layers=1, heads="0-1", model="m")
     job = blocking.patch_attention("a", wanted, model="m", patch=own, lens={"layers": -1})
@@ -310,7 +389,10 @@ def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns() -> None:
     _, values, above, patched = blocking.jobs
     assert "lens" not in values
     assert values["patch"] == own
-    assert (above["capture"]["hooks"], above["patch"]) == ({"q": [1], "v": [1]}, patched["patch"][: 1 + len(TOKENS)])
+    assert (above["capture"]["hooks"], above["patch"]) == (
+        {"q": [1], "v": [1]},
+        patched["patch"][: 1 + len(TOKENS)],
+    )
     assert patched["patch"][0] == own
     assert [each.layers for each in patched["patch"][1:]] == [0] * len(TOKENS) + [1] * len(TOKENS)
     assert patched["lens"] == {"layers": -1}

@@ -39,12 +39,18 @@ def tables(*vectors: np.ndarray) -> tuple[list[RowTable], list[str]]:
     for columns in RANKS:
         buffers = make_buffers(len(SITES), capacity=8)
         assert buffers.plan.shape[1] == COLUMNS
-        made.append(RowTable(SITES, buffers, held, RunStore(open_store("/nowhere"), SITES, 5), columns=columns))
+        made.append(
+            RowTable(
+                SITES, buffers, held, RunStore(open_store("/nowhere"), SITES, 5), columns=columns
+            )
+        )
     return made, [content_hash(tensor) for tensor in tensors]
 
 
 def entry(name: str, family: str = "add", hook: str = "z", **more: object) -> StoredSteering:
-    return StoredSteering(layers=[1], hook=hook, positions="all", family=family, tensors=[name], **more)  # type: ignore[arg-type]
+    return StoredSteering(
+        layers=[1], hook=hook, positions="all", family=family, tensors=[name], **more
+    )  # type: ignore[arg-type]
 
 
 def pool(table: RowTable, row: int, family: str = "add") -> torch.Tensor:
@@ -63,7 +69,9 @@ def test_ranks_write_their_columns_and_account_for_whole_rows() -> None:
     ]  # fmt: skip
     assert ranks[0].fingerprint() == ranks[1].fingerprint()
     pool(ranks[1], written[0][0])[2] += 1
-    assert ranks[0].fingerprint() != ranks[1].fingerprint(), "what the device has is compared, not what was sent"
+    assert ranks[0].fingerprint() != ranks[1].fingerprint(), (
+        "what the device has is compared, not what was sent"
+    )
 
 
 def test_a_direction_of_one_rank_is_written_there_and_is_nothing_on_the_other() -> None:
@@ -71,11 +79,17 @@ def test_a_direction_of_one_rank_is_written_there_and_is_nothing_on_the_other() 
     (row,) = steering_rows([entry(name, "ablate", numbers=[1.0])])
     number, _ = [table.acquire(row)[0] for table in ranks]
     assert not pool(ranks[0], number, "ablate").any()
-    assert np.allclose(pool(ranks[1], number, "ablate").numpy(), VECTOR[5:] / np.linalg.norm(VECTOR[5:]))
+    assert np.allclose(
+        pool(ranks[1], number, "ablate").numpy(), VECTOR[5:] / np.linalg.norm(VECTOR[5:])
+    )
 
 
-@pytest.mark.parametrize(("family", "numbers"), [("ablate", [1.0]), ("clamp", [1.0, -1.0, 1.0]), ("add_matched", [0.5])])
-def test_a_sum_over_columns_of_two_ranks_is_refused_on_both(family: str, numbers: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("family", "numbers"), [("ablate", [1.0]), ("clamp", [1.0, -1.0, 1.0]), ("add_matched", [0.5])]
+)
+def test_a_sum_over_columns_of_two_ranks_is_refused_on_both(
+    family: str, numbers: list[float]
+) -> None:
     ranks, (name,) = tables(VECTOR)
     (row,) = steering_rows([entry(name, family, numbers=numbers)])
     for table in ranks:
@@ -84,9 +98,18 @@ def test_a_sum_over_columns_of_two_ranks_is_refused_on_both(family: str, numbers
 
 
 def test_rows_of_several_banks_have_places_of_their_own() -> None:
-    steering = [entry("a"), entry("b", hook="k"), entry("c", hook="post_block"), entry("d", "ablate", numbers=[1.0])]
+    steering = [
+        entry("a"),
+        entry("b", hook="k"),
+        entry("c", hook="post_block"),
+        entry("d", "ablate", numbers=[1.0]),
+    ]
     rows = steering_rows(steering)
-    assert [(row.bank, len(row.entries)) for row in rows] == [("query", 2), ("key", 1), ("residual", 1)]
+    assert [(row.bank, len(row.entries)) for row in rows] == [
+        ("query", 2),
+        ("key", 1),
+        ("residual", 1),
+    ]
     assert columns_of(rows) == [0, 0, 0]
 
 
@@ -98,31 +121,49 @@ def test_rows_of_several_banks_have_places_of_their_own() -> None:
         ([1], [range(0), range(5)], [[], [slice(0, 5)]]),
     ],
 )
-def test_each_rank_stores_its_part_of_the_chosen_heads(heads: list[int], stored: list[range], chosen: list[list[slice]]) -> None:
+def test_each_rank_stores_its_part_of_the_chosen_heads(
+    heads: list[int], stored: list[range], chosen: list[list[slice]]
+) -> None:
     """Side by side, in the order of the columns, they are what was asked for."""
     assert [columns.stored(heads) for columns in RANKS] == stored
     assert [columns.chosen(heads) for columns in RANKS] == chosen
-    assert all(first.stop == second.start for first, second in pairwise(part for part in stored if part))
+    assert all(
+        first.stop == second.start for first, second in pairwise(part for part in stored if part)
+    )
     capture = StoredCapture(sites={"z": [0]}, positions="all", tag="t", row=SHAPE, heads=heads)
     recorded = [Recording.of(capture, Ports(SITES, columns)) for columns in RANKS]
     assert [each is not None for each in recorded] == [bool(part) for part in chosen]
 
 
 def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
-    """Key heads that ranks share are recorded by the first, by all where each needs them; the stream by the first of a stage."""
+    """Key heads that ranks share are recorded by the first, by all where each needs them; the
+    stream by the first of a stage.
+    """
     wanted = StoredCapture(sites={"k": [0]}, positions="all", tag="t", row=SHAPE)
     sites = [Site("k", 0, "single")]
 
     def recorded(columns: Columns | None, capture: StoredCapture, first: bool) -> bool:
         bank = Bank.__new__(Bank)
-        bank.columns, bank.ports = columns, Ports([Site("post_block", 0, "single")] if columns is None else sites, columns)
+        bank.columns, bank.ports = (
+            columns,
+            Ports([Site("post_block", 0, "single")] if columns is None else sites, columns),
+        )
         return bank.recording(capture, first) is not None
 
     for first in (True, False):
         assert recorded(Columns(SHAPE, 0, 5, records=True), wanted, first)
         assert not recorded(Columns(SHAPE, 0, 5, records=False), wanted, first)
-        assert recorded(Columns(SHAPE, 0, 5, records=False), msgspec.structs.replace(wanted, consumers=[PROBED]), first)
-        assert recorded(None, StoredCapture(sites={"post_block": [0]}, positions="all", tag="t"), first) == first
+        assert recorded(
+            Columns(SHAPE, 0, 5, records=False),
+            msgspec.structs.replace(wanted, consumers=[PROBED]),
+            first,
+        )
+        assert (
+            recorded(
+                None, StoredCapture(sites={"post_block": [0]}, positions="all", tag="t"), first
+            )
+            == first
+        )
     for columns, capture in (
         (Columns(RowShape(heads=4, width=5), 0, 5), wanted), (None, wanted), (RANKS[0], msgspec.structs.replace(wanted, row=None)),
     ):  # fmt: skip

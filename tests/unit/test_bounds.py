@@ -25,14 +25,23 @@ from midstream.schemas.settings import Settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-#: JSON has no infinity, and their limits depend on the op and the model: `api/resolve/interventions.py`.
-LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")} | {"LensVector.scale"}
-#: Kept as they came and refused by name: `api/resolve/request_parsing.py`, `api/resolve/lens_args.py`.
-UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY} | {f"LensArgs.{name}" for name in REFUSED}
+#: JSON has no infinity, and their limits depend on the op and the model:
+#: `api/resolve/interventions.py`.
+LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")} | {
+    "LensVector.scale"
+}
+#: Kept as they came and refused by name: `api/resolve/request_parsing.py`,
+#: `api/resolve/lens_args.py`.
+UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY} | {
+    f"LensArgs.{name}" for name in REFUSED
+}
 #: JSON schemas and the like, whose size and depth `api/resolve/formats.py` bounds.
 BOUNDED_LATER = {
-    "ChatRequest.chat_template_kwargs", "FunctionDefinition.parameters", "JsonSchema.schema", "StructuredRequest.json"
-}  # fmt: skip
+    "ChatRequest.chat_template_kwargs",
+    "FunctionDefinition.parameters",
+    "JsonSchema.schema",
+    "StructuredRequest.json",
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +49,9 @@ def spec() -> dict[str, Any]:
     return dict(json.loads(document(make_app(Settings(redis_url="redis://127.0.0.1:1/0")))))
 
 
-def unbounded(node: dict[str, Any], at: str, components: dict[str, Any], met: set[str]) -> Iterator[str]:
+def unbounded(
+    node: dict[str, Any], at: str, components: dict[str, Any], met: set[str]
+) -> Iterator[str]:
     """The places below `node`, a JSON schema, that allow any number of anything."""
     if at in BOUNDED_LATER:
         return
@@ -54,7 +65,13 @@ def unbounded(node: dict[str, Any], at: str, components: dict[str, Any], met: se
         return
     for choice in node.get("anyOf", node.get("oneOf", [])):
         # The framework writes the bounds of an optional parameter beside its types.
-        yield from unbounded({name: value for name, value in node.items() if name not in ("anyOf", "oneOf")} | choice, at, components, met)
+        yield from unbounded(
+            {name: value for name, value in node.items() if name not in ("anyOf", "oneOf")}
+            | choice,
+            at,
+            components,
+            met,
+        )
     if "anyOf" in node or "oneOf" in node:
         return
     kind = node.get("type")
@@ -68,7 +85,9 @@ def unbounded(node: dict[str, Any], at: str, components: dict[str, Any], met: se
     elif kind == "array":
         if "maxItems" not in node:
             yield f"{at}: maxItems"
-        for index, item in enumerate([*node.get("prefixItems", []), *([node["items"]] if node.get("items") else [])]):
+        for index, item in enumerate(
+            [*node.get("prefixItems", []), *([node["items"]] if node.get("items") else [])]
+        ):
             yield from unbounded(item, f"{at}[{index}]", components, met)
     elif kind == "object" and "properties" in node:
         if node.get("additionalProperties") is not False:
@@ -80,7 +99,9 @@ def unbounded(node: dict[str, Any], at: str, components: dict[str, Any], met: se
             yield f"{at}: maxProperties"
         for name in ("additionalProperties", "propertyNames"):
             if name in node:
-                yield from unbounded({"type": "string"} | node[name], f"{at}.{name}", components, met)
+                yield from unbounded(
+                    {"type": "string"} | node[name], f"{at}.{name}", components, met
+                )
     elif kind is None and at not in UNSERVED:
         yield f"{at}: any value"
 
@@ -90,9 +111,20 @@ def test_everything_in_a_body_is_bounded(spec: dict[str, Any]) -> None:
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
             for kind, media in operation.get("requestBody", {}).get("content", {}).items():
-                found += unbounded(media["schema"], f"{method} {path} {kind}", spec["components"]["schemas"], met)
+                found += unbounded(
+                    media["schema"], f"{method} {path} {kind}", spec["components"]["schemas"], met
+                )
     assert found == []
-    assert {"JobRequest", "CompletionRequest", "ChatRequest", "SweepRequest", "ModuleRequest", "GlobalRequest", "Limits", "Tensor"} <= met
+    assert {
+        "JobRequest",
+        "CompletionRequest",
+        "ChatRequest",
+        "SweepRequest",
+        "ModuleRequest",
+        "GlobalRequest",
+        "Limits",
+        "Tensor",
+    } <= met
 
 
 def test_every_parameter_is_bounded(spec: dict[str, Any]) -> None:
@@ -103,17 +135,35 @@ def test_every_parameter_is_bounded(spec: dict[str, Any]) -> None:
         for parameter in operation.get("parameters", [])
     ]
     assert len(parameters) > 50
-    assert [what for at, schema in parameters for what in unbounded(schema, at, spec["components"]["schemas"], set())] == []
+    assert [
+        what
+        for at, schema in parameters
+        for what in unbounded(schema, at, spec["components"]["schemas"], set())
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("schema", "found"),
     [
         ({"type": "string"}, ["x: maxLength"]),
-        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "array", "items": {"type": "integer"}}]}, 3),
-        ({"type": "object", "additionalProperties": {"type": "string", "maxLength": 1}}, ["x: maxProperties"]),
+        (
+            {
+                "anyOf": [
+                    {"type": "string", "maxLength": 3},
+                    {"type": "array", "items": {"type": "integer"}},
+                ]
+            },
+            3,
+        ),
+        (
+            {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1}},
+            ["x: maxProperties"],
+        ),
         ({}, ["x: any value"]),
-        ({"type": "array", "maxItems": 3, "prefixItems": [{"type": "string"}]}, ["x[0]: maxLength"]),
+        (
+            {"type": "array", "maxItems": 3, "prefixItems": [{"type": "string"}]},
+            ["x[0]: maxLength"],
+        ),
     ],
 )
 def test_the_walk_finds_what_has_no_bound(schema: dict[str, Any], found: list[str] | int) -> None:
@@ -121,17 +171,21 @@ def test_the_walk_finds_what_has_no_bound(schema: dict[str, Any], found: list[st
     assert (len(seen) if isinstance(found, int) else seen) == found
 
 
-# --- The table in the documentation --------------------------------------------------------------------------------------
+# --- The table in the documentation
+# --------------------------------------------------------------------------------------
 
 
 def test_the_documented_limits_are_those_of_the_code() -> None:
     table = (DOCS / "http.md").read_text().partition("\n## Limits\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .*? \| ([\d,]+)[^|]*\| `(MAX_\w+)` \|$", table, re.MULTILINE)
     documented = {name: float(number.replace(",", "")) for number, name in rows}
-    assert documented == {name: float(value) for name, value in vars(limits).items() if name.startswith("MAX_")}
+    assert documented == {
+        name: float(value) for name, value in vars(limits).items() if name.startswith("MAX_")
+    }
 
 
-# --- Whole documents -------------------------------------------------------------------------------------------------------
+# --- Whole documents
+# --------------------------------------------------------------------------------------------------
 
 FULL = b"[" + b"0," * (limits.MAX_JSON_VALUES - 1) + b"0]"
 
@@ -168,7 +222,10 @@ def test_documents_beyond_them_are_refused_before_decoding(raw: bytes, why: str)
 
 
 TEXTS = st.text('a",{[\\é', max_size=5)
-DOCUMENTS = st.recursive(TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=3))
+DOCUMENTS = st.recursive(
+    TEXTS | st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=3),
+)
 
 
 def size_of(value: Any) -> tuple[int, int]:
@@ -176,7 +233,9 @@ def size_of(value: Any) -> tuple[int, int]:
     if not isinstance(value, (list, dict)):
         return 0, 0
     inner = [size_of(item) for item in (value.values() if isinstance(value, dict) else value)]
-    return max(len(value) - 1, 0) + sum(commas for commas, _ in inner), 1 + sum(containers for _, containers in inner)
+    return max(len(value) - 1, 0) + sum(commas for commas, _ in inner), 1 + sum(
+        containers for _, containers in inner
+    )
 
 
 @given(DOCUMENTS, st.integers(1, 9))
@@ -209,7 +268,8 @@ def test_undecodable_json_is_a_problem(raw: bytes, says: str) -> None:
     assert says in error.detail
 
 
-# --- Errors ----------------------------------------------------------------------------------------------------------------
+# --- Errors
+# --------------------------------------------------------------------------------------------------
 
 
 def test_errors_quote_little_of_the_input() -> None:
@@ -217,12 +277,21 @@ def test_errors_quote_little_of_the_input() -> None:
         from_json(b'{"model": "m", "prompts": ["a"], "' + b"x" * 1_000_000 + b'": 1}', JobRequest)
     shown = problems.bounded(problems.malformed(refused.value).problem("/" + "y" * 50_000))
     assert isinstance(shown, Problem)
-    assert len(problems.malformed(refused.value).field or "") <= 2 * limits.MAX_DETAIL, "it is cut before it is searched"
+    assert len(problems.malformed(refused.value).field or "") <= 2 * limits.MAX_DETAIL, (
+        "it is cut before it is searched"
+    )
     assert max(len(shown.field or ""), len(shown.instance or "")) <= limits.MAX_SHOWN
     assert len(shown.detail) <= limits.MAX_DETAIL
 
 
-@pytest.mark.parametrize("member", ['"capture": {"at": "VALUE"}', '"capture": {"tag": "VALUE"}', '"capture": {"hooks": {"VALUE": 0}}'])
+@pytest.mark.parametrize(
+    "member",
+    [
+        '"capture": {"at": "VALUE"}',
+        '"capture": {"tag": "VALUE"}',
+        '"capture": {"hooks": {"VALUE": 0}}',
+    ],
+)
 def test_refused_values_are_truncated_in_errors(member: str) -> None:
     raw = '{"model": "m", "prompts": ["a"], ' + member.replace("VALUE", "/" * 50_000) + "}"
     with pytest.raises(msgspec.ValidationError) as refused:
@@ -230,10 +299,13 @@ def test_refused_values_are_truncated_in_errors(member: str) -> None:
     assert len(problems.malformed(refused.value).detail) <= limits.MAX_SHOWN
 
 
-# --- Stored records --------------------------------------------------------------------------------------------------------
+# --- Stored records
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_job_accepted_under_wider_limits_is_still_read() -> None:
     sampling = Sampling(stop=["x" * 1000] * 100, stop_token_ids=[1] * 5000)
-    job = Job(id="job_1", kind="generate", model="m" * 500, prompts=[], sampling=sampling, created=1.0)
+    job = Job(
+        id="job_1", kind="generate", model="m" * 500, prompts=[], sampling=sampling, created=1.0
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job).sampling == sampling

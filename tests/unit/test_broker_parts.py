@@ -14,7 +14,14 @@ from kombu.transport.virtual import base as kombu_virtual
 from midstream.broker.ledger import scripts, views
 from midstream.broker.ledger.jobs import new_job_id
 from midstream.broker.ops.redis_availability import is_absence
-from midstream.broker.queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS, RESTORE_INTERVAL_S, lists_of, make_app, queue_of
+from midstream.broker.queue.celery_app import (
+    PRIORITY_OF_KIND,
+    PRIORITY_STEPS,
+    RESTORE_INTERVAL_S,
+    lists_of,
+    make_app,
+    queue_of,
+)
 from midstream.broker.queue.visibility import RENEW_S, LeaseStep
 from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
@@ -28,7 +35,9 @@ def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
     assert allowed is not None
     rows = re.finditer(r"\['(\w+)'\]=\{((?:\['\w+'\]=true,?)*)\}", allowed[1])
     table = {row[1]: set(re.findall(r"\['(\w+)'\]=true", row[2])) for row in rows}
-    assert table == {state.value: {following.value for following in TRANSITIONS[state]} for state in State}
+    assert table == {
+        state.value: {following.value for following in TRANSITIONS[state]} for state in State
+    }
     terminal = re.search(r"^local TERMINAL = (.*)$", text, re.MULTILINE)
     assert terminal is not None
     assert set(re.findall(r"\['(\w+)'\]=true", terminal[1])) == {state.value for state in TERMINAL}
@@ -38,8 +47,16 @@ def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_kn
     folder = scripts.Path(scripts.__file__).parent / "lua"
     assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS}
     webhooks = folder.parents[1] / "webhooks" / "lua"
-    assert {file.stem for file in webhooks.glob("*.lua")} == {*SCRIPTS, "hooks_common", "hooks_rotate"}
-    raised = {kind for file in folder.glob("*.lua") for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())}
+    assert {file.stem for file in webhooks.glob("*.lua")} == {
+        *SCRIPTS,
+        "hooks_common",
+        "hooks_rotate",
+    }
+    raised = {
+        kind
+        for file in folder.glob("*.lua")
+        for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())
+    }
     assert raised <= set(STATUS_OF_KIND)
     assert "ranks_disagree" in raised
 
@@ -60,7 +77,11 @@ def test_queue_names_are_plain_and_differ_when_models_do(one: str, other: str) -
 def test_the_lists_of_a_queue_are_those_that_kombu_uses() -> None:
     channel = kombu_redis.Channel
     assert list(PRIORITY_STEPS) == kombu_redis.PRIORITY_STEPS
-    expected = [queue if not step else f"{queue}{channel.sep}{step}" for queue in ["q"] for step in PRIORITY_STEPS]
+    expected = [
+        queue if not step else f"{queue}{channel.sep}{step}"
+        for queue in ["q"]
+        for step in PRIORITY_STEPS
+    ]
     assert lists_of("q") == expected
     assert set(PRIORITY_OF_KIND.values()) <= set(PRIORITY_STEPS)
     kinds = Job.__struct_config__ and Job.__annotations__["kind"].__args__
@@ -92,17 +113,26 @@ def test_the_app_is_set_up_for_late_acks_json_and_short_leases() -> None:
     assert conf.broker_transport_options["visibility_timeout"] == settings.visibility_timeout_s
     assert settings.visibility_timeout_s > RENEW_S * 3
     options = kombu_redis.Channel.from_transport_options
-    assert {"unacked_restore_interval", "unacked_restore_throttle", "visibility_timeout", "priority_steps", "sep"} <= set(options)
+    assert {
+        "unacked_restore_interval",
+        "unacked_restore_throttle",
+        "visibility_timeout",
+        "priority_steps",
+        "sep",
+    } <= set(options)
     assert conf.broker_transport_options["unacked_restore_interval"] == RESTORE_INTERVAL_S
     shared = ("unacked_key", "unacked_index_key", "unacked_mutex_key", "fanout_prefix")
     assert set(shared) <= set(options)
-    assert all(conf.broker_transport_options[name].lstrip("/").startswith("midstream:") for name in shared), (
-        "another Celery app has kombu's names"
-    )
+    assert all(
+        conf.broker_transport_options[name].lstrip("/").startswith("midstream:") for name in shared
+    ), "another Celery app has kombu's names"
 
 
 def test_cursors_round_trip_and_invalid_ones_are_refused() -> None:
-    assert views.parse_cursor(views.format_cursor(1795145199.4220054, "job_a1")) == (1795145199.4220054, "job_a1")
+    assert views.parse_cursor(views.format_cursor(1795145199.4220054, "job_a1")) == (
+        1795145199.4220054,
+        "job_a1",
+    )
     assert views.parse_cursor(None) == (float("inf"), "")
     for bad in ("1", "x:job_a", "1:job a", "nan:job_a", "1:"):
         with pytest.raises(MidstreamError):
@@ -121,14 +151,42 @@ def test_event_ids_are_checked_before_they_reach_redis() -> None:
     ("error", "absent"),
     [
         (redis.exceptions.ConnectionError("refused"), True),
-        (redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), True),
-        (redis.exceptions.ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."), True),
-        (redis.exceptions.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), True),
-        (redis.exceptions.ResponseError("Error running script: @user_script:1: -OOM command not allowed"), True),
+        (
+            redis.exceptions.OutOfMemoryError(
+                "command not allowed when used memory > 'maxmemory'."
+            ),
+            True,
+        ),
+        (
+            redis.exceptions.ResponseError(
+                "BUSY Redis is busy running a script. You can only call SCRIPT KILL or "
+                "SHUTDOWN NOSAVE."
+            ),
+            True,
+        ),
+        (
+            redis.exceptions.ResponseError(
+                "MISCONF Errors writing to the AOF file: No space left on device"
+            ),
+            True,
+        ),
+        (
+            redis.exceptions.ResponseError(
+                "Error running script: @user_script:1: -OOM command not allowed"
+            ),
+            True,
+        ),
         (redis.exceptions.ReadOnlyError("You can't write against a read only replica."), True),
-        (redis.exceptions.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"), False),
+        (
+            redis.exceptions.ResponseError(
+                "WRONGTYPE Operation against a key holding the wrong kind of value"
+            ),
+            False,
+        ),
     ],
 )
-def test_redis_write_refusals_are_outages_and_bad_commands_are_bugs(error: redis.exceptions.RedisError, absent: bool) -> None:
+def test_redis_write_refusals_are_outages_and_bad_commands_are_bugs(
+    error: redis.exceptions.RedisError, absent: bool
+) -> None:
     """A full disk must not look like a broken worker."""
     assert is_absence(error) is absent

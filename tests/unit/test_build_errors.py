@@ -8,15 +8,22 @@ from midstream.workers.runner import build_errors
 
 
 def test_an_error_without_a_text_is_named_with_its_place_in_vllm() -> None:
-    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu as convolve
+    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import (
+        causal_conv1d_fn_cpu as convolve,
+    )
 
     with pytest.raises(Exception) as caught:  # noqa: PT011 - any of them
         convolve(*[None] * 5, activation="gelu")
-    assert build_errors.reason_of(caught.value).startswith(f"{caught.type.__name__} at vllm/model_executor/")
+    assert build_errors.reason_of(caught.value).startswith(
+        f"{caught.type.__name__} at vllm/model_executor/"
+    )
 
 
 def test_an_error_with_a_text_is_that_text_in_one_line() -> None:
-    assert build_errors.reason_of(ValueError("Unsupported\nactivation: gelu")) == "Unsupported activation: gelu"
+    assert (
+        build_errors.reason_of(ValueError("Unsupported\nactivation: gelu"))
+        == "Unsupported activation: gelu"
+    )
 
 
 def test_what_a_rank_keeps_is_read_once_and_by_its_own_start(tmp_path: Path) -> None:

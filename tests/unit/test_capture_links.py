@@ -1,4 +1,6 @@
-"""Manifests of captures in a bucket have links that open one job's rows and no others', and submissions are refused while it is away."""
+"""Manifests of captures in a bucket have links that open one job's rows and no others', and
+submissions are refused while it is away.
+"""
 
 import asyncio
 import zlib
@@ -23,18 +25,26 @@ from midstream.schemas.specs import StoredCapture
 from midstream.storage.store import ArtifactStore, open_store
 
 
-def described(store: ArtifactStore, files: list[CapturedFile], **settings: Any) -> list[ManifestFile]:
+def described(
+    store: ArtifactStore, files: list[CapturedFile], **settings: Any
+) -> list[ManifestFile]:
     context: Any = SimpleNamespace(settings=Settings(**settings), store=store)
     told = [msgspec.structs.asdict(file) for file in files]
     names = set(FileEntry.__struct_fields__)
     entries = [
-        FileEntry(**{name: value for name, value in one.items() if name in names} | {"request": 0, "rank": 0, "pp": 0}) for one in told
+        FileEntry(
+            **{name: value for name, value in one.items() if name in names}
+            | {"request": 0, "rank": 0, "pp": 0}
+        )
+        for one in told
     ]
     return _described(context, "job_x", entries)[0]
 
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
-def test_an_object_of_one_job_has_a_link_and_a_segment_has_none(s3: FaultProxy, layout: str) -> None:
+def test_an_object_of_one_job_has_a_link_and_a_segment_has_none(
+    s3: FaultProxy, layout: str
+) -> None:
     store = open_store(s3_kit.uri(s3))
     files = described(store, write(store, finished(layout=layout)))
     for file in files:
@@ -46,7 +56,9 @@ def test_an_object_of_one_job_has_a_link_and_a_segment_has_none(s3: FaultProxy, 
             assert zlib.crc32(answer.read()) == file.crc32
 
 
-@pytest.mark.parametrize("settings", [{"artifact_links": "api"}, {"artifact_public_endpoint": "https://store.example"}])
+@pytest.mark.parametrize(
+    "settings", [{"artifact_links": "api"}, {"artifact_public_endpoint": "https://store.example"}]
+)
 def test_links_are_as_the_settings_say(s3: FaultProxy, settings: dict[str, str]) -> None:
     store = open_store(s3_kit.uri(s3))
     (file,) = described(store, write(store, finished(layout="packed")), **settings)
@@ -56,16 +68,31 @@ def test_links_are_as_the_settings_say(s3: FaultProxy, settings: dict[str, str])
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
 def test_files_on_a_disk_have_no_link(store: ArtifactStore) -> None:
-    assert [file.link for file in described(store, write(store, finished(layout="packed")))] == [None]
+    assert [file.link for file in described(store, write(store, finished(layout="packed")))] == [
+        None
+    ]
 
 
-def test_a_job_with_captures_is_refused_with_the_reason_while_the_bucket_refuses(s3: FaultProxy) -> None:
+def test_a_job_with_captures_is_refused_with_the_reason_while_the_bucket_refuses(
+    s3: FaultProxy,
+) -> None:
     store = open_store(s3_kit.uri(s3))
     s3.keys = {s3_kit.ACCESS_KEY: "rotated"}
-    job = Job(id="job_x", kind="generate", model="m", prompts=[StoredPrompt(token_ids=[1])], sampling=Sampling(), created=0.0)
-    capturing = msgspec.structs.replace(job, captures=[[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]])
+    job = Job(
+        id="job_x",
+        kind="generate",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1])],
+        sampling=Sampling(),
+        created=0.0,
+    )
+    capturing = msgspec.structs.replace(
+        job, captures=[[StoredCapture(sites={"post_block": [0]}, positions="all", tag="t")]]
+    )
     disks = Disks(Settings(data_dir="/nowhere"), store)
     asyncio.run(disks.check(job))
-    with pytest.raises(MidstreamError, match="secret key does not belong to the access key") as caught:
+    with pytest.raises(
+        MidstreamError, match="secret key does not belong to the access key"
+    ) as caught:
         asyncio.run(disks.check(capturing))
     assert caught.value.kind == "unavailable"

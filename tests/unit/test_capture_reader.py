@@ -36,9 +36,17 @@ def kind_of(caught: pytest.ExceptionInfo[MidstreamError]) -> str:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
-    write(tmp_path, finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype, layout="packed"))
+    write(
+        tmp_path,
+        finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype, layout="packed"),
+    )
     reader = CaptureReader(tmp_path / "tag" / "job_x")
-    assert (reader.job, reader.tag, reader.layers(), reader.dtype()) == ("job_x", "tag", [3, 7], dtype)
+    assert (reader.job, reader.tag, reader.layers(), reader.dtype()) == (
+        "job_x",
+        "tag",
+        [3, 7],
+        dtype,
+    )
     assert reader.positions() == [0, 2, 5]
     assert reader.token_ids() == [100, 102, 105]
     found = reader.array(7)
@@ -47,7 +55,9 @@ def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
 
 
-def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_names(store: ArtifactStore) -> None:
+def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_names(
+    store: ArtifactStore,
+) -> None:
     write(store, finished(sites={"pre_attn": [1]}))
     reader = CaptureReader(store, "job_x")
     for hook in (None, "pre_attn", "resid_pre", "hook_resid_pre"):
@@ -58,7 +68,9 @@ def test_the_hook_is_optional_where_there_is_one_and_takes_transformer_lens_name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_raw_rows_are_views_of_the_file_that_cannot_be_written(store: ArtifactStore, layout: str) -> None:
+def test_raw_rows_are_views_of_the_file_that_cannot_be_written(
+    store: ArtifactStore, layout: str
+) -> None:
     write(store, finished(layout=layout), finished(request=1, layout=layout, dtype="float32"))
     reader = CaptureReader(store, "job_x")
     bits, floats = reader.raw(2), reader.raw(2, request=1)
@@ -84,19 +96,35 @@ def test_arrays_belong_to_the_caller_and_not_to_the_file(store: ArtifactStore) -
 def test_the_stages_of_a_pipeline_are_merged(store: ArtifactStore, layout: str) -> None:
     write(store, stage(1, layout=layout), stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
-    assert (reader.hooks(), reader.layers(), reader.layers(hook="pre_attn")) == (["pre_attn", "post_block"], [0, 1, 2, 3], [0])
-    np.testing.assert_array_equal(reader.stack(), np.stack([values("post_block", layer, [0, 1, 2]) for layer in range(4)]))
+    assert (reader.hooks(), reader.layers(), reader.layers(hook="pre_attn")) == (
+        ["pre_attn", "post_block"],
+        [0, 1, 2, 3],
+        [0],
+    )
+    np.testing.assert_array_equal(
+        reader.stack(), np.stack([values("post_block", layer, [0, 1, 2]) for layer in range(4)])
+    )
 
 
 # field case 18
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_missing_stage_is_an_error_and_not_fewer_layers(store: ArtifactStore, layout: str) -> None:
+def test_a_missing_stage_is_an_error_and_not_fewer_layers(
+    store: ArtifactStore, layout: str
+) -> None:
     write(store, stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
     for read in (reader.layers, reader.positions, lambda: reader.array(0), reader.stack):
-        with pytest.raises(MidstreamError, match=r"missing tensors \(2\): post_block\.2, post_block\.3; stages present: 0, of 2 in total"):
+        with pytest.raises(
+            MidstreamError,
+            match=(
+                r"missing tensors \(2\): post_block\.2, post_block\.3; stages present: 0, of 2 "
+                r"in total"
+            ),
+        ):
             read()
-    assert [check.ok for check in reader.verify()] == [True] * (3 if layout == "per_file" else 1) + [False]
+    assert [check.ok for check in reader.verify()] == [True] * (
+        3 if layout == "per_file" else 1
+    ) + [False]
     assert CaptureReader(store, "job_x", partial=True).layers() == [0, 1]
 
 
@@ -113,9 +141,17 @@ def test_stages_that_hold_different_positions_are_refused(store: ArtifactStore) 
 
 
 def test_stages_that_dropped_different_rows_are_intersected(store: ArtifactStore) -> None:
-    write(store, stage(0, positions=[0, 1, 3], dropped=(2,)), stage(1, positions=[0, 2, 3], dropped=(1,)))
+    write(
+        store,
+        stage(0, positions=[0, 1, 3], dropped=(2,)),
+        stage(1, positions=[0, 2, 3], dropped=(1,)),
+    )
     reader = CaptureReader(store, "job_x")
-    assert (reader.positions(), reader.token_ids(), reader.dropped()) == ([0, 3], [100, 103], [1, 2])
+    assert (reader.positions(), reader.token_ids(), reader.dropped()) == (
+        [0, 3],
+        [100, 103],
+        [1, 2],
+    )
     for layer in range(4):
         np.testing.assert_array_equal(reader.array(layer), values("post_block", layer, [0, 3]))
     np.testing.assert_array_equal(reader.row(2, 3), values("post_block", 2, [3])[0])
@@ -126,7 +162,10 @@ def test_the_last_complete_attempt_is_read(store: ArtifactStore, layout: str) ->
     for attempt, shift, stages in ((1, 2.0, [0, 1]), (2, 0.0, [0, 1]), (3, 8.0, [0])):
         write(
             store,
-            *(stage(pp, attempt=attempt, shift=shift, layout=layout, dtype="float32") for pp in stages),
+            *(
+                stage(pp, attempt=attempt, shift=shift, layout=layout, dtype="float32")
+                for pp in stages
+            ),
             owner=f"w.{attempt}",
         )
     reader = CaptureReader(store, "job_x")
@@ -135,7 +174,12 @@ def test_the_last_complete_attempt_is_read(store: ArtifactStore, layout: str) ->
 
 
 def test_requests_are_kept_apart_and_files_of_other_jobs_left_out(tmp_path: Path) -> None:
-    write(tmp_path, finished(request=0), finished(request=12, positions=[4]), finished("job_y", request=5))
+    write(
+        tmp_path,
+        finished(request=0),
+        finished(request=12, positions=[4]),
+        finished("job_y", request=5),
+    )
     reader = CaptureReader(tmp_path / "tag", "job_x")
     assert (reader.requests(), reader.positions(12)) == ([0, 12], [4])
     with pytest.raises(MidstreamError, match="request 3") as caught:
@@ -163,13 +207,18 @@ def test_a_job_with_several_tags_needs_a_tag(store: ArtifactStore) -> None:
 
 
 def test_the_tag_of_a_file_list_is_the_first_files(tmp_path: Path) -> None:
-    mine, other = write(tmp_path, finished(tag="mine", layout="packed"), finished(tag="all", layout="packed"))
+    mine, other = write(
+        tmp_path, finished(tag="mine", layout="packed"), finished(tag="all", layout="packed")
+    )
     reader = CaptureReader([tmp_path / mine.path, tmp_path / other.path])
     assert (reader.tag, reader.tags) == ("mine", ["mine", "all"])
 
 
 def test_files_of_several_jobs_need_a_job(tmp_path: Path) -> None:
-    files = [tmp_path / file.path for file in write(tmp_path, finished(layout="packed"), finished("job_y", layout="packed"))]
+    files = [
+        tmp_path / file.path
+        for file in write(tmp_path, finished(layout="packed"), finished("job_y", layout="packed"))
+    ]
     with pytest.raises(MidstreamError, match="several jobs"):
         CaptureReader(files)
     assert CaptureReader(files, "job_y").job == "job_y"
@@ -177,7 +226,14 @@ def test_files_of_several_jobs_need_a_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
 def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: ArtifactStore) -> None:
-    write(store, *(finished(f"job_{n}", request, shift=n, dtype="float32") for n in range(2) for request in range(3)))
+    write(
+        store,
+        *(
+            finished(f"job_{n}", request, shift=n, dtype="float32")
+            for n in range(2)
+            for request in range(3)
+        ),
+    )
     reader = CaptureReader(store, "job_1")
     (segment,) = reader.files
     for source in (reader.files, segment, str(segment), [at(segment)], [segment, segment]):
@@ -185,8 +241,14 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: Arti
             CaptureReader(source)
         assert caught.value.allowed == "job_0, job_1"
         again = CaptureReader(source, "job_1")
-        assert (again.job, again.requests(), [check.ok for check in again.verify()]) == ("job_1", [0, 1, 2], [True] * 3)
-        np.testing.assert_array_equal(again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1)
+        assert (again.job, again.requests(), [check.ok for check in again.verify()]) == (
+            "job_1",
+            [0, 1, 2],
+            [True] * 3,
+        )
+        np.testing.assert_array_equal(
+            again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1
+        )
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
@@ -201,7 +263,9 @@ def test_deleted_blobs_of_a_segment_are_skipped_by_default(store: ArtifactStore)
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(store: ArtifactStore) -> None:
+def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(
+    store: ArtifactStore,
+) -> None:
     write(store, finished("job_a"), finished("job_b"))
     (segment,) = CaptureReader(store, "job_a").files
     segment.with_suffix(".jsonl").unlink()
@@ -211,7 +275,10 @@ def test_a_segment_without_its_manifest_is_refused_and_not_read_as_one_blob(stor
 
 
 def test_bytes_behind_a_blob_are_refused_and_not_left_unread(tmp_path: Path) -> None:
-    first, second = (tmp_path / file.path for file in write(tmp_path, *(finished(request=n, layout="packed") for n in range(2))))
+    first, second = (
+        tmp_path / file.path
+        for file in write(tmp_path, *(finished(request=n, layout="packed") for n in range(2)))
+    )
     both = first.read_bytes() + second.read_bytes()
     first.write_bytes(both)
     for read in (lambda: CaptureReader(first), lambda: CaptureReader.from_bytes(both)):
@@ -224,7 +291,11 @@ def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Pat
     first, second = write(tmp_path, finished(request=0), finished(request=1))
     place = at(tmp_path / second.path, second.offset, second.bytes, second.crc32)
     reader = CaptureReader([place])
-    assert (first.path == second.path, reader.requests(), [check.ok for check in reader.verify()]) == (True, [1], [True])
+    assert (
+        first.path == second.path,
+        reader.requests(),
+        [check.ok for check in reader.verify()],
+    ) == (True, [1], [True])
 
 
 def test_rows_in_memory_are_read_like_files() -> None:
@@ -255,12 +326,21 @@ def test_files_are_also_readable_by_the_safetensors_package(tmp_path: Path) -> N
 
     (file,) = write(tmp_path, finished(layout="packed", dtype="float32"))
     with safe_open(tmp_path / file.path, framework="numpy") as opened:
-        np.testing.assert_array_equal(opened.get_tensor("post_block.3"), values("post_block", 3, [0, 1, 2]))
+        np.testing.assert_array_equal(
+            opened.get_tensor("post_block.3"), values("post_block", 3, [0, 1, 2])
+        )
 
 
-@pytest.mark.parametrize("store", ["folder", "memory"], indirect=True)  # a server's connections are descriptors
+# a server's connections are descriptors
+@pytest.mark.parametrize("store", ["folder", "memory"], indirect=True)
 def test_thousands_of_files_need_no_descriptors(store: ArtifactStore) -> None:
-    write(store, *(finished(request=n, layout="per_file", sites={"post_block": list(range(10))}) for n in range(30)))
+    write(
+        store,
+        *(
+            finished(request=n, layout="per_file", sites={"post_block": list(range(10))})
+            for n in range(30)
+        ),
+    )
     before = len(os.listdir("/proc/self/fd"))
     reader = CaptureReader(store, "job_x")
     assert len(reader.files) == 300
@@ -271,13 +351,23 @@ def test_thousands_of_files_need_no_descriptors(store: ArtifactStore) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_request_whose_files_are_missing_is_named_and_not_left_out(tmp_path: Path, layout: str) -> None:
+def test_a_request_whose_files_are_missing_is_named_and_not_left_out(
+    tmp_path: Path, layout: str
+) -> None:
     for request in range(4):
         write(tmp_path, finished(request=request, layout=layout, requests=4), owner=f"w.{request}")
     folder = tmp_path / "tag" / "job_x"
     with CaptureReader(folder) as whole:
-        assert (whole.requests(), whole.gaps(), all(check.ok for check in whole.verify())) == ([0, 1, 2, 3], [], True)
-    lost = (tmp_path / "tag" / "segments").glob("w.2*.jsonl") if layout == "segment" else folder.glob("p0002*")
+        assert (whole.requests(), whole.gaps(), all(check.ok for check in whole.verify())) == (
+            [0, 1, 2, 3],
+            [],
+            True,
+        )
+    lost = (
+        (tmp_path / "tag" / "segments").glob("w.2*.jsonl")
+        if layout == "segment"
+        else folder.glob("p0002*")
+    )
     for path in lost:
         path.unlink()
     for source, job in ((folder, None), (tmp_path / "tag", "job_x"), (tmp_path, "job_x")):
@@ -289,7 +379,10 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(tmp_path: P
         with pytest.raises(MidstreamError, match="files exist for only 3") as caught:
             reader.requests()
         assert kind_of(caught) == "capture_failed"
-        np.testing.assert_array_equal(reader.array(3, request=1), values("post_block", 3, [0, 1, 2]))  # it is whole itself
+        # it is whole itself
+        np.testing.assert_array_equal(
+            reader.array(3, request=1), values("post_block", 3, [0, 1, 2])
+        )
     partial = CaptureReader(folder, partial=True)
     assert (partial.requests(), partial.gaps()) == ([0, 1, 3], [gap])
 
@@ -304,7 +397,10 @@ def test_explicitly_named_files_need_not_be_complete(tmp_path: Path) -> None:
 def test_dropped_positions_are_a_check_that_fails(store: ArtifactStore) -> None:
     write(store, finished(request=0), finished(request=1, positions=[0, 3], dropped=(1, 2)))
     (failed,) = (check for check in CaptureReader(store, "job_x").verify() if not check.ok)
-    assert (failed.request, failed.detail) == (1, "request 1: positions dropped under overload: 1-2 (2 in total)")
+    assert (failed.request, failed.detail) == (
+        1,
+        "request 1: positions dropped under overload: 1-2 (2 in total)",
+    )
 
 
 # --- Views ---
@@ -344,7 +440,9 @@ def test_one_flipped_bit_is_found_by_verify(tmp_path: Path, layout: str) -> None
     assert any("CRC32" in check.detail for check in checks)
 
 
-def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_right(tmp_path: Path) -> None:
+def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_right(
+    tmp_path: Path,
+) -> None:
     capture = finished(positions=[0, 1])
     right = b"".join(blob_of(capture, capture.sites).buffers)
     wrong = right.replace(b'\\"token_ids\\":[100,101]', b'\\"token_ids\\":[100,107]')
@@ -352,7 +450,9 @@ def test_verify_finds_a_blob_that_is_not_what_it_says_though_its_checksum_is_rig
     path = tmp_path / "tag.p0000.pp0.safetensors"
     for raw, said in ((right, ""), (wrong, "the tensor token_ids does not match the manifest")):
         path.write_bytes(raw)
-        path.with_suffix(".json").write_text(json.dumps({"bytes": len(raw), "crc32": zlib.crc32(raw)}))
+        path.with_suffix(".json").write_text(
+            json.dumps({"bytes": len(raw), "crc32": zlib.crc32(raw)})
+        )
         assert [check.detail for check in CaptureReader(tmp_path).verify()] == [said]
 
 
@@ -401,17 +501,27 @@ def test_a_missing_manifest_is_named_when_files_are_checked(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_open_readers_survive_deletion_and_new_ones_are_refused(store: ArtifactStore, layout: str) -> None:
-    write(store, *(finished(request=n, layout=layout) for n in range(3)), finished("job_other", layout=layout))
+def test_open_readers_survive_deletion_and_new_ones_are_refused(
+    store: ArtifactStore, layout: str
+) -> None:
+    write(
+        store,
+        *(finished(request=n, layout=layout) for n in range(3)),
+        finished("job_other", layout=layout),
+    )
     reader = CaptureReader(store, "job_x")
     done = retention.delete(store, ["job_x"])
-    assert done == ([] if layout == "segment" and isinstance(store, FileStore) else ["job_x"])  # where blobs are erased in place
+    # where blobs are erased in place
+    assert done == ([] if layout == "segment" and isinstance(store, FileStore) else ["job_x"])
     for request in reader.requests():
-        np.testing.assert_array_equal(reader.array(3, request=request), values("post_block", 3, [0, 1, 2]))
+        np.testing.assert_array_equal(
+            reader.array(3, request=request), values("post_block", 3, [0, 1, 2])
+        )
     assert all(check.ok for check in reader.verify() if layout == "segment")
     with pytest.raises(MidstreamError) as caught:
         CaptureReader(store, "job_x")
-    kept = layout == "segment" and not isinstance(store, S3Store)  # which looks for the segments of the job alone
+    # which looks for the segments of the job alone
+    kept = layout == "segment" and not isinstance(store, S3Store)
     assert kind_of(caught) == ("gone" if kept else "not_found")
     del reader
     assert retention.delete(store, ["job_x"]) == ["job_x"]
@@ -429,7 +539,9 @@ def test_a_job_under_deletion_is_gone_before_its_files(tmp_path: Path) -> None:
         CaptureReader(tmp_path / "tag" / "job_x")
 
 
-def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_requests(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_while_it_is_opened_means_gone_and_not_fewer_requests(
+    tmp_path: Path,
+) -> None:
     files = write(tmp_path, *(finished(request=n, layout="packed") for n in range(3)))
     paths = [tmp_path / file.path for file in files]
     paths[1].unlink()

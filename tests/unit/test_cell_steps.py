@@ -77,10 +77,14 @@ def test_a_step_takes_no_more_cells_than_the_next_has_left() -> None:
 def test_prompts_are_computed_whole() -> None:
     rig = Rig(most=300)
     rig.cells(2, prompt=100, columns=5)
-    assert len(rig.step()) == 3, "100, 99 and 98 tokens: a part of the next would have the step begin at the first layer"
+    assert len(rig.step()) == 3, (
+        "100, 99 and 98 tokens: a part of the next would have the step begin at the first layer"
+    )
     without = Rig(most=199, kept=())
     without.cells(2, prompt=100, columns=2)
-    assert len(without.step()) == 1, "no blocks of the base are kept: both are computed from their first token"
+    assert len(without.step()) == 1, (
+        "no blocks of the base are kept: both are computed from their first token"
+    )
     alone = Rig(most=50)
     alone.cells(2, prompt=100, columns=1)
     assert len(alone.step()) == 1, "what fits no step is not held back for ever"
@@ -100,7 +104,9 @@ def test_beside_other_requests_layers_do_not_matter() -> None:
         rig.cells(3, prompt=26)
         rig.cells(4, prompt=26)
         getattr(rig, place).append(Request("other", 10))
-        assert rig.step()[:CELLS] == [f"3.{first}" for first in range(26)] + [f"4.{first}" for first in range(6)]
+        assert rig.step()[:CELLS] == [f"3.{first}" for first in range(26)] + [
+            f"4.{first}" for first in range(6)
+        ]
 
 
 def test_other_requests_are_never_held_back() -> None:

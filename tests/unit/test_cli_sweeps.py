@@ -1,4 +1,6 @@
-"""Does `midstream sweep` ask for what was typed, show what came, and name the option that is wrong?"""
+"""Does `midstream sweep` ask for what was typed, show what came, and name the option that is
+wrong?
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,16 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.sweep_paths import PathEnd, SweepPath
 from midstream.schemas.sweeps import SweepRequest, SweepResult
 
-PROMPTS = ("--clean", "The Eiffel Tower is in", "--corrupt", "The Colosseum is in", "--answer", " Paris", "--foil", " Rome")
+PROMPTS = (
+    "--clean",
+    "The Eiffel Tower is in",
+    "--corrupt",
+    "The Colosseum is in",
+    "--answer",
+    " Paris",
+    "--foil",
+    " Rome",
+)
 
 
 def swept(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[SweepRequest, str]:
@@ -30,35 +41,100 @@ def swept(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[SweepReque
 
 def test_sweep_options_become_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     asked, _ = swept(
-        capsys, *PROMPTS, "--model", "m", "--hooks", "resid_pre,mlp_out", "--layers", "0-9", "--positions", "1:4", "--window", "3x1",
-        "--metric", "logit_diff", "--direction", "noise", "--alignment", "right", "--alpha", "0.5", "--mask", "0-63", "--noise", "2",
-    )  # fmt: skip
-    assert json.loads(to_json(asked)) | {"mask": "0-63", "metadata": {}, "ablation": None} == json.loads(to_json(asked))
-    assert (asked.pairs[0].clean, asked.pairs[0].answer, asked.pairs[0].foil) == ("The Eiffel Tower is in", " Paris", " Rome")
-    assert (asked.hooks, asked.layers, asked.window.layers, asked.window.positions) == (["resid_pre", "mlp_out"], "0-9", 3, 1)
-    assert (asked.metric, asked.direction, asked.alignment, asked.alpha, asked.noise) == ("logit_diff", "noise", "right", 0.5, 2)
+        capsys,
+        *PROMPTS,
+        "--model",
+        "m",
+        "--hooks",
+        "resid_pre,mlp_out",
+        "--layers",
+        "0-9",
+        "--positions",
+        "1:4",
+        "--window",
+        "3x1",
+        "--metric",
+        "logit_diff",
+        "--direction",
+        "noise",
+        "--alignment",
+        "right",
+        "--alpha",
+        "0.5",
+        "--mask",
+        "0-63",
+        "--noise",
+        "2",
+    )
+    assert json.loads(to_json(asked)) | {
+        "mask": "0-63",
+        "metadata": {},
+        "ablation": None,
+    } == json.loads(to_json(asked))
+    assert (asked.pairs[0].clean, asked.pairs[0].answer, asked.pairs[0].foil) == (
+        "The Eiffel Tower is in",
+        " Paris",
+        " Rome",
+    )
+    assert (asked.hooks, asked.layers, asked.window.layers, asked.window.positions) == (
+        ["resid_pre", "mlp_out"],
+        "0-9",
+        3,
+        1,
+    )
+    assert (asked.metric, asked.direction, asked.alignment, asked.alpha, asked.noise) == (
+        "logit_diff",
+        "noise",
+        "right",
+        0.5,
+        2,
+    )
     assert json.loads(to_json(asked.positions)) == {"start": 1, "stop": 4}
 
 
 def test_how_a_sweep_is_handled_is_typed_as_for_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    told = ("--callback", "https://a.example/hook", "--callback-event", "job.failed", "--callback-event", "job.succeeded")
-    asked, _ = swept(capsys, *PROMPTS, "--model", "m", "--priority", "low", "--expires-in", "10m", *told)
+    told = (
+        "--callback",
+        "https://a.example/hook",
+        "--callback-event",
+        "job.failed",
+        "--callback-event",
+        "job.succeeded",
+    )
+    asked, _ = swept(
+        capsys, *PROMPTS, "--model", "m", "--priority", "low", "--expires-in", "10m", *told
+    )
     assert (asked.priority, asked.expires_in) == ("low", 600.0)
-    assert (asked.callback_url, asked.callback_events) == ("https://a.example/hook", ["job.failed", "job.succeeded"])
+    assert (asked.callback_url, asked.callback_events) == (
+        "https://a.example/hook",
+        ["job.failed", "job.succeeded"],
+    )
     plain, _ = swept(capsys, *PROMPTS, "--model", "m")
     assert (plain.priority, plain.expires_in, plain.callback_url) == ("normal", None, None)
 
 
-def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, shown = swept(capsys, *PROMPTS, "--model", "m", "--top", "2")
-    for part in ("pre_attn (resid_pre)", "um 3", "█", "Strongest cells", "0.950", "note: position 3", "60 cells without a value"):
+    for part in (
+        "pre_attn (resid_pre)",
+        "um 3",
+        "█",
+        "Strongest cells",
+        "0.950",
+        "note: position 3",
+        "60 cells without a value",
+    ):
         assert part in shown
     assert "0.317" not in shown
 
 
 def test_figure_and_study_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     drawn, kept = tmp_path / "out.png", tmp_path / "out.json"
-    asked, shown = swept(capsys, *PROMPTS, "--model", "m", "--heatmap", str(drawn), "--save", str(kept))
+    asked, shown = swept(
+        capsys, *PROMPTS, "--model", "m", "--heatmap", str(drawn), "--save", str(kept)
+    )
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert str(drawn) in shown
     study = PatchStudy.load(kept)
@@ -66,15 +142,22 @@ def test_figure_and_study_are_written(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "job: job_1" in shown
 
 
-def test_a_sweep_none_of_whose_cells_has_a_value_is_shown_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_none_of_whose_cells_has_a_value_is_shown_and_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = result()
     empty = msgspec.structs.replace(found, summary=msgspec.structs.replace(found.summary, cells=0))
-    with server(reply(VIEW, 202), reply(VIEW), over(empty)) as (url, _), pytest.raises(SystemExit) as caught:
+    with (
+        server(reply(VIEW, 202), reply(VIEW), over(empty)) as (url, _),
+        pytest.raises(SystemExit) as caught,
+    ):
         main.main(["sweep", *PROMPTS, "--model", "m", "--url", url])
     assert caught.value.code == 1
     printed = capsys.readouterr()
     assert "note: position 3" in printed.out
-    assert printed.err.startswith("error: no cell has a value; 60 cells without a value: the first tokens are the same")
+    assert printed.err.startswith(
+        "error: no cell has a value; 60 cells without a value: the first tokens are the same"
+    )
 
 
 def test_json_output_is_only_the_result(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +172,23 @@ def test_an_earlier_sweep_is_shown_by_job_id(capsys: pytest.CaptureFixture[str])
     assert "Strongest cells" in capsys.readouterr().out
 
 
-def test_pairs_come_from_a_file_and_spans_are_shared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "pairs.json").write_text('[{"clean": "a", "corrupt": "b"}, {"clean": "c", "corrupt": "d"}]')
-    asked, _ = swept(capsys, "--pairs", str(tmp_path / "pairs.json"), "--model", "m", "--span", "subject=Eiffel|Col", "--span", "end=-1")
+def test_pairs_come_from_a_file_and_spans_are_shared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.json").write_text(
+        '[{"clean": "a", "corrupt": "b"}, {"clean": "c", "corrupt": "d"}]'
+    )
+    asked, _ = swept(
+        capsys,
+        "--pairs",
+        str(tmp_path / "pairs.json"),
+        "--model",
+        "m",
+        "--span",
+        "subject=Eiffel|Col",
+        "--span",
+        "end=-1",
+    )
     assert [each.clean for each in asked.pairs] == ["a", "c"]
     subject, end = asked.pairs[1].spans or []
     assert json.loads(to_json(subject.corrupt))["text"] == "Col"
@@ -130,14 +227,34 @@ def test_a_mistake_is_one_line_that_names_the_option_or_field(
 
 def test_axes_and_paths_are_typed_in_one_word_each(capsys: pytest.CaptureFixture[str]) -> None:
     asked, _ = swept(
-        capsys, *PROMPTS, "--model", "m", "--hooks", "z", "--axis", "head", "--heads", "0-3", "--receivers", "23.q.3,24.mlp_out",
-        "--frozen", "attn",
-    )  # fmt: skip
+        capsys,
+        *PROMPTS,
+        "--model",
+        "m",
+        "--hooks",
+        "z",
+        "--axis",
+        "head",
+        "--heads",
+        "0-3",
+        "--receivers",
+        "23.q.3,24.mlp_out",
+        "--frozen",
+        "attn",
+    )
     assert (asked.axis, asked.heads) == ("head", "0-3")
-    assert asked.path == SweepPath(receivers=[PathEnd(23, "q", 3), PathEnd(24, "mlp_out")], frozen=["attn"])
-    assert sweeps.parse_path("20.z.0", None, None) == {"sender": {"layer": 20, "hook": "z", "head": 0}}
+    assert asked.path == SweepPath(
+        receivers=[PathEnd(23, "q", 3), PathEnd(24, "mlp_out")], frozen=["attn"]
+    )
+    assert sweeps.parse_path("20.z.0", None, None) == {
+        "sender": {"layer": 20, "hook": "z", "head": 0}
+    }
     assert sweeps.parse_path(None, "logits", None) == {"receivers": "logits"}
-    assert [sweeps.parse_neurons(text) for text in ("top:1,4", "each:8", "0-3/7")] == [{"top": [1, 4]}, {"each": 8}, {"sets": ["0-3", "7"]}]
+    assert [sweeps.parse_neurons(text) for text in ("top:1,4", "each:8", "0-3/7")] == [
+        {"top": [1, 4]},
+        {"each": 8},
+        {"sets": ["0-3", "7"]},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +266,15 @@ def test_axes_and_paths_are_typed_in_one_word_each(capsys: pytest.CaptureFixture
         (("--neurons", "top:a"), "--neurons"),
     ],
 )
-def test_a_mistyped_axis_or_path_names_its_option(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], field: str) -> None:
+def test_a_mistyped_axis_or_path_names_its_option(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], field: str
+) -> None:
     test_a_mistake_is_one_line_that_names_the_option_or_field(capsys, (*PROMPTS, *options), field)
 
 
-@pytest.mark.parametrize(("text", "window"), [("3", {"layers": 3}), ("3x2", {"layers": 3, "positions": 2})])
+@pytest.mark.parametrize(
+    ("text", "window"), [("3", {"layers": 3}), ("3x2", {"layers": 3, "positions": 2})]
+)
 def test_a_window_is_layers_or_layers_by_positions(text: str, window: dict[str, Any]) -> None:
     assert sweeps.parse_window(text) == window
 

@@ -7,14 +7,36 @@ import pytest
 from http_kit import reply, server
 
 from midstream.client.cli import main
-from midstream.schemas.webhooks import Delivery, DeliveryAttempt, DeliveryPage, DisabledEndpoint, DisabledList, Secret, SecretList
+from midstream.schemas.webhooks import (
+    Delivery,
+    DeliveryAttempt,
+    DeliveryPage,
+    DisabledEndpoint,
+    DisabledList,
+    Secret,
+    SecretList,
+)
 
 SENT = Delivery(
-    id="msg_1_succeeded", job="job_1", event="job.succeeded", tenant="lab", url="https://a.example/hook", state="failed", created=1.0,
-    attempts=[DeliveryAttempt(at=2.0, status=500, error="not accepted", seconds=0.25),
-              DeliveryAttempt(at=9.0, error="no answer", seconds=20)],
-)  # fmt: skip
-SECRETS = SecretList(of="tenant", secrets=[Secret(secret="whsec_new", created=1.0), Secret(secret="whsec_old", created=0.0, until=9e9)])
+    id="msg_1_succeeded",
+    job="job_1",
+    event="job.succeeded",
+    tenant="lab",
+    url="https://a.example/hook",
+    state="failed",
+    created=1.0,
+    attempts=[
+        DeliveryAttempt(at=2.0, status=500, error="not accepted", seconds=0.25),
+        DeliveryAttempt(at=9.0, error="no answer", seconds=20),
+    ],
+)
+SECRETS = SecretList(
+    of="tenant",
+    secrets=[
+        Secret(secret="whsec_new", created=1.0),
+        Secret(secret="whsec_old", created=0.0, until=9e9),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +50,9 @@ def typed(*words: str) -> None:
     assert ended.value.code == 0
 
 
-def test_deliveries_are_filtered_and_listed_with_their_last_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deliveries_are_filtered_and_listed_with_their_last_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with server(reply(DeliveryPage(deliveries=[SENT]))) as (url, seen):
         typed("list", "--job", "job_1", "--state", "failed", "--url", url)
     assert seen == ["GET /v1/webhooks/deliveries?job=job_1&state=failed&limit=20"]
@@ -41,7 +65,9 @@ def test_ids_and_receivers_stay_whole_on_a_terminal_of_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    long = msgspec.structs.replace(SENT, id=f"msg_{'1' * 35}_succeeded", url="https://hooks.lab.example/midstream")
+    long = msgspec.structs.replace(
+        SENT, id=f"msg_{'1' * 35}_succeeded", url="https://hooks.lab.example/midstream"
+    )
     with server(reply(DeliveryPage(deliveries=[long]))) as (url, _):
         typed("list", "--url", url)
     lines = capsys.readouterr().out.splitlines()
@@ -49,7 +75,9 @@ def test_ids_and_receivers_stay_whole_on_a_terminal_of_80_columns(
     assert any(line.strip() == f"→ {long.url}" for line in lines)
 
 
-def test_a_delivery_is_shown_with_its_attempts_and_resent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_delivery_is_shown_with_its_attempts_and_resent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with server(reply(SENT)) as (url, seen):
         typed("show", SENT.id, "--url", url)
         typed("redeliver", SENT.id, "msg_2", "--url", url)

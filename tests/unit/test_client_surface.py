@@ -1,4 +1,6 @@
-"""`Client` and `AsyncClient` have the same calls, with the same signatures and docstrings; each is written once."""
+"""`Client` and `AsyncClient` have the same calls, with the same signatures and docstrings; each is
+written once.
+"""
 
 import asyncio
 import inspect
@@ -15,7 +17,11 @@ from midstream.schemas.jobs import Event, JobResult, JobView
 
 
 def public(kind: type) -> dict[str, Any]:
-    return {name: member for name, member in inspect.getmembers(kind, callable) if not name.startswith("_")}
+    return {
+        name: member
+        for name, member in inspect.getmembers(kind, callable)
+        if not name.startswith("_")
+    }
 
 
 def test_both_clients_have_the_same_calls_and_signatures() -> None:
@@ -40,7 +46,10 @@ def test_both_studies_have_the_same_calls_and_signatures() -> None:
     for name in blocking:
         assert inspect.signature(blocking[name]) == inspect.signature(awaiting[name]), name
         assert not inspect.iscoroutinefunction(blocking[name]), name
-    assert {name for name in awaiting if inspect.iscoroutinefunction(awaiting[name])} == {"sweep", "zoom"}
+    assert {name for name in awaiting if inspect.iscoroutinefunction(awaiting[name])} == {
+        "sweep",
+        "zoom",
+    }
 
 
 @pytest.mark.parametrize("kind", [Client, PatchStudy])
@@ -147,7 +156,9 @@ def test_both_clients_send_the_same_request() -> None:
         async with AsyncClient(url, "ms_key") as client:
             await client.cancel("job_x")
 
-    view = JobView(id="job_x", kind="generate", model="m", state="cancelled", attempt=1, version=1, created=1.0)  # type: ignore[arg-type]
+    view = JobView(
+        id="job_x", kind="generate", model="m", state="cancelled", attempt=1, version=1, created=1.0
+    )  # type: ignore[arg-type]
     with server(reply(view)) as (url, requests):
         with Client(url, "ms_key") as client:
             client.cancel("job_x")

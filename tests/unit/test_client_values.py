@@ -1,4 +1,6 @@
-"""Does the client convert Python values to request bodies, and name those that it cannot convert?"""
+"""Does the client convert Python values to request bodies, and name those that it cannot
+convert?
+"""
 
 import enum
 import traceback
@@ -31,7 +33,11 @@ def job(**fields: Any) -> JobRequest:
 
 
 def sweep(**fields: Any) -> SweepRequest:
-    return values.request(None, {"model": "m", "pairs": [{"clean": "a", "corrupt": "b", "answer": "c"}], **fields}, SweepRequest)
+    return values.request(
+        None,
+        {"model": "m", "pairs": [{"clean": "a", "corrupt": "b", "answer": "c"}], **fields},
+        SweepRequest,
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,27 +73,55 @@ def test_texts_may_be_of_classes_of_their_own() -> None:
 @pytest.mark.parametrize("position", [4, np.int64(4), [4], np.array([4]), (4,), range(4, 5)])
 def test_one_position_needs_no_list(position: Any) -> None:
     assert job(capture={"positions": position}).capture == CaptureSpec(positions=[4])
-    assert job(patch=[{"layers": 0, "positions": position, "source": VECTOR}]).patch[0].positions == [4]
+    assert job(patch=[{"layers": 0, "positions": position, "source": VECTOR}]).patch[
+        0
+    ].positions == [4]
     assert sweep(positions=position).positions == [4]
 
 
 def test_numbers_may_be_numpy_scalars_anywhere() -> None:
-    (spec,) = job(steering=[{"layers": [np.int64(1)], "vector": VECTOR, "scale": np.float64(2.5), "norm_match": np.bool_(True)}]).steering
+    (spec,) = job(
+        steering=[
+            {
+                "layers": [np.int64(1)],
+                "vector": VECTOR,
+                "scale": np.float64(2.5),
+                "norm_match": np.bool_(True),
+            }
+        ]
+    ).steering
     assert (spec.layers, spec.scale, spec.norm_match) == ([1], 2.5, True)
-    assert job(sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}).sampling == SamplingRequest(
-        max_tokens=4, temperature=0.5
-    )
+    assert job(
+        sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}
+    ).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
     assert job(expires_in=np.float64(3)).expires_in == 3.0
-    asked = sweep(alpha=np.float64(0.5), window={"layers": np.int64(3)}, noise=np.int8(2), mask=range(4))
+    asked = sweep(
+        alpha=np.float64(0.5), window={"layers": np.int64(3)}, noise=np.int8(2), mask=range(4)
+    )
     assert (asked.alpha, asked.window.layers, asked.noise, asked.mask) == (0.5, 3, 2, [0, 1, 2, 3])
 
 
 def test_lengths_of_time_may_be_texts() -> None:
-    assert [job(expires_in=given).expires_in for given in ("20d", "1.5h", "30m", "45", 45)] == [20 * 86400.0, 5400.0, 1800.0, 45.0, 45.0]
+    assert [job(expires_in=given).expires_in for given in ("20d", "1.5h", "30m", "45", 45)] == [
+        20 * 86400.0,
+        5400.0,
+        1800.0,
+        45.0,
+        45.0,
+    ]
     assert sweep(expires_in="10m").expires_in == 600.0
-    assert wire.openai_body(CompletionRequest, {"model": "m", "prompt": "a", "expires_in": "1m"})["expires_in"] == 60.0
-    assert key_request("k", "default", "read", "90d") == key_request("k", "default", ["read"], 90 * 86400.0)
-    with pytest.raises(MidstreamError, match=r"'soon' is not a duration \(allowed: such as 90d") as refused:
+    assert (
+        wire.openai_body(CompletionRequest, {"model": "m", "prompt": "a", "expires_in": "1m"})[
+            "expires_in"
+        ]
+        == 60.0
+    )
+    assert key_request("k", "default", "read", "90d") == key_request(
+        "k", "default", ["read"], 90 * 86400.0
+    )
+    with pytest.raises(
+        MidstreamError, match=r"'soon' is not a duration \(allowed: such as 90d"
+    ) as refused:
         job(expires_in="soon")
     assert refused.value.field == "expires_in"
 
@@ -100,23 +134,33 @@ def test_one_entry_stands_for_a_list_of_one() -> None:
         msgspec.convert({"layers": 3, "positions": "all", "source": {"run": "run1"}}, PatchSpec)
     ]
     assert sweep(hooks="resid_pre").hooks == ["resid_pre"]
-    assert sweep(pairs={"clean": "a", "spans": {"name": "s", "clean": 1}}).pairs[0].spans[0].clean == [1]  # type: ignore[index]
+    assert sweep(pairs={"clean": "a", "spans": {"name": "s", "clean": 1}}).pairs[0].spans[
+        0
+    ].clean == [1]  # type: ignore[index]
     assert job(sampling={"stop": "end"}).sampling.stop == ["end"]
-    assert steering.entries_of({"module": "joy", "scale": np.float64(2)}) == [SteeringSpec(module="joy", scale=2.0)]
+    assert steering.entries_of({"module": "joy", "scale": np.float64(2)}) == [
+        SteeringSpec(module="joy", scale=2.0)
+    ]
     assert [entry.layers for entry in steering.entries_of({"post_block.3": VECTOR})] == [3]
 
 
 def test_a_span_is_not_taken_for_an_entry_of_a_list() -> None:
-    assert job(capture={"positions": {"text": "Tower"}}).capture == CaptureSpec(positions=Span(text="Tower"))
-    assert job(capture={"positions": [{"text": "Tower"}, np.int64(-1)]}).capture == CaptureSpec(positions=[Span(text="Tower"), -1])
+    assert job(capture={"positions": {"text": "Tower"}}).capture == CaptureSpec(
+        positions=Span(text="Tower")
+    )
+    assert job(capture={"positions": [{"text": "Tower"}, np.int64(-1)]}).capture == CaptureSpec(
+        positions=[Span(text="Tower"), -1]
+    )
 
 
 def test_hooks_of_a_capture_may_be_a_list_as_those_of_a_sweep() -> None:
-    assert job(capture={"hooks": ["resid_pre", "mlp_out"], "layers": range(2)}).capture == CaptureSpec(
-        hooks={"resid_pre": [0, 1], "mlp_out": [0, 1]}
-    )
+    assert job(
+        capture={"hooks": ["resid_pre", "mlp_out"], "layers": range(2)}
+    ).capture == CaptureSpec(hooks={"resid_pre": [0, 1], "mlp_out": [0, 1]})
     assert job(capture={"hooks": "mlp_out"}).capture == CaptureSpec(hooks={"mlp_out": "all"})
-    assert job(capture={"hooks": {"mlp_out": range(2)}}).capture == CaptureSpec(hooks={"mlp_out": [0, 1]})
+    assert job(capture={"hooks": {"mlp_out": range(2)}}).capture == CaptureSpec(
+        hooks={"mlp_out": [0, 1]}
+    )
 
 
 def test_vectors_come_from_numpy_lists_and_torch() -> None:
@@ -127,11 +171,15 @@ def test_vectors_come_from_numpy_lists_and_torch() -> None:
         assert entry.vector is not None
         assert patch.source.vector == entry.vector
         np.testing.assert_array_equal(to_numpy(entry.vector), VECTOR)
-    assert job(capture={"layers": torch.tensor([1, 2]), "positions": torch.tensor(3)}).capture == CaptureSpec(layers=[1, 2], positions=[3])
+    assert job(
+        capture={"layers": torch.tensor([1, 2]), "positions": torch.tensor(3)}
+    ).capture == CaptureSpec(layers=[1, 2], positions=[3])
 
 
 def test_run_takes_the_names_of_completion() -> None:
-    assert job(max_tokens=np.int64(4), temperature=0.5).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
+    assert job(max_tokens=np.int64(4), temperature=0.5).sampling == SamplingRequest(
+        max_tokens=4, temperature=0.5
+    )
     assert job(sampling={"seed": 1}, max_tokens=4).sampling == SamplingRequest(max_tokens=4, seed=1)
     prompts = [
         values.request(None, {"model": "m", "prompt": prompt}, JobRequest).prompts
@@ -155,8 +203,16 @@ def test_token_ids_are_not_taken_for_prompts_of_one_token() -> None:
     [
         (lambda: job(promts=["x"]), "promts: unknown field; did you mean 'prompts'?"),
         (lambda: job(max_token=3), "did you mean 'max_tokens'?"),
-        (lambda: sweep(hook="mlp_out"), "hook: unknown field; did you mean 'hooks'? (allowed: priority, "),
-        (lambda: wire.openai_body(CompletionRequest, {"model": "m", "prompt": "x", "temprature": 1}), "did you mean 'temperature'?"),
+        (
+            lambda: sweep(hook="mlp_out"),
+            "hook: unknown field; did you mean 'hooks'? (allowed: priority, ",
+        ),
+        (
+            lambda: wire.openai_body(
+                CompletionRequest, {"model": "m", "prompt": "x", "temprature": 1}
+            ),
+            "did you mean 'temperature'?",
+        ),
     ],
 )
 def test_an_unknown_keyword_is_a_type_error_that_names_the_right_one(make: Any, words: str) -> None:
@@ -169,11 +225,26 @@ def test_an_unknown_keyword_is_a_type_error_that_names_the_right_one(make: Any, 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: job(capture={"lyers": 3}), "capture.lyers: unknown field; did you mean 'layers'? (allowed: layers, hook, "),
-        (lambda: job(capture={"hook": "resid_prr"}), "did you mean 'resid_pre'? (allowed: pre_attn, attn_out, "),
-        (lambda: job(steering={"layers": 0, "op": "abalte"}), "steering[0].op: Invalid enum value 'abalte'; did you mean 'ablate'?"),
-        (lambda: sweep(pairs=[{"clean": "a", "fiol": "b"}]), "pairs[0].fiol: unknown field; did you mean 'foil'?"),
-        (lambda: sweep(metric="logit_dif"), "did you mean 'logit_diff'? (allowed: logprob, logit_diff, recovered, kl)"),
+        (
+            lambda: job(capture={"lyers": 3}),
+            "capture.lyers: unknown field; did you mean 'layers'? (allowed: layers, hook, ",
+        ),
+        (
+            lambda: job(capture={"hook": "resid_prr"}),
+            "did you mean 'resid_pre'? (allowed: pre_attn, attn_out, ",
+        ),
+        (
+            lambda: job(steering={"layers": 0, "op": "abalte"}),
+            "steering[0].op: Invalid enum value 'abalte'; did you mean 'ablate'?",
+        ),
+        (
+            lambda: sweep(pairs=[{"clean": "a", "fiol": "b"}]),
+            "pairs[0].fiol: unknown field; did you mean 'foil'?",
+        ),
+        (
+            lambda: sweep(metric="logit_dif"),
+            "did you mean 'logit_diff'? (allowed: logprob, logit_diff, recovered, kl)",
+        ),
     ],
 )
 def test_an_error_shows_what_is_allowed_and_what_was_meant(make: Any, words: str) -> None:
@@ -194,8 +265,15 @@ def test_a_job_is_named_by_its_id_or_by_what_a_call_returned() -> None:
 
 def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
     client = Client("http://127.0.0.1:1")
-    for call in (client.models, lambda: client.job("job_1"), lambda: client.completion("m", "x"), lambda: client.capture("job_1")):
-        with pytest.raises(ServerUnreachable, match=r"no Midstream server answers at http://127\.0\.0\.1:1 ") as caught:
+    for call in (
+        client.models,
+        lambda: client.job("job_1"),
+        lambda: client.completion("m", "x"),
+        lambda: client.capture("job_1"),
+    ):
+        with pytest.raises(
+            ServerUnreachable, match=r"no Midstream server answers at http://127\.0\.0\.1:1 "
+        ) as caught:
             call()
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in "".join(traceback.format_exception(caught.value))

@@ -1,4 +1,7 @@
-"""Does the client say what is wrong in the user's terms, before and after a request? Against a real HTTP server."""
+"""Does the client say what is wrong in the user's terms, before and after a request?
+
+Against a real HTTP server.
+"""
 
 import json
 import os
@@ -26,7 +29,9 @@ from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
 
 
 def view(state: State = State.QUEUED) -> JobView:
-    return JobView(id="job_x", kind="generate", model="m", state=state, attempt=1, version=1, created=1.0)
+    return JobView(
+        id="job_x", kind="generate", model="m", state=state, attempt=1, version=1, created=1.0
+    )
 
 
 # --- Before a request ---
@@ -57,7 +62,17 @@ def test_a_list_of_numbers_and_a_ready_spec_are_taken_too() -> None:
 
 def test_the_matrices_of_a_low_rank_intervention_are_packed_too() -> None:
     rotation = np.arange(6.0).reshape(2, 3)
-    (spec,) = wire.pack_steering([{"layers": 0, "op": "lowrank", "rotation": rotation, "weight": rotation.tolist(), "bias": [0.5, 1]}])
+    (spec,) = wire.pack_steering(
+        [
+            {
+                "layers": 0,
+                "op": "lowrank",
+                "rotation": rotation,
+                "weight": rotation.tolist(),
+                "bias": [0.5, 1],
+            }
+        ]
+    )
     assert spec.rotation == spec.weight == from_numpy(rotation)
     assert spec.bias == from_numpy(np.array([0.5, 1.0]))
 
@@ -65,17 +80,43 @@ def test_the_matrices_of_a_low_rank_intervention_are_packed_too() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": ["x"]}]}, "steering[0].vector"),
-        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "op": "lowrank", "weight": [[1, 2], [3]]}]}, "steering[0].weight"),
-        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "strength": float("nan")}]}, "steering[0]"),
-        ({"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}]}, "steering[0].sclae"),
+        (
+            {"model": "m", "prompts": ["a"], "steering": [{"layers": 1, "vector": ["x"]}]},
+            "steering[0].vector",
+        ),
+        (
+            {
+                "model": "m",
+                "prompts": ["a"],
+                "steering": [{"layers": 1, "op": "lowrank", "weight": [[1, 2], [3]]}],
+            },
+            "steering[0].weight",
+        ),
+        (
+            {
+                "model": "m",
+                "prompts": ["a"],
+                "steering": [{"layers": 1, "vector": [1.0], "strength": float("nan")}],
+            },
+            "steering[0]",
+        ),
+        (
+            {
+                "model": "m",
+                "prompts": ["a"],
+                "steering": [{"layers": 1, "vector": [1.0], "sclae": 2}],
+            },
+            "steering[0].sclae",
+        ),
         ({"model": "m", "prompts": ["a"], "captures": {}}, "captures"),
         ({"model": "m", "prompts": ["a"], "capture": {"tag": "../up"}}, "capture.tag"),
         ({"model": "m", "prompts": []}, "prompts"),
         ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
     ],
 )
-def test_a_bad_field_is_named_before_anything_is_sent(fields: dict[str, object], field: str) -> None:
+def test_a_bad_field_is_named_before_anything_is_sent(
+    fields: dict[str, object], field: str
+) -> None:
     with pytest.raises(MidstreamError) as caught:
         Client("http://127.0.0.1:1").submit(**fields)
     assert caught.value.kind == "invalid_request"
@@ -85,12 +126,22 @@ def test_a_bad_field_is_named_before_anything_is_sent(fields: dict[str, object],
 @pytest.mark.parametrize(
     ("look", "said", "allowed"),
     [
-        (lambda: wire.pack_steering([{"layers": 0, "vector": [1.0], "op": "clmp"}]), "'clmp'", "replace, lowrank, add, ablate, clamp"),
+        (
+            lambda: wire.pack_steering([{"layers": 0, "vector": [1.0], "op": "clmp"}]),
+            "'clmp'",
+            "replace, lowrank, add, ablate, clamp",
+        ),
         (lambda: wire.pack_capture({"hook": "foo"}), "'foo'", ", ".join((*HOOKS, *INSIDE))),
-        (lambda: wire.checked("nope", KeyId, "id"), "id: does not match the pattern [0-9a-z]{12}", None),
+        (
+            lambda: wire.checked("nope", KeyId, "id"),
+            "id: does not match the pattern [0-9a-z]{12}",
+            None,
+        ),
     ],
 )
-def test_a_wrong_name_is_refused_with_what_would_be_right(look: Callable[[], object], said: str, allowed: str | None) -> None:
+def test_a_wrong_name_is_refused_with_what_would_be_right(
+    look: Callable[[], object], said: str, allowed: str | None
+) -> None:
     with pytest.raises(MidstreamError) as caught:
         look()
     assert said in str(caught.value)
@@ -98,18 +149,25 @@ def test_a_wrong_name_is_refused_with_what_would_be_right(look: Callable[[], obj
 
 
 def test_one_prompt_may_be_given_as_text() -> None:
-    assert wire.job_request(None, {"model": "m", "prompts": "hello"}) == JobRequest(model="m", prompts=["hello"])
+    assert wire.job_request(None, {"model": "m", "prompts": "hello"}) == JobRequest(
+        model="m", prompts=["hello"]
+    )
 
 
 def test_ids_are_escaped_in_request_paths() -> None:
-    assert wire.job_path("../../healthz?x=1#", "result") == "/v1/jobs/..%2F..%2Fhealthz%3Fx%3D1%23/result"
+    assert (
+        wire.job_path("../../healthz?x=1#", "result")
+        == "/v1/jobs/..%2F..%2Fhealthz%3Fx%3D1%23/result"
+    )
 
 
 # --- After it ---
 
 
 def test_a_problem_document_becomes_an_error_with_kind_field_and_advice() -> None:
-    problem = invalid("capture.layers", "layer 99 is out of range", allowed="0 to 29").problem("/v1/jobs")
+    problem = invalid("capture.layers", "layer 99 is out of range", allowed="0 to 29").problem(
+        "/v1/jobs"
+    )
     with server(reply(problem, 400)) as (url, _), pytest.raises(MidstreamError) as caught:
         Client(url).job("job_x")
     error = caught.value
@@ -124,7 +182,10 @@ def test_a_problem_document_becomes_an_error_with_kind_field_and_advice() -> Non
 # field case 43
 def test_an_answer_that_cannot_be_read_names_both_versions() -> None:
     stranger = {**json.loads(wire.to_json(view())), "moon_phase": 3}
-    with server(reply(stranger, version="9.9.9")) as (url, _), pytest.raises(VersionMismatch) as caught:
+    with (
+        server(reply(stranger, version="9.9.9")) as (url, _),
+        pytest.raises(VersionMismatch) as caught,
+    ):
         Client(url).job("job_x")
     assert __version__ in str(caught.value)
     assert "9.9.9" in str(caught.value)
@@ -133,7 +194,10 @@ def test_an_answer_that_cannot_be_read_names_both_versions() -> None:
 # field case 43
 def test_a_field_that_another_version_does_not_know_names_both_versions() -> None:
     problem = invalid("capture.hook", "unknown field").problem()
-    with server(reply(problem, 400, version="0.0.1")) as (url, _), pytest.raises(VersionMismatch, match=r"0\.0\.1.*capture\.hook"):
+    with (
+        server(reply(problem, 400, version="0.0.1")) as (url, _),
+        pytest.raises(VersionMismatch, match=r"0\.0\.1.*capture\.hook"),
+    ):
         Client(url).job("job_x")
 
 
@@ -163,7 +227,10 @@ def test_an_unreachable_server_is_named_with_its_address() -> None:
 # field case 39
 def test_a_failed_result_is_raised_and_never_returned() -> None:
     problem = MidstreamError("capture_failed", "rank 1: no space left on device").problem()
-    with server(reply(problem, 500)) as (url, _), pytest.raises(MidstreamError, match="no space left") as caught:
+    with (
+        server(reply(problem, 500)) as (url, _),
+        pytest.raises(MidstreamError, match="no space left") as caught,
+    ):
         Client(url).result("job_x")
     assert caught.value.kind == "capture_failed"
 
@@ -171,7 +238,12 @@ def test_a_failed_result_is_raised_and_never_returned() -> None:
 def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
-    with server(reply(view(), etag='"1"'), busy, (304, {wire.VERSION_HEADER: __version__}, b""), reply(view(State.SUCCEEDED))) as (
+    with server(
+        reply(view(), etag='"1"'),
+        busy,
+        (304, {wire.VERSION_HEADER: __version__}, b""),
+        reply(view(State.SUCCEEDED)),
+    ) as (
         url,
         seen,
     ):
@@ -180,17 +252,28 @@ def test_waiting_survives_an_api_that_restarts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_waiting_ends_with_its_timeout_and_names_the_state() -> None:
-    with server(reply(view(State.RUNNING))) as (url, _), pytest.raises(TimeoutError, match="still running"):
+    with (
+        server(reply(view(State.RUNNING))) as (url, _),
+        pytest.raises(TimeoutError, match="still running"),
+    ):
         Client(url).wait("job_x", timeout=0.05)
 
 
 def test_waiting_for_an_unknown_job_fails_immediately() -> None:
-    with server(reply(MidstreamError("not_found", "there is no job job_x").problem(), 404)) as (url, seen), pytest.raises(MidstreamError):
+    with (
+        server(reply(MidstreamError("not_found", "there is no job job_x").problem(), 404)) as (
+            url,
+            seen,
+        ),
+        pytest.raises(MidstreamError),
+    ):
         Client(url).wait("job_x", timeout=60)
     assert len(seen) == 1
 
 
-def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
     with server(busy, reply(view(), 202)) as (url, seen):
@@ -202,7 +285,10 @@ def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(monke
 
 def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
     problem = MidstreamError("unauthorized", "the key was revoked", field="Authorization").problem()
-    told = b'id: 1-0\nevent: state\ndata: {"state":"running","attempt":1}\n\nevent: error\ndata: %b\n\n' % wire.to_json(problem)
+    told = (
+        b'id: 1-0\nevent: state\ndata: {"state":"running","attempt":1}\n\nevent: '
+        b"error\ndata: %b\n\n"
+    ) % wire.to_json(problem)
     with server((200, {"content-type": "text/event-stream"}, told)) as (url, _):
         events = Client(url).events("job_x")
         assert next(events).event == "state"
@@ -211,16 +297,27 @@ def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
     assert (caught.value.kind, caught.value.field) == ("unauthorized", "Authorization")
 
 
-def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(wire, "PAUSE_S", 0.01)
-    first = b': ping\n\nid: 1-0\nevent: state\ndata: {"state": "running", "attempt": 2}\n\nid: 2-0\nevent: outp'
-    second = (
-        b'id: 2-0\nevent: output\ndata: {"index": 0, "attempt": 2}\n\nid: 3-0\nevent: done\ndata: {"state": "succeeded", "attempt": 2}\n\n'
+    first = (
+        b': ping\n\nid: 1-0\nevent: state\ndata: {"state": "running", "attempt": '
+        b"2}\n\nid: 2-0\nevent: outp"
     )
-    cut = {"content-length": "5000", "connection": "close"}  # the server promises more than it sends
+    second = (
+        b'id: 2-0\nevent: output\ndata: {"index": 0, "attempt": 2}\n\nid: 3-0\nevent: '
+        b'done\ndata: {"state": "succeeded", "attempt": 2}\n\n'
+    )
+    # the server promises more than it sends
+    cut = {"content-length": "5000", "connection": "close"}
     with server((200, cut, first), (200, {}, second)) as (url, seen):
         events = list(Client(url).events("job_x"))
-    assert [(event.event, event.id, event.attempt) for event in events] == [("state", "1-0", 2), ("output", "2-0", 2), ("done", "3-0", 2)]
+    assert [(event.event, event.id, event.attempt) for event in events] == [
+        ("state", "1-0", 2),
+        ("output", "2-0", 2),
+        ("done", "3-0", 2),
+    ]
     assert seen == ["GET /v1/jobs/job_x/events", "GET /v1/jobs/job_x/events 1-0"]
 
 
@@ -232,9 +329,18 @@ def test_following_a_finished_job_ends_immediately() -> None:
 # --- Downloads ---
 
 
-@pytest.mark.parametrize(("status", "kind"), [("pending", "conflict"), ("error", "capture_failed"), ("timed_out", "receipts_timed_out")])
-def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(status: str, kind: str) -> None:
-    manifest = wire.Manifest(status=status, files=[promised("tag.p0000.pp0.safetensors", b"x")], detail="rank 1 is silent")
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [("pending", "conflict"), ("error", "capture_failed"), ("timed_out", "receipts_timed_out")],
+)
+def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(
+    status: str, kind: str
+) -> None:
+    manifest = wire.Manifest(
+        status=status,
+        files=[promised("tag.p0000.pp0.safetensors", b"x")],
+        detail="rank 1 is silent",
+    )
     with pytest.raises(MidstreamError, match=rf"status {status} \(rank 1 is silent\)") as caught:
         download.check(manifest, "job_x", partial=False)
     assert caught.value.kind == kind
@@ -244,7 +350,9 @@ def test_an_incomplete_capture_is_refused_with_its_status_unless_allowed(status:
 
 
 def promised(name: str, content: bytes) -> wire.ManifestFile:
-    return wire.ManifestFile(name=name, path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content))
+    return wire.ManifestFile(
+        name=name, path=f"tag/job_x/{name}", bytes=len(content), crc32=zlib.crc32(content)
+    )
 
 
 def test_a_download_with_a_wrong_checksum_is_discarded(tmp_path: Path) -> None:
@@ -254,7 +362,9 @@ def test_a_download_with_a_wrong_checksum_is_discarded(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unreadable_or_foreign_files_are_not_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_or_foreign_files_are_not_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "tag.p0000.pp0.safetensors"
     for job in ("job_x", "job_y"):
         (tmp_path / "tag" / job).mkdir(parents=True)
@@ -262,10 +372,17 @@ def test_unreadable_or_foreign_files_are_not_read_in_place(tmp_path: Path, monke
     file = promised(name, b"right")
     manifest = wire.Manifest(status="ok", root=str(tmp_path), files=[file])
     assert len(download.in_place(manifest, "job_x")) == 1
-    for path in (f"tag/job_y/{name}", f"../{tmp_path.name}/tag/job_x/{name}", str(tmp_path / "tag" / "job_x" / name)):
-        lie = wire.Manifest(status="ok", root=str(tmp_path), files=[msgspec.structs.replace(file, path=path)])
+    for path in (
+        f"tag/job_y/{name}",
+        f"../{tmp_path.name}/tag/job_x/{name}",
+        str(tmp_path / "tag" / "job_x" / name),
+    ):
+        lie = wire.Manifest(
+            status="ok", root=str(tmp_path), files=[msgspec.structs.replace(file, path=path)]
+        )
         assert download.in_place(lie, "job_x") == []
-    monkeypatch.setattr(os, "access", lambda path, how: False)  # another account's folder is closed to this one
+    # another account's folder is closed to this one
+    monkeypatch.setattr(os, "access", lambda path, how: False)
     assert download.in_place(manifest, "job_x") == []
 
 
@@ -279,9 +396,12 @@ def test_a_server_cannot_choose_where_a_download_goes(tmp_path: Path, name: str)
 
 def test_importing_the_client_loads_nothing_heavy() -> None:
     code = (
-        "import sys, midstream.client as c; c.Client, c.AsyncClient, c.CaptureReader; import midstream.client.cli.main; print(*sys.modules)"
+        "import sys, midstream.client as c; c.Client, c.AsyncClient, c.CaptureReader; "
+        "import midstream.client.cli.main; print(*sys.modules)"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     heavy = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"} & set(loaded)
     assert heavy == set()
 
@@ -294,6 +414,9 @@ def test_a_submission_without_a_model_takes_the_only_one_that_is_served() -> Non
 
 
 def test_a_submission_without_a_model_lists_those_that_are_served() -> None:
-    with server(reply({"data": [{"id": "m"}, {"id": "n"}]})) as (url, _), pytest.raises(MidstreamError) as caught:
+    with (
+        server(reply({"data": [{"id": "m"}, {"id": "n"}]})) as (url, _),
+        pytest.raises(MidstreamError) as caught,
+    ):
         Client(url).submit(prompts=["a"])
     assert (caught.value.field, caught.value.allowed) == ("model", "m, n")

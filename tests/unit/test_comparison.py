@@ -28,7 +28,9 @@ ROWS, HIDDEN = 6, 32
 
 
 class Model:
-    """What `Reference` gives: two layers, whose second adds little to a large stream; `noise`: of its own rounding."""
+    """What `Reference` gives: two layers, whose second adds little to a large stream; `noise`: of
+    its own rounding.
+    """
 
     follows = (False, True)
 
@@ -39,7 +41,15 @@ class Model:
         self.layers: list[dict[str, torch.Tensor]] = []
         for attention, mlp in branches:
             middle = stream + attention
-            self.layers.append({"input": stream, "attn.output": attention, "norm.input": middle, "mlp.output": mlp, "output": middle + mlp})
+            self.layers.append(
+                {
+                    "input": stream,
+                    "attn.output": attention,
+                    "norm.input": middle,
+                    "mlp.output": mlp,
+                    "output": middle + mlp,
+                }
+            )
             stream = middle + mlp
 
     def round(self, dtype: torch.dtype) -> None:
@@ -55,17 +65,36 @@ class Model:
         return rows + self._now * rows.norm(dim=-1, keepdim=True) / HIDDEN**0.5
 
 
-NAMES = {"pre_attn": "input", "attn_out": "attn.output", "post_attn": "norm.input", "mlp_out": "mlp.output", "post_block": "output"}
+NAMES = {
+    "pre_attn": "input",
+    "attn_out": "attn.output",
+    "post_attn": "norm.input",
+    "mlp_out": "mlp.output",
+    "post_block": "output",
+}
 
 
 def served(model: Model) -> dict[tuple[Any, int], torch.Tensor]:
-    return {(hook, layer): tensors[name].clone() for layer, tensors in enumerate(model.layers) for hook, name in NAMES.items()}
+    return {
+        (hook, layer): tensors[name].clone()
+        for layer, tensors in enumerate(model.layers)
+        for hook, name in NAMES.items()
+    }
 
 
-def found(rows: dict[tuple[Any, int], torch.Tensor], dtype: str = "float32", noise: float = 0.0, logits: float = 1.0) -> list[Difference]:
+def found(
+    rows: dict[tuple[Any, int], torch.Tensor],
+    dtype: str = "float32",
+    noise: float = 0.0,
+    logits: float = 1.0,
+) -> list[Difference]:
     model = Model(noise)
     last = model.layers[-1]["output"]
-    head = Head(last, logits * torch.cat([last @ torch.ones(HIDDEN, 7), torch.full((ROWS, 1), -torch.inf)], dim=1))
+    head = Head(
+        last,
+        logits
+        * torch.cat([last @ torch.ones(HIDDEN, 7), torch.full((ROWS, 1), -torch.inf)], dim=1),
+    )
     return differences(model, [Prompt([], [], rows)], head, dtype)  # type: ignore[arg-type]
 
 
@@ -73,7 +102,10 @@ def test_equal_rows_and_logits_are_laws_that_hold() -> None:
     each = found(served(Model()))
     assert verdict(each) is None
     laws, lacking = figures(each, HOOKS)
-    assert [law.law.split()[0] for law in laws] == [*(hook for hook in HOOKS if hook in NAMES), "logits"]
+    assert [law.law.split()[0] for law in laws] == [
+        *(hook for hook in HOOKS if hook in NAMES),
+        "logits",
+    ]
     assert all(law.ok for law in laws)
     assert lacking == {}
 
@@ -96,7 +128,9 @@ def test_a_branch_without_a_tensor_in_transformers_is_not_compared() -> None:
     rows["attn_out", 0] *= 0.7
     each = found(rows)
     assert verdict(each) is None
-    assert figures(each, HOOKS)[1] == {"attn_out = transformers'": "transformers' layer 0 has no tensor with these rows"}
+    assert figures(each, HOOKS)[1] == {
+        "attn_out = transformers'": "transformers' layer 0 has no tensor with these rows"
+    }
 
 
 def test_other_logits_differ() -> None:
@@ -107,7 +141,10 @@ def test_other_logits_differ() -> None:
 
 @pytest.mark.parametrize(("off", "differs"), [(0.03, False), (0.3, True)])
 def test_bf16_may_be_off_by_as_much_as_transformers_is(off: float, differs: bool) -> None:
-    rows = {place: each + off * each.norm(dim=-1, keepdim=True) / HIDDEN**0.5 for place, each in served(Model()).items()}
+    rows = {
+        place: each + off * each.norm(dim=-1, keepdim=True) / HIDDEN**0.5
+        for place, each in served(Model()).items()
+    }
     assert (verdict(found(rows, "bfloat16", noise=0.02)) is not None) is differs
 
 
@@ -141,12 +178,20 @@ def test_rows_that_are_not_finite_differ_and_transformers_own_prove_nothing() ->
         ({"sliding_window": LONGEST}, (0, [f"sliding_window={LONGEST}"])),
     ],
 )
-def test_a_longer_prompt_passes_the_windows_of_a_model(fields: dict[str, Any], wanted: tuple[int, list[str]]) -> None:
+def test_a_longer_prompt_passes_the_windows_of_a_model(
+    fields: dict[str, Any], wanted: tuple[int, list[str]]
+) -> None:
     assert longer(SimpleNamespace(**fields), 26, 2000) == wanted
 
 
 def test_suspects_are_fields_that_are_not_defaults_but_no_sizes() -> None:
-    config = transformers.OlmoeConfig(hidden_size=64, num_experts=8, clip_qkv=0.5, rms_norm_eps=0.1, architectures=["OlmoeForCausalLM"])
+    config = transformers.OlmoeConfig(
+        hidden_size=64,
+        num_experts=8,
+        clip_qkv=0.5,
+        rms_norm_eps=0.1,
+        architectures=["OlmoeForCausalLM"],
+    )
     assert suspects(config) == ["rms_norm_eps=0.1", "clip_qkv=0.5"]
 
 
@@ -155,22 +200,44 @@ def test_suspects_are_fields_that_are_not_defaults_but_no_sizes() -> None:
     [
         ({}, "", ""),
         ({"compare": "off"}, "", "the setting compare=off"),
-        ({"engine_options": {"load_format": "dummy"}, "engine_unproven": True}, "", "load_format=dummy"),
+        (
+            {"engine_options": {"load_format": "dummy"}, "engine_unproven": True},
+            "",
+            "load_format=dummy",
+        ),
         ({}, "fp8: float8 weights", "its weights are quantised (fp8: float8 weights)"),
     ],
 )
-def test_what_is_not_compared_has_a_reason(options: dict[str, Any], quantization: str, refused: str) -> None:
+def test_what_is_not_compared_has_a_reason(
+    options: dict[str, Any], quantization: str, refused: str
+) -> None:
     config = SimpleNamespace(
-        model="folder", architectures=["LlamaForCausalLM"], revision=None, trust_remote_code=False, max_model_len=128,
-        hf_config=transformers.LlamaConfig(), hf_text_config=transformers.LlamaConfig(),
-    )  # fmt: skip
+        model="folder",
+        architectures=["LlamaForCausalLM"],
+        revision=None,
+        trust_remote_code=False,
+        max_model_len=128,
+        hf_config=transformers.LlamaConfig(),
+        hf_text_config=transformers.LlamaConfig(),
+    )
     assert source_of(Settings(**options), config, quantization).refused == refused
 
 
 def test_what_a_caveat_says_is_no_difference() -> None:
-    """transformers computes longrope with the long factors, and no least time step, as the served model does."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [4.0], "original_max_position_embeddings": 64}
+    """transformers computes longrope with the long factors, and no least time step, as the served
+    model does.
+    """
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0],
+        "long_factor": [4.0],
+        "original_max_position_embeddings": 64,
+    }
     config = SimpleNamespace(rope_parameters=rope)
     assert as_served("Phi3ForCausalLM", config, 64) == {}
     assert as_served("Phi3ForCausalLM", config, 65)["rope_parameters"]["short_factor"] == [4.0]
-    assert as_served("NemotronHForCausalLM", transformers.NemotronHConfig(), 64)["time_step_min"] < 1e-6
+    assert (
+        as_served("NemotronHForCausalLM", transformers.NemotronHConfig(), 64)["time_step_min"]
+        < 1e-6
+    )

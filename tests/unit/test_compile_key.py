@@ -8,7 +8,9 @@ from midstream.workers.runner.config import traced_code
 
 
 @pytest.mark.parametrize("changed", ["ops.py", "plan.py", "sites.py"])
-def test_another_code_of_the_sites_is_another_key(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_code_of_the_sites_is_another_key(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = Path.read_bytes
     before = traced_code.__wrapped__()
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == changed))

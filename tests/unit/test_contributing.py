@@ -25,12 +25,19 @@ def paths(text: str) -> list[str]:
 def changes() -> dict[str, str]:
     """Change → the code that it touches."""
     part = TEXT.partition("## Change map")[2].partition("\n## ")[0]
-    return {row[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]+ \|$", part, re.MULTILINE)[1:]}
+    return {
+        row[0]: row[1]
+        for row in re.findall(r"^\| ([^|]+) \| ([^|]+) \| [^|]+ \|$", part, re.MULTILINE)[1:]
+    }
 
 
 def test_the_map_lists_every_room() -> None:
     listed = set(re.findall(r"^\| `([\w/]+/)` \|", TEXT, re.MULTILINE))
-    rooms = {f"{path.parent.relative_to(ROOT)}/" for path in sources(*PACKAGES) if path.name == "__init__.py"}
+    rooms = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for path in sources(*PACKAGES)
+        if path.name == "__init__.py"
+    }
     assert listed == rooms
 
 
@@ -46,7 +53,11 @@ def test_the_change_map_names_what_it_points_at() -> None:
     for code in changes().values():
         for path, names in re.findall(r"`([\w./]+\.(?:py|lua))` \(([^)]*)\)", code):
             text = (ROOT / path).read_text()
-            wrong += [f"{path}: {name}" for name in re.findall(r"`(\w+)`", names) if not re.search(rf"\b{name}\b", text)]
+            wrong += [
+                f"{path}: {name}"
+                for name in re.findall(r"`(\w+)`", names)
+                if not re.search(rf"\b{name}\b", text)
+            ]
     assert wrong == []
 
 

@@ -1,4 +1,6 @@
-"""Are keys of relay and workers checked at start, and is what is wrong with them said without showing them?"""
+"""Are keys of relay and workers checked at start, and is what is wrong with them said without
+showing them?
+"""
 
 import logging
 import stat
@@ -7,14 +9,23 @@ from pathlib import Path
 import pytest
 import zmq
 
-from midstream.broker.receipts.curve import KnownClients, client_keys, new_keys, secret_key, server_keys
+from midstream.broker.receipts.curve import (
+    KnownClients,
+    client_keys,
+    new_keys,
+    secret_key,
+    server_keys,
+)
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError
 
 
 def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_path: Path) -> None:
     private, public = new_keys("worker", "w1", tmp_path / "keys")
-    assert (private, public) == (tmp_path / "keys" / "w1.key", tmp_path / "keys" / "clients" / "w1.pub")
+    assert (private, public) == (
+        tmp_path / "keys" / "w1.key",
+        tmp_path / "keys" / "clients" / "w1.pub",
+    )
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     assert secret_key(str(private))[0] == public.read_text().strip()
     with pytest.raises(MidstreamError, match=r"w1\.key already exists"):
@@ -49,10 +60,14 @@ def test_an_invalid_curve_key_is_refused_without_quoting_it(tmp_path: Path) -> N
     with pytest.raises(SettingsError, match="curve_server_key: not a CURVE key"):
         client_keys(str(private), "~" * 40)
     with pytest.raises(SettingsError, match=r"nowhere.*No such file"):
-        server_keys(Settings(curve_secret_file=str(private), curve_clients_dir=str(tmp_path / "nowhere")))
+        server_keys(
+            Settings(curve_secret_file=str(private), curve_clients_dir=str(tmp_path / "nowhere"))
+        )
 
 
-def test_allowed_workers_follow_the_key_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_allowed_workers_follow_the_key_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("midstream.broker.receipts.curve.LOOK_EVERY_S", 0.0)
     keys = {name: zmq.curve_keypair()[0] for name in ("w1", "w2")}
     (tmp_path / "w1.pub").write_bytes(keys["w1"] + b"\n")
@@ -67,11 +82,15 @@ def test_allowed_workers_follow_the_key_files(tmp_path: Path, monkeypatch: pytes
     assert clients.key_of("w1") is None
     (tmp_path / "w3.pub").write_text("scribble")
     with caplog.at_level(logging.ERROR):
-        assert clients.key_of("w2") == keys["w2"].decode(), "one bad file does not lock out the others"
+        assert clients.key_of("w2") == keys["w2"].decode(), (
+            "one bad file does not lock out the others"
+        )
     assert "w3.pub" in caplog.text
 
 
-def test_a_missing_key_folder_admits_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_folder_admits_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.broker.receipts.curve.LOOK_EVERY_S", 0.0)
     key, _ = zmq.curve_keypair()
     folder = tmp_path / "clients"

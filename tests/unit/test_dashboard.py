@@ -1,4 +1,6 @@
-"""Does the dashboard ask for figures that there are, and does Prometheus ask all the processes that have them?"""
+"""Does the dashboard ask for figures that there are, and does Prometheus ask all the processes that
+have them?
+"""
 
 import json
 import re
@@ -8,7 +10,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD: dict[str, Any] = json.loads((ROOT / "compose/grafana/dashboards/midstream.json").read_text())
+DASHBOARD: dict[str, Any] = json.loads(
+    (ROOT / "compose/grafana/dashboards/midstream.json").read_text()
+)
 #: What a histogram is asked for.
 SUFFIX = re.compile(r"_(bucket|count|sum)$")
 #: Flower's own, read in its source.
@@ -20,13 +24,21 @@ def expressions() -> list[str]:
 
 
 def asked() -> set[str]:
-    names = {name for expression in expressions() for name in re.findall(r"\b(?:midstream|flower)_\w+", expression)}
+    names = {
+        name
+        for expression in expressions()
+        for name in re.findall(r"\b(?:midstream|flower)_\w+", expression)
+    }
     return {SUFFIX.sub("", name) for name in names}
 
 
 def listed() -> set[str]:
     """Every metric that docs/observability.md lists, which a test of its own holds to the code."""
-    return set(re.findall(r"^\| `(midstream_\w+)` \|", (ROOT / "docs/observability.md").read_text(), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^\| `(midstream_\w+)` \|", (ROOT / "docs/observability.md").read_text(), re.MULTILINE
+        )
+    )
 
 
 def test_every_dashboard_metric_exists() -> None:
@@ -34,7 +46,17 @@ def test_every_dashboard_metric_exists() -> None:
     assert len(asked()) > 25
 
 
-@pytest.mark.parametrize("topic", ["jobs_total", "queue_depth", "job_seconds", "receipts_total", "desyncs_total", "webhook_attempts"])
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "jobs_total",
+        "queue_depth",
+        "job_seconds",
+        "receipts_total",
+        "desyncs_total",
+        "webhook_attempts",
+    ],
+)
 def test_the_dashboard_has_the_operators_panels(topic: str) -> None:
     assert any(topic in expression for expression in expressions())
 
@@ -43,7 +65,9 @@ def test_brackets_of_every_query_close_and_rates_have_a_range() -> None:
     for expression in expressions():
         for opening, closing in ("()", "{}", "[]"):
             assert expression.count(opening) == expression.count(closing), expression
-        assert len(re.findall(r"\b(?:rate|increase)\(", expression)) == expression.count("["), expression
+        assert len(re.findall(r"\b(?:rate|increase)\(", expression)) == expression.count("["), (
+            expression
+        )
 
 
 def test_no_two_panels_overlap() -> None:

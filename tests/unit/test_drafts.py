@@ -1,4 +1,6 @@
-"""Large files are written past the page cache, byte for byte; files without a name become objects once, or nothing is left of them."""
+"""Large files are written past the page cache, byte for byte; files without a name become objects
+once, or nothing is left of them.
+"""
 
 import errno
 import itertools
@@ -20,7 +22,9 @@ def pieces(size: int, count: int = 1700) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("size", [LEAST - 1, LEAST, LEAST + 1, (9 << 20) + 4097])
-def test_large_files_hold_what_was_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_large_files_hold_what_was_appended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     flags: list[bool] = []
     opening = os.open
 
@@ -39,7 +43,9 @@ def test_large_files_hold_what_was_appended(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "t/j/b").read_bytes() == b"small"
 
 
-def test_where_the_disk_takes_no_direct_writes_the_page_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_disk_takes_no_direct_writes_the_page_cache_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unable(*_: object) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -50,7 +56,9 @@ def test_where_the_disk_takes_no_direct_writes_the_page_cache_does(tmp_path: Pat
     assert (tmp_path / "t/j/a").read_bytes() == b"".join(parts)
 
 
-def test_a_disk_that_fills_up_during_a_direct_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_during_a_direct_write_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int, buffers: list[memoryview], offset: int) -> None:
         if offset:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -75,7 +83,11 @@ def test_a_draft_becomes_an_object_when_it_is_committed_and_not_before(tmp_path:
     assert store.children("t/j/") == []
     writer.commit()
     assert store.children("t/j/") == ["t/j/a.bin"]
-    assert (tmp_path / "t/j/a.bin").read_bytes() == bytes(draft.view()) == b"begin" + bytes(4091) + b"end"
+    assert (
+        (tmp_path / "t/j/a.bin").read_bytes()
+        == bytes(draft.view())
+        == b"begin" + bytes(4091) + b"end"
+    )
 
 
 def test_nothing_is_left_of_a_draft_that_is_dropped_or_aborted(tmp_path: Path) -> None:
@@ -96,7 +108,9 @@ def test_nothing_is_left_of_a_draft_that_is_dropped_or_aborted(tmp_path: Path) -
     assert store.used() < 1 << 20
 
 
-def test_a_file_system_without_unnamed_files_has_no_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_unnamed_files_has_no_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 

@@ -1,4 +1,6 @@
-"""Does every event of an attempt arrive, and once, when many are told at the same time and answers are lost?"""
+"""Does every event of an attempt arrive, and once, when many are told at the same time and answers
+are lost?
+"""
 
 import asyncio
 import random
@@ -11,7 +13,9 @@ from midstream.workers.serving.attempt import Attempt
 
 
 class Uneven:
-    """A ledger that takes what has a higher number than the last, as the script does; some calls take longer, some answers are lost."""
+    """A ledger that takes what has a higher number than the last, as the script does; some calls
+    take longer, some answers are lost.
+    """
 
     def __init__(self) -> None:
         self.said, self.kept = 0, list[int]()
@@ -33,7 +37,12 @@ def test_concurrent_prompt_events_are_published_once_each() -> None:
         nothing: Any = None
         job: Any = SimpleNamespace(id="job_a")
         run = Attempt(job, 1, nothing, nothing, nothing)
-        await asyncio.gather(*(run.emit(ledger, Event(event="output", data={"index": index}, attempt=1)) for index in range(100)))
+        await asyncio.gather(
+            *(
+                run.emit(ledger, Event(event="output", data={"index": index}, attempt=1))
+                for index in range(100)
+            )
+        )
         assert sorted(ledger.kept) == list(range(100))
 
     asyncio.run(main())

@@ -1,4 +1,6 @@
-"""Where requests end reaches the engine core once for each turn of the loop, and the ranks with a step, of which there is one."""
+"""Where requests end reaches the engine core once for each turn of the loop, and the ranks with a
+step, of which there is one.
+"""
 
 import asyncio
 from contextlib import nullcontext
@@ -34,7 +36,8 @@ def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert sent == [[("j7", 7), ("j8", 8), ("j9", 9), ("cancelled", -1)]]
-        later = asyncio.create_task(request(10))  # the answer has not come: this one does not wait for it
+        # the answer has not come: this one does not wait for it
+        later = asyncio.create_task(request(10))
         await asyncio.sleep(0.01)
         assert sent[1:] == [[("j10", 10)]]
         assert [task.done() for task in (*waiting, later)] == [False, True, False, False]
@@ -62,7 +65,11 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
             return 0, 0
 
         def schedule(self) -> Any:
-            return SimpleNamespace(total_num_scheduled_tokens=0, finished_req_ids=set(), num_scheduled_tokens=self.scheduled)
+            return SimpleNamespace(
+                total_num_scheduled_tokens=0,
+                finished_req_ids=set(),
+                num_scheduled_tokens=self.scheduled,
+            )
 
         def add_request(self, request: Any) -> None:
             pass
@@ -70,9 +77,18 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(type("Made", (scheduler._Midstream, Idle), {}))
     made._midstream_blocks = SimpleNamespace(make_room=lambda stuck: None)
     made._midstream_rows = SimpleNamespace(pending=False)
-    made._midstream_ring, made.running, made.max_num_active_reqs = SimpleNamespace(begin=lambda *_: None), [], 8
+    made._midstream_ring, made.running, made.max_num_active_reqs = (
+        SimpleNamespace(begin=lambda *_: None),
+        [],
+        8,
+    )
     made._midstream_cells = SimpleNamespace(composing=lambda *_: nullcontext())
-    made._midstream_finished, made._midstream_capturing, made._midstream_ends, made._midstream_came = {}, {}, [], {}
+    (
+        made._midstream_finished,
+        made._midstream_capturing,
+        made._midstream_ends,
+        made._midstream_came,
+    ) = {}, {}, [], {}
     return made
 
 
@@ -97,13 +113,21 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
     from midstream.workers.runner.scheduler import waiting
 
     def came(name: str, **spec: Any) -> dict[str, Any]:
-        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args={"midstream": spec})))
+        scheduler.add_request(
+            SimpleNamespace(
+                request_id=name, sampling_params=SimpleNamespace(extra_args={"midstream": spec})
+            )
+        )
         return spec
 
     later = came("later", digest="d", steering=[{"tensors": ["v"]}])
     came("now", digest="d", steering=[{"tensors": ["v"]}])
     came("plain", digest="")
-    came("cell", digest="d", steering=[{"tensors": [row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ()))]}])
+    came(
+        "cell",
+        digest="d",
+        steering=[{"tensors": [row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ()))]}],
+    )
     scheduler.scheduled = {"now": 3}
     assert waiting(scheduler.schedule()) == [later]
     assert waiting(scheduler.schedule()) == [], "once"

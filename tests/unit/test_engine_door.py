@@ -1,4 +1,6 @@
-"""Every engine request is made and submitted in one place, with all that the operator has set for all traffic."""
+"""Every engine request is made and submitted in one place, with all that the operator has set for
+all traffic.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -18,17 +20,27 @@ from midstream.schemas.specs import CaptureSpec, StoredCapture
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine import requests
 from midstream.workers.engine.protocol import EngineRequest
-from midstream.workers.engine.requests import EXEMPT, RequestKind, prompt_request, sequence_request, tensors_of, trial_request
+from midstream.workers.engine.requests import (
+    EXEMPT,
+    RequestKind,
+    prompt_request,
+    sequence_request,
+    tensors_of,
+    trial_request,
+)
 from midstream.workers.serving.sweep_requests import SweepRequests
 
-#: file → what it calls `generate` on. The first is the one way of jobs' requests; then the engine's own, and vLLM below the engine.
+#: file → what it calls `generate` on. The first is the one way of jobs' requests; then the engine's
+#: own, and vLLM below the engine.
 SUBMITTERS = {
     "workers/serving/attempt.py": {"engine"},
     "workers/engine/certificate.py": {"self._access"},
     "workers/engine/vllm.py": {"self._llm"},
 }
 INFO = model_of()
-CONTENT = ProbeContent(hook="post_block", layer=1, tensors=["weight", "bias"], labels=["x"], thresholds=[0.0])
+CONTENT = ProbeContent(
+    hook="post_block", layer=1, tensors=["weight", "bias"], labels=["x"], thresholds=[0.0]
+)
 WATCHING = StoredProbe(name="guard", digest="d", content=CONTENT, action="stop", watching=True)
 OPERATORS = CaptureSpec(layers=[0], positions=[0, 20], tag="ops")
 
@@ -41,37 +53,66 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def test_engine_requests_are_made_in_one_module_and_submitted_by_one_function() -> None:
-    makers = {where for where, call in calls() if ast.unparse(call.func).split(".")[-1] == "EngineRequest"}
+    makers = {
+        where for where, call in calls() if ast.unparse(call.func).split(".")[-1] == "EngineRequest"
+    }
     assert makers == {"workers/engine/requests.py"}
     submitters: dict[str, set[str]] = {}
     for where, call in calls():
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "generate" and where.startswith("workers/"):
+        if (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr == "generate"
+            and where.startswith("workers/")
+        ):
             submitters.setdefault(where, set()).add(ast.unparse(call.func.value))
     assert submitters == SUBMITTERS
 
 
 def sequence(model: ModelInfo, **fields: Any) -> EngineRequest:
     """Of a harvest that a probe watches, and of which the operator captures."""
-    common = {"model": "m", "sampling": Sampling(), "created": 0.0, "probes": [WATCHING], "global_captures": [OPERATORS]}
+    common = {
+        "model": "m",
+        "sampling": Sampling(),
+        "created": 0.0,
+        "probes": [WATCHING],
+        "global_captures": [OPERATORS],
+    }
     job = Job(id="h", kind="harvest", prompts=[], **common | fields)
     rows = StoredCapture(sites={"post_block": [1]}, positions="all", tag="harvest")
-    return sequence_request(job, model, rows, sampling=Sampling(max_tokens=9), request=0, attempt=1, token_ids=[1] * 4)
+    return sequence_request(
+        job, model, rows, sampling=Sampling(max_tokens=9), request=0, attempt=1, token_ids=[1] * 4
+    )
 
 
 def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineRequest]]:
-    """Of jobs with an adapter of a tenant, which a probe watches and of which the operator captures."""
+    """Of jobs with an adapter of a tenant, which a probe watches and of which the operator
+    captures.
+    """
     lora = StoredLora(name="l", digest="ad", path="l")
-    common = {"model": "m", "sampling": Sampling(), "created": 0.0, "tenant": "alice", "lora": lora, "probes": [WATCHING]}
+    common = {
+        "model": "m",
+        "sampling": Sampling(),
+        "created": 0.0,
+        "tenant": "alice",
+        "lora": lora,
+        "probes": [WATCHING],
+    }
     prompt = Job(id="j", kind="chat", prompts=[StoredPrompt(token_ids=[1] * 4)], **common)
     stored = plan(pair(), info=model, hooks=["attn_out"], noise=1).sweep
-    sweep = Job(id="s", kind="sweep", prompts=[], global_captures=[OPERATORS], sweep=stored, **common)
+    sweep = Job(
+        id="s", kind="sweep", prompts=[], global_captures=[OPERATORS], sweep=stored, **common
+    )
     made = SweepRequests(sweep, 1, model, True)
     units = made.units
     return {
         "prompt": [prompt_request(prompt, 0, 1)],
         "sequence": [sequence(model, tenant="alice", lora=lora)],
-        "unpatched": [ask for unit in (units.base(0), units.source(0)) for ask in made.control(unit)],
-        "patched": [ask for unit in (*units.noise(0), *units.cells(0)) for ask in made.patched(unit)],
+        "unpatched": [
+            ask for unit in (units.base(0), units.source(0)) for ask in made.control(unit)
+        ],
+        "patched": [
+            ask for unit in (*units.noise(0), *units.cells(0)) for ask in made.patched(unit)
+        ],
         "trial": [trial_request("cert", 0, [1], 1)],
     }
 
@@ -82,14 +123,22 @@ def test_probes_and_global_capture_apply_to_every_kind_of_request_or_have_a_reas
     for kind, asks in found.items():
         assert asks, kind
         for ask in asks:
-            watched = [probe.name for probe in ask.probes] == ["guard"] and any(capture.scored for capture in ask.captures)
-            captured = any(capture.tag == "ops" and capture.positions == [0] for capture in ask.captures)
+            watched = [probe.name for probe in ask.probes] == ["guard"] and any(
+                capture.scored for capture in ask.captures
+            )
+            captured = any(
+                capture.tag == "ops" and capture.positions == [0] for capture in ask.captures
+            )
             assert watched == (kind not in EXEMPT), kind
-            assert captured == (kind in ("sequence", "unpatched")), f"{kind}: of prompts the API has added it"
+            assert captured == (kind in ("sequence", "unpatched")), (
+                f"{kind}: of prompts the API has added it"
+            )
             assert kind == "trial" or (ask.tenant, ask.lora is not None) == ("alice", True)
 
 
-def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     left: list[str] = []
     monkeypatch.setattr(requests, "left_out", lambda reason, prompts, detail: left.append(reason))
     ask = sequence(model_of(capture_row_limit=2))
@@ -99,8 +148,21 @@ def test_global_capture_that_exceeds_a_steps_room_is_left_out_of_a_harvest(monke
 
 def test_what_applies_to_all_traffic_is_held_and_listed_for_a_harvest() -> None:
     part = Job(
-        id="h", kind="harvest", model="m", prompts=[], sampling=Sampling(), created=0.0, probes=[WATCHING], global_captures=[OPERATORS]
+        id="h",
+        kind="harvest",
+        model="m",
+        prompts=[],
+        sampling=Sampling(),
+        created=0.0,
+        probes=[WATCHING],
+        global_captures=[OPERATORS],
     )
-    steering = SteeringTemplate(layers=[1], hook="post_block", positions="all", family="add", tensors=["v"])
-    assert tensors_of(part, GlobalSteering(version=1, entries=[steering])) == {"v", "weight", "bias"}
+    steering = SteeringTemplate(
+        layers=[1], hook="post_block", positions="all", family="add", tensors=["v"]
+    )
+    assert tensors_of(part, GlobalSteering(version=1, entries=[steering])) == {
+        "v",
+        "weight",
+        "bias",
+    }
     assert stored_tags(part) == ["ops"]

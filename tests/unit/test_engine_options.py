@@ -1,4 +1,6 @@
-"""vLLM's options: found by name and type, sorted into three lists, merged from all sources, and stamped where they are unproven."""
+"""vLLM's options: found by name and type, sorted into three lists, merged from all sources, and
+stamped where they are unproven.
+"""
 
 import re
 from dataclasses import fields
@@ -14,7 +16,14 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import FILE_VARIABLE, Settings, SettingsError, engine_options, load_settings, to_environment
+from midstream.schemas.settings import (
+    FILE_VARIABLE,
+    Settings,
+    SettingsError,
+    engine_options,
+    load_settings,
+    to_environment,
+)
 from midstream.workers.engine import option_lists, vllm_options
 from midstream.workers.engine.option_check import accepted
 from midstream.workers.engine.option_lists import OURS, PROVEN, UNKNOWN, WRONG, Proven, tables
@@ -31,7 +40,10 @@ def options(**given: Any) -> Settings:
 
 
 def test_every_option_of_vllm_is_in_exactly_one_list() -> None:
-    sorted_in = {field.name: [name for name, each in LISTS.items() if field.name in each] for field in fields(AsyncEngineArgs)}
+    sorted_in = {
+        field.name: [name for name, each in LISTS.items() if field.name in each]
+        for field in fields(AsyncEngineArgs)
+    }
     assert {name: found for name, found in sorted_in.items() if len(found) != 1} == {}
     assert {name for each in LISTS.values() for name in each} - set(sorted_in) == set()
 
@@ -54,7 +66,9 @@ def test_our_setting_for_an_option_exists() -> None:
 def test_the_page_shows_the_lists() -> None:
     mark = "written by `python -m midstream.workers.engine.option_lists` -->"
     written = PAGE.read_text().split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[0]
-    assert written.strip() == "\n".join(tables()), "run python -m midstream.workers.engine.option_lists"
+    assert written.strip() == "\n".join(tables()), (
+        "run python -m midstream.workers.engine.option_lists"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +78,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_no_proven_option_leads_to_a_refused_configuration(case: Case, checkpoints: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_no_proven_option_leads_to_a_refused_configuration(
+    case: Case, checkpoints: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     path = checkpoints(case.name)
-    given = {"max_model_len": 128, "max_num_batched_tokens": 512, "tensor_parallel_size": case.ranks} | case.settings
+    given = {
+        "max_model_len": 128,
+        "max_num_batched_tokens": 512,
+        "tensor_parallel_size": case.ranks,
+    } | case.settings
     served = case.served(tmp_path, path) if case.served and not case.on_hub else path
     settings = Settings(model=str(served), engine_options=case.options(tmp_path, path), **given)
     made: VllmConfig = AsyncEngineArgs(
-        **vllm_options.engine_options(settings), worker_cls="midstream.workers.runner.worker_class.MidstreamWorker"
+        **vllm_options.engine_options(settings),
+        worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
     ).create_engine_config(UsageContext.ENGINE_CONTEXT)
     made.scheduler_config.scheduler_cls = vllm_options.scheduler_class(made)
     check(made)
@@ -80,7 +101,11 @@ def test_no_proven_option_leads_to_a_refused_configuration(case: Case, checkpoin
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("gpu_memory_utilisation", 0.5, r"not an option of vLLM .*; did you mean 'gpu_memory_utilization'\?"),
+        (
+            "gpu_memory_utilisation",
+            0.5,
+            r"not an option of vLLM .*; did you mean 'gpu_memory_utilization'\?",
+        ),
         ("no_such_thing_at_all", 1, "docs/engine-options.md lists all"),
         ("seed", "seven", "valid integer"),
         ("seed", True, "valid integer"),
@@ -117,7 +142,9 @@ def test_refused_options_stay_refused_with_engine_unproven() -> None:
 
 
 def test_an_unproven_option_passes_with_a_caveat_that_names_it() -> None:
-    found = accepted(Settings(engine_options={"moe_backend": "triton", "seed": 3}, engine_unproven=True))
+    found = accepted(
+        Settings(engine_options={"moe_backend": "triton", "seed": 3}, engine_unproven=True)
+    )
     assert found.options == {"moe_backend": "triton", "seed": 3}
     (caveat,) = found.caveats
     assert 'the engine option moe_backend="triton" is not proven' in caveat
@@ -151,13 +178,22 @@ def test_the_fake_engine_takes_no_options_of_vllm() -> None:
 # Where options come from
 
 
-def test_the_file_has_a_table_and_other_sources_override_it_option_by_option(tmp_path: Path) -> None:
+def test_the_file_has_a_table_and_other_sources_override_it_option_by_option(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "midstream.toml"
-    file.write_text('model = "m"\n[engine]\nseed = 1\nrevision = "a"\n[engine.hf_overrides]\nrope_theta = 5.0\n')
+    file.write_text(
+        'model = "m"\n[engine]\nseed = 1\nrevision = "a"\n[engine.hf_overrides]\nrope_theta = 5.0\n'
+    )
     env = {FILE_VARIABLE: str(file), "MIDSTREAM_ENGINE_OPTIONS": '{"seed": 2, "watermark": 0.5}'}
     settings = load_settings(env, engine_options=engine_options(["watermark=0.1"]))
     assert settings.engine == "vllm"
-    assert settings.engine_options == {"seed": 2, "revision": "a", "hf_overrides": {"rope_theta": 5.0}, "watermark": 0.1}
+    assert settings.engine_options == {
+        "seed": 2,
+        "revision": "a",
+        "hf_overrides": {"rope_theta": 5.0},
+        "watermark": 0.1,
+    }
     assert load_settings(to_environment(settings)) == settings
 
 
@@ -179,10 +215,22 @@ def test_options_have_a_bound() -> None:
 
 
 def test_the_command_line_reads_json_where_it_is_json() -> None:
-    given = ["seed=7", "trust-remote-code=true", "revision=v1.2", 'hf_overrides={"a": [1]}', "download_dir=", "tokenizer=a=b"]
+    given = [
+        "seed=7",
+        "trust-remote-code=true",
+        "revision=v1.2",
+        'hf_overrides={"a": [1]}',
+        "download_dir=",
+        "tokenizer=a=b",
+    ]
     assert engine_options(given) == {
-        "seed": 7, "trust_remote_code": True, "revision": "v1.2", "hf_overrides": {"a": [1]}, "download_dir": "", "tokenizer": "a=b",
-    }  # fmt: skip
+        "seed": 7,
+        "trust_remote_code": True,
+        "revision": "v1.2",
+        "hf_overrides": {"a": [1]},
+        "download_dir": "",
+        "tokenizer": "a=b",
+    }
 
 
 @pytest.mark.parametrize("text", ["seed", "=1", ""])
@@ -192,7 +240,10 @@ def test_an_option_without_name_or_value_is_refused(text: str) -> None:
 
 
 def test_no_reason_is_without_words() -> None:
-    assert all(re.search(r"\w+ \w+", text) for text in (*WRONG.values(), *(entry.why for entry in PROVEN.values())))
+    assert all(
+        re.search(r"\w+ \w+", text)
+        for text in (*WRONG.values(), *(entry.why for entry in PROVEN.values()))
+    )
 
 
 def test_no_option_is_refused_for_two_reasons() -> None:

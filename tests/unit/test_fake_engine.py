@@ -1,4 +1,7 @@
-"""Is the fake engine a fair stand-in? Deterministic, one delta after the other, and honest about its tokenizer."""
+"""Is the fake engine a fair stand-in?
+
+Deterministic, one delta after the other, and honest about its tokenizer.
+"""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +32,13 @@ from midstream.workers.fake.turnstile import Turnstile
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:
-    values = {"data_dir": str(tmp_path), "engine": "fake", "model": "fake-model", "worker_id": "w1", "relay_url": "tcp://127.0.0.1:9"}
+    values = {
+        "data_dir": str(tmp_path),
+        "engine": "fake",
+        "model": "fake-model",
+        "worker_id": "w1",
+        "relay_url": "tcp://127.0.0.1:9",
+    }
     return Settings(**(values | changed))  # type: ignore[arg-type]
 
 
@@ -55,11 +64,21 @@ def job(
 
 
 VECTOR = from_numpy(np.ones(8, dtype=np.float32))
-STEERING = StoredSteering(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)])
+STEERING = StoredSteering(
+    layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)]
+)
 NOTHING = GlobalSteering()
 EVERYONE = GlobalSteering(
     version=1,
-    entries=[SteeringTemplate(layers=[1], hook="post_block", positions="all", family="add", tensors=[content_hash(VECTOR)])],
+    entries=[
+        SteeringTemplate(
+            layers=[1],
+            hook="post_block",
+            positions="all",
+            family="add",
+            tensors=[content_hash(VECTOR)],
+        )
+    ],
 )
 
 
@@ -78,7 +97,10 @@ def generate(engine: FakeEngine, wanted: Job, everyone: GlobalSteering = NOTHING
         await engine.start()
         await engine.hold_vectors([content_hash(VECTOR)], fetch)
         try:
-            return [progress async for progress in engine.generate(prompt_request(wanted, 0, 1), everyone)]
+            return [
+                progress
+                async for progress in engine.generate(prompt_request(wanted, 0, 1), everyone)
+            ]
         finally:
             await engine.shutdown()
 
@@ -92,12 +114,24 @@ def captured(tmp_path: Path, *wanted: StoredCapture, **changed: object) -> list[
 
 
 def test_manifests_say_of_how_many_prompts_there_are_rows_under_their_tag(tmp_path: Path) -> None:
-    mine, everyones = (StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag=tag) for tag in ("mine", "ops"))
+    mine, everyones = (
+        StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag=tag)
+        for tag in ("mine", "ops")
+    )
     wanted = job(max_tokens=2, captures=[mine, everyones])
     prompts, captures = wanted.prompts * 3, [[mine, everyones], [mine], [mine]]
-    generate(FakeEngine(settings(tmp_path)), msgspec.structs.replace(wanted, prompts=prompts, captures=captures))
-    readers = [CaptureReader(tmp_path / "captures", "job_x", tag=tag, partial=True) for tag in ("mine", "ops")]
-    assert [(reader.manifest().requests, len(reader.gaps())) for reader in readers] == [(3, 1), (1, 0)]
+    generate(
+        FakeEngine(settings(tmp_path)),
+        msgspec.structs.replace(wanted, prompts=prompts, captures=captures),
+    )
+    readers = [
+        CaptureReader(tmp_path / "captures", "job_x", tag=tag, partial=True)
+        for tag in ("mine", "ops")
+    ]
+    assert [(reader.manifest().requests, len(reader.gaps())) for reader in readers] == [
+        (3, 1),
+        (1, 0),
+    ]
 
 
 def test_fake_captures_encode_hook_layer_and_position(tmp_path: Path) -> None:
@@ -116,17 +150,36 @@ def test_fake_captures_encode_hook_layer_and_position(tmp_path: Path) -> None:
 def test_several_captures_of_a_prompt_are_written_each_in_its_form(tmp_path: Path) -> None:
     last, sparse = captured(
         tmp_path,
-        StoredCapture(sites={"post_block": [1]}, positions="last_prompt", tag="last", dtype="bfloat16", at="after", layout="per_file"),
-        StoredCapture(sites={"pre_attn": [1]}, positions="all_generated", tag="sparse", every_n=2, dtype="float16"),
+        StoredCapture(
+            sites={"post_block": [1]},
+            positions="last_prompt",
+            tag="last",
+            dtype="bfloat16",
+            at="after",
+            layout="per_file",
+        ),
+        StoredCapture(
+            sites={"pre_attn": [1]},
+            positions="all_generated",
+            tag="sparse",
+            every_n=2,
+            dtype="float16",
+        ),
     )
     assert (last.positions(), last.dtype(), last.manifest().at) == ([2], "bfloat16", "after")
-    assert (sparse.positions(), sparse.dtype(), sparse.manifest().at) == ([3, 5], "float16", "before")
+    assert (sparse.positions(), sparse.dtype(), sparse.manifest().at) == (
+        [3, 5],
+        "float16",
+        "before",
+    )
     rows = residual_rows(1, np.array([3, 5]), np.array(sparse.token_ids()), "pre_attn")
     np.testing.assert_allclose(sparse.array(1), rows, rtol=1e-3)
 
 
 def test_model_info_lists_hooks_and_global_captures(tmp_path: Path) -> None:
-    info = FakeEngine(settings(tmp_path, global_capture="post_block:all;pre_attn:0-1", global_capture_tag="all")).info
+    info = FakeEngine(
+        settings(tmp_path, global_capture="post_block:all;pre_attn:0-1", global_capture_tag="all")
+    ).info
     assert info.hooks == list(HOOKS)
     assert info.consumers == ["filesystem", "memory", "logging"]
     (always,) = info.global_captures
@@ -160,7 +213,9 @@ def test_deltas_of_a_stream_add_up_to_the_output(tmp_path: Path) -> None:
 
 def test_a_stop_string_ends_the_text_before_it(tmp_path: Path) -> None:
     full = output(tmp_path, job(max_tokens=12)).text
-    progress = generate(FakeEngine(settings(tmp_path)), job(stream=True, max_tokens=12, stop=[full[4:6]]))
+    progress = generate(
+        FakeEngine(settings(tmp_path)), job(stream=True, max_tokens=12, stop=[full[4:6]])
+    )
     finished = progress[-1].finished
     assert finished is not None
     assert finished.finish_reason == "stop"
@@ -199,7 +254,11 @@ def test_the_setting_names_the_engine(tmp_path: Path) -> None:
 
 def test_faults_are_named_with_their_arguments_and_strike_as_often_as_they_say() -> None:
     faults = FakeFaults("hold:rank=1;engine_dies:tokens=3;commit:rank=0,times=1")
-    assert (faults.rank("hold"), faults.get("engine_dies"), faults.get("silent")) == (1, {"tokens": "3"}, None)
+    assert (faults.rank("hold"), faults.get("engine_dies"), faults.get("silent")) == (
+        1,
+        {"tokens": "3"},
+        None,
+    )
     assert [faults.strikes("hold", rank) for rank in (0, 1, 1)] == [False, True, True]
     assert [faults.strikes("commit", rank) for rank in (1, 0, 0)] == [False, True, False]
 
@@ -208,12 +267,30 @@ def test_faults_are_named_with_their_arguments_and_strike_as_often_as_they_say()
 def test_a_fake_rank_refuses_a_request_whose_row_of_a_run_it_has_not(tmp_path: Path) -> None:
     faults = FakeFaults("")
     rank = FakeRank(0, 0, 0, settings(tmp_path), faults)
-    run = RunFiles(key="job_s.0.t", sites={"post_block": [1, 2]}, positions=[0, 1, 4], hidden_size=HIDDEN_SIZE, bytes=96, files=[])
+    run = RunFiles(
+        key="job_s.0.t",
+        sites={"post_block": [1, 2]},
+        positions=[0, 1, 4],
+        hidden_size=HIDDEN_SIZE,
+        bytes=96,
+        files=[],
+    )
 
-    def begins(layer: int, position: int | None, mean: tuple[int, ...] = (), key: str = run.key) -> tuple[bool, str]:
+    def begins(
+        layer: int, position: int | None, mean: tuple[int, ...] = (), key: str = run.key
+    ) -> tuple[bool, str]:
         tensors = [row_name(RunRow(key, "post_block", layer, position, mean)), ZEROS]
-        patch = StoredSteering(layers=[1], hook="post_block", positions=[2], family="replace_masked", tensors=tensors, numbers=[1.0])
-        spec = RankSpec(version="v", job="job_x", request=0, attempt=1, prompt_tokens=6, steering=[patch])
+        patch = StoredSteering(
+            layers=[1],
+            hook="post_block",
+            positions=[2],
+            family="replace_masked",
+            tensors=tensors,
+            numbers=[1.0],
+        )
+        spec = RankSpec(
+            version="v", job="job_x", request=0, attempt=1, prompt_tokens=6, steering=[patch]
+        )
         answer = rank.begin(spec)
         rank.end(spec)
         return answer

@@ -1,4 +1,6 @@
-"""Do the crash points of the table and those in the code agree, and is nobody killed who was not asked for?"""
+"""Do the crash points of the table and those in the code agree, and is nobody killed who was not
+asked for?
+"""
 
 import re
 import subprocess
@@ -11,19 +13,32 @@ from tree import PACKAGES, ROOT, sources
 from midstream.schemas.faults import CRASH_POINTS, FOLDER, arm, crash_point
 from midstream.schemas.settings import SettingsError
 
-NAMED = re.compile(r'"((?:api|worker|capture|segment|receipt|relay|sweep|harvest|sweeper|webhook)\.[a-z]+)"')
-DIE = "import sys; from midstream.schemas.faults import arm, crash_point; arm(*sys.argv[1:3]); crash_point(sys.argv[3]); print('alive')"
+NAMED = re.compile(
+    r'"((?:api|worker|capture|segment|receipt|relay|sweep|harvest|sweeper|webhook)\.[a-z]+)"'
+)
+DIE = (
+    "import sys; from midstream.schemas.faults import arm, crash_point; "
+    "arm(*sys.argv[1:3]); crash_point(sys.argv[3]); print('alive')"
+)
 
 
 def test_the_crash_point_table_matches_the_code() -> None:
-    lines = [line for path in sources(*PACKAGES) if path.name != "faults.py" for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in sources(*PACKAGES)
+        if path.name != "faults.py"
+        for line in path.read_text().splitlines()
+    ]
     found = {name for line in lines if "crash_point(" in line for name in NAMED.findall(line)}
     assert found == set(CRASH_POINTS)
 
 
 def test_an_armed_crash_point_kills_once(tmp_path: Path) -> None:
     def run(point: str) -> int:
-        return subprocess.run([sys.executable, "-c", DIE, "slow;crash:at=relay.committed", str(tmp_path), point], check=False).returncode
+        return subprocess.run(
+            [sys.executable, "-c", DIE, "slow;crash:at=relay.committed", str(tmp_path), point],
+            check=False,
+        ).returncode
 
     assert run("relay.received") == 0
     assert run("relay.committed") == -9
@@ -39,10 +54,14 @@ def test_crash_points_are_off_by_default(tmp_path: Path) -> None:
 
 
 def test_an_unknown_crash_point_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"unknown crash point 'relay\.lost'; valid: api\.committed"):
+    with pytest.raises(
+        SettingsError, match=r"unknown crash point 'relay\.lost'; valid: api\.committed"
+    ):
         arm("crash:at=relay.lost", tmp_path)
 
 
 def test_the_page_on_reliability_lists_every_crash_point_with_its_words() -> None:
-    rows = re.findall(r"^\| `([a-z.]+)` \| (.+) \|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z.]+)` \| (.+) \|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE
+    )
     assert dict(rows) == CRASH_POINTS

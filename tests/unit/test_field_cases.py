@@ -68,12 +68,16 @@ MARK = re.compile(r"#\s*field cases?\s+(\d+(?:\s*(?:,|and)\s*\d+)*)", re.IGNOREC
 def marks_of(source: str) -> dict[int, list[str]]:
     """Case number → names of the tests in `source` that carry it."""
     comments = {
-        token.start[0]: token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT
+        token.start[0]: token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
     }
     lines = source.splitlines()
     found: dict[int, list[str]] = {}
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith(
+            "test_"
+        ):
             continue
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         while first > 1 and lines[first - 2].lstrip().startswith("#"):
@@ -101,4 +105,9 @@ def test_a_mark_counts_only_where_a_test_carries_it() -> None:
             "def helper():\n    # field case 6\n    ...",
         ]
     )
-    assert marks_of(source) == {2: ["test_above"], 3: ["test_above"], 4: ["test_inside"], 5: ["test_inside"]}
+    assert marks_of(source) == {
+        2: ["test_above"],
+        3: ["test_above"],
+        4: ["test_inside"],
+        5: ["test_inside"],
+    }

@@ -1,4 +1,6 @@
-"""Headers of files that come from elsewhere are read, or refused with a ValueError that names the tensor; nothing else comes out."""
+"""Headers of files that come from elsewhere are read, or refused with a ValueError that names the
+tensor; nothing else comes out.
+"""
 
 import io
 import json
@@ -32,7 +34,9 @@ def file_of(header: str, size: int = 16) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + bytes(size)
 
 
-def tensor(name: str = "x", shape: Any = "[4]", offsets: str = "[0, 16]", dtype: str = '"F32"') -> str:
+def tensor(
+    name: str = "x", shape: Any = "[4]", offsets: str = "[0, 16]", dtype: str = '"F32"'
+) -> str:
     return f'"{name}": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}'
 
 
@@ -41,7 +45,10 @@ WRONG = [
     ("{" + tensor(shape="[1e400]") + "}", "x has no valid entry in the header"),
     ("{" + tensor(shape="[1.5]") + "}", "x has no valid entry in the header"),
     ("{" + tensor(shape="[-4]") + "}", "x has no valid entry in the header"),
-    ("{" + tensor(shape="[4611686018427387904, 4611686018427387904]") + "}", "x has no valid entry in the header"),
+    (
+        "{" + tensor(shape="[4611686018427387904, 4611686018427387904]") + "}",
+        "x has no valid entry in the header",
+    ),
     ("{" + tensor(shape="[" + "9," * 1000 + "9]") + "}", "x has no valid entry in the header"),
     ("{" + tensor(name="\\ud800") + "}", "no valid safetensors header"),
     ("{" + tensor(offsets="[0, 16, 16]") + "}", "x has no valid entry in the header"),
@@ -49,7 +56,10 @@ WRONG = [
     ("{" + tensor(offsets="[16, 0]") + "}", "x has -16 bytes; its shape [4] of F32 needs 16"),
     ("{" + tensor(offsets="[0, 8]") + "}", "x has 8 bytes; its shape [4] of F32 needs 16"),
     ("{" + tensor(offsets="[8, 24]") + "}", "x begins at byte 8, valid: 0"),
-    ("{" + tensor(shape="[2]", offsets="[0, 8]") + "," + tensor("y", "[3]", "[4, 16]") + "}", "y begins at byte 4, valid: 8"),
+    (
+        "{" + tensor(shape="[2]", offsets="[0, 8]") + "," + tensor("y", "[3]", "[4, 16]") + "}",
+        "y begins at byte 4, valid: 8",
+    ),
     ("{" + tensor(shape="[40]", offsets="[0, 160]") + "}", "are not all there"),
     ("{" + tensor(shape="[2]", offsets="[0, 8]") + "}", "8 bytes behind its tensors"),
     ("{" + tensor(dtype='"I64"', shape="[2]") + "}", "x is I64; valid: F32, F16, BF16"),
@@ -59,13 +69,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("header", "says"), WRONG, ids=map(str, range(len(WRONG))))
-def test_wrong_headers_are_refused_alike_in_every_kind_of_file(tmp_path: Path, header: str, says: str) -> None:
-    """Of an adapter, an autoencoder and a tuned lens: a 400 that names the field, the file and the tensor."""
+def test_wrong_headers_are_refused_alike_in_every_kind_of_file(
+    tmp_path: Path, header: str, says: str
+) -> None:
+    """Of an adapter, an autoencoder and a tuned lens: a 400 that names the field, the file and the
+    tensor.
+    """
     raw = file_of(header)
     lora, sae, lens = tmp_path / "lora", tmp_path / "sae", tmp_path / "lens"
     lora.mkdir()
     lens.mkdir()
-    (lora / lora_files.CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    (lora / lora_files.CONFIG).write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4})
+    )
     (lora / lora_files.WEIGHTS).write_bytes(raw)
     shutil.copytree(SAES / "standard", sae)
     (sae / sae_files.WEIGHTS).write_bytes(raw)
@@ -92,10 +108,20 @@ NPY = "{'descr': '<f4', 'fortran_order': False, 'shape': (4,), }\n"
 
 @pytest.mark.parametrize(
     "header",
-    ["((((", "(" * 9000, "{", "[]", "{'descr': '<f4'}", NPY.replace("4,)", "-4,)"), NPY.replace("<f4", "|O")],
+    [
+        "((((",
+        "(" * 9000,
+        "{",
+        "[]",
+        "{'descr': '<f4'}",
+        NPY.replace("4,)", "-4,)"),
+        NPY.replace("<f4", "|O"),
+    ],
     ids=["open", "deep", "brace", "list", "short", "negative", "objects"],
 )
-def test_wrong_npy_headers_are_refused_by_member_and_also_by_the_client(tmp_path: Path, header: str) -> None:
+def test_wrong_npy_headers_are_refused_by_member_and_also_by_the_client(
+    tmp_path: Path, header: str
+) -> None:
     with zipfile.ZipFile(tmp_path / "params.npz", "w") as archive:
         archive.writestr("W_enc.npy", npy(header) + bytes(16))
     with pytest.raises(MidstreamError, match=r"params\.npz.*W_enc") as refused:
@@ -105,22 +131,35 @@ def test_wrong_npy_headers_are_refused_by_member_and_also_by_the_client(tmp_path
         read_npz((tmp_path / "params.npz").read_bytes())
     with zipfile.ZipFile(tmp_path / "probe.npz", "w") as archive:
         archive.writestr("weight.npy", npy(header) + bytes(16))
-    refused_file = CliRunner().invoke(app, ["probe", "register", "p", str(tmp_path / "probe.npz"), "--layer", "0"])
+    refused_file = CliRunner().invoke(
+        app, ["probe", "register", "p", str(tmp_path / "probe.npz"), "--layer", "0"]
+    )
     assert isinstance(refused_file.exception, MidstreamError)
     assert refused_file.exception.field == "file"
 
 
 #: What a header may hold anywhere, valid or not.
 ANY = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.sampled_from(["F32", "BF16", "I64", "x", "\ud800"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats()
+    | st.sampled_from(["F32", "BF16", "I64", "x", "\ud800"]),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "y"]), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["dtype", "shape", "data_offsets", "y"]), inner, max_size=4
+        )
     ),
     max_leaves=8,
 )
 ENTRIES = st.fixed_dictionaries({"dtype": ANY, "shape": ANY, "data_offsets": ANY}) | ANY
 HEADERS = (
-    st.dictionaries(st.sampled_from(["x", "y", "post_block.0", "__metadata__", "\ud800"]), ENTRIES, max_size=4).map(json.dumps).map(file_of)
+    st.dictionaries(
+        st.sampled_from(["x", "y", "post_block.0", "__metadata__", "\ud800"]), ENTRIES, max_size=4
+    )
+    .map(json.dumps)
+    .map(file_of)
 )
 VALID = save({"x": np.ones((2, 2), np.float32), "y": np.ones(3, np.float32)})
 
@@ -129,7 +168,9 @@ def changed(raw: bytes) -> st.SearchStrategy[bytes]:
     """A file in which some bytes are others, or which ends early."""
     at = st.tuples(st.integers(0, len(raw) - 1), st.integers(0, 255))
     return st.tuples(st.lists(at, max_size=6), st.integers(0, len(raw))).map(
-        lambda change: bytes({**dict(enumerate(raw)), **dict(change[0])}[place] for place in range(len(raw)))[: change[1] or None]
+        lambda change: bytes(
+            {**dict(enumerate(raw)), **dict(change[0])}[place] for place in range(len(raw))
+        )[: change[1] or None]
     )
 
 
@@ -171,4 +212,8 @@ def test_a_whole_safetensors_file_is_read() -> None:
 def test_a_problem_can_be_encoded_whatever_it_quotes() -> None:
     error = MidstreamError("invalid_request", "no \ud800 here", field="a\udcff", allowed="\udc80")
     problem = from_json(to_json(error.problem("/v1/\ud801")), Problem)
-    assert (problem.detail, problem.field, problem.allowed) == ("no \\ud800 here", "a\\udcff", "\\udc80")
+    assert (problem.detail, problem.field, problem.allowed) == (
+        "no \\ud800 here",
+        "a\\udcff",
+        "\\udc80",
+    )

@@ -1,4 +1,6 @@
-"""A request whose edits leave rows that are not finite fails and says which; rows of the unedited model are only counted."""
+"""A request whose edits leave rows that are not finite fails and says which; rows of the unedited
+model are only counted.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *positions: int) -> None:
 
     def spoiled(number: int, hook: str, layer: int, first: int, count: int) -> np.ndarray:
         rows = stream_of(number, hook, layer, first, count)
-        rows[[position - first for position in positions if first <= position < first + count]] = np.nan
+        rows[[position - first for position in positions if first <= position < first + count]] = (
+            np.nan
+        )
         return rows
 
     monkeypatch.setattr("rank_kit.stream_of", spoiled)
@@ -29,28 +33,44 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *positions: int) -> None:
 
 def clamping(rig: Rig, number: int, strength: float, positions: Any = "all") -> Request:
     """Set to a large component at layer 1; with a large strength that overflows."""
-    entry = steering(rig.vector(2.0), [1], positions=positions, family="clamp", numbers=[strength, 1e6, 1e6])
+    entry = steering(
+        rig.vector(2.0), [1], positions=positions, family="clamp", numbers=[strength, 1e6, 1e6]
+    )
     return Request(number, 6, 8, capturing(number).captures, [entry])
 
 
 def test_an_edit_that_overflows_fails_its_request_alone(rig: Rig) -> None:
-    bad, good, plain = clamping(rig, 1, 3e38, Window(2)), clamping(rig, 2, 1.0, Window(2)), capturing(3)
+    bad, good, plain = (
+        clamping(rig, 1, 3e38, Window(2)),
+        clamping(rig, 2, 1.0, Window(2)),
+        capturing(3),
+    )
     both = [bad, good, plain]
     rig.step(*((request, 0, 6) for request in both), new=both)
     rig.step(*((request, 6, 1) for request in both))
     rig.step(finished=both)
     receipts = {receipt.job: receipt for receipt in rig.receipts()}
     assert receipts["j1"].kind == "intervention_failed"
-    assert "clamp produced a non-finite row at post_block of layer 1, position 2" in receipts["j1"].message
+    assert (
+        "clamp produced a non-finite row at post_block of layer 1, position 2"
+        in receipts["j1"].message
+    )
     assert [receipts[job].status for job in ("j2", "j3")] == ["ok", "ok"]
     assert not rig._rank.buffers.broken.any(), "the marks are gone"
 
 
-def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil(monkeypatch, 1, 4)
-    plain, later = capturing(1), clamping(rig, 2, 1.0, Window(3))  # of the second, position 1 precedes every edit
-    rig.step((plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2)
-    assert rig.plane.found()() == [("1", 1), ("2", 1), ("2", 4)], "the scheduler hears of all of them"
+    # of the second, position 1 precedes every edit
+    plain, later = capturing(1), clamping(rig, 2, 1.0, Window(3))
+    rig.step(
+        (plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2
+    )
+    assert rig.plane.found()() == [("1", 1), ("2", 1), ("2", 4)], (
+        "the scheduler hears of all of them"
+    )
     rig.step((plain, 6, 1), (later, 6, 1))
     rig.step(finished=[plain, later])
     for receipt in rig.receipts():
@@ -59,7 +79,9 @@ def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(rig: Rig, mo
 
 
 def test_non_finite_rows_after_an_edit_fail_the_request(rig: Rig) -> None:
-    """Neither row was broken by an edit itself: what the model made of it is not the unedited model's."""
+    """Neither row was broken by an edit itself: what the model made of it is not the unedited
+    model's.
+    """
     request = clamping(rig, 1, 1.0, Window(3))
     rig.step((request, 0, 6), new=[request], hidden=[0, 0, 0, 0, np.inf, 0])
     (receipt,) = rig.receipts()
@@ -67,7 +89,9 @@ def test_non_finite_rows_after_an_edit_fail_the_request(rig: Rig) -> None:
     assert "after the last layer is not finite at position 4" in receipt.message
 
 
-def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen by the writer alone: no edit is at that row, and another stage has the last layer."""
     spoil(monkeypatch, 5)
     request = clamping(rig, 1, 1.0, [3])
@@ -80,11 +104,22 @@ def test_a_captured_row_that_is_not_finite_behind_an_edit_fails_its_request(rig:
 
 
 def test_requests_that_reused_broken_blocks_fail(rig: Rig) -> None:
-    """The one that came in the same step, on blocks that were to be filled, and one that comes later; not those that compute their own."""
+    """The one that came in the same step, on blocks that were to be filled, and one that comes
+    later; not those that compute their own.
+    """
     first, beside, later, own = (steered(number) for number in range(1, 5))
-    rig.step((first, 0, 6), (beside, 4, 2), new=[first, beside], cached=4, hidden=[0, 0, 0, np.nan, 0, 0, 0, 0])
+    rig.step(
+        (first, 0, 6),
+        (beside, 4, 2),
+        new=[first, beside],
+        cached=4,
+        hidden=[0, 0, 0, np.nan, 0, 0, 0, 0],
+    )
     rig.step((own, 0, 6), (later, 4, 2), new=[own, later], cached=4)
     rig.step(finished=[own])
     assert {receipt.job: receipt.kind for receipt in rig.receipts()} == {
-        "j1": "intervention_failed", "j2": "intervention_failed", "j3": "intervention_failed", "j4": "",
-    }  # fmt: skip
+        "j1": "intervention_failed",
+        "j2": "intervention_failed",
+        "j3": "intervention_failed",
+        "j4": "",
+    }

@@ -1,4 +1,6 @@
-"""Does a worker notice that a machine of its engine is gone, and the machine that the worker is out of reach?"""
+"""Does a worker notice that a machine of its engine is gone, and the machine that the worker is out
+of reach?
+"""
 
 import socket
 from typing import Any, NamedTuple
@@ -40,7 +42,13 @@ class Store:
 
 
 def settings(**changed: Any) -> Settings:
-    given: dict[str, Any] = {"redis_url": "redis://127.0.0.1:1/0", "worker_id": "w", "lease_s": LEASE_S, "nodes": 2, **changed}
+    given: dict[str, Any] = {
+        "redis_url": "redis://127.0.0.1:1/0",
+        "worker_id": "w",
+        "lease_s": LEASE_S,
+        "nodes": 2,
+        **changed,
+    }
     return Settings(**given)
 
 
@@ -107,7 +115,13 @@ def test_a_follower_may_wait_for_its_worker(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_follower_waits_for_a_redis_that_loads_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([redis.exceptions.BusyLoadingError("LOADING"), redis.ConnectionError("refused"), Start("boot")])
+    answers = iter(
+        [
+            redis.exceptions.BusyLoadingError("LOADING"),
+            redis.ConnectionError("refused"),
+            Start("boot"),
+        ]
+    )
 
     def start(_: nodes.Worker) -> Start:
         answer = next(answers)
@@ -128,5 +142,10 @@ def test_a_follower_waits_for_a_redis_that_loads_its_log(monkeypatch: pytest.Mon
 def test_a_machine_with_another_checkpoint_does_not_join() -> None:
     plane = Start("boot")._replace(identity="a" * 64)
     nodes.check_identity(plane, "a" * 64)  # type: ignore[arg-type]
-    with pytest.raises(MidstreamError, match="the model here has the identity bbbbbbbbbbbb, and that of worker 'w' has aaaaaaaaaaaa"):
+    with pytest.raises(
+        MidstreamError,
+        match=(
+            "the model here has the identity bbbbbbbbbbbb, and that of worker 'w' has aaaaaaaaaaaa"
+        ),
+    ):
         nodes.check_identity(plane, "b" * 64)  # type: ignore[arg-type]

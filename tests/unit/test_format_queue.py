@@ -1,4 +1,6 @@
-"""Checks of formats: what is known waits for nobody, tenants have turns, and jobs that wait do not take all of a worker."""
+"""Checks of formats: what is known waits for nobody, tenants have turns, and jobs that wait do not
+take all of a worker.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,7 +15,9 @@ from midstream.workers.engine.format_check import FormatChecker, FormatsBusy
 
 
 class Checker(FormatChecker):
-    """Without its process: a check ends when the test lets it, and refuses what begins with `bad`."""
+    """Without its process: a check ends when the test lets it, and refuses what begins with
+    `bad`.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__("model", 8, 1.0, **options)
@@ -56,7 +60,9 @@ def test_formats_that_are_known_do_not_wait_for_one_that_is_being_checked() -> N
         await checker.of("good", "b")
         with pytest.raises(MidstreamError, match="is refused"):
             await checker.of("bad", "b")
-        assert (checker.asked, slow.done()) == (["good", "bad", "slow"], False), "a refusal is remembered too"
+        assert (checker.asked, slow.done()) == (["good", "bad", "slow"], False), (
+            "a refusal is remembered too"
+        )
         checker.let.release()
         await slow
 

@@ -1,4 +1,6 @@
-"""Are the bytes between outbox and relay the agreed ones, and does anything else get a readable answer?"""
+"""Are the bytes between outbox and relay the agreed ones, and does anything else get a readable
+answer?
+"""
 
 import msgspec
 import pytest
@@ -13,9 +15,23 @@ from midstream.schemas.receipts import PROTOCOL, CapturedFile, Receipt, receipt_
 
 EPOCH = "00112233445566778899aabbccddeeff"
 RECEIPT = Receipt(
-    "0.1.0", "w", "b", "job_1", request=2, attempt=1, rank=0, world=1, tp=0, pp=0, step=7, actions=3, checksum="00000000deadbeef",
-    status="ok", applied=5, files=[CapturedFile("t/j/p.safetensors", 10, 99, rows=4, layers=[1, 2], positions=2)],
-)  # fmt: skip
+    "0.1.0",
+    "w",
+    "b",
+    "job_1",
+    request=2,
+    attempt=1,
+    rank=0,
+    world=1,
+    tp=0,
+    pp=0,
+    step=7,
+    actions=3,
+    checksum="00000000deadbeef",
+    status="ok",
+    applied=5,
+    files=[CapturedFile("t/j/p.safetensors", 10, 99, rows=4, layers=[1, 2], positions=2)],
+)
 
 
 #: `RECEIPT` as the first version wrote it; receipts lie in outboxes over upgrades.
@@ -43,15 +59,23 @@ def test_a_receipt_that_the_first_version_wrote_is_still_readable() -> None:
 
 
 def test_the_other_frames_have_exactly_these_bytes() -> None:
-    assert frames.pack(Kind.HELLO, EPOCH, 1, to_msgpack(frames.Hello("0.1.0", 7, 3))).hex() == "0101" + EPOCH + "0" * 15 + "1" + (
-        "93" "a5302e312e30" "07" "03"
-    )  # fmt: skip
-    assert frames.pack(Kind.MARK, EPOCH, 9, to_msgpack(5)).hex() == "0102" + EPOCH + "0" * 15 + "9" + "05"
+    assert frames.pack(
+        Kind.HELLO, EPOCH, 1, to_msgpack(frames.Hello("0.1.0", 7, 3))
+    ).hex() == "0101" + EPOCH + "0" * 15 + "1" + ("93a5302e312e300703")
+    assert (
+        frames.pack(Kind.MARK, EPOCH, 9, to_msgpack(5)).hex()
+        == "0102" + EPOCH + "0" * 15 + "9" + "05"
+    )
     assert frames.pack(Kind.ACK, EPOCH, 2**64 - 1).hex() == "0104" + EPOCH + "f" * 16
     assert frames.refuse(b"\x07\x01", "protocol", "x")[:2] == bytes([PROTOCOL, 6])
 
 
-@given(kind=st.sampled_from(Kind), epoch=st.uuids(), seq=st.integers(0, frames.MAX_SEQ), payload=st.binary(max_size=200))
+@given(
+    kind=st.sampled_from(Kind),
+    epoch=st.uuids(),
+    seq=st.integers(0, frames.MAX_SEQ),
+    payload=st.binary(max_size=200),
+)
 def test_frames_round_trip(kind: Kind, epoch: object, seq: int, payload: bytes) -> None:
     hexed = epoch.hex  # type: ignore[attr-defined]
     assert frames.unpack(frames.pack(kind, hexed, seq, payload)) == (kind, hexed, seq, payload)
@@ -69,15 +93,24 @@ def test_any_bytes_are_a_frame_or_a_frame_error(raw: bytes) -> None:
 @pytest.mark.parametrize("theirs", [0, 2, 255])
 def test_a_frame_of_another_version_names_both_versions(theirs: int) -> None:
     raw = bytes([theirs]) + frames.pack(Kind.RECEIPT, EPOCH, 1, b"anything")[1:]
-    with pytest.raises(ProtocolMismatch, match=rf"protocol {theirs}\b.* this side uses {PROTOCOL} \(midstream {__version__}\)"):
+    with pytest.raises(
+        ProtocolMismatch,
+        match=rf"protocol {theirs}\b.* this side uses {PROTOCOL} \(midstream {__version__}\)",
+    ):
         frames.unpack(raw)
 
 
 # field case 43
 def test_a_refusal_names_both_versions() -> None:
-    told = frames.refusal(frames.unpack(frames.refuse(b"\x09\x03rest in an unknown layout", "protocol", "upgrade the older one")))
+    told = frames.refusal(
+        frames.unpack(
+            frames.refuse(b"\x09\x03rest in an unknown layout", "protocol", "upgrade the older one")
+        )
+    )
     assert (told.protocol, told.peer_protocol, told.version) == (PROTOCOL, 9, __version__)
-    assert f"uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses 9" in told.detail
+    assert (
+        f"uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses 9" in told.detail
+    )
 
 
 # field case 43

@@ -1,4 +1,6 @@
-"""Gated steering: where a gate is open, what it comes to in a request, and what is refused by name."""
+"""Gated steering: where a gate is open, what it comes to in a request, and what is refused by
+name.
+"""
 
 from typing import Any
 
@@ -17,7 +19,13 @@ from midstream.schemas.limits import MAX_GATE_RUNS
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
 from midstream.schemas.selectors import HOOKS, PositionSelector, Span, Window
-from midstream.schemas.specs import RankSpec, SteeringSpec, StoredSteering, steering_digest, steering_rows
+from midstream.schemas.specs import (
+    RankSpec,
+    SteeringSpec,
+    StoredSteering,
+    steering_digest,
+    steering_rows,
+)
 from midstream.schemas.steering import GlobalSteering, Module, content_digest
 from midstream.schemas.tensors import from_numpy
 from midstream.workers.engine.protocol import EngineRequest, Sampling
@@ -28,9 +36,17 @@ from midstream.workers.runner.watches import ProbeError, Watch
 PROMPT = 4
 
 
-def probe(threshold: float = 5.0, action: Action = "steer", *, name: str = "p", aggregation: str = "last") -> StoredProbe:
+def probe(
+    threshold: float = 5.0, action: Action = "steer", *, name: str = "p", aggregation: str = "last"
+) -> StoredProbe:
     content = ProbeContent(
-        hook="post_block", layer=0, tensors=["w", "b"], labels=["x"], thresholds=[threshold], aggregation=aggregation, decay=0.5
+        hook="post_block",
+        layer=0,
+        tensors=["w", "b"],
+        labels=["x"],
+        thresholds=[threshold],
+        aggregation=aggregation,
+        decay=0.5,
     )
     return StoredProbe(name=name, digest=content.digest, content=content, action=action)
 
@@ -53,20 +69,26 @@ def gates_after(*scores: float, one: StoredProbe | None = None) -> tuple[Gates, 
 
 
 def test_the_score_of_a_token_decides_about_the_next_one() -> None:
-    """At the threshold is above it; prompt tokens are never edited, and the last one decides about the first generated token."""
+    """At the threshold is above it; prompt tokens are never edited, and the last one decides about
+    the first generated token.
+    """
     gates, one, _ = gates_after(9, 9, 9, 5, 4, 6, 7, 1, 1)
     assert gates.among(one.digest, range(12)) == [4, 6, 7]
     assert gates.among(one.digest, [2, 6, 8]) == [6]
 
 
-@pytest.mark.parametrize(("aggregation", "wanted"), [("max", [5, 6, 7]), ("mean", [6]), ("exponential", [5, 6])])
+@pytest.mark.parametrize(
+    ("aggregation", "wanted"), [("max", [5, 6, 7]), ("mean", [6]), ("exponential", [5, 6])]
+)
 def test_aggregates_decide_and_not_single_scores(aggregation: str, wanted: list[int]) -> None:
     gates, one, _ = gates_after(0, 0, 4, 4, 9, 14, -4, 0, one=probe(aggregation=aggregation))
     assert gates.among(one.digest, range(20)) == wanted
 
 
 def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
-    """As of a preempted request; tokens that were never computed are decided from the new scores."""
+    """As of a preempted request; tokens that were never computed are decided from the new
+    scores.
+    """
     gates, one, watch = gates_after(0, 0, 0, 9, 0, 9)
     assert gates.among(one.digest, range(9)) == [4]
     put(watch, 0, 9, 9, 9, 0, 9, 9)
@@ -74,7 +96,9 @@ def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
     assert gates.among(one.digest, range(9)) == [4, 6]
 
 
-@pytest.mark.parametrize(("score", "words"), [(np.nan, "not finite at position 3"), (None, "not scored at position 3")])
+@pytest.mark.parametrize(
+    ("score", "words"), [(np.nan, "not finite at position 3"), (None, "not scored at position 3")]
+)
 def test_a_gate_without_a_score_fails_the_request(score: float | None, words: str) -> None:
     one = probe(aggregation="max")
     watch = Watch("r", [one])
@@ -86,8 +110,17 @@ def test_a_gate_without_a_score_fails_the_request(score: float | None, words: st
 
 
 def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
-    entry = StoredSteering(layers=[0], hook="post_block", positions="all_generated", family="add", tensors=["v"], gate="digest")
-    spec = RankSpec(version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, steering=[entry])
+    entry = StoredSteering(
+        layers=[0],
+        hook="post_block",
+        positions="all_generated",
+        family="add",
+        tensors=["v"],
+        gate="digest",
+    )
+    spec = RankSpec(
+        version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, steering=[entry]
+    )
     for watch in (None, Watch("r", [probe()])):
         with pytest.raises(LookupError, match="does not score"):
             gates_of(spec, watch)
@@ -117,11 +150,18 @@ def test_decisions_that_differ_give_other_checksums() -> None:
     assert first != second
 
 
-# --- In a request -----------------------------------------------------------------------------------------------------
+# --- In a request ---------------------------------------------------------------------------------
 
 
 def entry(gate: str = "", vector: str = "v") -> StoredSteering:
-    return StoredSteering(layers=[0], hook="post_block", positions="all_generated", family="add", tensors=[vector], gate=gate)
+    return StoredSteering(
+        layers=[0],
+        hook="post_block",
+        positions="all_generated",
+        family="add",
+        tensors=[vector],
+        gate=gate,
+    )
 
 
 def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -> None:
@@ -131,7 +171,14 @@ def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -
     assert len({steering_digest([entry(gate)]) for gate in ("", "p", "q")}) == 3
 
     def digest(job: str, steering: StoredSteering) -> str:
-        asked = EngineRequest(job=job, request=0, attempt=1, token_ids=[1] * PROMPT, sampling=Sampling(), steering=[steering])
+        asked = EngineRequest(
+            job=job,
+            request=0,
+            attempt=1,
+            token_ids=[1] * PROMPT,
+            sampling=Sampling(),
+            steering=[steering],
+        )
         spec = rank_spec(asked, GlobalSteering())
         assert spec is not None
         return spec.digest
@@ -153,56 +200,104 @@ def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -
         (Window(start=0, stop=4), None),
     ],
 )
-def test_only_generated_tokens_are_gated(own: PositionSelector, wanted: PositionSelector | None) -> None:
+def test_only_generated_tokens_are_gated(
+    own: PositionSelector, wanted: PositionSelector | None
+) -> None:
     assert generated(own, PROMPT) == wanted
 
 
 def model(**changes: Any) -> ModelInfo:
     facts: dict[str, Any] = {
-        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden_size": 8, "vocab_size": 9,
-        "max_model_len": 64, "dtype": "float16", "hooks": list(HOOKS), "tokenizer": "",
-    }  # fmt: skip
+        "name": "m",
+        "version": __version__,
+        "architecture": "LlamaForCausalLM",
+        "num_layers": 4,
+        "hidden_size": 8,
+        "vocab_size": 9,
+        "max_model_len": 64,
+        "dtype": "float16",
+        "hooks": list(HOOKS),
+        "tokenizer": "",
+    }
     return ModelInfo(**(facts | changes))
 
 
-def resolved(*specs: SteeringSpec, lengths: tuple[int, ...] = (4, 6), scale: float | None = None, module: str = "joy") -> Any:
+def resolved(
+    *specs: SteeringSpec,
+    lengths: tuple[int, ...] = (4, 6),
+    scale: float | None = None,
+    module: str = "joy",
+) -> Any:
     content = resolve_module(specs, model())
     joy = Module(
-        name="joy", model="m", digest=content_digest(content.entries), entries=content.entries, bytes=0, created=0.0, hidden_size=8,
+        name="joy",
+        model="m",
+        digest=content_digest(content.entries),
+        entries=content.entries,
+        bytes=0,
+        created=0.0,
+        hidden_size=8,
         reach=content.reach,
-    )  # fmt: skip
-    bounds, state = Bounds(model(), [PromptFacts(length) for length in lengths], 4), ModelState({"joy": joy}, GlobalSteering(), ["joy"])
+    )
+    bounds, state = (
+        Bounds(model(), [PromptFacts(length) for length in lengths], 4),
+        ModelState({"joy": joy}, GlobalSteering(), ["joy"]),
+    )
     own = SteeringSpec(layers=0, vector=from_numpy(np.ones(8, np.float32)))
-    return resolve_edits([], [own], bounds, state, [Gated("probes[0]", SteeringSpec(module=module, scale=scale), "digest")])
+    return resolve_edits(
+        [],
+        [own],
+        bounds,
+        state,
+        [Gated("probes[0]", SteeringSpec(module=module, scale=scale), "digest")],
+    )
 
 
 def adds(**fields: Any) -> SteeringSpec:
-    return SteeringSpec(**({"layers": [1, 2], "vector": from_numpy(np.ones(8, np.float32))} | fields))
+    return SteeringSpec(
+        **({"layers": [1, 2], "vector": from_numpy(np.ones(8, np.float32))} | fields)
+    )
 
 
 def test_a_use_names_its_module_its_scale_and_its_probe() -> None:
     asked = ["other", ProbeUse(probe="p", action="steer", module="joy", scale=2.0)]
     stored = [probe(1.0, "none", name="other"), probe()]
-    assert gated_by(asked, stored) == [Gated("probes[1]", SteeringSpec(module="joy", scale=2.0), probe().digest)]
+    assert gated_by(asked, stored) == [
+        Gated("probes[1]", SteeringSpec(module="joy", scale=2.0), probe().digest)
+    ]
 
 
 def test_a_module_becomes_gated_entries_behind_the_requests_own() -> None:
     per_prompt, blobs = resolved(adds(scale=3.0), adds(positions=Span(start=5)), scale=2.0)
     for entries, length in zip(per_prompt, (4, 6), strict=True):
         assert [(each.gate, each.scale, each.positions) for each in entries] == [
-            ("", 1.0, "all"), ("digest", 6.0, "all_generated"), ("digest", 2.0, Window(start=max(5, length))),
-        ]  # fmt: skip
+            ("", 1.0, "all"),
+            ("digest", 6.0, "all_generated"),
+            ("digest", 2.0, Window(start=max(5, length))),
+        ]
     assert len(blobs) == 1, "tensors of modules are stored already"
 
 
 @pytest.mark.parametrize(
     ("call", "field", "words"),
     [
-        (lambda: resolved(adds(), adds(positions="last_prompt")), "probes[0].module", "entry 1 of 'joy' edits no generated token"),
-        (lambda: resolved(adds(positions=Span(start=0, stop=5))), "probes[0].module", "after prompt 1"),
+        (
+            lambda: resolved(adds(), adds(positions="last_prompt")),
+            "probes[0].module",
+            "entry 1 of 'joy' edits no generated token",
+        ),
+        (
+            lambda: resolved(adds(positions=Span(start=0, stop=5))),
+            "probes[0].module",
+            "after prompt 1",
+        ),
         (lambda: resolved(adds(), module="grief"), "probes[0].module", "unknown module 'grief'"),
         (lambda: resolved(adds(), scale=1e30), "probes[0].scale", "out of range"),
-        (lambda: resolved(*[adds(positions=Span(start=n)) for n in (4, 5, 6, 7)]), "steering", "needs 5 rows"),
+        (
+            lambda: resolved(*[adds(positions=Span(start=n)) for n in (4, 5, 6, 7)]),
+            "steering",
+            "needs 5 rows",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_gated_is_refused(call: Any, field: str, words: str) -> None:
@@ -215,25 +310,54 @@ def test_a_module_that_cannot_be_gated_is_refused(call: Any, field: str, words: 
 def test_stop_and_steer_are_refused_with_pipeline_parallelism() -> None:
     """By field, with what is valid."""
     one = probe()
-    registered = Probe(name="p", model="m", digest=one.digest, content=one.content, hidden_size=8, bytes=0, created=0.0)
+    registered = Probe(
+        name="p",
+        model="m",
+        digest=one.digest,
+        content=one.content,
+        hidden_size=8,
+        bytes=0,
+        created=0.0,
+    )
     check_action(registered, "stop", "probes[0].action", model())
     with pytest.raises(MidstreamError) as refused:
         check_action(registered, "stop", "probes[0].action", model(pp=2))
-    assert (refused.value.field, refused.value.allowed, refused.value.kind) == ("probes[0].action", "none, flag", "invalid_request")
+    assert (refused.value.field, refused.value.allowed, refused.value.kind) == (
+        "probes[0].action",
+        "none, flag",
+        "invalid_request",
+    )
     assert "pipeline parallelism" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("use", "changes", "field", "words"),
     [
-        ({"action": "flag", "module": "joy"}, {}, "probes[0].module", "is not valid for action 'flag'"),
+        (
+            {"action": "flag", "module": "joy"},
+            {},
+            "probes[0].module",
+            "is not valid for action 'flag'",
+        ),
         ({"action": "none", "scale": 2.0}, {}, "probes[0].scale", "is not valid for action 'none'"),
         ({"action": "steer"}, {}, "probes[0].module", "is required"),
-        ({"action": "steer", "module": "joy"}, {"pp": 2}, "probes[0].action", "pipeline parallelism"),
-        ({"action": "steer", "module": "joy"}, {"speculative_tokens": 2}, "probes[0].action", "speculative decoding"),
+        (
+            {"action": "steer", "module": "joy"},
+            {"pp": 2},
+            "probes[0].action",
+            "pipeline parallelism",
+        ),
+        (
+            {"action": "steer", "module": "joy"},
+            {"speculative_tokens": 2},
+            "probes[0].action",
+            "speculative decoding",
+        ),
     ],
 )
-def test_a_use_that_cannot_be_served_is_refused(use: dict[str, Any], changes: dict[str, Any], field: str, words: str) -> None:
+def test_a_use_that_cannot_be_served_is_refused(
+    use: dict[str, Any], changes: dict[str, Any], field: str, words: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_use(ProbeUse(probe="p", **use), "probes[0]", model(**changes))
     assert refused.value.field == field, refused.value

@@ -26,7 +26,10 @@ def test_hooks_are_named_with_their_layers(text: str, hooks: dict[str, str]) -> 
 
 def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
     assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
-    assert (parse("post_block", "0, 5,-1", "ops")[0].positions, parse("post_block", "0", "ops")[0].tag) == ([0, 5, -1], "ops")
+    assert (
+        parse("post_block", "0, 5,-1", "ops")[0].positions,
+        parse("post_block", "0", "ops")[0].tag,
+    ) == ([0, 5, -1], "ops")
     assert parse("post_block", "5:")[0].positions == Span(start=5)
     assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
@@ -34,7 +37,13 @@ def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("pre_mlp:0",), "'pre_mlp' is not a hook: write hook:layers;hook:layers, with hooks pre_attn, attn_out"),
+        (
+            ("pre_mlp:0",),
+            (
+                "'pre_mlp' is not a hook: write hook:layers;hook:layers, with hooks pre_attn, "
+                "attn_out"
+            ),
+        ),
         (("post_block:0;",), "'' is not a hook"),
         (("post_block:0;post_block:1",), "post_block is listed twice"),
         (("post_block", "first"), "'first' is not a position selector: use last_prompt"),
@@ -45,14 +54,20 @@ def test_positions_are_a_name_or_numbers_and_the_tag_is_the_operators() -> None:
         (("post_block", "0", "../x"), "a tag is one folder name"),
     ],
 )
-def test_invalid_global_captures_are_refused_with_valid_values(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_global_captures_are_refused_with_valid_values(
+    arguments: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         parse(*arguments)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("post_block:0-4", "layer 4 is out of range"), ("mlp_in", "unknown hook 'mlp_in'"), ("post_block;resid_post", "given twice")],
+    [
+        ("post_block:0-4", "layer 4 is out of range"),
+        ("mlp_in", "unknown hook 'mlp_in'"),
+        ("post_block;resid_post", "given twice"),
+    ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, words: str) -> None:
     hooks = ["attn_out", "post_block"]
@@ -65,7 +80,13 @@ def test_settings_that_do_not_fit_the_model_are_refused_as_settings(text: str, w
 def test_sites_that_no_step_has_room_for_are_refused_at_start() -> None:
     wide = Settings(global_capture="pre_attn;post_block")
     assert from_settings(wide, 4, row_limit=8)
-    with pytest.raises(SettingsError, match=r"^global_capture: it has 8 sites, but one step has room for 7 rows .*capture_buffer_mib"):
+    with pytest.raises(
+        SettingsError,
+        match=(
+            r"^global_capture: it has 8 sites, but one step has room for 7 rows "
+            r".*capture_buffer_mib"
+        ),
+    ):
         from_settings(wide, 4, row_limit=7)
 
 

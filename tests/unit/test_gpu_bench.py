@@ -1,4 +1,6 @@
-"""The GPU benchmarks' stages end apart from one another, are not repeated for nothing, and are shown beside their goals."""
+"""The GPU benchmarks' stages end apart from one another, are not repeated for nothing, and are
+shown beside their goals.
+"""
 
 import importlib.util
 import json
@@ -42,15 +44,29 @@ print(json.dumps(benchmarks.run_all(stages, asked)))
 """
 
 
-def run(tmp_path: Path, *, again: bool = False, minutes: float = 5, only: tuple[str, ...] = tuple(PROGRAMS)) -> tuple[list[str], str]:
+def run(
+    tmp_path: Path,
+    *,
+    again: bool = False,
+    minutes: float = 5,
+    only: tuple[str, ...] = tuple(PROGRAMS),
+) -> tuple[list[str], str]:
     """Names of the failed stages, and what was printed."""
     stages = {}
     for name in only:
         program, seconds = PROGRAMS[name]
         (tmp_path / f"{name}.py").write_text(program)
         stages[name] = (str(tmp_path / f"{name}.py"), seconds)
-    driver = DRIVER.format(folder=str(FOLDER), out=str(tmp_path / "out"), again=again, minutes=minutes)
-    done = subprocess.run([sys.executable, "-c", driver, json.dumps(stages)], capture_output=True, text=True, timeout=120, check=False)
+    driver = DRIVER.format(
+        folder=str(FOLDER), out=str(tmp_path / "out"), again=again, minutes=minutes
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", driver, json.dumps(stages)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
@@ -63,7 +79,11 @@ def record(tmp_path: Path, name: str) -> dict[str, Any]:
 def test_a_stage_that_fails_or_hangs_is_recorded_and_the_next_goes_on(tmp_path: Path) -> None:
     failed, _ = run(tmp_path)
     assert failed == ["bad", "silent", "hangs"]
-    assert record(tmp_path, "good")["figures"] == record(tmp_path, "last")["figures"] == {"cells": {"value": 5}}
+    assert (
+        record(tmp_path, "good")["figures"]
+        == record(tmp_path, "last")["figures"]
+        == {"cells": {"value": 5}}
+    )
     assert record(tmp_path, "bad")["error"] == "ended with 3"
     assert "what went wrong" in record(tmp_path, "bad")["log"]
     assert record(tmp_path, "silent")["error"] == "left no result"
@@ -107,12 +127,19 @@ def test_code_of_another_checkout_is_not_measured(tmp_path: Path) -> None:
     """This Python's midstream is an editable install of this one."""
     folder = tmp_path / "benchmarks" / "gpu"
     shutil.copytree(FOLDER, folder)
-    done = subprocess.run([sys.executable, str(folder / "all.py"), "--render"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(folder / "all.py"), "--render"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode != 0
     assert f"not from {tmp_path}" in done.stderr
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
+# -- the page
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +164,18 @@ def test_a_figure_is_held_against_its_goal(render: ModuleType, value: float, ver
     assert f"| {value:.2f} % (0.10 to 0.70, 9 pairs) | ≤ 0.5 % | {verdict} |" in page
 
 
-@pytest.mark.parametrize(("added", "share", "reached"), [(4.0, 50.0, True), (80.0, 95.0, True), (80.0, 50.0, False)])
-def test_captures_on_disk_are_fast_enough_or_as_fast_as_the_disk(render: ModuleType, added: float, share: float, reached: bool) -> None:
+@pytest.mark.parametrize(
+    ("added", "share", "reached"), [(4.0, 50.0, True), (80.0, 95.0, True), (80.0, 50.0, False)]
+)
+def test_captures_on_disk_are_fast_enough_or_as_fast_as_the_disk(
+    render: ModuleType, added: float, share: float, reached: bool
+) -> None:
     figures = {"prompt_disk": {"value": added}, "disk_share": {"value": share}}
-    (line,) = [line for line in render.page(["serving-8b"], {"serving-8b": told(figures=figures)}).splitlines() if "on the disk" in line]
+    (line,) = [
+        line
+        for line in render.page(["serving-8b"], {"serving-8b": told(figures=figures)}).splitlines()
+        if "on the disk" in line
+    ]
     assert line.endswith("| reached |") is reached
 
 
@@ -158,7 +193,9 @@ def test_the_page_shows_what_failed_was_skipped_or_not_run(render: ModuleType) -
 
 
 def test_the_smallest_sizes_are_not_taken_for_a_measurement(render: ModuleType) -> None:
-    page = render.page(["serving-8b"], {"serving-8b": told(tiny=True, figures={"idle": {"value": 0.1}})})
+    page = render.page(
+        ["serving-8b"], {"serving-8b": told(tiny=True, figures={"idle": {"value": 0.1}})}
+    )
     assert "measure nothing" in page
     assert "reached" not in page
 
@@ -178,7 +215,9 @@ def test_every_stage_has_figures_and_a_program(render: ModuleType) -> None:
         import all as benchmarks
         print(json.dumps({{name: stage.program for name, stage in benchmarks.STAGES.items()}}))
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     programs = json.loads(done.stdout)
     assert list(programs) == list(render.FIGURES)
     assert all((FOLDER / program).is_file() for program in programs.values())

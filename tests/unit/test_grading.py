@@ -15,7 +15,9 @@ PROMPT = 6
 
 def asking(number: int = 0, token_ids: tuple[int, ...] = (3, 7), **options: str) -> Tracked:
     grade = Grade(token_ids=list(token_ids), **options)
-    return Tracked(RankSpec(version="", job="j", request=number, attempt=1, prompt_tokens=PROMPT, grade=grade))
+    return Tracked(
+        RankSpec(version="", job="j", request=number, attempt=1, prompt_tokens=PROMPT, grade=grade)
+    )
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -27,7 +29,9 @@ def truth(logits: torch.Tensor) -> np.ndarray:
     return values - np.log(np.exp(values).sum(-1, keepdims=True))
 
 
-def step(grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None, int, int, int]) -> list[tuple[Tracked, str]]:
+def step(
+    grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None, int, int, int]
+) -> list[tuple[Tracked, str]]:
     """`(request, or a plain one, first position, rows, logits)` in batch order."""
     rows, mine, row = [], [], 0
     for number, (tracked, first, count, samples) in enumerate(windows):
@@ -42,7 +46,13 @@ def step(grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None,
 def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row() -> None:
     grading, logits = Grading(), logits_of(8)
     ending, chunked, decoding, later = asking(0), asking(1), asking(2, (1,)), asking(3, (49, 0, 5))
-    windows = [(None, 0, 4, 3), (ending, 2, 4, 1), (chunked, 0, 5, 1), (decoding, PROMPT, 1, 2), (later, 0, PROMPT, 1)]
+    windows = [
+        (None, 0, 4, 3),
+        (ending, 2, 4, 1),
+        (chunked, 0, 5, 1),
+        (decoding, PROMPT, 1, 2),
+        (later, 0, PROMPT, 1),
+    ]
     assert step(grading, logits, *windows) == []
     assert ending.graded is not None
     assert later.graded is not None
@@ -57,7 +67,12 @@ def test_a_prompts_last_token_with_drafts_behind_it_is_graded_by_its_own_row() -
     """vLLM pads the last token of a cached prompt with placeholder drafts."""
     grading, logits = Grading(), logits_of(10)
     alone, longer, full = asking(0), asking(1, (1,)), asking(2, (49, 0, 5))
-    windows = [(None, 9, 1, 1), (alone, PROMPT - 1, 4, 4), (longer, PROMPT - 3, 6, 4), (full, 0, PROMPT, 1)]
+    windows = [
+        (None, 9, 1, 1),
+        (alone, PROMPT - 1, 4, 4),
+        (longer, PROMPT - 3, 6, 4),
+        (full, 0, PROMPT, 1),
+    ]
     assert step(grading, logits, *windows) == []
     for tracked, row, tokens in ((alone, 1, [3, 7]), (longer, 5, [1]), (full, 9, [49, 0, 5])):
         assert tracked.graded is not None
@@ -66,7 +81,11 @@ def test_a_prompts_last_token_with_drafts_behind_it_is_graded_by_its_own_row() -
 
 def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() -> None:
     grading, logits = Grading(), logits_of(3)
-    one, other, both = asking(0, keep="one"), asking(1, (), keep="other"), asking(2, (4,), keep="third", against="one")
+    one, other, both = (
+        asking(0, keep="one"),
+        asking(1, (), keep="other"),
+        asking(2, (4,), keep="third", against="one"),
+    )
     assert step(grading, logits, *((tracked, 0, PROMPT, 1) for tracked in (one, other, both))) == []
     assert both.graded is not None
     logprobs = truth(logits)
@@ -78,7 +97,9 @@ def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() 
     for number, cell in enumerate(cells):
         kept, mine = logprobs[number % 2], truth(later)[number]
         assert cell.graded is not None
-        np.testing.assert_allclose(cell.graded(), [mine[number], (np.exp(kept) * (kept - mine)).sum()], atol=1e-6)
+        np.testing.assert_allclose(
+            cell.graded(), [mine[number], (np.exp(kept) * (kept - mine)).sum()], atol=1e-6
+        )
 
 
 def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
@@ -144,7 +165,10 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     model.compute_logits = lambda rows: rows
     tap(model, grading.take)
     model.compute_logits(logits_of(9))
-    grading.plan([(tracked, RequestRows("0", 0, PROMPT, 0))], StepView([RequestRows("0", 0, PROMPT, 0)], PROMPT))
+    grading.plan(
+        [(tracked, RequestRows("0", 0, PROMPT, 0))],
+        StepView([RequestRows("0", 0, PROMPT, 0)], PROMPT),
+    )
     sampled = model.compute_logits(logits_of(1))
     model.compute_logits(logits_of(1, seed=1))
     assert tracked.graded is not None

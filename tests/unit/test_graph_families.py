@@ -1,4 +1,6 @@
-"""vLLM's own dispatchers, managers and graph wrappers hold two graphs for each shape; what stands for CUDA is fake."""
+"""vLLM's own dispatchers, managers and graph wrappers hold two graphs for each shape; what stands
+for CUDA is fake.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,14 +25,21 @@ from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.selectors import PositionSelector, Window
 from midstream.schemas.specs import RankSpec, StoredCapture, touched
 from midstream.workers.runner.adapters import V1Adapter, V2Adapter
-from midstream.workers.runner.graph_families import Batch, Execution, capture_both_families, dispatch_by_family
+from midstream.workers.runner.graph_families import (
+    Batch,
+    Execution,
+    capture_both_families,
+    dispatch_by_family,
+)
 
 SIZES = [1, 2, 4, 8]
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 class Graph:
-    """Stands for a CUDA graph: remembers whether the site did anything in the forward that it was captured from."""
+    """Stands for a CUDA graph: remembers whether the site did anything in the forward that it was
+    captured from.
+    """
 
     captured: "list[Graph]" = []
     replayed: "list[Graph]" = []
@@ -57,7 +66,10 @@ class Forward:
 
     def __init__(self) -> None:
         plan = SitePlan(HIDDEN, [{"add": Does(torch.ones(1, HIDDEN))}], {0: [1]})
-        self._planned = (torch.zeros(1, HIDDEN), *plan.build(capacity=max(SIZES), dtype=torch.float32))
+        self._planned = (
+            torch.zeros(1, HIDDEN),
+            *plan.build(capacity=max(SIZES), dtype=torch.float32),
+        )
 
     def __call__(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         stream = torch.zeros(len(input_ids), HIDDEN)
@@ -94,7 +106,11 @@ def dispatcher(config: VllmConfig) -> CudagraphDispatcher:
 
 @pytest.fixture
 def manager(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ModelCudaGraphManager:
-    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
+    monkeypatch.setattr(
+        cudagraph_utils,
+        "get_pp_group",
+        lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
+    )
     monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
     monkeypatch.setattr(cudagraph_utils, "has_compiled_submodule", lambda _: True)
@@ -105,16 +121,23 @@ def manager(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ModelCudaGra
 
 
 def captured(manager: ModelCudaGraphManager, model: Any) -> None:
-    buffers = SimpleNamespace(**{name: torch.zeros(max(SIZES)) for name in ("input_ids", "positions", "is_padding")})
+    buffers = SimpleNamespace(
+        **{name: torch.zeros(max(SIZES)) for name in ("input_ids", "positions", "is_padding")}
+    )
     state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
     manager.capture(model, state, buffers, None, None, [], None)  # type: ignore[arg-type]
 
 
-# --- the v1 runner ---------------------------------------------------------------------------------------------------------
+# --- the v1 runner
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [BOTH, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
-def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(dispatcher: CudagraphDispatcher, mode: CUDAGraphMode) -> None:
+@pytest.mark.parametrize(
+    "mode", [BOTH, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY]
+)
+def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(
+    dispatcher: CudagraphDispatcher, mode: CUDAGraphMode
+) -> None:
     stock = CudagraphDispatcher(dispatcher.vllm_config)
     stock.initialize_cudagraph_keys(mode)
     dispatcher.initialize_cudagraph_keys(mode)
@@ -138,7 +161,9 @@ def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(dispatcher: 
 
 
 def test_v1_captures_in_one_order_on_every_rank(dispatcher: CudagraphDispatcher) -> None:
-    """A set's order differs between processes, and custom all-reduce pairs the buffers of graphs by the order of capture."""
+    """A set's order differs between processes, and custom all-reduce pairs the buffers of graphs by
+    the order of capture.
+    """
     dispatcher.initialize_cudagraph_keys(BOTH)
     order = dispatcher.get_capture_descs()
     for keys in dispatcher.cudagraph_keys.values():
@@ -160,7 +185,9 @@ def test_v1_keeps_what_vllm_does_without_graphs(dispatcher: CudagraphDispatcher)
     assert dispatcher.get_capture_descs() == []
 
 
-def test_v1_captures_and_replays_a_graph_of_each_family(dispatcher: CudagraphDispatcher, config: VllmConfig) -> None:
+def test_v1_captures_and_replays_a_graph_of_each_family(
+    dispatcher: CudagraphDispatcher, config: VllmConfig
+) -> None:
     """The real wrapper finds its graphs by the forward context's descriptor."""
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL)
     with set_current_vllm_config(config):
@@ -172,7 +199,13 @@ def test_v1_captures_and_replays_a_graph_of_each_family(dispatcher: CudagraphDis
 
     def run(tokens: int) -> Any:
         mode, descriptor = dispatcher.dispatch(tokens)
-        with set_forward_context(None, config, cudagraph_runtime_mode=mode, batch_descriptor=descriptor, num_tokens=tokens):
+        with set_forward_context(
+            None,
+            config,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor,
+            num_tokens=tokens,
+        ):
             model(input_ids=torch.zeros(tokens))
         return descriptor
 
@@ -191,10 +224,13 @@ def test_v1_captures_and_replays_a_graph_of_each_family(dispatcher: CudagraphDis
     assert len(Graph.captured) == 2 * len(SIZES)
 
 
-# --- the v2 runner ---------------------------------------------------------------------------------------------------------
+# --- the v2 runner
+# --------------------------------------------------------------------------------------------------
 
 
-def test_v2_captures_and_dispatches_a_graph_of_each_family(manager: ModelCudaGraphManager, config: VllmConfig) -> None:
+def test_v2_captures_and_dispatches_a_graph_of_each_family(
+    manager: ModelCudaGraphManager, config: VllmConfig
+) -> None:
     stock = ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
     with set_current_vllm_config(config):
         model = CUDAGraphWrapper(Forward(), config, CUDAGraphMode.PIECEWISE)
@@ -222,7 +258,9 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(manager: ModelCudaGra
                     assert Graph.replayed[-1].worked == (not idle)
 
 
-def test_v2_finds_the_graphs_of_pieces_by_family(manager: ModelCudaGraphManager, config: VllmConfig) -> None:
+def test_v2_finds_the_graphs_of_pieces_by_family(
+    manager: ModelCudaGraphManager, config: VllmConfig
+) -> None:
     with set_current_vllm_config(config):
         model = CUDAGraphWrapper(Forward(), config, CUDAGraphMode.PIECEWISE)
     captured(manager, model)
@@ -231,7 +269,13 @@ def test_v2_finds_the_graphs_of_pieces_by_family(manager: ModelCudaGraphManager,
         with idle_sites(idle):
             found = manager.dispatch(2, 3, None, 0)
             descriptor = BatchDescriptor(found.num_tokens)  # as the runner makes it
-            with set_forward_context(None, config, cudagraph_runtime_mode=found.cg_mode, batch_descriptor=descriptor, num_tokens=4):
+            with set_forward_context(
+                None,
+                config,
+                cudagraph_runtime_mode=found.cg_mode,
+                batch_descriptor=descriptor,
+                num_tokens=4,
+            ):
                 manager.run_pw_graph(model, {"input_ids": torch.zeros(4)})
         assert Graph.replayed[-1].worked == (not idle)
     assert len(Graph.captured) == taken  # none was captured while requests run
@@ -244,12 +288,18 @@ def test_v2_samples_both_families_when_it_profiles_memory(manager: ModelCudaGrap
     assert [(each.num_tokens, each.idle) for each in full[:2]] == [(8, False), (8, True)]  # type: ignore[attr-defined]
 
 
-def test_v2_adapter_gives_both_families_to_every_manager_that_the_runner_makes(config: VllmConfig, manager: Any) -> None:
+def test_v2_adapter_gives_both_families_to_every_manager_that_the_runner_makes(
+    config: VllmConfig, manager: Any
+) -> None:
     class Runner:
         cudagraph_manager: Any = None
 
         def initialize_kv_cache(self, kv_cache: Any, is_profiling: bool = False) -> None:
-            self.cudagraph_manager = None if kv_cache is None else ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+            self.cudagraph_manager = (
+                None
+                if kv_cache is None
+                else ModelCudaGraphManager(config, torch.device("cpu"), BOTH, 1)
+            )
 
     class Midstream(V2Adapter, Runner):
         pass
@@ -261,16 +311,22 @@ def test_v2_adapter_gives_both_families_to_every_manager_that_the_runner_makes(c
         assert len(runner.cudagraph_manager._capture_descs[CUDAGraphMode.FULL]) == 2 * len(SIZES)
 
 
-# --- which family a step is of ---------------------------------------------------------------------------------------------
+# --- which family a step is of
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("positions", "window"),
     [
-        ("all", (0, None)), ("all_prompt", (0, 6)), ("last_prompt", (5, 6)), ("all_generated", (6, None)), ([2, 4], (2, 5)),
-        (Window(start=3), (3, None)), (Window(start=3, stop=9), (3, 9)),
+        ("all", (0, None)),
+        ("all_prompt", (0, 6)),
+        ("last_prompt", (5, 6)),
+        ("all_generated", (6, None)),
+        ([2, 4], (2, 5)),
+        (Window(start=3), (3, None)),
+        (Window(start=3, stop=9), (3, 9)),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("how", ["steering", "captures", "global_steering"])
 def test_a_step_is_busy_only_in_the_window_that_the_request_names(
     tmp_path: Path, how: str, positions: PositionSelector, window: tuple[int, int | None]
@@ -284,11 +340,15 @@ def test_a_step_is_busy_only_in_the_window_that_the_request_names(
 
 
 def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> None:
-    """Only the first records, and here the other could neither steer nor plan: both replay the busy graph, then both the idle one."""
+    """Only the first records, and here the other could neither steer nor plan: both replay the busy
+    graph, then both the idle one.
+    """
     ranks = [Rig(tmp_path / str(number), rank=number, world=2, traced=True) for number in range(2)]
     ranks[1].plane.faults.switch("admit,plan")
     whole = capturing(2, total=7)
-    captures = Request(1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")])
+    captures = Request(
+        1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")]
+    )
     steers = steered(3)
     chosen: list[list[bool]] = [[], []]
     for rig, mine in zip(ranks, chosen, strict=True):
@@ -305,7 +365,10 @@ def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> 
         rig.step(finished=[captures, steers])
         mine.append(rig.idle)
     assert chosen == [[False, False, False, True, False, True]] * 2
-    assert [{receipt.status for receipt in rig.receipts()} for rig in ranks] == [{"ok"}, {"error", "ok"}]
+    assert [{receipt.status for receipt in rig.receipts()} for rig in ranks] == [
+        {"ok"},
+        {"error", "ok"},
+    ]
 
 
 def test_a_step_of_requests_without_a_spec_is_idle(tmp_path: Path) -> None:
@@ -326,9 +389,14 @@ def test_a_forward_that_runs_as_python_asks_its_sites(tmp_path: Path) -> None:
 
 
 def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
-    """If a runner's rows were others than the scheduler's, they would be neither edited nor captured, and nothing would show it."""
+    """If a runner's rows were others than the scheduler's, they would be neither edited nor
+    captured, and nothing would show it.
+    """
     rig = Rig(tmp_path, traced=True)
-    early, beside = Request(1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions=[2], tag="t")]), steered(2)
+    early, beside = (
+        Request(1, 6, 8, [StoredCapture(sites={"post_block": [0]}, positions=[2], tag="t")]),
+        steered(2),
+    )
     rig.step((early, 0, 6), (beside, 0, 6), new=[early, beside])
     rig.step((early, 2, 1), told=[(early, 6, 1)])
     assert rig.idle

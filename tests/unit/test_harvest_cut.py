@@ -1,4 +1,6 @@
-"""Sequences, positions and shards of a unit: what is cut follows from documents and specification alone."""
+"""Sequences, positions and shards of a unit: what is cut follows from documents and specification
+alone.
+"""
 
 from typing import Any
 
@@ -6,23 +8,46 @@ import numpy as np
 import pytest
 
 from midstream.schemas.harvest_order import key_hash, row_order, sampled
-from midstream.schemas.harvests import HarvestCut, HarvestPositions, HarvestShards, HarvestSource, StoredHarvest
+from midstream.schemas.harvests import (
+    HarvestCut,
+    HarvestPositions,
+    HarvestShards,
+    HarvestSource,
+    StoredHarvest,
+)
 from midstream.schemas.jobs import SamplingRequest
-from midstream.workers.serving.harvest_cut import CutSequence, Document, cut, keys_of, shards_of, within
+from midstream.workers.serving.harvest_cut import (
+    CutSequence,
+    Document,
+    cut,
+    keys_of,
+    shards_of,
+    within,
+)
 
 BOS, EOS = 1, 2
 
 
 def harvest(**changes: Any) -> StoredHarvest:
     fields: dict[str, Any] = {
-        "id": "hrv_1", "model": "m", "created": 0.0, "uri": "/none", "sites": {"post_block": [0]}, "source": HarvestSource(lines=["a"]),
-        "max_length": 4, "row_bytes": 1 << 10, "positions": HarvestPositions(skip_bos=False),
-    }  # fmt: skip
+        "id": "hrv_1",
+        "model": "m",
+        "created": 0.0,
+        "uri": "/none",
+        "sites": {"post_block": [0]},
+        "source": HarvestSource(lines=["a"]),
+        "max_length": 4,
+        "row_bytes": 1 << 10,
+        "positions": HarvestPositions(skip_bos=False),
+    }
     return StoredHarvest(**(fields | changes))
 
 
 def documents(*lengths: int, first: int = 0) -> list[Document]:
-    return [Document(first + number, np.arange(length) + 10 * (number + 1)) for number, length in enumerate(lengths)]
+    return [
+        Document(first + number, np.arange(length) + 10 * (number + 1))
+        for number, length in enumerate(lengths)
+    ]
 
 
 def keys(sequences: list[CutSequence]) -> list[tuple[int, int, int]]:
@@ -30,7 +55,14 @@ def keys(sequences: list[CutSequence]) -> list[tuple[int, int, int]]:
     found = []
     for sequence in sequences:
         numbers, positions = keys_of(sequence.chosen, sequence.spans)
-        found += list(zip(numbers.tolist(), positions.tolist(), sequence.token_ids[sequence.chosen].tolist(), strict=True))
+        found += list(
+            zip(
+                numbers.tolist(),
+                positions.tolist(),
+                sequence.token_ids[sequence.chosen].tolist(),
+                strict=True,
+            )
+        )
     return found
 
 
@@ -48,26 +80,55 @@ def test_split_documents_give_every_token_once() -> None:
 
 def test_packed_sequences_are_full_and_have_no_row_between_documents() -> None:
     made = cut(harvest(cut=HarvestCut(fit="pack")), documents(3, 0, 2, 4), BOS, EOS)
-    assert [sequence.token_ids.tolist() for sequence in made] == [[10, 11, 12, EOS], [30, 31, EOS, 40], [41, 42, 43, EOS]]
-    assert keys(made) == [(0, 0, 10), (0, 1, 11), (0, 2, 12), (2, 0, 30), (2, 1, 31), *[(3, place, 40 + place) for place in range(4)]]
+    assert [sequence.token_ids.tolist() for sequence in made] == [
+        [10, 11, 12, EOS],
+        [30, 31, EOS, 40],
+        [41, 42, 43, EOS],
+    ]
+    assert keys(made) == [
+        (0, 0, 10),
+        (0, 1, 11),
+        (0, 2, 12),
+        (2, 0, 30),
+        (2, 1, 31),
+        *[(3, place, 40 + place) for place in range(4)],
+    ]
 
 
 def test_positions_are_skipped_thinned_and_never_those_of_bos() -> None:
     texts = [Document(0, np.array([BOS, 11, BOS, 13])), Document(1, np.array([20, 21, 22, 23]))]
-    assert [key[:2] for key in keys(cut(harvest(positions=HarvestPositions()), texts, BOS, EOS))] == [
-        (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3),
-    ]  # fmt: skip
+    assert [
+        key[:2] for key in keys(cut(harvest(positions=HarvestPositions()), texts, BOS, EOS))
+    ] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
     thin = harvest(positions=HarvestPositions(every=2, skip_first=1, skip_bos=False))
     assert [key[:2] for key in keys(cut(thin, texts, BOS, EOS))] == [(0, 2), (1, 2)]
 
 
 def test_a_sample_is_of_the_whole_document_and_follows_the_seed() -> None:
-    asked = harvest(cut=HarvestCut(fit="split"), positions=HarvestPositions(sample=3, seed=7, skip_bos=False))
+    asked = harvest(
+        cut=HarvestCut(fit="split"), positions=HarvestPositions(sample=3, seed=7, skip_bos=False)
+    )
     made = keys(cut(asked, documents(9, 2), BOS, EOS))
     assert [key[0] for key in made] == [0, 0, 0, 1, 1]
     assert made == keys(cut(asked, documents(9, 2), BOS, EOS))
     others = [
-        keys(cut(harvest(cut=asked.cut, positions=HarvestPositions(sample=3, seed=seed)), documents(9, 2), None, EOS)) for seed in range(9)
+        keys(
+            cut(
+                harvest(cut=asked.cut, positions=HarvestPositions(sample=3, seed=seed)),
+                documents(9, 2),
+                None,
+                EOS,
+            )
+        )
+        for seed in range(9)
     ]
     assert len({tuple(other) for other in others}) > 4
 
@@ -85,13 +146,18 @@ def test_shards_hold_as_many_sequences_as_their_size_allows() -> None:
     assert [[sequence.spans[0][0] for sequence in shard] for shard in made] == [[0, 1], [2, 3], [4]]
     assert shards_of(asked, []) == []
     wide = harvest(row_bytes=1 << 22, shards=HarvestShards(mib=1))
-    assert len(shards_of(wide, cut(wide, documents(1, 1), BOS, EOS))) == 2  # each is larger than a shard alone
+    # each is larger than a shard alone
+    assert len(shards_of(wide, cut(wide, documents(1, 1), BOS, EOS))) == 2
 
 
-@pytest.mark.parametrize(("fit", "expected"), [("truncate", [4, 3]), ("split", [6, 1]), ("pack", [6])])
+@pytest.mark.parametrize(
+    ("fit", "expected"), [("truncate", [4, 3]), ("split", [6, 1]), ("pack", [6])]
+)
 def test_a_limit_of_tokens_cuts_the_last_document(fit: Any, expected: list[int]) -> None:
     found = within(documents(6, 9), harvest(cut=HarvestCut(fit=fit)), 7)
-    fed = [min(4, len(each.token_ids)) if fit == "truncate" else len(each.token_ids) for each in found]
+    fed = [
+        min(4, len(each.token_ids)) if fit == "truncate" else len(each.token_ids) for each in found
+    ]
     assert fed == expected
     assert len(within(documents(6, 9), harvest(), -1)) == 2
 

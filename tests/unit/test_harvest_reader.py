@@ -1,4 +1,6 @@
-"""Readers of harvests: random access, datasets that shuffle, split and resume, exports, verification."""
+"""Readers of harvests: random access, datasets that shuffle, split and resume, exports,
+verification.
+"""
 
 import re
 from collections import Counter
@@ -47,10 +49,22 @@ def write(root: Path, dtype: str = "float32", **changes: Any) -> str:
         positions = np.tile(np.arange(TOKENS), DOCUMENTS)
         order = row_order(1, documents, positions)
         documents, positions = documents[order], positions[order]
-        tensors = [("documents", "int64", documents), ("positions", "int64", positions), ("token_ids", "int64", documents + positions)]
+        tensors = [
+            ("documents", "int64", documents),
+            ("positions", "int64", positions),
+            ("token_ids", "int64", documents + positions),
+        ]
         for layer in (2, 5):
-            rows = np.repeat(value(documents, positions, layer)[:, None], WIDTH, axis=1).astype(np.float32)
-            tensors.append((f"post_block.{layer}", dtype, float32_to_bfloat16(rows) if dtype == "bfloat16" else rows))
+            rows = np.repeat(value(documents, positions, layer)[:, None], WIDTH, axis=1).astype(
+                np.float32
+            )
+            tensors.append(
+                (
+                    f"post_block.{layer}",
+                    dtype,
+                    float32_to_bfloat16(rows) if dtype == "bfloat16" else rows,
+                )
+            )
         buffers, size, crc32 = shard_buffers(tensors, {})
         key = f"shards/u{unit}.safetensors"
         (root / key).write_bytes(b"".join(buffers))
@@ -58,18 +72,41 @@ def write(root: Path, dtype: str = "float32", **changes: Any) -> str:
         file = ShardFile(key=key, bytes=size, crc32=crc32, sites={"post_block": [2, 5]})
         units.append(
             UnitEntry(
-                unit=unit, first=unit * DOCUMENTS, documents=DOCUMENTS, tokens=DOCUMENTS * TOKENS, rows=len(order), bytes=size,
+                unit=unit,
+                first=unit * DOCUMENTS,
+                documents=DOCUMENTS,
+                tokens=DOCUMENTS * TOKENS,
+                rows=len(order),
+                bytes=size,
                 shards=[ShardEntry(rows=len(order), files=[file])],
             )
-        )  # fmt: skip
+        )
     part = to_json(PartManifest(part=0, units=units))
     (root / "parts/0000.json").write_bytes(part)
     manifest = HarvestManifest(
-        format=FORMAT, version="0", id="hrv_1", model="m", created=0.0, finished=1.0, sites={"post_block": [2, 5]},
-        widths={"post_block": WIDTH}, at="before", dtype=dtype, max_length=8, fit="truncate", positions=HarvestPositions(), shuffle=1,
-        source="lines", documents=UNITS * DOCUMENTS, tokens=ROWS, rows=ROWS, bytes=total, shards=UNITS,
-        parts=[PartFile(key="parts/0000.json", crc32=zlib_ng.crc32(part), shards=UNITS, rows=ROWS)], **changes,
-    )  # fmt: skip
+        format=FORMAT,
+        version="0",
+        id="hrv_1",
+        model="m",
+        created=0.0,
+        finished=1.0,
+        sites={"post_block": [2, 5]},
+        widths={"post_block": WIDTH},
+        at="before",
+        dtype=dtype,
+        max_length=8,
+        fit="truncate",
+        positions=HarvestPositions(),
+        shuffle=1,
+        source="lines",
+        documents=UNITS * DOCUMENTS,
+        tokens=ROWS,
+        rows=ROWS,
+        bytes=total,
+        shards=UNITS,
+        parts=[PartFile(key="parts/0000.json", crc32=zlib_ng.crc32(part), shards=UNITS, rows=ROWS)],
+        **changes,
+    )
     (root / MANIFEST).write_bytes(to_json(manifest))
     return str(root)
 
@@ -132,7 +169,9 @@ def test_gaps_are_faults(uri: str, number: int, changes: dict[str, int], said: s
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "part", "count"])
 def test_damage_is_found(uri: str, damage: str) -> None:
-    shard, part, manifest = (Path(uri) / name for name in ("shards/u3.safetensors", "parts/0000.json", MANIFEST))
+    shard, part, manifest = (
+        Path(uri) / name for name in ("shards/u3.safetensors", "parts/0000.json", MANIFEST)
+    )
     if damage == "flip":
         data = bytearray(shard.read_bytes())
         data[-5] ^= 1
@@ -144,7 +183,9 @@ def test_damage_is_found(uri: str, damage: str) -> None:
     elif damage == "part":
         part.write_bytes(part.read_bytes().replace(b'"unit":3', b'"unit":4'))
     else:
-        manifest.write_bytes(manifest.read_bytes().replace(b'"rows":360,"bytes"', b'"rows":361,"bytes"'))
+        manifest.write_bytes(
+            manifest.read_bytes().replace(b'"rows":360,"bytes"', b'"rows":361,"bytes"')
+        )
     assert not reading.verify(uri).ok
 
 
@@ -158,22 +199,37 @@ def seen(batches: Any) -> list[float]:
 
 
 def expected() -> Counter[float]:
-    return Counter(value(document, position, 5) for document in range(UNITS * DOCUMENTS) for position in range(TOKENS))
+    return Counter(
+        value(document, position, 5)
+        for document in range(UNITS * DOCUMENTS)
+        for position in range(TOKENS)
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_every_row_is_in_an_epoch_once_over_all_loader_workers(uri: str, workers: int) -> None:
     from torch.utils import data
 
-    found = seen(data.DataLoader(reading.RowDataset(uri, [("post_block", 5)], batch_size=7), batch_size=None, num_workers=workers))
+    found = seen(
+        data.DataLoader(
+            reading.RowDataset(uri, [("post_block", 5)], batch_size=7),
+            batch_size=None,
+            num_workers=workers,
+        )
+    )
     assert Counter(found) == expected()
     assert found != sorted(found)
 
 
 def test_replicas_share_the_rows_and_epochs_differ(uri: str) -> None:
-    halves = [seen(reading.RowDataset(uri, [("post_block", 5)], replica=replica, replicas=2)) for replica in range(2)]
+    halves = [
+        seen(reading.RowDataset(uri, [("post_block", 5)], replica=replica, replicas=2))
+        for replica in range(2)
+    ]
     assert Counter(halves[0] + halves[1]) == expected()
-    first, again, other = (seen(reading.RowDataset(uri, [("post_block", 5)], epoch=epoch)) for epoch in (0, 0, 1))
+    first, again, other = (
+        seen(reading.RowDataset(uri, [("post_block", 5)], epoch=epoch)) for epoch in (0, 0, 1)
+    )
     assert first == again != other
 
 
@@ -194,7 +250,11 @@ def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) 
     from torch.utils import data
 
     def loader(start: int) -> Any:
-        return data.DataLoader(reading.RowDataset(uri, [("post_block", 5)], batch_size=7, start=start), batch_size=None, num_workers=2)
+        return data.DataLoader(
+            reading.RowDataset(uri, [("post_block", 5)], batch_size=7, start=start),
+            batch_size=None,
+            num_workers=2,
+        )
 
     whole = [batch[:, 0].tolist() for batch in loader(0)]
     assert [batch[:, 0].tolist() for batch in loader(10)] == whole[10:]
@@ -225,7 +285,9 @@ def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: st
         states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
         assert tuple(states.shape) == (TOKENS, 2, WIDTH)
         assert str(states.dtype) == f"torch.{dtype}"
-        assert states[:, 1, 0].float().tolist() == pytest.approx(value(7, np.arange(TOKENS), 5).tolist(), rel=2**-8)
+        assert states[:, 1, 0].float().tolist() == pytest.approx(
+            value(7, np.arange(TOKENS), 5).tolist(), rel=2**-8
+        )
         assert file.get_tensor("token_ids").tolist() == [7 + position for position in range(TOKENS)]
         assert mask.tolist() == [1] * TOKENS
 
@@ -246,7 +308,11 @@ def test_tables_have_a_column_for_each_site(uri: str, tmp_path: Path, kind: str)
     export = reading.to_parquet if kind == "parquet" else reading.to_arrow
     paths = export(uri, tmp_path / "out", [("post_block", 5)])
     assert len(paths) == UNITS
-    read = parquet.read_table(paths[4]) if kind == "parquet" else pa.ipc.open_file(str(paths[4])).read_all()
+    read = (
+        parquet.read_table(paths[4])
+        if kind == "parquet"
+        else pa.ipc.open_file(str(paths[4])).read_all()
+    )
     assert read.column_names == ["document", "position", "token_id", "post_block.5"]
     row = read.slice(3, 1).to_pylist()[0]
     assert row["post_block.5"] == [value(row["document"], row["position"], 5)] * WIDTH

@@ -1,4 +1,6 @@
-"""The rank's side of harvests: rows of many sequences become one file, whole, ordered, in the asked dtype, or a reason."""
+"""The rank's side of harvests: rows of many sequences become one file, whole, ordered, in the asked
+dtype, or a reason.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,14 @@ from midstream.schemas.dtypes import float32_to_bfloat16
 from midstream.schemas.harvest_order import row_order
 from midstream.schemas.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
 from midstream.schemas.specs import RankSpec, StoredCapture
-from midstream.storage.shards import checksum, decoded_rows, dtype_of, encoded_rows, shard_tensors, tensor_bits
+from midstream.storage.shards import (
+    checksum,
+    decoded_rows,
+    dtype_of,
+    encoded_rows,
+    shard_tensors,
+    tensor_bits,
+)
 from midstream.storage.store import open_store
 from midstream.workers.runner.finished import FinishedCapture
 from midstream.workers.runner.harvest import Harvest
@@ -24,33 +33,63 @@ def row(layer: int, token: int) -> np.ndarray:
 
 
 def finished(
-    root: Path, index: int, sequences: int, spans: list[tuple[int, int, int, int]], *, key: str = "shards/u0.s0", computed: str = "float32",
-    prompt_tokens: int | None = None, **changes: Any,
-) -> FinishedCapture:  # fmt: skip
+    root: Path,
+    index: int,
+    sequences: int,
+    spans: list[tuple[int, int, int, int]],
+    *,
+    key: str = "shards/u0.s0",
+    computed: str = "float32",
+    prompt_tokens: int | None = None,
+    **changes: Any,
+) -> FinishedCapture:
     tokens = sum(span[3] for span in spans)
-    place = HarvestPlace(uri=str(root), key=key, index=index, sequences=sequences, spans=spans, **changes)
+    place = HarvestPlace(
+        uri=str(root), key=key, index=index, sequences=sequences, spans=spans, **changes
+    )
     positions = list(range(tokens))
 
     def rows(hook: str, layer: int) -> list[memoryview]:
         values = np.stack([row(layer, 1000 * index + position) for position in positions])
-        return [memoryview((float32_to_bfloat16(values) if computed == "bfloat16" else values).tobytes())]
+        return [
+            memoryview(
+                (float32_to_bfloat16(values) if computed == "bfloat16" else values).tobytes()
+            )
+        ]
 
     return FinishedCapture(
-        spec=RankSpec(version="", job="j", request=index, attempt=1, prompt_tokens=prompt_tokens or tokens),
-        capture=StoredCapture(sites=SITES, positions="all", tag=HARVEST, consumers=[HARVEST], harvest=place),  # type: ignore[arg-type]
-        sites=SITES, hidden_size=WIDTH, dtype=computed, positions=positions, token_ids=[1000 * index + place for place in positions],
-        worker="w", rank=0, pp=0, stages=1, rows=rows,
-    )  # fmt: skip
+        spec=RankSpec(
+            version="", job="j", request=index, attempt=1, prompt_tokens=prompt_tokens or tokens
+        ),
+        capture=StoredCapture(
+            sites=SITES, positions="all", tag=HARVEST, consumers=[HARVEST], harvest=place
+        ),  # type: ignore[arg-type]
+        sites=SITES,
+        hidden_size=WIDTH,
+        dtype=computed,
+        positions=positions,
+        token_ids=[1000 * index + place for place in positions],
+        worker="w",
+        rank=0,
+        pp=0,
+        stages=1,
+        rows=rows,
+    )
 
 
 def read(root: Path, key: str) -> dict[str, np.ndarray]:
     with open_store(root).open(key) as handle:
-        return {name: tensor_bits(handle.read(tensor.start, tensor.length), tensor) for name, tensor in shard_tensors(handle).items()}
+        return {
+            name: tensor_bits(handle.read(tensor.start, tensor.length), tensor)
+            for name, tensor in shard_tensors(handle).items()
+        }
 
 
 def test_a_shard_is_written_once_its_last_sequence_is_in(tmp_path: Path) -> None:
     consumer = Harvest()
-    captures = [finished(tmp_path, index, 3, [(5 + index, 0, 0, 4)], shuffle=9) for index in (2, 0, 1)]
+    captures = [
+        finished(tmp_path, index, 3, [(5 + index, 0, 0, 4)], shuffle=9) for index in (2, 0, 1)
+    ]
     outcomes = [outcome for capture in captures for outcome in consumer.consume([capture])]
     assert [len(outcome.files) for outcome in outcomes] == [0, 0, 1]
     (file,) = outcomes[-1].files
@@ -63,7 +102,12 @@ def test_a_shard_is_written_once_its_last_sequence_is_in(tmp_path: Path) -> None
     assert made["documents"].tolist() == numbers[order].tolist()
     assert made["positions"].tolist() == positions[order].tolist()
     for layer in (1, 3):
-        expected = np.stack([row(layer, 1000 * (document - 5) + position) for document, position in zip(numbers, positions, strict=True)])
+        expected = np.stack(
+            [
+                row(layer, 1000 * (document - 5) + position)
+                for document, position in zip(numbers, positions, strict=True)
+            ]
+        )
         assert np.array_equal(made[f"post_block.{layer}"], expected[order])
 
 
@@ -82,10 +126,16 @@ def test_generated_rows_are_flagged_and_thinned(tmp_path: Path) -> None:
     assert made["generated"].tolist() == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("asked", ["model", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "asked", ["model", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+)
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-def test_rows_are_stored_in_the_dtype_that_was_asked_for(tmp_path: Path, computed: str, asked: Any) -> None:
-    (outcome,) = Harvest().consume([finished(tmp_path, 0, 1, [(0, 0, 0, 4)], computed=computed, dtype=asked)])
+def test_rows_are_stored_in_the_dtype_that_was_asked_for(
+    tmp_path: Path, computed: str, asked: Any
+) -> None:
+    (outcome,) = Harvest().consume(
+        [finished(tmp_path, 0, 1, [(0, 0, 0, 4)], computed=computed, dtype=asked)]
+    )
     dtype = computed if asked == "model" else asked
     with open_store(tmp_path).open(outcome.files[0].path) as handle:
         assert dtype_of(shard_tensors(handle)["post_block.1"]) == dtype
@@ -106,7 +156,10 @@ def test_float8_is_what_torch_makes_of_it() -> None:
     assert scale is not None
     expected = (torch.from_numpy(values) / torch.from_numpy(scale)[:, None]).to(torch.float8_e4m3fn)
     assert np.array_equal(bits, expected.view(torch.uint8).numpy())
-    assert np.array_equal(decoded_rows(bits, "float8_e4m3fn", scale), (expected.float() * torch.from_numpy(scale)[:, None]).numpy())
+    assert np.array_equal(
+        decoded_rows(bits, "float8_e4m3fn", scale),
+        (expected.float() * torch.from_numpy(scale)[:, None]).numpy(),
+    )
 
 
 def test_a_row_that_is_not_finite_stays_so() -> None:
@@ -118,17 +171,26 @@ def test_a_row_that_is_not_finite_stays_so() -> None:
         assert np.isfinite(back[1]).all(), dtype
 
 
-def _pair(encoded: tuple[np.ndarray, np.ndarray | None], dtype: str) -> tuple[np.ndarray, str, np.ndarray | None]:
+def _pair(
+    encoded: tuple[np.ndarray, np.ndarray | None], dtype: str
+) -> tuple[np.ndarray, str, np.ndarray | None]:
     return encoded[0], dtype, encoded[1]
 
 
 def test_a_store_that_cannot_be_written_is_the_reason_and_a_repeat_works(tmp_path: Path) -> None:
     consumer, root = Harvest(), tmp_path / "file"
     root.write_text("not a folder")
-    first = [consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)]
-    assert [(bool(outcome.error), outcome.away) for outcome in first] == [(False, False), (True, True)]
+    first = [
+        consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)
+    ]
+    assert [(bool(outcome.error), outcome.away) for outcome in first] == [
+        (False, False),
+        (True, True),
+    ]
     root.unlink()
-    again = [consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)]
+    again = [
+        consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)
+    ]
     assert [len(outcome.files) for outcome in again] == [0, 1]
 
 

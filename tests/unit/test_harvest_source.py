@@ -1,4 +1,6 @@
-"""Sources of harvests: every document is in one unit, by its number; what cannot be read is said by file and place."""
+"""Sources of harvests: every document is in one unit, by its number; what cannot be read is said by
+file and place.
+"""
 
 import json
 import os
@@ -35,11 +37,23 @@ def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
     if source.path is not None:
         source = msgspec.structs.replace(source, format=find([str(folder)], source)[2])
     fields: dict[str, Any] = {
-        "id": "hrv_1", "model": "m", "created": 0.0, "uri": "/none", "sites": {"post_block": [0]}, "source": source, "root": str(folder),
-        "max_length": 4096, "row_bytes": 640 << 10,
-    }  # fmt: skip
+        "id": "hrv_1",
+        "model": "m",
+        "created": 0.0,
+        "uri": "/none",
+        "sites": {"post_block": [0]},
+        "source": source,
+        "root": str(folder),
+        "max_length": 4096,
+        "row_bytes": 640 << 10,
+    }
     bundle = make_bundle(make_tokenizer())
-    return Reader(StoredHarvest(**(fields | changes)), bundle, Settings(harvest_sources=str(folder)), VOCABULARY)
+    return Reader(
+        StoredHarvest(**(fields | changes)),
+        bundle,
+        Settings(harvest_sources=str(folder)),
+        VOCABULARY,
+    )
 
 
 def read(made: Reader, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
@@ -50,7 +64,9 @@ def texts_of(made: Reader, plan: HarvestPlan) -> list[tuple[int, str]]:
     found = []
     for unit in plan.units:
         for document in read(made, plan, unit):
-            found.append((document.number, made.tokens.tokenizer.decode(document.token_ids.tolist())))
+            found.append(
+                (document.number, made.tokens.tokenizer.decode(document.token_ids.tolist()))
+            )
     return found
 
 
@@ -89,7 +105,12 @@ def test_columns_of_tables_are_documents(tmp_path: Path, kind: str) -> None:
     if kind == "parquet":
         parquet.write_table(table, path, row_group_size=150)
     else:
-        with pa.OSFile(str(path), "wb") as sink, (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(path), "wb") as sink,
+            (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(
+                sink, table.schema
+            ) as writer,
+        ):
             writer.write_table(table, max_chunksize=70)
     made = reader(tmp_path, HarvestSource(path=path.name))
     plan = made.plan()
@@ -108,7 +129,10 @@ def write_texts(path: Path, texts: list[str], **options: Any) -> None:
     elif path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=90, **options)
     else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, **options) as writer:
+        with (
+            pa.OSFile(str(path), "wb") as sink,
+            pa.ipc.new_file(sink, table.schema, **options) as writer,
+        ):
             writer.write_table(table, max_chunksize=70)
 
 
@@ -124,14 +148,18 @@ CHANGES: dict[str, Callable[[list[str]], list[str]]] = {
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_was_changed_since_the_plan_is_not_read(tmp_path: Path, ending: str, change: str) -> None:
+def test_a_file_that_was_changed_since_the_plan_is_not_read(
+    tmp_path: Path, ending: str, change: str
+) -> None:
     path = tmp_path / f"texts.{ending}"
     write_texts(path, TEXTS)
     made = reader(tmp_path, HarvestSource(path=path.name))
     plan = made.plan()
     write_texts(path, CHANGES[change](TEXTS))
     for unit in plan.units:
-        with pytest.raises(MidstreamError, match=f"'{path.name}' was changed since the harvest was planned") as raised:
+        with pytest.raises(
+            MidstreamError, match=f"'{path.name}' was changed since the harvest was planned"
+        ) as raised:
             read(made, plan, unit)
         assert (raised.value.kind, raised.value.field) == ("conflict", "source.path")
 
@@ -139,7 +167,9 @@ def test_a_file_that_was_changed_since_the_plan_is_not_read(tmp_path: Path, endi
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize("change", ["rewritten", "reordered"])
 @pytest.mark.parametrize("limited", [False, True])
-def test_a_change_that_keeps_size_and_time_is_seen_by_the_checksum(tmp_path: Path, ending: str, change: str, limited: bool) -> None:
+def test_a_change_that_keeps_size_and_time_is_seen_by_the_checksum(
+    tmp_path: Path, ending: str, change: str, limited: bool
+) -> None:
     texts = [f"{number:03d} has as many characters as every other" for number in range(200)]
     path = tmp_path / f"texts.{ending}"
     write_texts(path, texts)
@@ -161,8 +191,11 @@ def test_units_are_read_in_any_order(tmp_path: Path, ending: str) -> None:
     made = reader(tmp_path, HarvestSource(path=f"texts.{ending}"))
     plan = made.plan()
     assert sum(unit.documents for unit in plan.units) == len(TEXTS)
-    found = [(document.number, made.tokens.tokenizer.decode(document.token_ids.tolist())) for unit in reversed(plan.units)
-             for document in read(made, plan, unit)]  # fmt: skip
+    found = [
+        (document.number, made.tokens.tokenizer.decode(document.token_ids.tolist()))
+        for unit in reversed(plan.units)
+        for document in read(made, plan, unit)
+    ]
     assert sorted(found) == list(enumerate(TEXTS))
 
 
@@ -176,12 +209,16 @@ def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_a_document_that_is_too_large_is_named(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_that_is_too_large_is_named(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (harvest_source, harvest_tables):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1 << 20)
     texts = [*TEXTS[:100], "z" * (2 << 20), "after"]
     write_texts(tmp_path / f"texts.{ending}", texts)
-    with pytest.raises(MidstreamError, match=r"line 101 is longer|row 100 has 2,097,152 bytes") as raised:
+    with pytest.raises(
+        MidstreamError, match=r"line 101 is longer|row 100 has 2,097,152 bytes"
+    ) as raised:
         reader(tmp_path, HarvestSource(path=f"texts.{ending}")).plan()
     assert f"texts.{ending}" in raised.value.detail
 
@@ -205,14 +242,18 @@ def test_token_ids_of_a_table_are_taken_as_they_are(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"input_ids": [[1, 2, 3], [], [4]]}), tmp_path / "ids.parquet")
     made = reader(tmp_path, HarvestSource(path="ids.parquet", kind="tokens", field="input_ids"))
     plan = made.plan()
-    found = [document.token_ids.tolist() for unit in plan.units for document in read(made, plan, unit)]
+    found = [
+        document.token_ids.tolist() for unit in plan.units for document in read(made, plan, unit)
+    ]
     assert found == [[1, 2, 3], [], [4]]
 
 
 def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
     made = reader(tmp_path, HarvestSource(path="chats.jsonl", kind="chat", field="messages"))
-    assert texts_of(made, made.plan()) == [(0, "<bos>user: hi\n")] or texts_of(made, made.plan())[0][1].endswith("user: hi\n")
+    assert texts_of(made, made.plan()) == [(0, "<bos>user: hi\n")] or texts_of(made, made.plan())[
+        0
+    ][1].endswith("user: hi\n")
 
 
 def test_a_limit_of_tokens_ends_the_plan_exactly_there(tmp_path: Path) -> None:
@@ -244,11 +285,17 @@ def test_parts_cover_the_units(tmp_path: Path) -> None:
         (['{"text": "a"}', "{"], {}, "document 1 is not JSON"),
         (['{"other": "a"}'], {}, "document 0 has no member 'text'"),
         (["17"], {}, "document 0 (in bad.jsonl) is not a text"),
-        (['{"text": [1, -4]}'], {"kind": "tokens"}, "document 0 (in bad.jsonl) is not a list of the model's token ids"),
+        (
+            ['{"text": [1, -4]}'],
+            {"kind": "tokens"},
+            "document 0 (in bad.jsonl) is not a list of the model's token ids",
+        ),
         (['{"text": [1, 9999]}'], {"kind": "tokens"}, "is not a list of the model's token ids"),
     ],
 )
-def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, lines: list[str], source: dict[str, Any], said: str) -> None:
+def test_a_document_that_cannot_be_read_is_named(
+    tmp_path: Path, lines: list[str], source: dict[str, Any], said: str
+) -> None:
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     made = reader(tmp_path, HarvestSource(path="bad.jsonl", **source))
     plan = made.plan()
@@ -270,7 +317,9 @@ def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, lines: list[str
         ("both", {"format": "arrow"}, "source.format"),
     ],
 )
-def test_a_path_that_is_not_a_corpus_is_refused_by_its_field(tmp_path: Path, path: str, changes: dict[str, Any], field: str) -> None:
+def test_a_path_that_is_not_a_corpus_is_refused_by_its_field(
+    tmp_path: Path, path: str, changes: dict[str, Any], field: str
+) -> None:
     root = tmp_path / "root"
     (root / "both").mkdir(parents=True)
     for name in ("both/a.jsonl", "both/b.parquet", "readme.md"):
@@ -304,5 +353,7 @@ def test_a_store_must_be_one_that_the_operator_allows(tmp_path: Path) -> None:
         (["s3://corpora/en", "s3://corpora/english?region=eu"], []),
     ],
 )
-def test_a_tenant_may_read_what_is_its_own_and_open(own: list[str] | None, found: list[str]) -> None:
+def test_a_tenant_may_read_what_is_its_own_and_open(
+    own: list[str] | None, found: list[str]
+) -> None:
     assert roots_of(Settings(harvest_sources="/data, s3://corpora/en?region=eu"), own) == found

@@ -1,9 +1,19 @@
-"""Tokens of documents: long texts are tokenised in slices as if as a whole, and what is not a token id is refused."""
+"""Tokens of documents: long texts are tokenised in slices as if as a whole, and what is not a token
+id is refused.
+"""
 
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.harvests import HarvestCut, HarvestSource, StoredHarvest
@@ -11,7 +21,22 @@ from midstream.schemas.models import TokenizerBundle
 from midstream.workers.serving import harvest_tokens
 from midstream.workers.serving.harvest_tokens import Tokens
 
-WORDS = ["the", "harvest", "of", "rows", "naïve", "日本語", "quick", "brown", "🦊", "12345", "e=mc²", "\n\n", "don't", "  "]
+WORDS = [
+    "the",
+    "harvest",
+    "of",
+    "rows",
+    "naïve",
+    "日本語",
+    "quick",
+    "brown",
+    "🦊",
+    "12345",
+    "e=mc²",
+    "\n\n",
+    "don't",
+    "  ",
+]
 SPECIAL = {"<s>": 0, "</s>": 1}
 
 
@@ -23,7 +48,9 @@ def byte_level(trim: bool) -> Tokenizer:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return trained(made, processors.ByteLevel(trim_offsets=trim), pre_tokenizers.ByteLevel.alphabet())
+    return trained(
+        made, processors.ByteLevel(trim_offsets=trim), pre_tokenizers.ByteLevel.alphabet()
+    )
 
 
 def metaspace(split: bool) -> Tokenizer:
@@ -32,16 +59,24 @@ def metaspace(split: bool) -> Tokenizer:
     if split:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     else:
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     made.decoder = decoders.Metaspace()
     return trained(made, None, list("▁abcdefghijklmnopqrstuvwxyz0123456789"))
 
 
 def trained(made: Tokenizer, processor: Any, alphabet: list[str]) -> Tokenizer:
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=list(SPECIAL), initial_alphabet=alphabet, max_token_length=12)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL), initial_alphabet=alphabet, max_token_length=12
+    )
     made.train_from_iterator([word + " " + other for word in WORDS for other in WORDS], trainer)
-    template = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=list(SPECIAL.items()))
-    made.post_processor = template if processor is None else processors.Sequence([processor, template])
+    template = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=list(SPECIAL.items())
+    )
+    made.post_processor = (
+        template if processor is None else processors.Sequence([processor, template])
+    )
     return made
 
 
@@ -56,10 +91,18 @@ TOKENIZERS = {
 def tokens_of(tokenizer: Tokenizer, kind: Any = "text", **changes: Any) -> Tokens:
     source = HarvestSource(path="a.jsonl", kind=kind)
     harvest = StoredHarvest(
-        id="hrv_1", model="m", created=0.0, uri="/none", sites={"post_block": [0]}, source=source, row_bytes=4,
+        id="hrv_1",
+        model="m",
+        created=0.0,
+        uri="/none",
+        sites={"post_block": [0]},
+        source=source,
+        row_bytes=4,
         **{"max_length": 10**6, **changes},
-    )  # fmt: skip
-    bundle = TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[])
+    )
+    bundle = TokenizerBundle(
+        tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]
+    )
     return Tokens(harvest, bundle, tokenizer.get_vocab_size())
 
 
@@ -87,7 +130,9 @@ def test_a_text_in_slices_has_the_tokens_of_the_whole(name: str, special: bool) 
 def test_a_long_word_is_cut_without_a_character_lost(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     text = "the " + "abcabd" * 800 + " of rows"
-    (document,) = tokens_of(tokenizer, cut=HarvestCut(special_tokens=False)).documents([(0, text, "")])
+    (document,) = tokens_of(tokenizer, cut=HarvestCut(special_tokens=False)).documents(
+        [(0, text, "")]
+    )
     assert tokenizer.decode(document.token_ids.tolist()).replace(" ", "") == text.replace(" ", "")
 
 
@@ -97,10 +142,20 @@ def test_slices_end_with_the_limit_of_tokens(monkeypatch: pytest.MonkeyPatch) ->
     text = text_of(100_000)
     slices: list[int] = []
     whole = Tokens._slice
-    monkeypatch.setattr(Tokens, "_slice", lambda self, text, start, size: slices.append(start) or whole(self, text, start, size))
+    monkeypatch.setattr(
+        Tokens,
+        "_slice",
+        lambda self, text, start, size: slices.append(start) or whole(self, text, start, size),
+    )
     (truncated,) = tokens_of(tokenizer, max_length=500).documents([(0, text, "")])
-    (limited,) = tokens_of(tokenizer, cut=HarvestCut(fit="split")).documents([(0, text, ""), (1, text, "")], 500)
-    assert truncated.token_ids.tolist() == limited.token_ids.tolist() == tokenizer.encode(text).ids[:500]
+    (limited,) = tokens_of(tokenizer, cut=HarvestCut(fit="split")).documents(
+        [(0, text, ""), (1, text, "")], 500
+    )
+    assert (
+        truncated.token_ids.tolist()
+        == limited.token_ids.tolist()
+        == tokenizer.encode(text).ids[:500]
+    )
     assert max(slices) < 5000
 
 
@@ -117,10 +172,14 @@ def test_no_document_is_read_once_the_limit_of_tokens_is_reached() -> None:
     assert len(read) < 100
 
 
-@pytest.mark.parametrize("value", [[1.7], [True], ["12"], "12", [[1]], [-1], [600], [None], 12, {"a": 1}, [1 << 70]])
+@pytest.mark.parametrize(
+    "value", [[1.7], [True], ["12"], "12", [[1]], [-1], [600], [None], 12, {"a": 1}, [1 << 70]]
+)
 def test_what_is_not_a_list_of_token_ids_is_refused(value: Any) -> None:
     tokens = tokens_of(TOKENIZERS["byte level"](), kind="tokens")
-    with pytest.raises(MidstreamError, match="here is not a list of the model's token ids") as raised:
+    with pytest.raises(
+        MidstreamError, match="here is not a list of the model's token ids"
+    ) as raised:
         list(tokens.documents([(0, value, "here")]))
     assert raised.value.allowed == f"integers from 0 to {tokens._vocabulary - 1}"
 

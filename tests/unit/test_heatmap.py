@@ -1,4 +1,6 @@
-"""Is what a sweep found drawn so that it can be read and believed: where, how much, on which scale, and what is missing?"""
+"""Is what a sweep found drawn so that it can be read and believed: where, how much, on which scale,
+and what is missing?
+"""
 
 import sys
 from pathlib import Path
@@ -26,7 +28,14 @@ def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() ->
     axes = heatmap.figure(result()).axes
     panels = axes[:2]
     assert [panel.get_title() for panel in panels] == ["pre_attn (resid_pre)", "mlp_out"]
-    assert [label.get_text() for label in panels[0].get_yticklabels()] == ["The", "Col 1", "osse 2", "um 3", "is 4", "in 5"]
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == [
+        "The",
+        "Col 1",
+        "osse 2",
+        "um 3",
+        "is 4",
+        "in 5",
+    ]
     drawn = panels[0].collections[0].get_array().reshape(len(CORRUPT), len(LAYERS))
     assert drawn[PEAK[1], PEAK[0]] == 0.95
     assert panels[0].yaxis_inverted(), "the first token is on top"
@@ -44,12 +53,22 @@ def test_a_cell_without_a_value_is_left_to_the_hatched_ground() -> None:
 
 def test_the_title_names_both_prompts_answer_foil_and_noise_floor() -> None:
     title = heatmap.figure(result()).get_suptitle()
-    for part in ("“The Eiffel Tower is in” patched into “The Colosseum is in”", "“Paris”", "“Rome”", "noise floor 0.004"):
+    for part in (
+        "“The Eiffel Tower is in” patched into “The Colosseum is in”",
+        "“Paris”",
+        "“Rome”",
+        "noise floor 0.004",
+    ):
         assert part in title
 
 
-@pytest.mark.parametrize(("metric", "limits", "middle"), [("recovered", (-1.0, 1.0), "0"), ("logit_diff", (-27.0, 9.0), "-9")])
-def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(metric: Metric, limits: tuple[float, float], middle: str) -> None:
+@pytest.mark.parametrize(
+    ("metric", "limits", "middle"),
+    [("recovered", (-1.0, 1.0), "0"), ("logit_diff", (-27.0, 9.0), "-9")],
+)
+def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
+    metric: Metric, limits: tuple[float, float], middle: str
+) -> None:
     peak = 0.95 if metric == "recovered" else 9.0  # 18 nats from the base at −9
     sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
     axes = heatmap.figure(sweep).axes
@@ -67,9 +86,19 @@ def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     assert low[2] > low[0] + 0.05, "blue"
     assert high[0] > high[2] + 0.05, "red"
     assert abs(none[0] - none[2]) < 0.02
-    shown = [line.removeprefix(name).strip()[0] for name in ("The 0", "Col 1", "osse 2", "um 3", "is 4", "in 5")
-             for line in printed(result(pair(grids={"pre_attn": values, "mlp_out": values}, positions=[[n] for n in range(6)]), skipped=[])
-             ).splitlines() if line.startswith(name)][::2]  # fmt: skip
+    shown = [
+        line.removeprefix(name).strip()[0]
+        for name in ("The 0", "Col 1", "osse 2", "um 3", "is 4", "in 5")
+        for line in printed(
+            result(
+                pair(
+                    grids={"pre_attn": values, "mlp_out": values}, positions=[[n] for n in range(6)]
+                ),
+                skipped=[],
+            )
+        ).splitlines()
+        if line.startswith(name)
+    ][::2]
     assert shown == ["░", "▁", "▁", "▓", "█", "▁"]
     coloured = printed(sweep, color_system="truecolor")
     assert len({part.partition("m")[0] for part in coloured.split("\x1b[48;2;")[1:]}) >= 6
@@ -83,8 +112,11 @@ def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
         ({"noise_floor": 0.0}, "noise floor < 7e-08"),
     ],
 )
-def test_a_noise_floor_of_zero_reports_its_resolution_and_sample_count(given: dict[str, Any], words: str) -> None:
-    assert described(result(pair(**given)))[-1].endswith(words)  # float32 at 9.4 nats: 9.5e-7, of a difference of 13.8
+def test_a_noise_floor_of_zero_reports_its_resolution_and_sample_count(
+    given: dict[str, Any], words: str
+) -> None:
+    # float32 at 9.4 nats: 9.5e-7, of a difference of 13.8
+    assert described(result(pair(**given)))[-1].endswith(words)
 
 
 def test_values_beyond_the_scale_are_marked() -> None:
@@ -99,14 +131,19 @@ def test_heatmap_tokens_are_not_parsed_as_math(tmp_path: Path) -> None:
     assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
 
 
-def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MidstreamError, match=r"midstream\[plots\]"):
         heatmap.figure(result())
 
 
 def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path) -> None:
-    for path, detail in ((tmp_path / "out.xyz", "not a figure format"), (tmp_path / "nowhere" / "out.png", "no such folder")):
+    for path, detail in (
+        (tmp_path / "out.xyz", "not a figure format"),
+        (tmp_path / "nowhere" / "out.png", "no such folder"),
+    ):
         with pytest.raises(MidstreamError, match=detail) as caught:
             heatmap.figure(result(), path)
         assert caught.value.field == "heatmap"
@@ -152,7 +189,10 @@ def test_layers_that_do_not_fit_are_merged_to_the_strongest_and_it_is_said() -> 
 def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> None:
     many = 100
     names = [f"t{number}" for number in range(many)]
-    grids = {hook: [[0.9 if column == 77 else 0.0 for column in range(many)] for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
+    grids = {
+        hook: [[0.9 if column == 77 else 0.0 for column in range(many)] for _ in LAYERS]
+        for hook in ("pre_attn", "mlp_out")
+    }
     text = printed(result(pair(labels=names, positions=[], grids=grids), skipped=[]))
     assert "the 48 of 100 rows with the strongest effects" in text
     assert any(line.startswith("t77") for line in text.splitlines())
@@ -161,7 +201,9 @@ def test_of_very_many_tokens_the_rows_with_the_strongest_effects_are_shown() -> 
 def test_heatmaps_show_notes_and_reasons_of_missing_values() -> None:
     text = printed(result(), width=200)
     assert "note: position 3: aligned from the end" in text
-    assert "60 cells without a value: the first tokens are the same (such as pre_attn at “The”)" in text
+    assert (
+        "60 cells without a value: the first tokens are the same (such as pre_attn at “The”)"
+    ) in text
     assert "2 cells without a value: the run is gone (such as pre_attn at “osse”)" in text
 
 
@@ -174,7 +216,9 @@ def test_a_position_stands_behind_a_token_and_not_behind_the_name_of_a_span() ->
     spans = pair(labels=["subject", *CORRUPT[1:]], positions=[[0], [1], [2], [3], [4], [5]])
     assert grid_of(result(spans)).names == ["subject", "Col 1", "osse 2", "um 3", "is 4", "in 5"]
     later = pair(positions=[[], [1], [2], [3], [4], [6]], base_tokens=[*CORRUPT[:5], " up", " in"])
-    assert grid_of(result(pair(), later)).names[4:] == ["is 4", "in"], "of pairs that have it in different places"
+    assert grid_of(result(pair(), later)).names[4:] == ["is 4", "in"], (
+        "of pairs that have it in different places"
+    )
 
 
 def test_a_sweep_without_values_is_still_drawn() -> None:
@@ -190,7 +234,11 @@ def test_pairs_whose_prompts_failed_leave_scale_and_title_to_the_others() -> Non
     values = {hook: [[-3.0] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}
     none = {hook: [[None] * len(CORRUPT)] * len(LAYERS) for hook in ("pre_attn", "mlp_out")}
     failed = pair(base=None, grids=none)
-    both = result(pair(base=Baseline(value=-5.0, logprob=-5.0, foil_logprob=None), grids=values), failed, metric="logprob")
+    both = result(
+        pair(base=Baseline(value=-5.0, logprob=-5.0, foil_logprob=None), grids=values),
+        failed,
+        metric="logprob",
+    )
     assert grid_of(both).limits == (-7.0, -3.0)
     assert "unpatched -5" in described(both)[-1]
     alone = result(failed, metric="logprob")

@@ -22,12 +22,21 @@ from midstream.schemas.selectors import ALIASES, EVERY, HOOKS
 
 WIDE, HEADS = RowShape(heads=3, width=4), RowShape(heads=1, width=20)
 CARD = Card(
-    id="tiny", architecture="LlamaForCausalLM", num_layers=4, hidden_size=8, vocab_size=1000, max_model_len=64, dtype="float32",
+    id="tiny",
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    hidden_size=8,
+    vocab_size=1000,
+    max_model_len=64,
+    dtype="float32",
     hooks=[hook for hook in EVERY if hook != "router"],
     inside=dict.fromkeys(("q_proj", "k_proj", "q", "k", "v", "z"), WIDE) | {"mlp_act": HEADS},
-)  # fmt: skip
+)
 OUTSIDE = msgspec.structs.replace(
-    CARD, hooks=[hook for hook in HOOKS if hook != "post_attn"], inside={}, absent={"post_attn": "a parallel block"}
+    CARD,
+    hooks=[hook for hook in HOOKS if hook != "post_attn"],
+    inside={},
+    absent={"post_attn": "a parallel block"},
 )
 
 
@@ -36,18 +45,29 @@ def refusal(caught: Any) -> str:
     return str(caught.value)
 
 
-# --- Names ---------------------------------------------------------------------------------------------------------------
+# --- Names
+# --------------------------------------------------------------------------------------------------
 
 
 def test_names_mean_the_hooks_that_requests_take_them_for() -> None:
     for name, hooks in BLOCK.items():
         if name in ALIASES:
             assert hooks == (ALIASES[name],)
-    assert {ALIASES[name] for name in ALIASES} <= {hook for hooks in BLOCK.values() for hook in hooks}
+    assert {ALIASES[name] for name in ALIASES} <= {
+        hook for hooks in BLOCK.values() for hook in hooks
+    }
 
 
 @pytest.mark.parametrize(
-    "key", ["blocks.3.attn.hook_z", ("z", 3), ("z", -1), ("attn.hook_z", 3), ("z", np.int64(3), "attn"), ("z", 3, None)]
+    "key",
+    [
+        "blocks.3.attn.hook_z",
+        ("z", 3),
+        ("z", -1),
+        ("attn.hook_z", 3),
+        ("z", np.int64(3), "attn"),
+        ("z", 3, None),
+    ],
 )
 def test_a_key_is_a_full_name_or_a_short_one_with_its_layer(key: Any) -> None:
     assert site_of(key, CARD) == Site("attn.hook_z", 3)
@@ -58,7 +78,10 @@ def test_a_key_is_a_full_name_or_a_short_one_with_its_layer(key: Any) -> None:
     [
         ("blocks.4.hook_resid_post", "layer 4 is out of range (allowed: 0 to 3)"),
         (("resid_post", -5), "layer -5 is out of range"),
-        ("blocks.0.hook_nothing", "no activation is called 'hook_nothing' (allowed: hook_resid_pre,"),
+        (
+            "blocks.0.hook_nothing",
+            "no activation is called 'hook_nothing' (allowed: hook_resid_pre,",
+        ),
         ("blocks.0.attn.hook_result", "needs its weights, which are not served"),
         (("pre", 1), "mlp.hook_post"),
         ("hook_embed", "blocks.0.hook_resid_pre is their sum"),
@@ -75,11 +98,19 @@ def test_a_key_that_names_nothing_is_refused_with_what_is_valid(key: Any, said: 
 
 
 def test_a_hook_that_is_not_served_is_refused_with_the_servers_reason() -> None:
-    for key, said in ((("resid_mid", 0), "post_attn is not served: a parallel block"), (("pattern", 0), "the worker's setting hooks")):
+    for key, said in (
+        (("resid_mid", 0), "post_attn is not served: a parallel block"),
+        (("pattern", 0), "the worker's setting hooks"),
+    ):
         with pytest.raises(MidstreamError) as caught:
             site_of(key, OUTSIDE)
         assert said in refusal(caught)
-    assert {site.name for site in OUTSIDE.sites()} == {"hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post"}
+    assert {site.name for site in OUTSIDE.sites()} == {
+        "hook_resid_pre",
+        "hook_attn_out",
+        "hook_mlp_out",
+        "hook_resid_post",
+    }
 
 
 def test_a_filter_is_a_name_several_or_a_function() -> None:
@@ -89,7 +120,10 @@ def test_a_filter_is_a_name_several_or_a_function() -> None:
     assert chosen(lambda name: name == "blocks.1.hook_resid_post", CARD) == one
     assert chosen(None, CARD) == CARD.sites()
     assert len(CARD.sites()) == 4 * len(BLOCK)
-    assert hooks_of([Site("attn.hook_pattern", 2), Site("attn.hook_rot_k", 1)]) == {"q": [2], "k": [1, 2]}
+    assert hooks_of([Site("attn.hook_pattern", 2), Site("attn.hook_rot_k", 1)]) == {
+        "q": [2],
+        "k": [1, 2],
+    }
     for nothing in ([], lambda name: False):
         with pytest.raises(MidstreamError, match="names_filter: names no activation"):
             chosen(nothing, CARD)
@@ -102,14 +136,21 @@ def test_reasons_are_given_for_names_that_are_not_there() -> None:
     assert not [name for name in OF_MODEL if hasattr(HookedModel, name)]
 
 
-# --- Ops -----------------------------------------------------------------------------------------------------------------
+# --- Ops
+# --------------------------------------------------------------------------------------------------
 
 
 def request(*hooks: Any) -> JobRequest:
     """What is sent, as the server reads it."""
     found = edits_of(hooks, CARD)
     return msgspec.convert(
-        {"model": "tiny", "prompts": ["x"], "steering": _plain(found["steering"]), "patch": _plain(found["patch"])}, JobRequest
+        {
+            "model": "tiny",
+            "prompts": ["x"],
+            "steering": _plain(found["steering"]),
+            "patch": _plain(found["patch"]),
+        },
+        JobRequest,
     )
 
 
@@ -125,14 +166,39 @@ POST = "blocks.2.hook_resid_post"
 
 
 def test_ops_become_entries_of_the_request() -> None:
-    sent = request((POST, ops.add(np.ones(8), scale=2.0, pos=-1)), (POST, ops.ablate(np.ones(8))), (POST, ops.clamp(np.ones(8), low=1.0)))
+    sent = request(
+        (POST, ops.add(np.ones(8), scale=2.0, pos=-1)),
+        (POST, ops.ablate(np.ones(8))),
+        (POST, ops.clamp(np.ones(8), low=1.0)),
+    )
     add, ablate, clamp = sent.steering
-    assert (add.op, add.layers, add.hook, add.positions, add.scale) == (None, 2, "post_block", [-1], 2.0)
-    assert (ablate.op, ablate.positions, ablate.strength, clamp.op, clamp.low, clamp.high) == ("ablate", "all", 1.0, "clamp", 1.0, None)
-    sent = request((("z", 1), ops.zero(heads=[2])), (("post", 0), ops.replace(np.ones(20), dims="0-3", pos=slice(2, None))))
+    assert (add.op, add.layers, add.hook, add.positions, add.scale) == (
+        None,
+        2,
+        "post_block",
+        [-1],
+        2.0,
+    )
+    assert (ablate.op, ablate.positions, ablate.strength, clamp.op, clamp.low, clamp.high) == (
+        "ablate",
+        "all",
+        1.0,
+        "clamp",
+        1.0,
+        None,
+    )
+    sent = request(
+        (("z", 1), ops.zero(heads=[2])),
+        (("post", 0), ops.replace(np.ones(20), dims="0-3", pos=slice(2, None))),
+    )
     zeros, ones = sent.patch
     assert (zeros.hook, zeros.heads, zeros.source.zeros, zeros.positions) == ("z", [2], True, "all")
-    assert (ones.hook, ones.mask, ones.positions.start, ones.positions.stop) == ("mlp_act", "0-3", 2, None)  # type: ignore[union-attr]
+    assert (ones.hook, ones.mask, ones.positions.start, ones.positions.stop) == (
+        "mlp_act",
+        "0-3",
+        2,
+        None,
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 3, 8)])
@@ -141,7 +207,9 @@ def test_rows_of_several_positions_are_patches_of_one_each(shape: tuple[int, ...
     for pos, wanted in ((None, [[0], [1], [2]]), ([5, 1, -1], [[5], [1], [-1]])):
         found = edits_of([(POST, ops.replace(rows, pos=pos))], CARD)["patch"]
         assert [entry["positions"] for entry in found] == wanted
-        assert np.array_equal(np.stack([entry["source"]["vector"] for entry in found]), rows.reshape(3, 8))
+        assert np.array_equal(
+            np.stack([entry["source"]["vector"] for entry in found]), rows.reshape(3, 8)
+        )
 
 
 def test_ops_of_one_kind_at_one_activation_are_sent_in_their_order() -> None:
@@ -151,7 +219,13 @@ def test_ops_of_one_kind_at_one_activation_are_sent_in_their_order() -> None:
 
 @pytest.mark.parametrize(
     ("pos", "written"),
-    [(slice(None), {"start": 0}), (slice(None, 3), {"start": 0, "stop": 3}), (slice(-3, None), {"start": -3}), (-1, [-1]), (None, "all")],
+    [
+        (slice(None), {"start": 0}),
+        (slice(None, 3), {"start": 0, "stop": 3}),
+        (slice(-3, None), {"start": -3}),
+        (-1, [-1]),
+        (None, "all"),
+    ],
 )
 def test_positions_are_written_as_requests_take_them(pos: Any, written: Any) -> None:
     assert ops.add(np.ones(8), pos=pos).fields["positions"] == written
@@ -171,14 +245,26 @@ def test_rows_by_head_are_joined() -> None:
         ([(POST, lambda rows, hook: rows)], "fwd_hooks[0]: is a Python function"),
         ([(POST, np.ones(8))], "is a ndarray"),
         ([POST], "is not a pair"),
-        ([(POST, ops.add(np.ones(7)))], "shape [7] is not made of rows of this activation (allowed: rows of shape [8])"),
+        (
+            [(POST, ops.add(np.ones(7)))],
+            "shape [7] is not made of rows of this activation (allowed: rows of shape [8])",
+        ),
         ([(POST, ops.add(np.ones((2, 8))))], "takes one vector, not 2"),
         ([(POST, ops.replace(np.ones((2, 8)), pos=[1]))], "2 rows need as many positions"),
-        ([(POST, ops.replace(np.ones((2, 8)), pos="last_prompt"))], "2 rows need as many positions"),
-        ([(POST, ops.ablate(np.ones(8))), (POST, ops.add(np.ones(8)))], "ops.add is applied before ops.ablate"),
+        (
+            [(POST, ops.replace(np.ones((2, 8)), pos="last_prompt"))],
+            "2 rows need as many positions",
+        ),
+        (
+            [(POST, ops.ablate(np.ones(8))), (POST, ops.add(np.ones(8)))],
+            "ops.add is applied before ops.ablate",
+        ),
         ([(POST, ops.add(np.ones(8))), (POST, ops.zero())], "ops.zero is applied before ops.add"),
         ([(POST, ops.attend({0: np.eye(3)}))], "ops.attend cannot edit hook_resid_post"),
-        ([(("pattern", 0), ops.zero())], "ops.zero cannot edit attn.hook_pattern (allowed: ops.attend)"),
+        (
+            [(("pattern", 0), ops.zero())],
+            "ops.zero cannot edit attn.hook_pattern (allowed: ops.attend)",
+        ),
     ],
 )
 def test_what_cannot_be_edited_so_is_refused_by_its_number(hooks: list[Any], said: str) -> None:
@@ -190,16 +276,22 @@ def test_what_cannot_be_edited_so_is_refused_by_its_number(hooks: list[Any], sai
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ops.add([1.0, float("nan")]), lambda: ops.add("text"), lambda: ops.add(3.0), lambda: ops.add(np.ones(8), pos=1.5),
-        lambda: ops.zero(pos=slice(0, 8, 2)), lambda: ops.patch({"no": "cache"}), lambda: ops.attend({}),  # type: ignore[arg-type]
+        lambda: ops.add([1.0, float("nan")]),
+        lambda: ops.add("text"),
+        lambda: ops.add(3.0),
+        lambda: ops.add(np.ones(8), pos=1.5),
+        lambda: ops.zero(pos=slice(0, 8, 2)),
+        lambda: ops.patch({"no": "cache"}),
+        lambda: ops.attend({}),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
+)
 def test_an_op_checks_its_arguments(make: Any) -> None:
     with pytest.raises(MidstreamError):
         make()
 
 
-# --- Predictions -----------------------------------------------------------------------------------------------------------
+# --- Predictions
+# --------------------------------------------------------------------------------------------------
 
 
 class Server:
@@ -209,16 +301,30 @@ class Server:
         self.table = np.random.default_rng(1).standard_normal((2, 12, vocab)).astype(np.float32)
         self.asked: list[tuple[int, list[int], int, list[int]]] = []
 
-    def __call__(self, prompt: int, positions: list[int], top: int, tokens: list[int]) -> LensReading:
+    def __call__(
+        self, prompt: int, positions: list[int], top: int, tokens: list[int]
+    ) -> LensReading:
         assert len(tokens) <= MAX_LENS_TOKENS
         self.asked.append((prompt, positions, top, tokens))
         order = [np.argsort(-self.table[prompt, position])[:top] for position in positions]
         return LensReading(
-            request=0, hook="post_block", layers=[3], positions=positions, token_ids=[0] * len(positions),
+            request=0,
+            hook="post_block",
+            layers=[3],
+            positions=positions,
+            token_ids=[0] * len(positions),
             top_tokens=[[row.tolist() for row in order]],
-            top_logprobs=[[self.table[prompt, position][row].tolist() for position, row in zip(positions, order, strict=True)]],
-            named_tokens=tokens, named_logprobs=[[self.table[prompt, position][tokens].tolist() for position in positions]],
-        )  # fmt: skip
+            top_logprobs=[
+                [
+                    self.table[prompt, position][row].tolist()
+                    for position, row in zip(positions, order, strict=True)
+                ]
+            ],
+            named_tokens=tokens,
+            named_logprobs=[
+                [self.table[prompt, position][tokens].tolist() for position in positions]
+            ],
+        )
 
 
 def logits(length: int = 12, limit_kib: int = 256) -> tuple[Logits, Server]:
@@ -230,15 +336,29 @@ def logits(length: int = 12, limit_kib: int = 256) -> tuple[Logits, Server]:
 @pytest.mark.parametrize(
     "key",
     [
-        (0, -1, 7), (0, -1, [7, 900]), (slice(None), -1, 7), (1, slice(2, 5), [3]), (..., 7), (0, ..., -1), (slice(None), [0, 3], 5),
-        ([0, 1], [2, 3], [4, 5, 6]), (0, 0, slice(10, 14)), (0, 0, [-1000, 999]),
+        (0, -1, 7),
+        (0, -1, [7, 900]),
+        (slice(None), -1, 7),
+        (1, slice(2, 5), [3]),
+        (..., 7),
+        (0, ..., -1),
+        (slice(None), [0, 3], 5),
+        ([0, 1], [2, 3], [4, 5, 6]),
+        (0, 0, slice(10, 14)),
+        (0, 0, [-1000, 999]),
     ],
-)  # fmt: skip
+)
 def test_indexing_gives_what_numpy_would(key: Any) -> None:
     found, server = logits()
     places = np.arange(24).reshape(2, 12)
     whole = server.table.reshape(24, 1000)
-    *lead, last = [slice(None), slice(None), key[1]] if key[0] is Ellipsis else [0, slice(None), key[2]] if key[1] is Ellipsis else key
+    *lead, last = (
+        [slice(None), slice(None), key[1]]
+        if key[0] is Ellipsis
+        else [0, slice(None), key[2]]
+        if key[1] is Ellipsis
+        else key
+    )
     assert np.array_equal(found[key], whole[places[tuple(lead)]][..., last])
 
 
@@ -289,12 +409,20 @@ def test_requests_keep_to_the_limits_of_tokens_and_bytes() -> None:
     found, server = logits(limit_kib=1)
     assert found[0, :, list(range(150))].shape == (12, 150)
     assert max(len(tokens) for *_, tokens in server.asked) == MAX_LENS_TOKENS
-    assert all(len(positions) * (14 + 8 * (top + len(tokens))) <= 1024 for _, positions, top, tokens in server.asked)
+    assert all(
+        len(positions) * (14 + 8 * (top + len(tokens))) <= 1024
+        for _, positions, top, tokens in server.asked
+    )
 
 
 def test_the_loss_is_that_of_each_next_token() -> None:
     found, server = logits()
-    wanted = -np.stack([server.table[number, np.arange(11), np.arange(1, 12) + 100 * number] for number in range(2)])
+    wanted = -np.stack(
+        [
+            server.table[number, np.arange(11), np.arange(1, 12) + 100 * number]
+            for number in range(2)
+        ]
+    )
     assert np.array_equal(found.loss(per_token=True), wanted)
     assert found.loss() == pytest.approx(wanted.mean())
     with pytest.raises(MidstreamError, match="loss: is of whole prompts"):

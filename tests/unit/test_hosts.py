@@ -12,16 +12,31 @@ KEYS = Settings(auth="keys")
 OWN = "http://localhost:8321"
 
 
-def refused(settings: Settings, hosts: list[str], origins: list[str] | None = None, method: str = "GET") -> str:
+def refused(
+    settings: Settings, hosts: list[str], origins: list[str] | None = None, method: str = "GET"
+) -> str:
     """The kind of the refusal; empty: none."""
     try:
-        Hosts(settings, settings.api_host, asks_for_keys(settings)).check(method, hosts, origins or [])
+        Hosts(settings, settings.api_host, asks_for_keys(settings)).check(
+            method, hosts, origins or []
+        )
     except MidstreamError as error:
         return error.kind
     return ""
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:8321", "127.0.0.1", "127.0.0.1:80", "127.0.0.2", "[::1]", "[::1]:8321"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8321",
+        "127.0.0.1",
+        "127.0.0.1:80",
+        "127.0.0.2",
+        "[::1]",
+        "[::1]:8321",
+    ],
+)
 def test_loopback_names_are_allowed_with_any_port(host: str) -> None:
     assert refused(OPEN, [host]) == ""
 
@@ -29,11 +44,26 @@ def test_loopback_names_are_allowed_with_any_port(host: str) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        "evil.example", "evil.example:8321", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil.example",
-        "evil.example@127.0.0.1", "localhost:80:80", "localhost:8321.evil.example", "[::1].evil.example", "[::1]evil", "::1", "",
-        " localhost", "localhost\t", "localhost/x", "10.0.0.7", "0.0.0.0", "[fe80::1]",
+        "evil.example",
+        "evil.example:8321",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@evil.example",
+        "evil.example@127.0.0.1",
+        "localhost:80:80",
+        "localhost:8321.evil.example",
+        "[::1].evil.example",
+        "[::1]evil",
+        "::1",
+        "",
+        " localhost",
+        "localhost\t",
+        "localhost/x",
+        "10.0.0.7",
+        "0.0.0.0",
+        "[fe80::1]",
     ],
-)  # fmt: skip
+)
 def test_rebound_host_names_are_refused(host: str) -> None:
     assert refused(OPEN, [host]) == "misdirected"
 
@@ -44,8 +74,13 @@ def test_several_host_headers_are_refused(hosts: list[str]) -> None:
 
 
 def test_configured_and_public_host_names_are_allowed() -> None:
-    settings = Settings(allowed_hosts="Lab.example, 10.0.0.7,fe80::1", public_url="https://mid.example/x")
-    assert [refused(settings, [host]) for host in ("lab.EXAMPLE:99", "10.0.0.7", "[fe80::1]:1", "mid.example", "localhost")] == [""] * 5
+    settings = Settings(
+        allowed_hosts="Lab.example, 10.0.0.7,fe80::1", public_url="https://mid.example/x"
+    )
+    assert [
+        refused(settings, [host])
+        for host in ("lab.EXAMPLE:99", "10.0.0.7", "[fe80::1]:1", "mid.example", "localhost")
+    ] == [""] * 5
     assert refused(settings, ["x.lab.example"]) == "misdirected"
 
 
@@ -53,7 +88,10 @@ def test_configured_and_public_host_names_are_allowed() -> None:
     ("settings", "allowed"),
     [
         (OPEN, "localhost, 127.0.0.1, [::1]"),
-        (Settings(api_host="::1", allowed_hosts="localhost,lab.example,fe80::1"), "localhost, 127.0.0.1, [::1], [fe80::1], lab.example"),
+        (
+            Settings(api_host="::1", allowed_hosts="localhost,lab.example,fe80::1"),
+            "localhost, 127.0.0.1, [::1], [fe80::1], lab.example",
+        ),
         (
             Settings(api_host="0.0.0.0", auth="open", public_url="http://lab.example"),
             "localhost, 127.0.0.1, [::1], any address, lab.example",
@@ -62,25 +100,35 @@ def test_configured_and_public_host_names_are_allowed() -> None:
 )
 def test_a_refusal_names_each_host_once(settings: Settings, allowed: str) -> None:
     with pytest.raises(MidstreamError) as error:
-        Hosts(settings, settings.api_host, asks_for_keys(settings)).check("GET", ["evil.example"], [])
+        Hosts(settings, settings.api_host, asks_for_keys(settings)).check(
+            "GET", ["evil.example"], []
+        )
     assert error.value.allowed == allowed
 
 
 def test_with_keys_any_host_is_allowed_until_some_are_configured() -> None:
     assert refused(KEYS, ["any.example"]) == ""
     named = Settings(auth="keys", allowed_hosts="mid.example")
-    assert [refused(named, [host]) for host in ("mid.example", "127.0.0.1:8321", "any.example")] == ["", "", "misdirected"]
+    assert [
+        refused(named, [host]) for host in ("mid.example", "127.0.0.1:8321", "any.example")
+    ] == ["", "", "misdirected"]
 
 
 def test_open_off_loopback_allows_addresses_and_no_names() -> None:
     settings = Settings(api_host="0.0.0.0", auth="open")
-    assert [refused(settings, [host]) for host in ("10.0.0.7:8321", "[fe80::1]", "localhost")] == ["", "", ""]
+    assert [refused(settings, [host]) for host in ("10.0.0.7:8321", "[fe80::1]", "localhost")] == [
+        "",
+        "",
+        "",
+    ]
     assert refused(settings, ["evil.example"]) == "misdirected"
 
 
 def test_with_keys_addresses_stay_allowed_beside_configured_names() -> None:
     settings = Settings(api_host="0.0.0.0", allowed_hosts="mid.example")
-    assert refused(settings, ["172.18.0.5:8321"]) == "", "Prometheus finds containers by their addresses"
+    assert refused(settings, ["172.18.0.5:8321"]) == "", (
+        "Prometheus finds containers by their addresses"
+    )
     assert refused(settings, ["evil.example"]) == "misdirected"
 
 
@@ -91,7 +139,17 @@ def test_cross_origin_writes_from_other_addresses_are_refused() -> None:
     assert refused(settings, ["[fe80::1]:8321"], ["http://[fe80::1]:8321"], "POST") == ""
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "https://localhost.evil.example:8321", "null", "file://", "http://10.0.0.7", ""])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "https://localhost.evil.example:8321",
+        "null",
+        "file://",
+        "http://10.0.0.7",
+        "",
+    ],
+)
 def test_cross_origin_pages_may_only_read(origin: str) -> None:
     assert refused(OPEN, ["localhost:8321"], [origin], "POST") == "cross_site"
     assert refused(OPEN, ["localhost:8321"], [OWN, origin], "DELETE") == "cross_site"
@@ -100,14 +158,21 @@ def test_cross_origin_pages_may_only_read(origin: str) -> None:
 
 def test_same_origin_pages_may_write() -> None:
     assert refused(OPEN, ["localhost:8321"], [OWN], "POST") == ""
-    assert refused(Settings(allowed_hosts="lab.example"), ["lab.example"], ["https://lab.example"], "PUT") == ""
+    assert (
+        refused(
+            Settings(allowed_hosts="lab.example"), ["lab.example"], ["https://lab.example"], "PUT"
+        )
+        == ""
+    )
 
 
 def test_with_keys_the_origin_is_not_checked() -> None:
     assert refused(KEYS, ["mid.example"], ["https://evil.example"], "POST") == ""
 
 
-@pytest.mark.parametrize("wrong", ["https://mid.example", "mid.example:8321", "a b", "mid.example,x/y", "*@x"])
+@pytest.mark.parametrize(
+    "wrong", ["https://mid.example", "mid.example:8321", "a b", "mid.example,x/y", "*@x"]
+)
 def test_an_invalid_allowed_host_stops_the_start(wrong: str) -> None:
     with pytest.raises(SettingsError, match="MIDSTREAM_ALLOWED_HOSTS"):
         serve(Settings(redis_url="redis://127.0.0.1:1/0", allowed_hosts=wrong))

@@ -1,4 +1,6 @@
-"""Images of prompts: what is taken, what is refused by which field, and positions before and after a prompt is expanded."""
+"""Images of prompts: what is taken, what is refused by which field, and positions before and after
+a prompt is expanded.
+"""
 
 import base64
 import io
@@ -38,20 +40,37 @@ URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
 def model(**fields: Any) -> ModelInfo:
-    known = {"name": "m", "version": "", "architecture": "", "num_layers": 4, "hidden_size": 8, "vocab_size": 512, "max_model_len": 64}
-    known |= {"dtype": "float32", "hooks": ["post_block"], "tokenizer": "", "images": 2, "image_placeholder": [500]}
+    known = {
+        "name": "m",
+        "version": "",
+        "architecture": "",
+        "num_layers": 4,
+        "hidden_size": 8,
+        "vocab_size": 512,
+        "max_model_len": 64,
+    }
+    known |= {
+        "dtype": "float32",
+        "hooks": ["post_block"],
+        "tokenizer": "",
+        "images": 2,
+        "image_placeholder": [500],
+    }
     return ModelInfo(**known | fields)
 
 
 def chat(*parts: dict[str, Any]) -> ChatRequest:
-    return from_json(to_json({"model": "m", "messages": [{"role": "user", "content": list(parts)}]}), ChatRequest)
+    return from_json(
+        to_json({"model": "m", "messages": [{"role": "user", "content": list(parts)}]}), ChatRequest
+    )
 
 
 def picture(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-# -- files --------------------------------------------------------------------------------------------------------------------
+# -- files
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
@@ -64,7 +83,10 @@ def test_images_are_known_by_their_header(kind: str) -> None:
     [
         (b"", "not a PNG or JPEG"),
         (file_of("GIF"), "not a PNG or JPEG"),
-        (PNG[:16] + struct.pack(">II", 1 << 16, 1 << 16) + PNG[24:], f"1 to {MAX_IMAGE_PIXELS} pixels"),
+        (
+            PNG[:16] + struct.pack(">II", 1 << 16, 1 << 16) + PNG[24:],
+            f"1 to {MAX_IMAGE_PIXELS} pixels",
+        ),
         (PNG[:16] + struct.pack(">II", 0, 5) + PNG[24:], "0 × 5 pixels"),
         (b"\xff\xd8\xff\xe0\x00\x04ab", "without a frame header"),
         (b"\xff\xd8" + b"\xff" * 64, "without a frame header"),
@@ -75,12 +97,15 @@ def test_other_files_are_refused_with_the_reason(data: bytes, words: str) -> Non
         check_image(data)
 
 
-# -- requests -----------------------------------------------------------------------------------------------------------------
+# -- requests
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_conversation_keeps_its_parts_and_hands_over_its_images() -> None:
     parsed = parse_chat(chat({"type": "text", "text": "look"}, picture(URL))).prompts[0]
-    assert plain_messages(parsed.value) == [{"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]}]
+    assert plain_messages(parsed.value) == [
+        {"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]}
+    ]
     assert parsed.images == [PNG]
     text = parse_chat(chat({"type": "text", "text": "a"}, {"type": "text", "text": "b"})).prompts[0]
     assert plain_messages(text.value) == [{"role": "user", "content": "a\nb"}]
@@ -98,7 +123,10 @@ def test_a_conversation_keeps_its_parts_and_hands_over_its_images() -> None:
 def test_a_part_that_is_no_image_is_refused_by_its_place(url: str, words: str) -> None:
     with pytest.raises(MidstreamError, match=words) as refused:
         parse_chat(chat({"type": "text", "text": "look"}, picture(url)))
-    assert (refused.value.kind, refused.value.field) == ("invalid_request", "messages[0].content[1].image_url.url")
+    assert (refused.value.kind, refused.value.field) == (
+        "invalid_request",
+        "messages[0].content[1].image_url.url",
+    )
 
 
 def test_a_model_takes_only_so_many_images_and_says_why_it_takes_none() -> None:
@@ -110,15 +138,20 @@ def test_a_model_takes_only_so_many_images_and_says_why_it_takes_none() -> None:
 
 
 def test_every_image_has_one_placeholder() -> None:
-    assert [(ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", model())] == [(1, 2), (3, 4)]
+    assert [
+        (ref.start, ref.stop) for ref in placed([1, 500, 2, 500], [PNG, PNG], "messages", model())
+    ] == [(1, 2), (3, 4)]
     wide = model(image_placeholder=[7, 7])
-    assert [(ref.start, ref.stop) for ref in placed([7, 7, 7, 7], [PNG, PNG], "messages", wide)] == [(0, 2), (2, 4)]
+    assert [
+        (ref.start, ref.stop) for ref in placed([7, 7, 7, 7], [PNG, PNG], "messages", wide)
+    ] == [(0, 2), (2, 4)]
     for ids in ([1, 2], [500, 1, 500]):
         with pytest.raises(MidstreamError, match="placeholders for 1 images"):
             placed(ids, [PNG], "messages", model())
 
 
-# -- positions ----------------------------------------------------------------------------------------------------------------
+# -- positions
+# --------------------------------------------------------------------------------------------------
 
 REFS = [ImageRef(digest="a", start=2, stop=3), ImageRef(digest="b", start=5, stop=6)]
 
@@ -140,9 +173,15 @@ def test_images_are_named_by_their_placeholders(asked: Any, places: list[int]) -
 
 @pytest.mark.parametrize(
     ("asked", "images", "words"),
-    [("image", [], "has no image"), (Span(image=2), REFS, "images 0 to 1"), ([Span(image=-3)], REFS, "out of range")],
+    [
+        ("image", [], "has no image"),
+        (Span(image=2), REFS, "images 0 to 1"),
+        ([Span(image=-3)], REFS, "out of range"),
+    ],
 )
-def test_an_image_that_is_not_there_is_refused(asked: Any, images: list[ImageRef], words: str) -> None:
+def test_an_image_that_is_not_there_is_refused(
+    asked: Any, images: list[ImageRef], words: str
+) -> None:
     with pytest.raises(SelectorError, match=words):
         resolve_positions(asked, 8, images=images)
 
@@ -154,7 +193,16 @@ def test_a_capture_of_images_in_a_prompt_without_one_names_the_field() -> None:
     assert refused.value.field == "capture.positions"
 
 
-@pytest.mark.parametrize("fields", [{"start": 1}, {"text": "a"}, {"start": 3, "stop": 3}, {"start": -1, "stop": 2}, {"occurrence": 1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"start": 1},
+        {"text": "a"},
+        {"start": 3, "stop": 3},
+        {"start": -1, "stop": 2},
+        {"occurrence": 1},
+    ],
+)
 def test_a_span_of_an_image_has_both_ends_or_none(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="of an image"):
         Span(image=0, **fields)
@@ -169,7 +217,8 @@ def test_images_are_written_as_text_on_the_command_line_and_refused_for_everyone
             _check_for_everyone(asked, "entries[0].positions")
 
 
-# -- on the worker ------------------------------------------------------------------------------------------------------------
+# -- on the worker
+# --------------------------------------------------------------------------------------------------
 
 WRITTEN = [10, 11, 500, 12, 13, 500, 14, 15]
 
@@ -179,13 +228,24 @@ class Range:
         self.offset, self.length = offset, length
 
 
-MADE = {"prompt_token_ids": [10, 11, 500, 500, 500, 12, 13, 7, 500, 14, 15], "mm_placeholders": {"image": [Range(2, 3), Range(7, 2)]}}
+MADE = {
+    "prompt_token_ids": [10, 11, 500, 500, 500, 12, 13, 7, 500, 14, 15],
+    "mm_placeholders": {"image": [Range(2, 3), Range(7, 2)]},
+}
 
 
 def ask(positions: Any, **fields: Any) -> EngineRequest:
     captures = [StoredCapture(sites={"post_block": [0]}, positions=positions, tag="t")]
     return EngineRequest(
-        **{"job": "j", "request": 0, "attempt": 1, "token_ids": WRITTEN, "sampling": Sampling(), "captures": captures, "images": REFS}
+        **{
+            "job": "j",
+            "request": 0,
+            "attempt": 1,
+            "token_ids": WRITTEN,
+            "sampling": Sampling(),
+            "captures": captures,
+            "images": REFS,
+        }
         | fields
     )
 
@@ -206,7 +266,10 @@ def ask(positions: Any, **fields: Any) -> EngineRequest:
 def test_places_as_written_become_positions_as_the_model_sees_them(written: Any, seen: Any) -> None:
     found = expanded(ask(written), MADE)
     assert found.captures[0].positions == seen
-    assert [(span.digest, span.start, span.stop) for span in found.spans] == [("a", 2, 5), ("b", 7, 9)]
+    assert [(span.digest, span.start, span.stop) for span in found.spans] == [
+        ("a", 2, 5),
+        ("b", 7, 9),
+    ]
     assert found.token_ids == MADE["prompt_token_ids"]
 
 
@@ -230,7 +293,12 @@ def test_an_expanded_prompt_that_is_too_long_fails_and_one_that_fills_generates_
     with pytest.raises(MidstreamError, match="has 11 tokens with its images") as refused:
         fitted(long, 19)
     assert refused.value.kind == "prompt_too_long"
-    assert fitted(expanded(ask("all", sampling=Sampling(max_tokens=9), fills=True), MADE), 19).sampling.max_tokens == 8
+    assert (
+        fitted(
+            expanded(ask("all", sampling=Sampling(max_tokens=9), fills=True), MADE), 19
+        ).sampling.max_tokens
+        == 8
+    )
 
 
 def test_a_damaged_file_is_a_typed_error_that_names_the_image() -> None:
@@ -239,7 +307,8 @@ def test_a_damaged_file_is_a_typed_error_that_names_the_image() -> None:
     assert (refused.value.kind, refused.value.field) == ("invalid_request", "messages")
 
 
-# -- the client ---------------------------------------------------------------------------------------------------------------
+# -- the client
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
@@ -248,7 +317,11 @@ def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
         assert image_part(image)["image_url"]["url"].startswith("data:image/png;base64,")
     (message,) = with_images([{"role": "user", "content": "look"}], [PNG])
     assert message["content"] == [picture(URL), {"type": "text", "text": "look"}]
-    for wrong, words in ((tmp_path / "b.png", "cannot be read"), (b"x", "is not a PNG"), (5, "is a int")):
+    for wrong, words in (
+        (tmp_path / "b.png", "cannot be read"),
+        (b"x", "is not a PNG"),
+        (5, "is a int"),
+    ):
         with pytest.raises(MidstreamError, match=words) as refused:
             with_images([{"role": "user", "content": "look"}], [PNG, wrong])
         assert refused.value.field == "images[1]"

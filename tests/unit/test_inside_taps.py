@@ -1,4 +1,6 @@
-"""Where hooks inside attention and MLP are found, in layers of vLLM's own module classes without weights."""
+"""Where hooks inside attention and MLP are found, in layers of vLLM's own module classes without
+weights.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,12 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 
 from midstream.schemas.banks import RowShape
 from midstream.schemas.selectors import INSIDE
@@ -30,7 +37,13 @@ def bare(kind: type[nn.Module], **facts: Any) -> nn.Module:
 
 def attention(tp: int = 1, **facts: Any) -> nn.Module:
     keys = max(1, KEYS // tp)
-    own = {"num_heads": HEADS // tp, "num_kv_heads": keys, "head_size": WIDTH, "head_size_v": WIDTH, "kv_sharing_target_layer_name": None}
+    own = {
+        "num_heads": HEADS // tp,
+        "num_kv_heads": keys,
+        "head_size": WIDTH,
+        "head_size_v": WIDTH,
+        "kv_sharing_target_layer_name": None,
+    }
     return bare(Attention, **(own | facts))
 
 
@@ -40,17 +53,27 @@ def block(tp: int = 1, **facts: Any) -> nn.Module:
     found.attn = attention(tp, **facts)
     sizes = [HEADS // tp * WIDTH, max(1, KEYS // tp) * WIDTH, max(1, KEYS // tp) * WIDTH]
     found.qkv_proj = bare(
-        QKVParallelLinear, input_size=HIDDEN, output_size=sum(sizes) * tp, output_partition_sizes=sizes, total_num_kv_heads=KEYS
+        QKVParallelLinear,
+        input_size=HIDDEN,
+        output_size=sum(sizes) * tp,
+        output_partition_sizes=sizes,
+        total_num_kv_heads=KEYS,
     )
-    found.o_proj = bare(RowParallelLinear, input_size=HEADS * WIDTH, output_size=HIDDEN, input_is_parallel=True)
+    found.o_proj = bare(
+        RowParallelLinear, input_size=HEADS * WIDTH, output_size=HIDDEN, input_is_parallel=True
+    )
     return found
 
 
 def layer(tp: int = 1, **facts: Any) -> nn.Module:
     found = nn.Module()
     found.self_attn, found.mlp = block(tp, **facts), nn.Module()
-    found.mlp.gate_up_proj = bare(MergedColumnParallelLinear, input_size=HIDDEN, output_size=2 * NEURONS)
-    found.mlp.down_proj = bare(RowParallelLinear, input_size=NEURONS, output_size=HIDDEN, input_is_parallel=True)
+    found.mlp.gate_up_proj = bare(
+        MergedColumnParallelLinear, input_size=HIDDEN, output_size=2 * NEURONS
+    )
+    found.mlp.down_proj = bare(
+        RowParallelLinear, input_size=NEURONS, output_size=HIDDEN, input_is_parallel=True
+    )
     return found
 
 
@@ -64,43 +87,87 @@ def test_a_layer_like_llamas_has_all_but_a_router() -> None:
     found, absent = located(made)
     assert list(found) == DENSE
     assert absent == {"router": "layer 0: it has no experts"}
-    assert [(found[hook].module, found[hook].side) for hook in ("q", "k", "v")] == [(made.self_attn.attn, place) for place in range(3)]
-    assert [found[hook].side for hook in ("z", "mlp_act", "q_proj", "k_proj")] == [0, 0, "output", "output"]
-    assert (found["z"].module, found["mlp_act"].module) == (made.self_attn.o_proj, made.mlp.down_proj)
-    assert (found["q_proj"].first, found["k_proj"].first, found["k_proj"].module) == (0, HEADS * WIDTH, made.self_attn.qkv_proj)
-    assert (found["z"].columns.row, found["k"].columns.row) == (RowShape(heads=HEADS, width=WIDTH), RowShape(heads=KEYS, width=WIDTH))
+    assert [(found[hook].module, found[hook].side) for hook in ("q", "k", "v")] == [
+        (made.self_attn.attn, place) for place in range(3)
+    ]
+    assert [found[hook].side for hook in ("z", "mlp_act", "q_proj", "k_proj")] == [
+        0,
+        0,
+        "output",
+        "output",
+    ]
+    assert (found["z"].module, found["mlp_act"].module) == (
+        made.self_attn.o_proj,
+        made.mlp.down_proj,
+    )
+    assert (found["q_proj"].first, found["k_proj"].first, found["k_proj"].module) == (
+        0,
+        HEADS * WIDTH,
+        made.self_attn.qkv_proj,
+    )
+    assert (found["z"].columns.row, found["k"].columns.row) == (
+        RowShape(heads=HEADS, width=WIDTH),
+        RowShape(heads=KEYS, width=WIDTH),
+    )
     assert found["mlp_act"].columns.row == RowShape(heads=1, width=NEURONS)
 
 
-@pytest.mark.parametrize(("rank", "keys", "records"), [(0, (0, 16), True), (1, (0, 16), False), (2, (16, 32), True), (3, (16, 32), False)])
-def test_key_heads_that_ranks_share_are_recorded_by_the_first_of_them(rank: int, keys: tuple[int, int], records: bool) -> None:
+@pytest.mark.parametrize(
+    ("rank", "keys", "records"),
+    [(0, (0, 16), True), (1, (0, 16), False), (2, (16, 32), True), (3, (16, 32), False)],
+)
+def test_key_heads_that_ranks_share_are_recorded_by_the_first_of_them(
+    rank: int, keys: tuple[int, int], records: bool
+) -> None:
     """Four ranks with one query head each, over two key heads."""
     found, _ = located(layer(4), rank, 4)
-    assert (found["k"].columns.start, found["k"].columns.stop, found["k"].columns.records) == (*keys, records)
-    assert (found["q"].columns.start, found["q"].columns.stop, found["q"].columns.records) == (16 * rank, 16 * rank + 16, True)
-    assert (found["mlp_act"].columns.start, found["mlp_act"].columns.stop) == (24 * rank, 24 * rank + 24)
+    assert (found["k"].columns.start, found["k"].columns.stop, found["k"].columns.records) == (
+        *keys,
+        records,
+    )
+    assert (found["q"].columns.start, found["q"].columns.stop, found["q"].columns.records) == (
+        16 * rank,
+        16 * rank + 16,
+        True,
+    )
+    assert (found["mlp_act"].columns.start, found["mlp_act"].columns.stop) == (
+        24 * rank,
+        24 * rank + 24,
+    )
 
 
 def test_what_lora_puts_around_a_projection_is_found_instead_of_it() -> None:
     made = layer()
-    for holder, name in ((made.self_attn, "qkv_proj"), (made.self_attn, "o_proj"), (made.mlp, "down_proj")):
+    for holder, name in (
+        (made.self_attn, "qkv_proj"),
+        (made.self_attn, "o_proj"),
+        (made.mlp, "down_proj"),
+    ):
         wrapper = nn.Module()
         wrapper.base_layer = getattr(holder, name)
         setattr(holder, name, wrapper)
     found, _ = located(made)
     assert list(found) == DENSE
-    assert (found["q_proj"].module, found["z"].module) == (made.self_attn.qkv_proj, made.self_attn.o_proj)
+    assert (found["q_proj"].module, found["z"].module) == (
+        made.self_attn.qkv_proj,
+        made.self_attn.o_proj,
+    )
     assert found["mlp_act"].module is made.mlp.down_proj
 
 
 def test_fused_experts_have_a_router_and_no_neurons() -> None:
     made = layer()
     made.mlp = nn.Module()
-    made.mlp.gate = bare(ReplicatedLinear, input_size=HIDDEN, output_size=8, params_dtype=None, out_dtype=None)
+    made.mlp.gate = bare(
+        ReplicatedLinear, input_size=HIDDEN, output_size=8, params_dtype=None, out_dtype=None
+    )
     made.mlp.experts = bare(nn.Module, moe_config=SimpleNamespace(num_logical_experts=8))
     found, absent = located(made)
     assert absent == {"mlp_act": "layer 0: its experts are fused"}
-    assert (found["router"].module, found["router"].columns.row) == (made.mlp.gate, RowShape(heads=1, width=8))
+    assert (found["router"].module, found["router"].columns.row) == (
+        made.mlp.gate,
+        RowShape(heads=1, width=8),
+    )
 
 
 def gated() -> nn.Module:
@@ -114,13 +181,23 @@ def with_narrow_values() -> nn.Module:
     """`z` has a row of another width than queries: it stays, and they are absent."""
     made = layer(head_size_v=WIDTH // 2)
     made.self_attn.o_proj.input_size = HEADS * WIDTH // 2
-    made.self_attn.qkv_proj.output_partition_sizes = [HEADS * WIDTH, KEYS * WIDTH, KEYS * WIDTH // 2]
+    made.self_attn.qkv_proj.output_partition_sizes = [
+        HEADS * WIDTH,
+        KEYS * WIDTH,
+        KEYS * WIDTH // 2,
+    ]
     return made
 
 
 def with_wide_logits() -> nn.Module:
     made = layer()
-    made.mlp.gate = bare(ReplicatedLinear, input_size=HIDDEN, output_size=8, params_dtype=torch.bfloat16, out_dtype=torch.float32)
+    made.mlp.gate = bare(
+        ReplicatedLinear,
+        input_size=HIDDEN,
+        output_size=8,
+        params_dtype=torch.bfloat16,
+        out_dtype=torch.float32,
+    )
     made.mlp.experts = bare(nn.Module, moe_config=SimpleNamespace(num_logical_experts=8))
     return made
 
@@ -131,13 +208,19 @@ def with_wide_logits() -> nn.Module:
         (gated(), {"q_proj", "k_proj"}, "gives more than queries, keys and values"),
         (with_narrow_values(), {"q", "q_proj"}, "its heads have another width than those of z"),
         (with_wide_logits(), {"router"}, "gives torch.float32, not the model's dtype"),
-        (layer(kv_sharing_target_layer_name="model.layers.0"), {"k", "v"}, "uses the keys and values of another layer"),
+        (
+            layer(kv_sharing_target_layer_name="model.layers.0"),
+            {"k", "v"},
+            "uses the keys and values of another layer",
+        ),
         (layer(head_size_v=8), {"v"}, "another width"),
         (nn.Module(), set(DENSE), ""),
     ],
     ids=["gated", "z of narrow values", "wide logits", "shared", "narrow values", "nothing"],
 )
-def test_what_is_not_there_is_absent_with_the_reason(made: nn.Module, lacking: set[str], says: str) -> None:
+def test_what_is_not_there_is_absent_with_the_reason(
+    made: nn.Module, lacking: set[str], says: str
+) -> None:
     _, absent = located(made)
     assert lacking <= absent.keys()
     assert all(says in absent[hook] for hook in lacking)
@@ -161,7 +244,9 @@ def test_layers_of_different_widths_leave_a_hook_out() -> None:
 
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_edited_rows_take_the_place_of_what_a_module_gets_and_gives(as_tuple: bool) -> None:
-    """Arguments by place and by name, also views of a wider tensor; of what it returns, the hook's columns alone."""
+    """Arguments by place and by name, also views of a wider tensor; of what it returns, the hook's
+    columns alone.
+    """
     given = torch.arange(24.0).view(2, 12)
     columns = Columns(RowShape(heads=1, width=4), 0, 4)
 

@@ -1,11 +1,18 @@
-"""Secrets and modes of a data directory: created once, closed to other accounts, and not created where the settings name others."""
+"""Secrets and modes of a data directory: created once, closed to other accounts, and not created
+where the settings name others.
+"""
 
 import stat
 from pathlib import Path
 
 import pytest
 
-from midstream.broker.ops.install import close_folder, redis_password, with_redis_password, with_secrets
+from midstream.broker.ops.install import (
+    close_folder,
+    redis_password,
+    with_redis_password,
+    with_secrets,
+)
 from midstream.broker.receipts.curve import client_keys, server_keys, with_kept_keys
 from midstream.schemas.settings import Settings, SettingsError
 
@@ -15,9 +22,12 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "umask"), [(None, 0o700, 0o077), (0o755, 0o700, 0o077), (0o750, 0o750, 0o027), (0o700, 0o700, 0o077)]
+    ("before", "after", "umask"),
+    [(None, 0o700, 0o077), (0o755, 0o700, 0o077), (0o750, 0o750, 0o027), (0o700, 0o700, 0o077)],
 )
-def test_a_data_directory_is_closed_but_to_a_group_that_was_let_in(tmp_path: Path, before: int | None, after: int, umask: int) -> None:
+def test_a_data_directory_is_closed_but_to_a_group_that_was_let_in(
+    tmp_path: Path, before: int | None, after: int, umask: int
+) -> None:
     data, said = tmp_path / "data", list[str]()
     if before is not None:
         data.mkdir()
@@ -38,10 +48,16 @@ def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
     first = redis_password(tmp_path)
     assert len(first) >= 32
     assert redis_password(tmp_path) == first
-    assert (mode(tmp_path / "secrets"), mode(tmp_path / "secrets" / "redis.password")) == (0o700, 0o600)
-    assert with_redis_password("redis://127.0.0.1:7/0", tmp_path) == f"redis://:{first}@127.0.0.1:7/0"
+    assert (mode(tmp_path / "secrets"), mode(tmp_path / "secrets" / "redis.password")) == (
+        0o700,
+        0o600,
+    )
+    assert (
+        with_redis_password("redis://127.0.0.1:7/0", tmp_path) == f"redis://:{first}@127.0.0.1:7/0"
+    )
     assert with_redis_password("", tmp_path) == ""
-    (tmp_path / "secrets" / "redis.password").write_text("")  # a crash of the file system left it empty
+    # a crash of the file system left it empty
+    (tmp_path / "secrets" / "redis.password").write_text("")
     assert redis_password(tmp_path) != ""
 
 
@@ -52,14 +68,29 @@ def test_flower_gets_a_password_where_callers_need_keys(tmp_path: Path) -> None:
     assert made.startswith("flower:")
     assert any("flower.auth" in line for line in said)
     assert made not in "".join(said)
-    assert with_secrets(Settings(auth="keys", flower_auth="me:mine"), tmp_path, print).flower_auth == "me:mine"
+    assert (
+        with_secrets(Settings(auth="keys", flower_auth="me:mine"), tmp_path, print).flower_auth
+        == "me:mine"
+    )
 
 
-@pytest.mark.parametrize("named", [{"relay_allow_remote": True}, {"curve_secret_file": "k"}, {"curve_server_key": "k"}, {"curve_dir": "d"}])
-def test_keys_are_made_only_where_the_settings_say_nothing_of_them(tmp_path: Path, named: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"relay_allow_remote": True},
+        {"curve_secret_file": "k"},
+        {"curve_server_key": "k"},
+        {"curve_dir": "d"},
+    ],
+)
+def test_keys_are_made_only_where_the_settings_say_nothing_of_them(
+    tmp_path: Path, named: dict[str, object]
+) -> None:
     asked = Settings(**named)  # type: ignore[arg-type]
     assert with_secrets(asked, tmp_path, print) == asked
-    assert with_secrets(Settings(), tmp_path, print).curve_dir == str(tmp_path / "secrets" / "curve")
+    assert with_secrets(Settings(), tmp_path, print).curve_dir == str(
+        tmp_path / "secrets" / "curve"
+    )
 
 
 def test_relay_and_worker_find_each_others_keys_in_one_folder(tmp_path: Path) -> None:
@@ -78,6 +109,8 @@ def test_relay_and_worker_find_each_others_keys_in_one_folder(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("more", "worker"), [({"curve_secret_file": "k"}, "w1"), ({}, "relay")])
-def test_ambiguous_key_folders_are_refused(tmp_path: Path, more: dict[str, str], worker: str) -> None:
+def test_ambiguous_key_folders_are_refused(
+    tmp_path: Path, more: dict[str, str], worker: str
+) -> None:
     with pytest.raises(SettingsError, match=r"curve_dir"):
         with_kept_keys(Settings(curve_dir=str(tmp_path), **more), worker)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Installed ops: what is refused at the start, what requests may ask, and what a site makes of them."""
+"""Installed ops: what is refused at the start, what requests may ask, and what a site makes of
+them.
+"""
 
 import struct
 import sys
@@ -37,7 +39,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(folder))
     yield folder
     OPS.clear()
-    for module in [name for name in sys.modules if name.partition(".")[0] in ("row_geometry", "unruly", "other")]:
+    for module in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in ("row_geometry", "unruly", "other")
+    ]:
         del sys.modules[module]
 
 
@@ -50,7 +56,10 @@ BROKEN: dict[str, tuple[str, str]] = {
     "another dtype": ("return rows.astype(np.float64)", "returned float64"),
     "not finite": ("return rows / np.float32(0)", "not finite"),
     "random": ("return rows + np.float32(np.random.rand())", "different results for the same rows"),
-    "of other rows": ("return rows - rows.mean(axis=0, keepdims=True)", "depends on the rows beside it"),
+    "of other rows": (
+        "return rows - rows.mean(axis=0, keepdims=True)",
+        "depends on the rows beside it",
+    ),
     "writes": ("rows.flags.writeable = True; rows += 1; return rows", "changes its input"),
     "raises": ("raise KeyError('x')", "KeyError"),
 }
@@ -70,9 +79,17 @@ def test_an_op_that_breaks_a_law_is_refused_at_the_start(site: Path, case: str) 
 def test_an_op_takes_two_floats_at_most(site: Path) -> None:
     head = "from midstream.schemas.extensions import Option\nclass Other:\n options = "
     for options in ("{'k': Option(default=1)}", "{name: Option(default=1.0) for name in 'abc'}"):
-        install(site, "other", "2.0", {"other.py": head + options}, "[midstream.ops]\nother = other:Other\n")
+        install(
+            site,
+            "other",
+            "2.0",
+            {"other.py": head + options},
+            "[midstream.ops]\nother = other:Other\n",
+        )
         sys.modules.pop("other", None)
-        with pytest.raises(ExtensionError, match="at most 2 options, and their defaults are floats"):
+        with pytest.raises(
+            ExtensionError, match="at most 2 options, and their defaults are floats"
+        ):
             loaded("other")
 
 
@@ -84,28 +101,52 @@ def test_accelerators_list_ops_and_refuse_them(site: Path) -> None:
         resolved([{"extension": "norm-cap", "layers": 0}], facts)
 
 
-# --- Requests --------------------------------------------------------------------------------------------------------------
+# --- Requests
+# --------------------------------------------------------------------------------------------------
 
 
 def resolved(wish: list[dict[str, Any]], *facts: Extension) -> list[StoredSteering]:
     model = ModelInfo(
-        name="m", version=__version__, architecture="X", num_layers=4, hidden_size=HIDDEN, vocab_size=9, max_model_len=64, dtype="float32",
-        hooks=["pre_attn", "post_block"], tokenizer="", extensions=list(facts),
-    )  # fmt: skip
-    (entries,), _ = resolve_edits([], [SteeringSpec(**each) for each in wish], Bounds(model, [PromptFacts(6)]))
+        name="m",
+        version=__version__,
+        architecture="X",
+        num_layers=4,
+        hidden_size=HIDDEN,
+        vocab_size=9,
+        max_model_len=64,
+        dtype="float32",
+        hooks=["pre_attn", "post_block"],
+        tokenizer="",
+        extensions=list(facts),
+    )
+    (entries,), _ = resolve_edits(
+        [], [SteeringSpec(**each) for each in wish], Bounds(model, [PromptFacts(6)])
+    )
     return entries
 
 
 def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> None:
     ops = loaded("row-geometry", "unruly")
     cap, along = resolved(
-        [{"extension": "norm-cap", "layers": "0-1", "options": {"limit": 4}}, {"extension": "along", "layers": 2, "vector": VECTOR}],
+        [
+            {"extension": "norm-cap", "layers": "0-1", "options": {"limit": 4}},
+            {"extension": "along", "layers": 2, "vector": VECTOR},
+        ],
         *ops.values(),
     )
-    assert (cap.family, cap.layers, cap.numbers) == ("installed", [0, 1], [1.0, 4.0, 0.0, float(ops["norm-cap"].code)])
+    assert (cap.family, cap.layers, cap.numbers) == (
+        "installed",
+        [0, 1],
+        [1.0, 4.0, 0.0, float(ops["norm-cap"].code)],
+    )
     assert along.numbers == [1.0, 0.0, 0.0, float(ops["along"].code)]
-    assert struct.unpack("f", struct.pack("f", cap.numbers[-1]))[0] == cap.numbers[-1], "float32 holds it exactly"
-    other = StoredSteering(**{name: getattr(cap, name) for name in cap.__struct_fields__} | {"numbers": [*cap.numbers[:-1], 1.0]})
+    assert struct.unpack("f", struct.pack("f", cap.numbers[-1]))[0] == cap.numbers[-1], (
+        "float32 holds it exactly"
+    )
+    other = StoredSteering(
+        **{name: getattr(cap, name) for name in cap.__struct_fields__}
+        | {"numbers": [*cap.numbers[:-1], 1.0]}
+    )
     assert steering_digest([cap]) != steering_digest([other])
     check_here([cap, along])
     with pytest.raises(LookupError, match="in another version"):
@@ -119,19 +160,57 @@ def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> N
         ({"extension": "norm-cap"}, "layers", "is required"),
         ({"extension": "norm-cap", "layers": 4}, "layers", "layer 4"),
         ({"extension": "norm-cap", "layers": 1, "hook": "mlp_out"}, "hook", "unknown hook"),
-        ({"extension": "norm-cap", "layers": 1, "vector": VECTOR}, "vector", "is not valid for op 'norm-cap'"),
+        (
+            {"extension": "norm-cap", "layers": 1, "vector": VECTOR},
+            "vector",
+            "is not valid for op 'norm-cap'",
+        ),
         ({"extension": "along", "layers": 1}, "vector", "is required for op 'along'"),
-        ({"extension": "along", "layers": 1, "vector": from_numpy(np.ones(3, np.float32))}, "vector", "has shape [3]"),
-        ({"extension": "along", "layers": 1, "vector": from_numpy(np.full(HIDDEN, np.nan, np.float32))}, "vector", "is not finite"),
+        (
+            {"extension": "along", "layers": 1, "vector": from_numpy(np.ones(3, np.float32))},
+            "vector",
+            "has shape [3]",
+        ),
+        (
+            {
+                "extension": "along",
+                "layers": 1,
+                "vector": from_numpy(np.full(HIDDEN, np.nan, np.float32)),
+            },
+            "vector",
+            "is not finite",
+        ),
         ({"extension": "norm-cap", "layers": 1, "strength": 101.0}, "strength", "out of range"),
-        ({"extension": "norm-cap", "layers": 1, "options": {"low": 1.0}}, "options.low", "valid options of norm-cap: limit"),
-        ({"extension": "norm-cap", "layers": 1, "options": {"limit": -1.0}}, "options.limit", "of at least 0"),
-        ({"extension": "norm-cap", "layers": 1, "op": "add"}, "op", "is not valid together with extension"),
-        ({"module": "m", "extension": "norm-cap"}, "extension", "is not valid together with module"),
-        ({"layers": 1, "vector": VECTOR, "options": {"limit": 1.0}}, "options", "is not valid without `extension`"),
+        (
+            {"extension": "norm-cap", "layers": 1, "options": {"low": 1.0}},
+            "options.low",
+            "valid options of norm-cap: limit",
+        ),
+        (
+            {"extension": "norm-cap", "layers": 1, "options": {"limit": -1.0}},
+            "options.limit",
+            "of at least 0",
+        ),
+        (
+            {"extension": "norm-cap", "layers": 1, "op": "add"},
+            "op",
+            "is not valid together with extension",
+        ),
+        (
+            {"module": "m", "extension": "norm-cap"},
+            "extension",
+            "is not valid together with module",
+        ),
+        (
+            {"layers": 1, "vector": VECTOR, "options": {"limit": 1.0}},
+            "options",
+            "is not valid without `extension`",
+        ),
     ],
 )
-def test_refusals_name_field_and_valid_values(site: Path, wish: dict[str, Any], field: str, words: str) -> None:
+def test_refusals_name_field_and_valid_values(
+    site: Path, wish: dict[str, Any], field: str, words: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         resolved([wish], *loaded("row-geometry", "unruly").values())
     assert refused.value.field == f"steering[0].{field}"
@@ -142,30 +221,61 @@ def test_ops_edit_the_stream_and_no_rows_inside_of_a_layer(site: Path) -> None:
     """Also where a row inside happens to have the model's size."""
     facts = loaded("row-geometry")["norm-cap"]
     model = ModelInfo(
-        name="m", version=__version__, architecture="X", num_layers=4, hidden_size=HIDDEN, vocab_size=9, max_model_len=64, dtype="float32",
-        hooks=["post_block", "z"], inside={"z": RowShape(heads=2, width=HIDDEN // 2)}, tokenizer="", extensions=[facts],
-    )  # fmt: skip
+        name="m",
+        version=__version__,
+        architecture="X",
+        num_layers=4,
+        hidden_size=HIDDEN,
+        vocab_size=9,
+        max_model_len=64,
+        dtype="float32",
+        hooks=["post_block", "z"],
+        inside={"z": RowShape(heads=2, width=HIDDEN // 2)},
+        tokenizer="",
+        extensions=[facts],
+    )
     with pytest.raises(MidstreamError) as refused:
-        resolve_edits([], [SteeringSpec(extension="norm-cap", layers=1, hook="z")], Bounds(model, [PromptFacts(6)]))
+        resolve_edits(
+            [],
+            [SteeringSpec(extension="norm-cap", layers=1, hook="z")],
+            Bounds(model, [PromptFacts(6)]),
+        )
     assert (refused.value.status, refused.value.field) == (400, "steering[0].hook")
     assert "not those of z; valid: " in refused.value.detail
 
 
 def test_modules_take_no_installed_ops(site: Path) -> None:
     model = ModelInfo(
-        name="m", version=__version__, architecture="X", num_layers=4, hidden_size=HIDDEN, vocab_size=9, max_model_len=64, dtype="float32",
-        hooks=["post_block"], tokenizer="", extensions=list(loaded("row-geometry").values()),
-    )  # fmt: skip
+        name="m",
+        version=__version__,
+        architecture="X",
+        num_layers=4,
+        hidden_size=HIDDEN,
+        vocab_size=9,
+        max_model_len=64,
+        dtype="float32",
+        hooks=["post_block"],
+        tokenizer="",
+        extensions=list(loaded("row-geometry").values()),
+    )
     with pytest.raises(MidstreamError, match="not valid in named modules and global steering"):
         resolve_module([SteeringSpec(extension="norm-cap", layers=1)], model)
 
 
-# --- A site ----------------------------------------------------------------------------------------------------------------
+# --- A site
+# --------------------------------------------------------------------------------------------------
 
 
 def edited(does: list[Does], stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row 0 is edited by the first configuration, and so on; the rest is not. The new stream, and what is marked as broken."""
-    plan = SitePlan(HIDDEN, [{"installed": each} for each in does], {token: [token + 1] for token in range(len(does))})
+    """Row 0 is edited by the first configuration, and so on; the rest is not.
+
+    The new stream, and what is marked as broken.
+    """
+    plan = SitePlan(
+        HIDDEN,
+        [{"installed": each} for each in does],
+        {token: [token + 1] for token in range(len(does))},
+    )
     planned = plan.build(len(stream), stream.dtype)
     new = stream.clone()
     reference.single_site(new, torch.zeros(1, HIDDEN, dtype=stream.dtype), *planned)
@@ -173,7 +283,9 @@ def edited(does: list[Does], stream: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_site_calls_the_op_of_each_row_and_keeps_bits_elsewhere(site: Path, dtype: torch.dtype) -> None:
+def test_a_site_calls_the_op_of_each_row_and_keeps_bits_elsewhere(
+    site: Path, dtype: torch.dtype
+) -> None:
     ops = loaded("row-geometry", "unruly")
     cap, along = float(ops["norm-cap"].code), float(ops["along"].code)
     vector = torch.nn.functional.one_hot(torch.tensor(2), HIDDEN).float()[None]
@@ -181,12 +293,17 @@ def test_a_site_calls_the_op_of_each_row_and_keeps_bits_elsewhere(site: Path, dt
     stream = torch.randn(6, HIDDEN).to(dtype)
     stream[0], stream[1] = 3.0, 0.25
     does = [
-        Does(none, (1.0, 4.0, 0.0, cap)), Does(none, (1.0, 4.0, 0.0, cap)), Does(vector, (1.0, 0.0, 0.0, along)),
-        Does(vector, (0.0, 0.0, 0.0, along)), Does(vector, (0.5, 0.0, 0.0, along)),
-    ]  # fmt: skip
+        Does(none, (1.0, 4.0, 0.0, cap)),
+        Does(none, (1.0, 4.0, 0.0, cap)),
+        Does(vector, (1.0, 0.0, 0.0, along)),
+        Does(vector, (0.0, 0.0, 0.0, along)),
+        Does(vector, (0.5, 0.0, 0.0, along)),
+    ]
     new, broken = edited(does, stream)
     assert not broken.any()
-    assert float(new[0].float().norm()) == pytest.approx(4.0, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert float(new[0].float().norm()) == pytest.approx(
+        4.0, rel=1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
     doubled = stream[2].clone()
     doubled[2] = 2 * doubled[2]
     assert torch.equal(new[2], doubled)
@@ -202,7 +319,11 @@ def test_what_an_op_does_wrong_is_marked_on_its_rows_alone(site: Path, mood: flo
     code = float(loaded("unruly")["unruly"].code)
     stream = torch.randn(4, HIDDEN)
     new, broken = edited(
-        [Does(torch.zeros(1, HIDDEN), (1.0, mood, 0.0, code)), Does(torch.zeros(1, HIDDEN), (1.0, 0.0, 0.0, code))], stream
+        [
+            Does(torch.zeros(1, HIDDEN), (1.0, mood, 0.0, code)),
+            Does(torch.zeros(1, HIDDEN), (1.0, 0.0, 0.0, code)),
+        ],
+        stream,
     )
     assert broken.tolist() == [1, 0, 0, 0]
     assert not torch.isfinite(new[0]).all()

@@ -31,11 +31,20 @@ def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
 
     asked: list[bool] = []
     made = object.__new__(type("Made", (scheduler._Midstream, Stock), {}))
-    made.waiting, made.running, made.max_num_active_reqs = [object()] * waiting, [object()] * running, 8
+    made.waiting, made.running, made.max_num_active_reqs = (
+        [object()] * waiting,
+        [object()] * running,
+        8,
+    )
     made._midstream_ring = SimpleNamespace(begin=lambda *_: None)
     made._midstream_cells = SimpleNamespace(composing=lambda *_: nullcontext())
     made._midstream_blocks = SimpleNamespace(make_room=lambda stuck: asked.append(stuck))
     made._midstream_rows = SimpleNamespace(pending=False)
-    made._midstream_finished, made._midstream_capturing, made._midstream_ends, made._midstream_came = {}, {}, [], {}
+    (
+        made._midstream_finished,
+        made._midstream_capturing,
+        made._midstream_ends,
+        made._midstream_came,
+    ) = {}, {}, [], {}
     made.schedule()
     assert asked == ([False, True] if stuck else [False])

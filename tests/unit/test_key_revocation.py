@@ -14,7 +14,9 @@ from midstream.schemas.keys import EVERYBODY, Caller
 
 
 class Stored:
-    """Keys (or sessions) that are there until `gone`, and away as often as `away` says; notes what it was asked."""
+    """Keys (or sessions) that are there until `gone`, and away as often as `away` says; notes what
+    it was asked.
+    """
 
     def __init__(self) -> None:
         self.asked: list[set[str]] = []
@@ -42,7 +44,9 @@ def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any) -> N
             first = [held.enter_context(key_watch.of(Caller(key="one"))) for _ in range(50)]
             second = held.enter_context(key_watch.of(Caller(key="two")))
             stored.gone, stored.away = {"one"}, 2
-            await asyncio.wait_for(asyncio.gather(*(end for stay in first for end in stay.ends)), 60)
+            await asyncio.wait_for(
+                asyncio.gather(*(end for stay in first for end in stay.ends)), 60
+            )
             assert stored.asked == [{"one", "two"}] * 3, "twice in vain, because Redis was away"
             for stay in first:
                 with pytest.raises(MidstreamError) as caught:
@@ -102,9 +106,15 @@ def test_a_session_that_ended_elsewhere_ends_its_calls_and_no_others(stored: Any
 def test_a_logout_ends_the_calls_of_its_session_immediately(stored: Any) -> None:
     async def hold() -> None:
         key_watch = KeyWatch(stored, Stored())  # type: ignore[arg-type]
-        with key_watch.of(Caller(key="one", session="s1")) as ended, key_watch.of(Caller(key="one", session="s2")) as other:
+        with (
+            key_watch.of(Caller(key="one", session="s1")) as ended,
+            key_watch.of(Caller(key="one", session="s2")) as other,
+        ):
             key_watch.end("s1")
-            assert [stay.lost is not None and stay.lost.done() for stay in (ended, other)] == [True, False]
+            assert [stay.lost is not None and stay.lost.done() for stay in (ended, other)] == [
+                True,
+                False,
+            ]
             key_watch.end("no session")
 
     asyncio.run(hold())

@@ -1,4 +1,6 @@
-"""The Kustomize folders render, are valid for Kubernetes to the last field, and agree with themselves and with the package."""
+"""The Kustomize folders render, are valid for Kubernetes to the last field, and agree with
+themselves and with the package.
+"""
 
 import base64
 import os
@@ -36,7 +38,10 @@ Document = dict[str, Any]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a clone has, with the secrets that the script makes."""
     if shutil.which("kubectl") is None:
-        reason = "kubectl is not installed (Debian: apt-get install kubernetes-client): the manifests were NOT rendered"
+        reason = (
+            "kubectl is not installed (Debian: apt-get install kubernetes-client): the "
+            "manifests were NOT rendered"
+        )
         if os.environ.get(CI):
             pytest.fail(reason)
         pytest.skip(reason)
@@ -46,15 +51,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, copy / path)
     for overlay in OVERLAYS:
-        made = subprocess.run([copy / "deploy" / "kubernetes" / "secrets.sh", overlay], check=True, capture_output=True, text=True).stdout
-        assert made.count("made ") == len(list((copy / "deploy" / "kubernetes" / overlay / "secrets").iterdir())), "a clone brings secrets"
-    (copy / "deploy" / "kubernetes" / "bucket" / "secrets" / "artifact_secret_key").write_text("secret")
+        made = subprocess.run(
+            [copy / "deploy" / "kubernetes" / "secrets.sh", overlay],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        assert made.count("made ") == len(
+            list((copy / "deploy" / "kubernetes" / overlay / "secrets").iterdir())
+        ), "a clone brings secrets"
+    (copy / "deploy" / "kubernetes" / "bucket" / "secrets" / "artifact_secret_key").write_text(
+        "secret"
+    )
     return copy / "deploy" / "kubernetes"
 
 
 @cache
 def rendered(folder: Path, overlay: str) -> tuple[Document, ...]:
-    done = subprocess.run(["kubectl", "kustomize", str(folder / overlay)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(folder / overlay)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
 
@@ -92,10 +108,16 @@ def test_a_misspelt_field_is_found(documents: tuple[Document, ...]) -> None:
 
 
 def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) -> None:
-    volumes, secrets, maps = of(documents, "PersistentVolumeClaim"), of(documents, "Secret"), of(documents, "ConfigMap")
+    volumes, secrets, maps = (
+        of(documents, "PersistentVolumeClaim"),
+        of(documents, "Secret"),
+        of(documents, "ConfigMap"),
+    )
     for name, pod, container in containers(documents):
         templates = of(documents, *WORKLOADS)[name]["spec"].get("volumeClaimTemplates", [])
-        known = {volume["name"] for volume in pod["volumes"]} | {claim["metadata"]["name"] for claim in templates}
+        known = {volume["name"] for volume in pod["volumes"]} | {
+            claim["metadata"]["name"] for claim in templates
+        }
         assert {mount["name"] for mount in container["volumeMounts"]} == known, name
         for volume in pod["volumes"]:
             if "persistentVolumeClaim" in volume:
@@ -103,13 +125,22 @@ def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) 
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in secrets
             for source in volume.get("projected", {}).get("sources", []):
-                assert {item["key"] for item in source["secret"]["items"]} <= secrets[source["secret"]["name"]]["data"].keys(), name
+                assert {item["key"] for item in source["secret"]["items"]} <= secrets[
+                    source["secret"]["name"]
+                ]["data"].keys(), name
         for source in container.get("envFrom", []):
             assert source["configMapRef"]["name"] in maps
     for name, service in of(documents, "Service").items():
         target = of(documents, *WORKLOADS)[name]
-        assert service["spec"]["selector"].items() <= target["spec"]["template"]["metadata"]["labels"].items()
-        ports = {port["name"] for container in target["spec"]["template"]["spec"]["containers"] for port in container["ports"]}
+        assert (
+            service["spec"]["selector"].items()
+            <= target["spec"]["template"]["metadata"]["labels"].items()
+        )
+        ports = {
+            port["name"]
+            for container in target["spec"]["template"]["spec"]["containers"]
+            for port in container["ports"]
+        }
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
     for name, scaler in of(documents, "HorizontalPodAutoscaler").items():
         assert name in of(documents, scaler["spec"]["scaleTargetRef"]["kind"])
@@ -118,15 +149,24 @@ def test_everything_that_is_referred_to_exists(documents: tuple[Document, ...]) 
 def test_every_variable_is_a_setting(documents: tuple[Document, ...]) -> None:
     settings = {PREFIX + name.upper() for name in Settings.__struct_fields__}
     given = {name for found in of(documents, "ConfigMap").values() for name in found["data"]}
-    given |= {variable["name"] for _, _, container in containers(documents) for variable in container.get("env", [])}
+    given |= {
+        variable["name"]
+        for _, _, container in containers(documents)
+        for variable in container.get("env", [])
+    }
     ours = {name for name in given if name.startswith(PREFIX)}
-    assert {name for name in ours if name not in settings and name.removesuffix("_FILE") not in settings} == set()
+    assert {
+        name for name in ours if name not in settings and name.removesuffix("_FILE") not in settings
+    } == set()
 
 
 def test_secrets_are_in_files_alone(documents: tuple[Document, ...]) -> None:
     secret = {name.upper() for name in SECRETS}
     for _, _, container in containers(documents):
-        assert not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])} & secret
+        assert (
+            not {variable["name"].removeprefix(PREFIX) for variable in container.get("env", [])}
+            & secret
+        )
     for found in of(documents, "ConfigMap").values():
         assert not {name.removeprefix(PREFIX) for name in found["data"]} & secret
 
@@ -135,7 +175,9 @@ def test_every_overlay_has_secrets_of_its_own_which_the_script_made(folder: Path
     values = set()
     for overlay in OVERLAYS:
         [data] = [
-            found["data"] for name, found in of(rendered(folder, overlay), "Secret").items() if not name.startswith("midstream-bucket")
+            found["data"]
+            for name, found in of(rendered(folder, overlay), "Secret").items()
+            if not name.startswith("midstream-bucket")
         ]
         for name, value in data.items():
             assert base64.b64decode(value) == (folder / overlay / "secrets" / name).read_bytes()
@@ -149,8 +191,10 @@ def test_every_container_is_confined_and_probed(documents: tuple[Document, ...])
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-        }  # fmt: skip
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
         assert "startupProbe" in container, name
         assert "livenessProbe" in container or name == "redis", name
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys(), name
@@ -163,26 +207,40 @@ def test_every_pod_has_rules_of_the_network(documents: tuple[Document, ...]) -> 
     assert not everything.get("ingress")
     assert not everything.get("egress")
     component = "app.kubernetes.io/component"
-    named = {found["spec"]["podSelector"].get("matchLabels", {}).get(component) for found in policies.values()} - {None}
+    named = {
+        found["spec"]["podSelector"].get("matchLabels", {}).get(component)
+        for found in policies.values()
+    } - {None}
     assert named == of(documents, *WORKLOADS).keys()
     for name, pod, container in containers(documents):
-        allowed = {port["port"] for rule in policies[name]["spec"].get("ingress", []) for port in rule["ports"]}
+        allowed = {
+            port["port"]
+            for rule in policies[name]["spec"].get("ingress", [])
+            for port in rule["ports"]
+        }
         assert {port["containerPort"] for port in container.get("ports", [])} <= allowed, name
-        assert pod["enableServiceLinks"] is False  # else Kubernetes would set variables such as REDIS_PORT
+        # else Kubernetes would set variables such as REDIS_PORT
+        assert pod["enableServiceLinks"] is False
 
 
 def test_a_drain_leaves_the_service_up(documents: tuple[Document, ...]) -> None:
     budgets = of(documents, "PodDisruptionBudget")
     assert budgets.keys() == of(documents, *WORKLOADS).keys() - {"flower"}
     for name in ("api", "callbacks"):
-        assert of(documents, "Deployment")[name]["spec"]["replicas"] > budgets[name]["spec"]["minAvailable"]
+        assert (
+            of(documents, "Deployment")[name]["spec"]["replicas"]
+            > budgets[name]["spec"]["minAvailable"]
+        )
 
 
 def test_workers_scale_by_a_metric_that_exists(folder: Path) -> None:
     documents = rendered(folder, "gpu")
     scaler = of(documents, "HorizontalPodAutoscaler")["worker"]["spec"]
     [metric] = scaler["metrics"]
-    assert f"`{metric['external']['metric']['name']}`" in (ROOT / "docs" / "observability.md").read_text()
+    assert (
+        f"`{metric['external']['metric']['name']}`"
+        in (ROOT / "docs" / "observability.md").read_text()
+    )
     [worker] = of(documents, "StatefulSet")["worker"]["spec"]["template"]["spec"]["containers"]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
@@ -199,39 +257,61 @@ def test_keda_scales_by_metrics_that_exist_in_place_of_the_autoscaler(folder: Pa
     assert all(f"`{name}`" in page for name in names)
 
 
-def test_with_a_bucket_no_volume_of_captures_is_shared_and_the_bucket_is_reached(folder: Path) -> None:
+def test_with_a_bucket_no_volume_of_captures_is_shared_and_the_bucket_is_reached(
+    folder: Path,
+) -> None:
     documents = rendered(folder, "bucket")
     assert "captures" not in of(documents, "PersistentVolumeClaim")
     users = {"api", "callbacks", "worker"}
     for name, pod, container in containers(documents):
         [*captures] = [volume for volume in pod["volumes"] if volume["name"] == "captures"]
         assert captures == ([{"name": "captures", "emptyDir": {}}] if name in users else [])
-        variables = {variable["name"]: variable.get("value", "") for variable in container.get("env", [])}
+        variables = {
+            variable["name"]: variable.get("value", "") for variable in container.get("env", [])
+        }
         assert (f"{PREFIX}ARTIFACT_SECRET_KEY_FILE" in variables) == (name in users)
         if name in users:
             folder_of, _, key = variables[f"{PREFIX}ARTIFACT_SECRET_KEY_FILE"].rpartition("/")
-            [mount] = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == folder_of]
+            [mount] = [
+                mount["name"]
+                for mount in container["volumeMounts"]
+                if mount["mountPath"] == folder_of
+            ]
             [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount]
             assert key in of(documents, "Secret")[volume["secret"]["secretName"]]["data"]
     rule = of(documents, "NetworkPolicy")["bucket"]["spec"]
     assert set(rule["podSelector"]["matchExpressions"][0]["values"]) == users
     assert [port["port"] for port in rule["egress"][0]["ports"]] == [443]
     [data] = [found["data"] for found in of(documents, "ConfigMap").values()]
-    given = {name.removeprefix(PREFIX).lower(): value for name, value in data.items() if "ARTIFACT" in name}
+    given = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in data.items()
+        if "ARTIFACT" in name
+    }
     assert Settings(**given, artifact_secret_key="x").artifacts.startswith("s3://")
 
 
 def test_prometheus_finds_every_process_that_needs_no_key(documents: tuple[Document, ...]) -> None:
     for name, found in of(documents, *WORKLOADS).items():
         told = found["spec"]["template"]["metadata"].get("annotations", {})
-        assert (told.get("prometheus.io/scrape") == "true") == (name not in ("api", "flower", "redis")), name
+        assert (told.get("prometheus.io/scrape") == "true") == (
+            name not in ("api", "flower", "redis")
+        ), name
         if told:
             [container] = found["spec"]["template"]["spec"]["containers"]
-            assert int(told["prometheus.io/port"]) in [port["containerPort"] for port in container["ports"]]
+            assert int(told["prometheus.io/port"]) in [
+                port["containerPort"] for port in container["ports"]
+            ]
 
 
 def test_images_have_the_version_of_the_package(documents: tuple[Document, ...]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    images = {container["image"] for _, _, container in containers(documents)} - {"redis:7.4-bookworm"}
+    images = {container["image"] for _, _, container in containers(documents)} - {
+        "redis:7.4-bookworm"
+    }
     assert {image.rpartition(":")[2] for image in images} == {version}
-    assert {image.partition(":")[0] for image in images} <= {"midstream-service", "midstream-worker-cpu", "midstream-worker-gpu"}
+    assert {image.partition(":")[0] for image in images} <= {
+        "midstream-service",
+        "midstream-worker-cpu",
+        "midstream-worker-gpu",
+    }

@@ -21,32 +21,67 @@ from midstream.schemas.models import ModelInfo, TokenizerBundle
 from midstream.schemas.settings import Settings
 
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
-#: The documented limits: bytes of memory for each of the body, and seconds for which nothing else is answered.
+#: The documented limits: bytes of memory for each of the body, and seconds for which nothing else
+#: is answered.
 MEMORY, HOLD_S = 4, 0.25
 WORDS = [f"word{index}" for index in range(10_000)]
 MODEL = ModelInfo(
-    name="m", version=midstream.__version__, architecture="TinyForCausalLM", num_layers=2, hidden_size=8, vocab_size=len(WORDS) + 1,
-    max_model_len=4096, dtype="float32", hooks=["post_block"], consumers=["filesystem"], tokenizer="t",
-)  # fmt: skip
+    name="m",
+    version=midstream.__version__,
+    architecture="TinyForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    vocab_size=len(WORDS) + 1,
+    max_model_len=4096,
+    dtype="float32",
+    hooks=["post_block"],
+    consumers=["filesystem"],
+    tokenizer="t",
+)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def codec() -> Codec:
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {word: index for index, word in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=TEMPLATE, special_tokens={}, eos_token_ids=[]), 4096)
+    return Codec(
+        TokenizerBundle(
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=TEMPLATE,
+            special_tokens={},
+            eos_token_ids=[],
+        ),
+        4096,
+    )
 
 
 def texts(count: int, words: int) -> list[str]:
-    return [" ".join(WORDS[(number * 7 + place) % len(WORDS)] for place in range(words)) for number in range(count)]
+    return [
+        " ".join(WORDS[(number * 7 + place) % len(WORDS)] for place in range(words))
+        for number in range(count)
+    ]
 
 
 def make_job(prompts: list[StoredPrompt], **more: Any) -> Job:
-    return Job(id="job_x", kind="generate", model="m", prompts=prompts, sampling=Sampling(), created=now(), **more)
+    return Job(
+        id="job_x",
+        kind="generate",
+        model="m",
+        prompts=prompts,
+        sampling=Sampling(),
+        created=now(),
+        **more,
+    )
 
 
 async def longest_hold(found: list[float]) -> None:
-    """The processor time of this thread from one turn of the event loop to the next: what a busy machine does not change."""
+    """The processor time of this thread from one turn of the event loop to the next: what a busy
+    machine does not change.
+    """
     while True:
         began = time.thread_time()
         await asyncio.sleep(0)
@@ -93,8 +128,13 @@ def test_thousands_of_prompts_take_four_times_the_body_and_hold_nothing(kind: st
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 300, 70_000])
-def test_a_large_job_is_packed_in_parts_as_it_is_packed_whole(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [StoredPrompt(token_ids=list(range(5)), text=f"text {number}" if number % 2 else None) for number in range(count)]
+def test_a_large_job_is_packed_in_parts_as_it_is_packed_whole(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [
+        StoredPrompt(token_ids=list(range(5)), text=f"text {number}" if number % 2 else None)
+        for number in range(count)
+    ]
     prompts[0] = StoredPrompt(token_ids=list(range(scripts.PART)), text="ab")
     job = make_job(prompts, metadata={"\xa7prompts": "\x90"})
     whole, parts = to_msgpack(job), asyncio.run(scripts.record(job))
@@ -103,5 +143,7 @@ def test_a_large_job_is_packed_in_parts_as_it_is_packed_whole(count: int, monkey
     assert b"".join(parts) == whole, "a connection that broke is sent all of it again"
     assert max(map(len, parts)) < 8 * scripts.PART
     monkeypatch.setattr(scripts, "now", lambda: 1.5)
-    (in_parts,), (in_one,) = (scripts.submit(SETTINGS, job, spec, {}, (), None) for spec in (parts, whole))
+    (in_parts,), (in_one,) = (
+        scripts.submit(SETTINGS, job, spec, {}, (), None) for spec in (parts, whole)
+    )
     assert (b"".join(in_parts), len(in_parts)) == (in_one, len(in_one))

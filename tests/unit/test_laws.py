@@ -29,7 +29,9 @@ SEQUENTIAL: Mapping[Hook, Mapping[Hook, float]] = {
     "post_attn": {"pre_attn": 1.0, "attn_out": 1.0},
     "post_block": {"post_attn": 1.0, "mlp_out": 1.0},
 }
-PARALLEL: Mapping[Hook, Mapping[Hook, float]] = {"post_block": {"pre_attn": 1.0, "attn_out": 1.0, "mlp_out": 1.0}}
+PARALLEL: Mapping[Hook, Mapping[Hook, float]] = {
+    "post_block": {"pre_attn": 1.0, "attn_out": 1.0, "mlp_out": 1.0}
+}
 Rows = dict[tuple[str, int], torch.Tensor]
 
 
@@ -46,7 +48,9 @@ def norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 def model(
-    laws: Mapping[Hook, Mapping[Hook, float]], added: Mapping[tuple[str, int], torch.Tensor] | None = None, seed: int = 0
+    laws: Mapping[Hook, Mapping[Hook, float]],
+    added: Mapping[tuple[str, int], torch.Tensor] | None = None,
+    seed: int = 0,
 ) -> tuple[Rows, torch.Tensor]:
     """Rows of a tiny model in bf16, each before its edit, and what leaves the last layer."""
     torch.manual_seed(seed)
@@ -66,30 +70,50 @@ def model(
         gated = met("mlp_in", layer, norm(stream))
         out = met("mlp_out", layer, mlp(gated))
         factor = laws["post_block"]["mlp_out"]
-        stream = rounded(stream + factor * out) if "post_attn" in laws else rounded(entered + branch + out)
+        stream = (
+            rounded(stream + factor * out)
+            if "post_attn" in laws
+            else rounded(entered + branch + out)
+        )
         stream = met("post_block", layer, stream)
     return found, stream
 
 
-def findings(rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL) -> tuple[list[Finding], Shape]:
+def findings(
+    rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL
+) -> tuple[list[Finding], Shape]:
     shape = Shape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
     found: list[Finding] = []
     for layer in range(LAYERS):
         found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
-        found.append(judge_module(shape, mlp(rows["mlp_in", layer]), rows["mlp_out", layer], layer, ("mlp_in", "mlp_out")))
+        found.append(
+            judge_module(
+                shape,
+                mlp(rows["mlp_in", layer]),
+                rows["mlp_out", layer],
+                layer,
+                ("mlp_in", "mlp_out"),
+            )
+        )
         if layer + 1 < LAYERS:
-            found.append(judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer))
+            found.append(
+                judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer)
+            )
     last = rowwise(rows["post_block", LAYERS - 1], final, shape.tolerance("logits"))
     return [*found, Finding("logits", ("post_block",), LAYERS - 1, last, "logits")], shape
 
 
-def absent(rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL) -> dict[Hook, str]:
+def absent(
+    rows: Rows, final: torch.Tensor, laws: Mapping[Hook, Mapping[Hook, float]] = SEQUENTIAL
+) -> dict[Hook, str]:
     found, shape = findings(rows, final, laws)
     return verdict(shape.hooks, found, LAYERS)[0]
 
 
 @pytest.mark.parametrize("laws", [SEQUENTIAL, PARALLEL], ids=["sequential", "parallel"])
-def test_rows_that_obey_the_laws_prove_every_hook(laws: Mapping[Hook, Mapping[Hook, float]]) -> None:
+def test_rows_that_obey_the_laws_prove_every_hook(
+    laws: Mapping[Hook, Mapping[Hook, float]],
+) -> None:
     assert absent(*model(laws), laws) == {}
 
 
@@ -104,13 +128,25 @@ def test_a_stated_multiplier_is_part_of_the_law() -> None:
 
 def of_parts(rows: Rows) -> dict[Hook, str]:
     """What is absent of a model whose MLP has several parts, and so no `mlp_out`."""
-    shape = Shape([hook for hook in HOOKS if hook != "mlp_out"], EPS, lambda _: {"post_attn": {"pre_attn": 1.0, "attn_out": 1.0}})
+    shape = Shape(
+        [hook for hook in HOOKS if hook != "mlp_out"],
+        EPS,
+        lambda _: {"post_attn": {"pre_attn": 1.0, "attn_out": 1.0}},
+    )
     found: list[Finding] = []
     for layer in range(LAYERS):
         found += judge_layer(shape, lambda hook, number: rows[hook, number], layer)
-        found += judge_parts(shape, mlp(rows["mlp_in", layer]), rows["post_attn", layer], rows["post_block", layer], layer)
+        found += judge_parts(
+            shape,
+            mlp(rows["mlp_in", layer]),
+            rows["post_attn", layer],
+            rows["post_block", layer],
+            layer,
+        )
         if layer + 1 < LAYERS:
-            found.append(judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer))
+            found.append(
+                judge_boundary(shape, rows["post_block", layer], rows["pre_attn", layer + 1], layer)
+            )
     return verdict(shape.hooks, found, LAYERS)[0]
 
 
@@ -128,7 +164,11 @@ def shifted(rows: Rows, hook: Hook) -> Rows:
 
 
 def branch(rows: Rows, hook: Hook) -> Rows:
-    other: dict[Hook, Hook] = {"pre_attn": "attn_out", "post_attn": "attn_out", "post_block": "mlp_out"}
+    other: dict[Hook, Hook] = {
+        "pre_attn": "attn_out",
+        "post_attn": "attn_out",
+        "post_block": "mlp_out",
+    }
     return rows | {(hook, layer): rows[other[hook], layer] for layer in range(LAYERS)}
 
 
@@ -160,7 +200,13 @@ def test_a_wrong_tap_is_named_and_no_other_but_what_only_it_could_prove(
 
 @pytest.mark.parametrize(
     ("wrong", "hook"),
-    [(shifted, "pre_attn"), (shifted, "post_block"), (branch, "pre_attn"), (branch, "post_block"), (half, "post_block")],
+    [
+        (shifted, "pre_attn"),
+        (shifted, "post_block"),
+        (branch, "pre_attn"),
+        (branch, "post_block"),
+        (half, "post_block"),
+    ],
 )
 def test_a_wrong_stream_is_named(wrong: Callable[[Rows, Hook], Rows], hook: Hook) -> None:
     rows, final = model(SEQUENTIAL)
@@ -188,7 +234,10 @@ def test_a_hook_without_its_neighbours_is_not_proven() -> None:
     rows, _ = model(SEQUENTIAL)
     only = {key: value for key, value in rows.items() if key[0] in ("pre_attn", "post_block")}
     shape = Shape(["pre_attn", "post_block"], EPS, lambda _: SEQUENTIAL)
-    found = [judge_boundary(shape, only["post_block", layer], only["pre_attn", layer + 1], layer) for layer in range(LAYERS - 1)]
+    found = [
+        judge_boundary(shape, only["post_block", layer], only["pre_attn", layer + 1], layer)
+        for layer in range(LAYERS - 1)
+    ]
     assert verdict(shape.hooks, found, LAYERS)[0] == {}
     alone = verdict(["attn_out"], [], LAYERS)[0]
     assert "pre_attn and post_attn" in alone["attn_out"]
@@ -203,7 +252,9 @@ def added_at(hook: Hook, layer: int) -> torch.Tensor:
     return vector
 
 
-def edits(hook: Hook, layer: int, taken: Callable[[Rows, Rows], Rows] = lambda edited, _: edited) -> dict[Hook, str]:
+def edits(
+    hook: Hook, layer: int, taken: Callable[[Rows, Rows], Rows] = lambda edited, _: edited
+) -> dict[Hook, str]:
     """The verdict on an edit at row 3. `taken`: what is captured of it."""
     plain, final = model(SEQUENTIAL)
     vector = added_at(hook, layer)
@@ -211,11 +262,23 @@ def edits(hook: Hook, layer: int, taken: Callable[[Rows, Rows], Rows] = lambda e
     found, shape = findings(plain, final)
     entered = edited["pre_attn", layer + 1][3:4] if hook == "post_block" else None
     own = judge_edit(
-        shape, hook, layer, lambda each, at: edited[each, at][3:4], lambda each, at: plain[each, at][3:4], vector[3:4], entered
+        shape,
+        hook,
+        layer,
+        lambda each, at: edited[each, at][3:4],
+        lambda each, at: plain[each, at][3:4],
+        vector[3:4],
+        entered,
     )
     if hook == "mlp_in":
         own.append(
-            judge_module(shape, mlp(rounded(edited["mlp_in", layer] + vector)), edited["mlp_out", layer], layer, ("mlp_in", "mlp_out"))
+            judge_module(
+                shape,
+                mlp(rounded(edited["mlp_in", layer] + vector)),
+                edited["mlp_out", layer],
+                layer,
+                ("mlp_in", "mlp_out"),
+            )
         )
     return verdict(shape.hooks, [*found, *own], LAYERS)[0]
 
@@ -247,13 +310,18 @@ def test_rows_of_a_wrong_batch_slot_are_refused() -> None:
 
 
 def test_a_law_that_fails_in_one_layer_fails() -> None:
-    found = [Finding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module") for layer, figure in enumerate((0.1, 0.2, 40.0))]
+    found = [
+        Finding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
+        for layer, figure in enumerate((0.1, 0.2, 40.0))
+    ]
     (law,) = combine(found)
     assert (law.ok, law.layer, law.failing) == (False, 2, (2,))
 
 
 def test_the_median_row_counts_only_in_layers_that_choose_experts() -> None:
-    """Layer 0 is dense, layer 1 has experts: a row near a tie may be another expert's, most rows may not."""
+    """Layer 0 is dense, layer 1 has experts: a row near a tie may be another expert's, most rows
+    may not.
+    """
     rows, _ = model(SEQUENTIAL)
     shape = Shape(HOOKS, EPS, routes={1}.__contains__)
 
@@ -271,12 +339,19 @@ def test_rows_of_another_batch_may_differ_above_a_router_only() -> None:
     shape = Shape(HOOKS, EPS, follows=lambda layer: layer >= 1)
     wrong = rows["pre_attn", 2].clone()
     wrong[:2] = 0
-    assert [judge_same(shape, "law", "pre_attn", layer, wrong, rows["pre_attn", 2]).ok for layer in (0, 1)] == [False, True]
+    assert [
+        judge_same(shape, "law", "pre_attn", layer, wrong, rows["pre_attn", 2]).ok
+        for layer in (0, 1)
+    ] == [False, True]
 
 
 def test_figures_are_relative_to_the_tolerance() -> None:
-    assert elementwise(torch.tensor([3.0]), [torch.tensor([1.0]), torch.tensor([1.0])], 0.1) == pytest.approx(2.0)
-    assert rowwise(torch.tensor([[3.0, 4.4]]), torch.tensor([[3.0, 4.0]]), 0.1) == pytest.approx(0.8)
+    assert elementwise(
+        torch.tensor([3.0]), [torch.tensor([1.0]), torch.tensor([1.0])], 0.1
+    ) == pytest.approx(2.0)
+    assert rowwise(torch.tensor([[3.0, 4.4]]), torch.tensor([[3.0, 4.0]]), 0.1) == pytest.approx(
+        0.8
+    )
     assert rowwise(torch.zeros(0, 4), torch.zeros(0, 4), 0.1) == math.inf, "no rows prove nothing"
     assert rowwise(torch.zeros(2, 4), torch.zeros(1, 4), 0.1) == math.inf
 

@@ -1,4 +1,6 @@
-"""Are the hook points of a layer found by what it does, whatever its parts are called, and refused where there are none?"""
+"""Are the hook points of a layer found by what it does, whatever its parts are called, and refused
+where there are none?
+"""
 
 import pytest
 import torch
@@ -167,7 +169,10 @@ def test_a_fused_norm_reads_the_stream_as_a_pair(layer, norm, dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("layer", "attended"), [(Scaled, "mixer"), (Times, "two"), (Written, "mixer"), (Tuples, "mixer")])
+@pytest.mark.parametrize(
+    ("layer", "attended"),
+    [(Scaled, "mixer"), (Times, "two"), (Written, "mixer"), (Tuples, "mixer")],
+)
 def test_one_tensor_is_the_stream(layer, attended, dtype) -> None:
     found = shape(layer(), dtype)
     assert found.taps["attn_out"] == Tap(attended, "output")
@@ -194,7 +199,10 @@ def test_a_parallel_block_has_no_post_attn() -> None:
 
 def test_an_mlp_that_reads_the_stream_has_no_mlp_in() -> None:
     found = shape(PostNorm())
-    assert (found.taps["attn_out"], found.taps["post_attn"]) == (Tap("one", "output"), Tap("other", "input"))
+    assert (found.taps["attn_out"], found.taps["post_attn"]) == (
+        Tap("one", "output"),
+        Tap("other", "input"),
+    )
     assert "which is post_attn" in found.absent["mlp_in"]
 
 
@@ -204,7 +212,10 @@ def test_a_branch_of_several_parts_is_absent_with_their_names() -> None:
     assert "post_attn" not in found.laws
 
 
-@pytest.mark.parametrize(("layer", "why"), [(Normed, "not what enters it"), (Copied, "an edit at post_attn .* does not reach")])
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [(Normed, "not what enters it"), (Copied, "an edit at post_attn .* does not reach")],
+)
 def test_a_layer_without_a_stream_that_can_be_edited_is_refused(layer, why) -> None:
     with pytest.raises(NoStreamError, match=why):
         shape(layer())

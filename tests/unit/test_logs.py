@@ -1,4 +1,6 @@
-"""Is every line of a log what a machine, or a person, can read: complete, with its ids, and without a secret?"""
+"""Is every line of a log what a machine, or a person, can read: complete, with its ids, and without
+a secret?
+"""
 
 import asyncio
 import json
@@ -52,7 +54,12 @@ def start(log_format: str, **fields: Any) -> logging.Logger:
 def test_a_json_line_has_time_level_logger_message_and_process(stream: Stream) -> None:
     start("json").info("%d jobs", 3)
     (line,) = lines(stream)
-    assert (line["level"], line["logger"], line["message"], line["process"]) == ("INFO", "midstream.test", "3 jobs", "worker")
+    assert (line["level"], line["logger"], line["message"], line["process"]) == (
+        "INFO",
+        "midstream.test",
+        "3 jobs",
+        "worker",
+    )
     assert line["time"].endswith("Z")
     assert set(line) == {"time", "level", "logger", "message", "process", "pid"}
 
@@ -72,10 +79,13 @@ def test_bound_log_fields_cover_nested_lines_only(stream: Stream) -> None:
         log.info("after")
 
     asyncio.run(both())
-    told = {(line.get("job"), line.get("request"), line["message"], line["worker"]) for line in lines(stream)}
-    assert told == {(name, *rest) for name in "ab" for rest in ((0, "inside", "w1"), (None, "outside", "w1"))} | {
-        (None, None, "after", "w1")
+    told = {
+        (line.get("job"), line.get("request"), line["message"], line["worker"])
+        for line in lines(stream)
     }
+    assert told == {
+        (name, *rest) for name in "ab" for rest in ((0, "inside", "w1"), (None, "outside", "w1"))
+    } | {(None, None, "after", "w1")}
 
 
 def test_an_exception_is_a_field_of_its_line(stream: Stream) -> None:
@@ -91,11 +101,15 @@ def test_an_exception_is_a_field_of_its_line(stream: Stream) -> None:
 
 def test_celery_task_lines_name_the_job(stream: Stream) -> None:
     start("json")
-    logging.getLogger("celery.worker").info("received", extra={"data": {"id": "job_x.2", "name": "midstream.generate"}})
+    logging.getLogger("celery.worker").info(
+        "received", extra={"data": {"id": "job_x.2", "name": "midstream.generate"}}
+    )
     assert lines(stream)[0]["job"] == "job_x"
 
 
-def test_a_text_line_has_its_ids_behind_the_message_and_before_the_traceback(stream: Stream) -> None:
+def test_a_text_line_has_its_ids_behind_the_message_and_before_the_traceback(
+    stream: Stream,
+) -> None:
     log = start("text")
     with logs.bound(job="job_x", attempt=2):
         try:
@@ -108,7 +122,9 @@ def test_a_text_line_has_its_ids_behind_the_message_and_before_the_traceback(str
 
 
 def test_user_input_cannot_inject_log_lines(stream: Stream) -> None:
-    start("text").info("no such path %s", "/v1/x\n2026-11-20 00:00:00,000 ERROR midstream.api: forged\r\x1b[2K")
+    start("text").info(
+        "no such path %s", "/v1/x\n2026-11-20 00:00:00,000 ERROR midstream.api: forged\r\x1b[2K"
+    )
     first, second = stream.getvalue().splitlines()
     assert first.endswith("no such path /v1/x")
     assert second == "    2026-11-20 00:00:00,000 ERROR midstream.api: forged\\r\\x1b[2K"
@@ -143,9 +159,14 @@ def test_a_line_with_breaks_and_odd_letters_stays_one_json_object(stream: Stream
 
 def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
     program = (
-        "import sys\nfrom midstream.broker.ops import observability, traces\nfrom midstream.schemas.settings import Settings\n"
-        "observability.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' * 32 + '-' + 'b' * 16 + '-01')\n"
-        "traces.record('y', span.traceparent, 0.0, 1.0)\nspan.end()\nprint(span.traceparent, 'opentelemetry' in sys.modules)"
+        "import sys\nfrom midstream.broker.ops import observability, traces\nfrom "
+        "midstream.schemas.settings import Settings\n"
+        "observability.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' "
+        "* 32 + '-' + 'b' * 16 + '-01')\n"
+        "traces.record('y', span.traceparent, 0.0, "
+        "1.0)\nspan.end()\nprint(span.traceparent, 'opentelemetry' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
+    )
     assert done.stdout.split() == ["00-" + "a" * 32 + "-" + "b" * 16 + "-01", "False"]

@@ -1,4 +1,6 @@
-"""An adapter that vLLM would apply in part, or not as PEFT does, is refused by name; so is one that is not where it may be."""
+"""An adapter that vLLM would apply in part, or not as PEFT does, is refused by name; so is one that
+is not where it may be.
+"""
 
 import json
 from pathlib import Path
@@ -15,16 +17,27 @@ from midstream.schemas.loras import LoraModule, LoraSupport
 UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
 SUPPORT = LoraSupport(
     max_rank=8,
-    modules={UP: [LoraModule(inputs=4, outputs=6, layers="0-3")], DOWN: [LoraModule(inputs=6, outputs=4, layers="0-3")]},
+    modules={
+        UP: [LoraModule(inputs=4, outputs=6, layers="0-3")],
+        DOWN: [LoraModule(inputs=6, outputs=4, layers="0-3")],
+    },
 )
-CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["up_proj"], "bias": "none"}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": ["up_proj"],
+    "bias": "none",
+}
 
 
 def name(module: str = "model.layers.1.mlp.up_proj", side: str = "A") -> str:
     return f"base_model.model.{module}.lora_{side}.weight"
 
 
-def pair(rank: int = 2, inputs: int = 4, outputs: int = 6, module: str = "model.layers.1.mlp.up_proj") -> dict[str, np.ndarray]:
+def pair(
+    rank: int = 2, inputs: int = 4, outputs: int = 6, module: str = "model.layers.1.mlp.up_proj"
+) -> dict[str, np.ndarray]:
     return {
         name(module): np.ones((rank, inputs), np.float32),
         name(module, "B"): np.ones((outputs, rank), np.float32),
@@ -40,7 +53,15 @@ def write(folder: Path, tensors: dict[str, np.ndarray] | None = None, **config: 
 
 def test_an_adapter_of_this_model_is_accepted_with_what_it_changes(tmp_path: Path) -> None:
     tensors = pair() | pair(rank=3, inputs=6, outputs=4, module="model.layers.3.mlp.down_proj")
-    content = read(write(tmp_path / "a", tensors, rank_pattern={"down_proj": 3}, alpha_pattern={"mlp.down_proj": 1.5}, use_rslora=True))
+    content = read(
+        write(
+            tmp_path / "a",
+            tensors,
+            rank_pattern={"down_proj": 3},
+            alpha_pattern={"mlp.down_proj": 1.5},
+            use_rslora=True,
+        )
+    )
     assert check(content, SUPPORT) == (3, [DOWN, UP])
     assert content.bytes == (tmp_path / "a" / "adapter_model.safetensors").stat().st_size
 
@@ -49,14 +70,36 @@ def test_an_adapter_of_this_model_is_accepted_with_what_it_changes(tmp_path: Pat
     ("config", "tensors", "says"),
     [
         ({"r": 16}, pair(16), "r is 16; the worker accepts at most 8 (setting max_lora_rank)"),
-        ({"r": 4}, None, "lora_A of model.layers.1.mlp.up_proj has the shape [2, 4]; rank 4 on this model needs [4, 4]"),
-        ({}, pair(inputs=5), "has the shape [2, 5]; rank 2 on this model needs [2, 4]: it was trained on another base model"),
+        (
+            {"r": 4},
+            None,
+            (
+                "lora_A of model.layers.1.mlp.up_proj has the shape [2, 4]; rank 4 on this "
+                "model needs [4, 4]"
+            ),
+        ),
+        (
+            {},
+            pair(inputs=5),
+            (
+                "has the shape [2, 5]; rank 2 on this model needs [2, 4]: it was trained on "
+                "another base model"
+            ),
+        ),
         ({}, pair(outputs=12), "lora_B of model.layers.1.mlp.up_proj has the shape [12, 2]"),
-        ({}, pair(module="model.layers.4.mlp.up_proj"), "this model has no model.layers.4.mlp.up_proj; its layers are 0-3"),
+        (
+            {},
+            pair(module="model.layers.4.mlp.up_proj"),
+            "this model has no model.layers.4.mlp.up_proj; its layers are 0-3",
+        ),
         ({}, pair(module="model.layers.1.mlp.gate_proj"), f"may change; it has {DOWN}, {UP}"),
         ({}, {name(): np.ones((2, 4), np.float32)}, "up_proj has only lora_A"),
         ({}, {}, "has no tensors"),
-        ({}, pair() | {"base_model.model.lm_head.weight": np.ones((2, 2), np.float32)}, "'base_model.model.lm_head.weight' is not served"),
+        (
+            {},
+            pair() | {"base_model.model.lm_head.weight": np.ones((2, 2), np.float32)},
+            "'base_model.model.lm_head.weight' is not served",
+        ),
         ({}, {name(): np.ones((2, 4), np.float64)}, "is F64; valid: F32, F16, BF16"),
         ({"peft_type": "LOHA"}, None, "peft_type is 'LOHA'; valid: LORA"),
         ({"r": 0}, None, "r is '0'; valid: a positive integer"),
@@ -70,14 +113,19 @@ def test_an_adapter_of_this_model_is_accepted_with_what_it_changes(tmp_path: Pat
         ({"of_a_later_peft": {"x": 1}}, None, "of_a_later_peft is"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, config: dict[str, Any], tensors: Any, says: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], tensors: Any, says: str
+) -> None:
     folder = write(tmp_path / "a", tensors, **config)
     with pytest.raises(LoraError) as refused:
         check(read(folder), SUPPORT)
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"],
+)
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, raw: bytes) -> None:
     write(tmp_path / "a")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(raw)
@@ -93,9 +141,15 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_digest_covers_both_files(tmp_path: Path) -> None:
-    first, other, alpha = (read(write(tmp_path / each, **changes)) for each, changes in (("a", {}), ("b", {}), ("c", {"lora_alpha": 5})))
+    first, other, alpha = (
+        read(write(tmp_path / each, **changes))
+        for each, changes in (("a", {}), ("b", {}), ("c", {"lora_alpha": 5}))
+    )
     assert first.digest == other.digest != alpha.digest
-    assert read(write(tmp_path / "d", {key: 2 * value for key, value in pair().items()})).digest != first.digest
+    assert (
+        read(write(tmp_path / "d", {key: 2 * value for key, value in pair().items()})).digest
+        != first.digest
+    )
 
 
 def test_only_folders_below_the_allowed_one_are_taken(tmp_path: Path) -> None:
@@ -105,8 +159,21 @@ def test_only_folders_below_the_allowed_one_are_taken(tmp_path: Path) -> None:
     (tmp_path / "root" / "link").symlink_to(outside)
     (tmp_path / "root" / "half").mkdir()
     (tmp_path / "root" / "half" / "adapter_config.json").write_text("{}")
-    (tmp_path / "root" / "half" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
-    for path in ("link", "half", "deep", "../elsewhere", "deep/../../elsewhere", str(inside), ".", "", "missing", "a\0b"):
+    (tmp_path / "root" / "half" / "adapter_model.safetensors").symlink_to(
+        outside / "adapter_model.safetensors"
+    )
+    for path in (
+        "link",
+        "half",
+        "deep",
+        "../elsewhere",
+        "deep/../../elsewhere",
+        str(inside),
+        ".",
+        "",
+        "missing",
+        "a\0b",
+    ):
         with pytest.raises(MidstreamError) as refused:
             folder_of(root, path)
         assert (refused.value.kind, refused.value.field) == ("invalid_request", "path"), path
@@ -117,6 +184,9 @@ def test_only_folders_below_the_allowed_one_are_taken(tmp_path: Path) -> None:
 def test_names_and_ranges_of_layers_come_together() -> None:
     assert general_name("model.layers.12.mlp.up_proj") == (UP, 12)
     assert general_name("lm_head") == ("lm_head", None)
-    stages = [[LoraModule(inputs=1, outputs=2, layers="0-1")], [LoraModule(inputs=1, outputs=2, layers="2, 3")]]
+    stages = [
+        [LoraModule(inputs=1, outputs=2, layers="0-1")],
+        [LoraModule(inputs=1, outputs=2, layers="2, 3")],
+    ]
     assert joined(*stages) == [LoraModule(inputs=1, outputs=2, layers="0-3")]
     assert joined(stages[0], stages[0]) == stages[0], "ranks of one stage have the same layers"

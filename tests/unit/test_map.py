@@ -1,4 +1,7 @@
-"""`map`: order, limits, retries, the cache and what its key covers. Against a real HTTP server with invented jobs."""
+"""`map`: order, limits, retries, the cache and what its key covers.
+
+Against a real HTTP server with invented jobs.
+"""
 
 import asyncio
 import itertools
@@ -36,7 +39,12 @@ def test_results_come_in_the_order_of_the_input() -> None:
     jobs = Jobs()
     items = mapped(jobs, [f"p{number}" for number in range(10)], job_prompts=3, in_flight=2)
     assert texts(items) == [f"<p{number}>" for number in range(10)]
-    assert [(item.index, item.request, item.cached) for item in items[:4]] == [(0, 0, False), (1, 1, False), (2, 2, False), (3, 0, False)]
+    assert [(item.index, item.request, item.cached) for item in items[:4]] == [
+        (0, 0, False),
+        (1, 1, False),
+        (2, 2, False),
+        (3, 0, False),
+    ]
     assert [len(body["prompts"]) for body in jobs.bodies] == [3, 3, 3, 1]
     assert jobs.most <= 2
 
@@ -44,7 +52,14 @@ def test_results_come_in_the_order_of_the_input() -> None:
 def test_results_may_come_as_they_are_complete() -> None:
     jobs = Jobs(slow={0})
     with serving(jobs) as url, Client(url) as client:
-        items = client.map(["abcdef", *"bcdef"], model="m", ordered=False, job_prompts=1, in_flight=3, progress=False)
+        items = client.map(
+            ["abcdef", *"bcdef"],
+            model="m",
+            ordered=False,
+            job_prompts=1,
+            in_flight=3,
+            progress=False,
+        )
         first = [next(items).index for _ in range(5)]
         jobs.slow.clear()
         assert (sorted(first), [item.index for item in items]) == ([1, 2, 3, 4, 5], [0])
@@ -53,7 +68,9 @@ def test_results_may_come_as_they_are_complete() -> None:
 def test_the_awaiting_client_maps_too() -> None:
     async def run(url: str) -> list[str]:
         async with AsyncClient(url) as client:
-            return [item.text async for item in client.map(["a", "b", "c"], model="m", job_prompts=2)]
+            return [
+                item.text async for item in client.map(["a", "b", "c"], model="m", job_prompts=2)
+            ]
 
     with serving(Jobs()) as url:
         assert asyncio.run(run(url)) == ["<a>", "<b>", "<c>"]
@@ -71,7 +88,9 @@ def test_an_endless_generator_is_read_only_as_far_as_needed(tmp_path: Path, cach
     jobs = Jobs()
     cache = {"cache": tmp_path / "cache"} if cached else {}
     with serving(jobs) as url, Client(url) as client:
-        items = client.map(endless(), model="m", job_prompts=4, in_flight=2, progress=False, **cache)
+        items = client.map(
+            endless(), model="m", job_prompts=4, in_flight=2, progress=False, **cache
+        )
         assert [next(items).text for _ in range(9)] == [f"<p{number}>" for number in range(1, 10)]
         items.close()  # type: ignore[attr-defined]
     assert read <= 9 + 2 * 4 * 2 + 4
@@ -101,7 +120,10 @@ def test_token_ids_and_conversations_are_mapped() -> None:
     jobs = Jobs()
     assert len(mapped(jobs, [[1, 2], (3,)])) == 2
     assert len(mapped(jobs, [[{"role": "user", "content": "a"}]])) == 1
-    assert (jobs.bodies[0]["prompts"], jobs.bodies[1]["messages"]) == ([[1, 2], [3]], [[{"role": "user", "content": "a"}]])
+    assert (jobs.bodies[0]["prompts"], jobs.bodies[1]["messages"]) == (
+        [[1, 2], [3]],
+        [[{"role": "user", "content": "a"}]],
+    )
 
 
 def test_long_prompts_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +151,9 @@ def test_a_refusal_that_lasts_is_raised() -> None:
 
 def test_a_body_that_is_too_large_is_halved() -> None:
     jobs = Jobs(biggest=2)
-    assert texts(mapped(jobs, list("abcdefghi"), job_prompts=8)) == [f"<{letter}>" for letter in "abcdefghi"]
+    assert texts(mapped(jobs, list("abcdefghi"), job_prompts=8)) == [
+        f"<{letter}>" for letter in "abcdefghi"
+    ]
     assert max(jobs.computed.values()) == 1
     assert "".join(jobs.computed) == "abcdefghi"  # the first half first
 
@@ -175,7 +199,9 @@ def test_an_error_names_the_prompt_by_its_place_in_the_input() -> None:
         (["a"], {"capture": {"layers": 1, "run": "clean"}}, "capture.run"),
     ],
 )
-def test_bad_arguments_are_named_before_anything_is_sent(prompts: Any, options: dict[str, Any], field: str) -> None:
+def test_bad_arguments_are_named_before_anything_is_sent(
+    prompts: Any, options: dict[str, Any], field: str
+) -> None:
     jobs = Jobs()
     with pytest.raises(MidstreamError) as caught:
         mapped(jobs, prompts, **options)
@@ -196,7 +222,12 @@ def test_a_second_run_computes_only_what_is_missing(tmp_path: Path) -> None:
 
 def test_equal_prompts_share_one_result(tmp_path: Path) -> None:
     jobs = Jobs()
-    assert texts(mapped(jobs, ["a", "b", "a", "a"], cache=tmp_path / "cache", job_prompts=2)) == ["<a>", "<b>", "<a>", "<a>"]
+    assert texts(mapped(jobs, ["a", "b", "a", "a"], cache=tmp_path / "cache", job_prompts=2)) == [
+        "<a>",
+        "<b>",
+        "<a>",
+        "<a>",
+    ]
     assert jobs.computed == {"a": 1, "b": 1}
     mapped(jobs, ["c", "c"])
     assert jobs.computed["c"] == 2  # without a cache they are separate requests
@@ -222,12 +253,22 @@ def test_the_key_covers_every_field_of_the_request(tmp_path: Path, changed: dict
 def test_the_key_does_not_cover_how_jobs_are_handled(tmp_path: Path) -> None:
     jobs = Jobs()
     mapped(jobs, ["a"], cache=tmp_path / "cache")
-    (item,) = mapped(jobs, ["a"], cache=tmp_path / "cache", priority="low", expires_in=60, metadata={"run": "2"}, job_prompts=7)
+    (item,) = mapped(
+        jobs,
+        ["a"],
+        cache=tmp_path / "cache",
+        priority="low",
+        expires_in=60,
+        metadata={"run": "2"},
+        job_prompts=7,
+    )
     assert item.cached
 
 
 @pytest.mark.parametrize("changed", [{"identity": "other"}, {"steering": "other"}])
-def test_the_key_covers_the_model_and_global_steering(tmp_path: Path, changed: dict[str, str]) -> None:
+def test_the_key_covers_the_model_and_global_steering(
+    tmp_path: Path, changed: dict[str, str]
+) -> None:
     mapped(Jobs(), ["a"], cache=tmp_path / "cache")
     (item,) = mapped(Jobs(**changed), ["a"], cache=tmp_path / "cache")  # type: ignore[arg-type]
     assert not item.cached
@@ -235,7 +276,9 @@ def test_the_key_covers_the_model_and_global_steering(tmp_path: Path, changed: d
 
 def test_a_module_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
     steering = [{"module": "joy"}]
-    (item,) = mapped(Jobs(modules={"joy": "first"}), ["a"], cache=tmp_path / "cache", steering=steering)
+    (item,) = mapped(
+        Jobs(modules={"joy": "first"}), ["a"], cache=tmp_path / "cache", steering=steering
+    )
     assert item.text == "<a>"
     with pytest.raises(MidstreamError, match="joy"):
         mapped(Jobs(modules={"joy": "second"}), ["b"], cache=tmp_path / "cache", steering=steering)
@@ -244,12 +287,19 @@ def test_a_module_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
 def test_jobs_of_a_run_that_was_left_are_found_again(tmp_path: Path) -> None:
     jobs = Jobs()
     with serving(jobs) as url, Client(url) as client:
-        items = client.map(list("abcdefgh"), model="m", cache=tmp_path / "cache", job_prompts=2, in_flight=3, progress=False)
+        items = client.map(
+            list("abcdefgh"),
+            model="m",
+            cache=tmp_path / "cache",
+            job_prompts=2,
+            in_flight=3,
+            progress=False,
+        )
         next(items)
         items.close()  # type: ignore[attr-defined]
-        assert texts(list(client.map(list("abcdefgh"), model="m", cache=tmp_path / "cache", job_prompts=2))) == [
-            f"<{x}>" for x in "abcdefgh"
-        ]
+        assert texts(
+            list(client.map(list("abcdefgh"), model="m", cache=tmp_path / "cache", job_prompts=2))
+        ) == [f"<{x}>" for x in "abcdefgh"]
     assert jobs.computed == {letter: 1 for letter in "abcdefgh"}
     assert jobs.cancelled == []
 
@@ -272,7 +322,12 @@ def test_a_hostile_job_id_does_not_leave_the_cache(tmp_path: Path) -> None:
         cache.keep(folder, "../../out")
     assert cache.load(["k" * 64], rows=False)["k" * 64][1] is None
     assert cache.load(["k" * 64], rows=True) == {}
-    outside = set(tmp_path.rglob("*")) - before - set((tmp_path / "cache").rglob("*")) - {tmp_path / "cache"}
+    outside = (
+        set(tmp_path.rglob("*"))
+        - before
+        - set((tmp_path / "cache").rglob("*"))
+        - {tmp_path / "cache"}
+    )
     assert outside == set()
 
 

@@ -1,4 +1,6 @@
-"""Parts of `map`: the share of one prompt in a job's result, what a request names, and the cache's folders."""
+"""Parts of `map`: the share of one prompt in a job's result, what a request names, and the cache's
+folders.
+"""
 
 import os
 import time
@@ -30,26 +32,55 @@ from midstream.schemas.readings import FeaturesReading, LensReading
 
 def lens(prompt: int) -> LensReading:
     return LensReading(
-        request=prompt, hook="post_block", layers=[0], positions=[0], token_ids=[1], top_tokens=[[[1]]], top_logprobs=[[[0.0]]]
+        request=prompt,
+        hook="post_block",
+        layers=[0],
+        positions=[0],
+        token_ids=[1],
+        top_tokens=[[[1]]],
+        top_logprobs=[[[0.0]]],
     )
 
 
 def features(prompt: int, sae: str) -> FeaturesReading:
-    rows: dict[str, list[Any]] = {"positions": [], "token_ids": [], "features": [], "activations": [], "active": [], "errors": []}
-    return FeaturesReading(request=prompt, sae=sae, digest=f"of {sae}", hook="post_block", layer=0, **rows)
+    rows: dict[str, list[Any]] = {
+        "positions": [],
+        "token_ids": [],
+        "features": [],
+        "activations": [],
+        "active": [],
+        "errors": [],
+    }
+    return FeaturesReading(
+        request=prompt, sae=sae, digest=f"of {sae}", hook="post_block", layer=0, **rows
+    )
 
 
 def result(prompts: int) -> JobResult:
-    """Everything that a job reports by prompt; of features two autoencoders, of files two for each prompt."""
+    """Everything that a job reports by prompt; of features two autoencoders, of files two for each
+    prompt.
+    """
     every = range(prompts)
     place = {"rank": 0, "pp": 0, "crc32": 0, "sites": {}, "positions": 1}
-    files = [FileEntry(path=f"{n}-{k}", request=n, bytes=10 + n, rows=1 + n, **place) for n in every for k in range(2)]  # type: ignore[arg-type]
-    reports = [RankReport(rank=0, tp=0, request=n, step=n, checksum="0" * 16, actions=1, applied=1, status="ok") for n in every]
+    files = [
+        FileEntry(path=f"{n}-{k}", request=n, bytes=10 + n, rows=1 + n, **place)
+        for n in every
+        for k in range(2)
+    ]  # type: ignore[arg-type]
+    reports = [
+        RankReport(
+            rank=0, tp=0, request=n, step=n, checksum="0" * 16, actions=1, applied=1, status="ok"
+        )
+        for n in every
+    ]
     return JobResult(
         id="job_1",
         model="m",
         state=State.SUCCEEDED,
-        outputs=[Output(index=n, text=f"t{n}", token_ids=[n], finish_reason="length", prompt_tokens=1) for n in every],
+        outputs=[
+            Output(index=n, text=f"t{n}", token_ids=[n], finish_reason="length", prompt_tokens=1)
+            for n in every
+        ],
         capture_results=CaptureResults(
             status="ok",
             job="job_1",
@@ -58,12 +89,17 @@ def result(prompts: int) -> JobResult:
             bytes=sum(file.bytes for file in files),
             rows=sum(file.rows for file in files),
         ),
-        determinism=Determinism(consistent=True, stages=[StageReport(pp=0, consistent=True, ranks=reports)]),
+        determinism=Determinism(
+            consistent=True, stages=[StageReport(pp=0, consistent=True, ranks=reports)]
+        ),
         attempt=1,
         lora=LoraUse("french", "of french"),
         lens=[lens(n) for n in every],
         features=[features(n, sae) for n in every for sae in ("first", "second")],
-        probes=[ProbeResult(request=n, probe="lies", digest="of lies", scores={}, positions=1) for n in every],
+        probes=[
+            ProbeResult(request=n, probe="lies", digest="of lies", scores={}, positions=1)
+            for n in every
+        ],
     )
 
 
@@ -77,7 +113,10 @@ def test_a_prompts_share_is_what_the_job_reports_of_it(number: int) -> None:
     assert (captures.bytes, captures.rows) == (2 * (10 + number), 2 * (1 + number))
     assert [report.request for report in captures.consumers] == [number]
     assert [report.request for stage in determinism.stages for report in stage.ranks] == [number]
-    assert [(each.request, each.sae) for each in part.features or []] == [(number, "first"), (number, "second")]
+    assert [(each.request, each.sae) for each in part.features or []] == [
+        (number, "first"),
+        (number, "second"),
+    ]
     assert [each.request for each in part.lens or []] == [number]
     assert [each.request for each in part.probes] == [number]
     assert part.readers is None
@@ -89,7 +128,10 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
         {
             "model": "m",
             "prompts": ["-"],
-            "steering": [{"module": "joy"}, {"sae": "first", "feature": 3, "op": "clamp", "value": 1.0}],
+            "steering": [
+                {"module": "joy"},
+                {"sae": "first", "feature": 3, "op": "clamp", "value": 1.0},
+            ],
             "patch": [
                 {"layers": 1, "positions": [0], "source": {"run": "clean"}},
                 {"layers": 1, "positions": [1], "source": {"module": "row"}},
@@ -100,22 +142,46 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
             "lora": "french",
         },
     )
-    kinds = {"module": ["calm", "joy", "row"], "sae": ["first", "second"], "run": ["clean"], "probe": ["doubt", "lies"]}
+    kinds = {
+        "module": ["calm", "joy", "row"],
+        "sae": ["first", "second"],
+        "run": ["clean"],
+        "probe": ["doubt", "lies"],
+    }
     kinds |= {"tuned": ["lens"], "lora": ["french"]}
-    assert sorted(map_key.named(request)) == sorted((kind, name) for kind, names in kinds.items() for name in names)
+    assert sorted(map_key.named(request)) == sorted(
+        (kind, name) for kind, names in kinds.items() for name in names
+    )
 
 
 def a_view(**changes: Any) -> JobView:
     """Of a job that used a module, a tuned lens and an autoencoder, and was watched."""
     fields: dict[str, Any] = {
-        "id": "job_1", "kind": "generate", "model": "m", "state": State.SUCCEEDED, "attempt": 1, "version": 1, "created": 1.0,
-        "modules": {"joy": "of joy"}, "contents": {"sae/first": "of first", "tuned/lens": "of lens", "watching/guard": "of guard stop"},
-        "identity": "a", "global_version": 3,
-    }  # fmt: skip
+        "id": "job_1",
+        "kind": "generate",
+        "model": "m",
+        "state": State.SUCCEEDED,
+        "attempt": 1,
+        "version": 1,
+        "created": 1.0,
+        "modules": {"joy": "of joy"},
+        "contents": {
+            "sae/first": "of first",
+            "tuned/lens": "of lens",
+            "watching/guard": "of guard stop",
+        },
+        "identity": "a",
+        "global_version": 3,
+    }
     return JobView(**fields | changes)
 
 
-NAMES = {("module", "joy"): "of joy", ("sae", "first"): "of first", ("tuned", "lens"): "of lens", ("watching", "guard"): "of guard stop"}
+NAMES = {
+    ("module", "joy"): "of joy",
+    ("sae", "first"): "of first",
+    ("tuned", "lens"): "of lens",
+    ("watching", "guard"): "of guard stop",
+}
 
 
 def test_a_job_that_used_what_was_planned_is_accepted() -> None:
@@ -139,7 +205,9 @@ def test_a_job_that_used_what_was_planned_is_accepted() -> None:
         ({"global_version": None}, "global steering"),
     ],
 )
-def test_a_job_that_used_or_reports_anything_else_is_a_conflict(changes: dict[str, Any], named: str) -> None:
+def test_a_job_that_used_or_reports_anything_else_is_a_conflict(
+    changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(MidstreamError, match=f"^{named} was changed") as caught:
         map_key.check(a_view(**changes), "a", NAMES, 3)
     assert caught.value.kind == "conflict"
@@ -152,8 +220,14 @@ def test_a_service_that_reports_no_identity_is_not_mapped_over(card: dict[str, A
 
 
 def test_the_key_covers_the_content_that_names_stand_for() -> None:
-    request = wire.job_request(None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]})
-    keys = {map_key.base(request, identity, {("module", "joy"): digest}, "") for digest in ("first", "second") for identity in "ab"}
+    request = wire.job_request(
+        None, {"model": "m", "prompts": ["-"], "steering": [{"module": "joy"}]}
+    )
+    keys = {
+        map_key.base(request, identity, {("module", "joy"): digest}, "")
+        for digest in ("first", "second")
+        for identity in "ab"
+    }
     assert len(keys) == 4
 
 

@@ -1,4 +1,6 @@
-"""Does the table in docs/observability.md list the metrics that the processes have, with their kinds and labels? Both ways."""
+"""Does the table in docs/observability.md list the metrics that the processes have, with their
+kinds and labels? Both ways.
+"""
 
 import re
 from typing import NamedTuple
@@ -17,8 +19,15 @@ class Metric(NamedTuple):
 
 
 def listed() -> set[Metric]:
-    rows = re.findall(r"^\| `(midstream_\w+)` \| (\w+) \|([\w, ]*)\|", (ROOT / "docs/observability.md").read_text(), re.MULTILINE)
-    return {Metric(name, kind, tuple(label.strip() for label in labels.split(",") if label.strip())) for name, kind, labels in rows}
+    rows = re.findall(
+        r"^\| `(midstream_\w+)` \| (\w+) \|([\w, ]*)\|",
+        (ROOT / "docs/observability.md").read_text(),
+        re.MULTILINE,
+    )
+    return {
+        Metric(name, kind, tuple(label.strip() for label in labels.split(",") if label.strip()))
+        for name, kind, labels in rows
+    }
 
 
 def there() -> set[Metric]:
@@ -27,19 +36,36 @@ def there() -> set[Metric]:
     for collector in [*REGISTRY._collector_to_names, Readings(OF_WORKER, list)]:
         labels = getattr(collector, "_labelnames", None)
         for family in collector.describe() if hasattr(collector, "describe") else ():
-            if family.name.startswith("midstream_") and not family.name.startswith("midstream_http"):
+            if family.name.startswith("midstream_") and not family.name.startswith(
+                "midstream_http"
+            ):
                 name = f"{family.name}_total" if family.type == "counter" else family.name
-                found.add(Metric(name, family.type, tuple(getattr(family, "_labelnames", None) or labels or ())))
+                found.add(
+                    Metric(
+                        name,
+                        family.type,
+                        tuple(getattr(family, "_labelnames", None) or labels or ()),
+                    )
+                )
     return found
 
 
-#: Modules that make metrics of prometheus_client; all others only update those of `broker/ops/metrics.py`.
+#: Modules that make metrics of prometheus_client; all others only update those of
+#: `broker/ops/metrics.py`.
 DECLARE = {"broker/ops/metrics.py"}
 
 
 def test_metrics_are_declared_in_one_module() -> None:
-    kinds = {f"prometheus_client.{kind}" for kind in ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")}
-    declaring = {str(path.relative_to(ROOT)) for path in sources(*PACKAGES) for found in imports_of(path) if found.module in kinds}
+    kinds = {
+        f"prometheus_client.{kind}"
+        for kind in ("Counter", "Gauge", "Histogram", "Summary", "Info", "Enum")
+    }
+    declaring = {
+        str(path.relative_to(ROOT))
+        for path in sources(*PACKAGES)
+        for found in imports_of(path)
+        if found.module in kinds
+    }
     assert declaring == DECLARE
 
 

@@ -1,4 +1,6 @@
-"""The identity of a model follows what decides its numbers, and nothing else; a checkpoint is read once."""
+"""The identity of a model follows what decides its numbers, and nothing else; a checkpoint is read
+once.
+"""
 
 import json
 import os
@@ -27,17 +29,31 @@ class Bench:
     def checkpoint(self, name: str, **changed: bytes) -> Path:
         path = self.folder / name
         path.mkdir()
-        files = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"tokens", "README.md": b"about"}
+        files = {
+            "config.json": b"{}",
+            "model.safetensors": b"weights",
+            "tokenizer.json": b"tokens",
+            "README.md": b"about",
+        }
         files |= {file.replace("_", "."): content for file, content in changed.items()}
         for file, content in files.items():
             (path / file).write_bytes(content)
             os.utime(path / file, (LONG_AGO, LONG_AGO))
         return path
 
-    def identity(self, model: Path | str = "", dtype: str = "bfloat16", tokenizer: Path | str = "", **changed: Any) -> str:
+    def identity(
+        self,
+        model: Path | str = "",
+        dtype: str = "bfloat16",
+        tokenizer: Path | str = "",
+        **changed: Any,
+    ) -> str:
         place = str(model or self.model)
         config = SimpleNamespace(
-            model=place, tokenizer=str(tokenizer or place), dtype=f"torch.{dtype}", hf_config=SimpleNamespace(_commit_hash=None)
+            model=place,
+            tokenizer=str(tokenizer or place),
+            dtype=f"torch.{dtype}",
+            hf_config=SimpleNamespace(_commit_hash=None),
         )
         return identity_of(Settings(data_dir=str(self.data), **changed), config)
 
@@ -56,7 +72,9 @@ def test_a_copy_in_another_folder_has_the_same_identity(bench: Bench) -> None:
     assert len(bench.identity()) == 64
 
 
-@pytest.mark.parametrize("file", ["config_json", "model_safetensors", "tokenizer_json", "model-00002_safetensors"])
+@pytest.mark.parametrize(
+    "file", ["config_json", "model_safetensors", "tokenizer_json", "model-00002_safetensors"]
+)
 def test_a_changed_or_further_file_is_another_identity(bench: Bench, file: str) -> None:
     assert bench.identity(bench.checkpoint("other", **{file: b"changed"})) != bench.identity()
 
@@ -70,15 +88,23 @@ def test_dtype_and_options_that_change_numbers_belong_to_the_identity(bench: Ben
 
 @pytest.mark.parametrize(
     "changed",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"max_num_seqs": 7}, {"engine_options": {"gpu_memory_utilization": 0.5}}],
-)  # fmt: skip
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"max_num_seqs": 7},
+        {"engine_options": {"gpu_memory_utilization": 0.5}},
+    ],
+)
 def test_how_a_model_is_served_is_not_its_identity(bench: Bench, changed: dict[str, Any]) -> None:
     assert bench.identity(**changed) == bench.identity()
 
 
 def test_a_tokenizer_elsewhere_belongs_to_the_identity(bench: Bench) -> None:
     first, second = bench.checkpoint("first"), bench.checkpoint("second", tokenizer_json=b"others")
-    assert len({bench.identity(), bench.identity(tokenizer=first), bench.identity(tokenizer=second)}) == 3
+    assert (
+        len({bench.identity(), bench.identity(tokenizer=first), bench.identity(tokenizer=second)})
+        == 3
+    )
 
 
 def test_every_byte_of_a_large_file_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +114,9 @@ def test_every_byte_of_a_large_file_counts(bench: Bench, monkeypatch: pytest.Mon
     for place in (0, 63, 64, 500, 999):
         changed = bytearray(weights)
         changed[place] = 1
-        identities.add(bench.identity(bench.checkpoint(f"one{place}", model_safetensors=bytes(changed))))
+        identities.add(
+            bench.identity(bench.checkpoint(f"one{place}", model_safetensors=bytes(changed)))
+        )
     assert len(identities) == 6
 
 
@@ -101,7 +129,8 @@ def test_a_file_is_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> N
     weights = bench.model / "model.safetensors"
     former = weights.stat()
     weights.write_bytes(b"WEIGHTS")
-    os.utime(weights, ns=(former.st_atime_ns, former.st_mtime_ns))  # same size and time of modification
+    # same size and time of modification
+    os.utime(weights, ns=(former.st_atime_ns, former.st_mtime_ns))
     assert bench.identity() != first
 
 
@@ -109,7 +138,9 @@ def test_a_file_that_was_just_written_is_not_remembered(bench: Bench) -> None:
     (bench.model / "config.json").write_text("{ }")
     bench.identity()
     known = bench.data / "checkpoint-digests.json"
-    assert not known.exists() or str(bench.model / "config.json") not in json.loads(known.read_bytes())
+    assert not known.exists() or str(bench.model / "config.json") not in json.loads(
+        known.read_bytes()
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 1}', b"\xff"])
@@ -128,6 +159,8 @@ def test_a_name_on_the_hub_needs_a_commit(bench: Bench) -> None:
 def test_files_that_cannot_be_read_are_an_error(bench: Bench) -> None:
     (bench.model / "model.safetensors").unlink()
     (bench.model / "model.safetensors").symlink_to(bench.folder / "nowhere")
-    assert bench.identity() != bench.identity(bench.checkpoint("other")), "a broken link is no file: the engine reports it"
+    assert bench.identity() != bench.identity(bench.checkpoint("other")), (
+        "a broken link is no file: the engine reports it"
+    )
     with pytest.raises(MidstreamError, match="cannot be read"):
         FileDigests(bench.data / "x.json").of(bench.folder / "gone")

@@ -1,4 +1,6 @@
-"""Does `docs/models.md` say what the walk found, and does the reference of the walk refuse what it cannot know?"""
+"""Does `docs/models.md` say what the walk found, and does the reference of the walk refuse what it
+cannot know?
+"""
 
 import json
 from dataclasses import replace
@@ -47,10 +49,16 @@ def test_what_transformers_does_not_have_is_tried_and_served_with_a_caveat() -> 
         assert any(page.LOADED in caveat for caveat in FOUND[name].caveats)
 
 
-def test_a_result_is_one_line_that_a_newer_one_replaces(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_one_line_that_a_newer_one_replaces(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results.jsonl")
     first = results.Result("LlamaForCausalLM", "refused", why="no reason")
-    for each in (first, results.Result("AfmoeForCausalLM", "served"), replace(first, outcome="served", why="")):
+    for each in (
+        first,
+        results.Result("AfmoeForCausalLM", "served"),
+        replace(first, outcome="served", why=""),
+    ):
         results.keep(each)
     assert list(results.read()) == ["AfmoeForCausalLM", "LlamaForCausalLM"]
     assert results.read()["LlamaForCausalLM"].outcome == "served"
@@ -69,7 +77,11 @@ class Twice(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.mlp, self.self_attn, self.norm = layer.mlp, layer.self_attn, layer.post_attention_layernorm
+        self.mlp, self.self_attn, self.norm = (
+            layer.mlp,
+            layer.self_attn,
+            layer.post_attention_layernorm,
+        )
 
     def forward(self, hidden_states: torch.Tensor, **named: object) -> torch.Tensor:
         hidden_states = hidden_states + self.self_attn(hidden_states=hidden_states, **named)[0]
@@ -77,8 +89,18 @@ class Twice(nn.Module):
         return hidden_states + given + given.relu()
 
 
-def test_the_reference_knows_no_layer_whose_output_is_no_sum(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LlamaConfig(**{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64})
+def test_the_reference_knows_no_layer_whose_output_is_no_sum(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 64,
+        }
+    )
     model = LlamaForCausalLM(config).eval()
     monkeypatch.setattr(reference, "load", lambda path, dtype: model)
     assert reference.Reference(tmp_path).hooks == reference.HOOKS

@@ -1,4 +1,7 @@
-"""Is what stands in a safetensors file what a module then does? And is what cannot be right refused by its key?"""
+"""Is what stands in a safetensors file what a module then does?
+
+And is what cannot be right refused by its key?
+"""
 
 import struct
 from typing import get_args
@@ -32,15 +35,35 @@ def file(tensors: dict[str, np.ndarray], **metadata: str) -> bytes:
 
 
 def test_tensors_named_by_site_become_one_entry_each_in_the_order_of_a_forward() -> None:
-    specs = specs_of(file({"post_block.10": JOY, "mlp_out.3": JOY + 1, "resid_post.2": JOY + 2, "hook_resid_pre.-1": JOY + 3}))
-    assert [(spec.hook, spec.layers) for spec in specs] == [("pre_attn", -1), ("mlp_out", 3), ("post_block", 2), ("post_block", 10)]
+    specs = specs_of(
+        file(
+            {
+                "post_block.10": JOY,
+                "mlp_out.3": JOY + 1,
+                "resid_post.2": JOY + 2,
+                "hook_resid_pre.-1": JOY + 3,
+            }
+        )
+    )
+    assert [(spec.hook, spec.layers) for spec in specs] == [
+        ("pre_attn", -1),
+        ("mlp_out", 3),
+        ("post_block", 2),
+        ("post_block", 10),
+    ]
     assert [spec.vector for spec in specs] == [from_numpy(JOY + add) for add in (3, 1, 2, 0)]
-    assert {(spec.op, spec.scale, spec.positions) for spec in specs} == {(None, None, None)}  # add, 1, all
+    # add, 1, all
+    assert {(spec.op, spec.scale, spec.positions) for spec in specs} == {(None, None, None)}
 
 
 def test_the_metadata_of_a_simple_file_holds_for_all_of_its_sites() -> None:
     raw = file(
-        {"post_block.1": JOY, "post_block.2": JOY}, op="clamp", low="-1.5", strength="0.5", positions='[0, {"text": "joy"}]', format="pt"
+        {"post_block.1": JOY, "post_block.2": JOY},
+        op="clamp",
+        low="-1.5",
+        strength="0.5",
+        positions='[0, {"text": "joy"}]',
+        format="pt",
     )
     spec, other = specs_of(raw)
     assert (spec.op, spec.low, spec.high, spec.strength) == ("clamp", -1.5, None, 0.5)
@@ -56,10 +79,18 @@ def test_names_in_the_metadata_may_be_bare_or_quoted() -> None:
 
 def test_the_matrices_of_a_low_rank_intervention_lie_beside_each_other() -> None:
     matrix = np.arange(8, dtype=np.float16).reshape(2, 4)
-    tensors = {"post_block.3.rotation": matrix, "post_block.3.weight": matrix + 1, "post_block.3.bias": np.ones(2, np.float32)}
+    tensors = {
+        "post_block.3.rotation": matrix,
+        "post_block.3.weight": matrix + 1,
+        "post_block.3.bias": np.ones(2, np.float32),
+    }
     (spec,) = specs_of(file(tensors, strength="2"))
     assert (spec.op, spec.layers, spec.strength) == ("lowrank", 3, 2.0)
-    assert (spec.rotation, spec.weight, spec.bias) == (from_numpy(matrix), from_numpy(matrix + 1), from_numpy(np.ones(2, np.float32)))
+    assert (spec.rotation, spec.weight, spec.bias) == (
+        from_numpy(matrix),
+        from_numpy(matrix + 1),
+        from_numpy(np.ones(2, np.float32)),
+    )
 
 
 def test_bfloat16_keeps_its_bits() -> None:
@@ -73,10 +104,22 @@ def test_bfloat16_keeps_its_bits() -> None:
 
 _FINITE = st.floats(-1e6, 1e6)
 _OPTIONS = {
-    "scale": _FINITE, "strength": _FINITE, "low": _FINITE, "high": _FINITE, "alpha": st.floats(0, 1), "norm_match": st.booleans(),
-}  # fmt: skip
-_POSITIONS = st.sampled_from(["all", "all_prompt", "all_generated", "last_prompt"]) | st.lists(st.integers(-9, 9), min_size=1, max_size=4)
-_LAYERS = st.just("all") | st.integers(-3, 30) | st.lists(st.integers(0, 30), min_size=1, max_size=3) | st.just("0-3,-1")
+    "scale": _FINITE,
+    "strength": _FINITE,
+    "low": _FINITE,
+    "high": _FINITE,
+    "alpha": st.floats(0, 1),
+    "norm_match": st.booleans(),
+}
+_POSITIONS = st.sampled_from(["all", "all_prompt", "all_generated", "last_prompt"]) | st.lists(
+    st.integers(-9, 9), min_size=1, max_size=4
+)
+_LAYERS = (
+    st.just("all")
+    | st.integers(-3, 30)
+    | st.lists(st.integers(0, 30), min_size=1, max_size=3)
+    | st.just("0-3,-1")
+)
 
 
 @st.composite
@@ -87,10 +130,21 @@ def entries(draw: st.DrawFn) -> SteeringSpec:
     for name in STEERING_FIELDS[op].tensors:
         dtype = draw(st.sampled_from(get_args(DType)))
         size = int(np.prod(shapes[name])) * ITEM_BYTES[dtype]
-        tensors[name] = Tensor(dtype=dtype, shape=shapes[name], data=draw(st.binary(min_size=size, max_size=size)))
-    options = {name: draw(_OPTIONS[name]) for name in STEERING_FIELDS[op].options if draw(st.booleans())}
+        tensors[name] = Tensor(
+            dtype=dtype, shape=shapes[name], data=draw(st.binary(min_size=size, max_size=size))
+        )
+    options = {
+        name: draw(_OPTIONS[name]) for name in STEERING_FIELDS[op].options if draw(st.booleans())
+    }
     hook = draw(st.sampled_from([None, "pre_attn", "resid_mid", "hook_mlp_out"]))
-    return SteeringSpec(op=op, hook=hook, layers=draw(_LAYERS), positions=draw(st.none() | _POSITIONS), **options, **tensors)
+    return SteeringSpec(
+        op=op,
+        hook=hook,
+        layers=draw(_LAYERS),
+        positions=draw(st.none() | _POSITIONS),
+        **options,
+        **tensors,
+    )
 
 
 @given(st.lists(entries(), min_size=1, max_size=5))
@@ -98,7 +152,10 @@ def test_entries_round_trip_through_files(specs: list[SteeringSpec]) -> None:
     raw = to_bytes(specs)
     assert specs_of(raw) == specs
     assert {name for name, _ in safetensors.deserialize(raw)} == {
-        f"{index}.{name}" for index, spec in enumerate(specs) for name in SHAPES if getattr(spec, name) is not None
+        f"{index}.{name}"
+        for index, spec in enumerate(specs)
+        for name in SHAPES
+        if getattr(spec, name) is not None
     }
 
 
@@ -107,7 +164,10 @@ def test_each_tensor_of_a_file_lies_at_a_multiple_of_its_elements_size() -> None
     raw = to_bytes([SteeringSpec(layers=1, vector=narrow), SteeringSpec(layers=2, vector=wide)])
     start = 8 + int.from_bytes(raw[:8], "little")
     header = msgspec.json.decode(raw[8:start])
-    assert [(start + header[name]["data_offsets"][0]) % size for name, size in (("0.vector", 2), ("1.vector", 4))] == [0, 0]
+    assert [
+        (start + header[name]["data_offsets"][0]) % size
+        for name, size in (("0.vector", 2), ("1.vector", 4))
+    ] == [0, 0]
 
 
 def test_the_file_format_covers_every_entry_field() -> None:
@@ -130,41 +190,98 @@ def test_the_file_format_covers_every_entry_field() -> None:
 @pytest.mark.parametrize(
     ("tensors", "metadata", "says"),
     [
-        ({"12": JOY}, {}, r"'12' is not a site: write \{hook\}.\{layer\}, such as post_block.12, with hooks pre_attn"),
+        (
+            {"12": JOY},
+            {},
+            (
+                r"'12' is not a site: write \{hook\}.\{layer\}, such as post_block.12, with "
+                r"hooks pre_attn"
+            ),
+        ),
         ({"post_blok.12": JOY}, {}, "'post_blok.12' is not a site"),
         ({"post_block.twelve": JOY}, {}, "'post_block.twelve' is not a site"),
-        ({"resid_post.3": JOY, "post_block.3": JOY}, {}, r"'(resid_post|post_block).3' is the same as '(resid_post|post_block).3'"),
+        (
+            {"resid_post.3": JOY, "post_block.3": JOY},
+            {},
+            r"'(resid_post|post_block).3' is the same as '(resid_post|post_block).3'",
+        ),
         ({"post_block.3": JOY, "post_block.3.vector": JOY}, {}, "is the same as"),
-        ({"post_block.3": JOY[None]}, {}, r"'post_block.3' has shape \[1, 4\]: a vector must be \[hidden_size\]"),
+        (
+            {"post_block.3": JOY[None]},
+            {},
+            r"'post_block.3' has shape \[1, 4\]: a vector must be \[hidden_size\]",
+        ),
         (
             {"post_block.3": JOY, "post_block.4": JOY[:3]},
             {},
-            r"'post_block.[34]' has width [34], but 'post_block.[34]' has [34]: all must have the same width",
+            (
+                r"'post_block.[34]' has width [34], but 'post_block.[34]' has [34]: all must "
+                r"have the same width"
+            ),
         ),
-        ({"post_block.3.matrix": JOY}, {}, "unknown tensor 'matrix'; valid: vector, rotation, weight, bias"),
-        ({"post_block.3": JOY.astype(np.float64)}, {}, "'post_block.3' has dtype F64; valid: F32, BF16, F16"),
+        (
+            {"post_block.3.matrix": JOY},
+            {},
+            "unknown tensor 'matrix'; valid: vector, rotation, weight, bias",
+        ),
+        (
+            {"post_block.3": JOY.astype(np.float64)},
+            {},
+            "'post_block.3' has dtype F64; valid: F32, BF16, F16",
+        ),
         ({"post_block.3": JOY}, {"sclae": "2"}, "unknown metadata 'sclae': use op, positions"),
         ({"post_block.3": JOY}, {"scale": "a lot"}, "metadata scale has the invalid value 'a lot'"),
-        ({"post_block.3": JOY}, {"scale": "Infinity"}, "metadata scale has the invalid value 'Infinity'"),
+        (
+            {"post_block.3": JOY},
+            {"scale": "Infinity"},
+            "metadata scale has the invalid value 'Infinity'",
+        ),
         ({"post_block.3": JOY}, {"op": "subtract"}, "metadata op has the invalid value 'subtract'"),
-        ({"post_block.3": JOY}, {"positions": '["all"]'}, "metadata positions has the invalid value"),
+        (
+            {"post_block.3": JOY},
+            {"positions": '["all"]'},
+            "metadata positions has the invalid value",
+        ),
         ({"post_block.3": JOY}, {"layers": "3"}, "unknown metadata 'layers'"),
         ({}, {}, "it has no tensors"),
         ({"0.vector": JOY}, {"midstream": "{}"}, "metadata midstream is not a list of entries"),
-        ({"0.vector": JOY}, {"midstream": '[{"layer": 3}]'}, r"unknown field `layer` - at `\$\[0\]`"),
-        ({"0.vector": JOY}, {"midstream": "[" * 100_000}, "metadata midstream is not a list of entries"),
-        ({"1.vector": JOY}, {"midstream": '[{"layers": 3}]'}, "'1.vector' belongs to no entry"),
-        ({"0.vector": JOY}, {"midstream": '[{"layers": 3}, {"layers": 4}]'}, "entry 1 has no tensor, such as 1.vector"),
-        ({"0.vektor": JOY}, {"midstream": '[{"layers": 3}]'}, "unknown tensor 'vektor'"),
-        ({"0.vector": JOY}, {"midstream": '[{"module": "joy"}]'}, "entry 0 refers to module 'joy': a file contains vectors, not names"),
         (
             {"0.vector": JOY},
-            {"midstream": '[{"layers": 3, "vector": {"dtype": "float32", "shape": [1], "data": "AAAAAA=="}}]'},
+            {"midstream": '[{"layer": 3}]'},
+            r"unknown field `layer` - at `\$\[0\]`",
+        ),
+        (
+            {"0.vector": JOY},
+            {"midstream": "[" * 100_000},
+            "metadata midstream is not a list of entries",
+        ),
+        ({"1.vector": JOY}, {"midstream": '[{"layers": 3}]'}, "'1.vector' belongs to no entry"),
+        (
+            {"0.vector": JOY},
+            {"midstream": '[{"layers": 3}, {"layers": 4}]'},
+            "entry 1 has no tensor, such as 1.vector",
+        ),
+        ({"0.vektor": JOY}, {"midstream": '[{"layers": 3}]'}, "unknown tensor 'vektor'"),
+        (
+            {"0.vector": JOY},
+            {"midstream": '[{"module": "joy"}]'},
+            "entry 0 refers to module 'joy': a file contains vectors, not names",
+        ),
+        (
+            {"0.vector": JOY},
+            {
+                "midstream": (
+                    '[{"layers": 3, "vector": {"dtype": "float32", "shape": [1], "data": '
+                    '"AAAAAA=="}}]'
+                )
+            },
             "entry 0 contains its vector inline: make it the tensor 0.vector",
         ),
     ],
 )
-def test_a_wrong_key_is_named(tensors: dict[str, np.ndarray], metadata: dict[str, str], says: str) -> None:
+def test_a_wrong_key_is_named(
+    tensors: dict[str, np.ndarray], metadata: dict[str, str], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         specs_of(file(tensors, **metadata))
 
@@ -181,7 +298,9 @@ def test_more_entries_than_a_request_may_have_are_refused(monkeypatch: pytest.Mo
         specs_of(file({f"post_block.{layer}": JOY for layer in range(3)}))
 
 
-def test_a_header_beyond_its_limits_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_beyond_its_limits_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raw = file({f"post_block.{layer}": JOY for layer in range(3)})
     monkeypatch.setattr(safetensors, "deserialize", None)
     monkeypatch.setattr(module_files, "MAX_FILE_TENSORS", 2)
@@ -192,7 +311,10 @@ def test_a_header_beyond_its_limits_is_refused_before_it_is_read(monkeypatch: py
         specs_of(raw)
 
 
-@given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda tail: len(tail).to_bytes(8, "little") + tail))
+@given(
+    st.binary(max_size=64)
+    | st.binary(max_size=64).map(lambda tail: len(tail).to_bytes(8, "little") + tail)
+)
 def test_any_module_bytes_decode_or_raise_module_error(raw: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # whichever it is
         specs_of(raw)

@@ -1,4 +1,6 @@
-"""The stand-in for torchvision: imports of names succeed, uses fail by name, and transformers does not take it for torchvision."""
+"""The stand-in for torchvision: imports of names succeed, uses fail by name, and transformers does
+not take it for torchvision.
+"""
 
 import importlib.util
 import subprocess
@@ -10,13 +12,17 @@ import pytest
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
+    ),
 ]
 
 
 def ran(code: str) -> str:
     """What the code prints in a process of its own: the stand-in stays where it is put."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
@@ -34,7 +40,9 @@ def test_names_of_the_stand_in_import_and_fail_when_they_are_used() -> None:
             print(error)
         """
     )
-    assert found == "torchvision.transforms.v2.functional.resize is needed, but torchvision is not installed"
+    assert found == (
+        "torchvision.transforms.v2.functional.resize is needed, but torchvision is not installed"
+    )
 
 
 def test_transformers_goes_on_with_its_processors_for_pil() -> None:
@@ -87,5 +95,7 @@ def test_processes_that_multiprocessing_spawns_have_it_as_well(tmp_path: Path) -
             """
         )
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.strip().splitlines()[-1:] == ["0"], done.stderr[-2000:]

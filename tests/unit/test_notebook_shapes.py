@@ -1,4 +1,6 @@
-"""What notebooks show and convert: HTML of every kind of result, escaped; pandas, xarray and plotly; and what is said without them."""
+"""What notebooks show and convert: HTML of every kind of result, escaped; pandas, xarray and
+plotly; and what is said without them.
+"""
 
 import subprocess
 import sys
@@ -50,7 +52,15 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def view(**given: Any) -> JobView:
-    known = {"id": "job_x", "kind": "generate", "model": "m", "state": State.SUCCEEDED, "attempt": 1, "version": 1, "created": 1.0}
+    known = {
+        "id": "job_x",
+        "kind": "generate",
+        "model": "m",
+        "state": State.SUCCEEDED,
+        "attempt": 1,
+        "version": 1,
+        "created": 1.0,
+    }
     return JobView(**known | given)  # type: ignore[arg-type]
 
 
@@ -58,12 +68,36 @@ def job_result(text: str) -> JobResult:
     output = Output(index=0, text=text, token_ids=[1], finish_reason="length", prompt_tokens=1)
     captures = CaptureResults(status="not_requested", job="job_x")
     state = State.SUCCEEDED
-    return JobResult(id="job_x", model="m", state=state, outputs=[output], capture_results=captures, determinism=None, attempt=1)
+    return JobResult(
+        id="job_x",
+        model="m",
+        state=state,
+        outputs=[output],
+        capture_results=captures,
+        determinism=None,
+        attempt=1,
+    )
 
 
 def module(name: str, description: str = "") -> ModuleView:
-    entry = EntryView(op="add", hook="post_block", layers=[1], positions="all", tensors=["ab"], scale=1.0, numbers=[])
-    return ModuleView(name=name, model="m", digest="d" * 64, entries=[entry], bytes=10, created=0.0, description=description)
+    entry = EntryView(
+        op="add",
+        hook="post_block",
+        layers=[1],
+        positions="all",
+        tensors=["ab"],
+        scale=1.0,
+        numbers=[],
+    )
+    return ModuleView(
+        name=name,
+        model="m",
+        digest="d" * 64,
+        entries=[entry],
+        bytes=10,
+        created=0.0,
+        description=description,
+    )
 
 
 def reader(folder: Path) -> CaptureReader:
@@ -75,7 +109,19 @@ def lens(word: str) -> Lens:
     tokens = np.arange(4).reshape(2, 1, 2)
     logprobs = np.log(np.full((2, 1, 2), 0.25, np.float32))
     empty = np.zeros((2, 1, 0))
-    return Lens("job_x", "post_block", [0, 1], [5], [7], tokens, logprobs, [], empty, empty, {7: word, 0: word, 1: "b"})
+    return Lens(
+        "job_x",
+        "post_block",
+        [0, 1],
+        [5],
+        [7],
+        tokens,
+        logprobs,
+        [],
+        empty,
+        empty,
+        {7: word, 0: word, 1: "b"},
+    )
 
 
 def hostile_grid() -> Grid:
@@ -99,7 +145,14 @@ def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
         "mapped": Mapped(0, "The", job_result("Paris"), 0, True)._repr_html_(),
         "lens": lens("a")._repr_html_(),
     }
-    words = {"job": "job_x", "page of jobs": "succeeded", "result": "Paris", "module": "joy", "modules": "fear", "grid": "Strongest"}
+    words = {
+        "job": "job_x",
+        "page of jobs": "succeeded",
+        "result": "Paris",
+        "module": "joy",
+        "modules": "fear",
+        "grid": "Strongest",
+    }
     for name, page in pages.items():
         assert page is not None, name
         assert Tags(page).found <= {"pre", "span", "img"}, name
@@ -108,18 +161,27 @@ def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
 
 def test_records_without_a_table_and_empty_lists_are_shown_as_text() -> None:
     problem = Problem(type="t", title="t", status=400, detail="d")
-    assert (problem._repr_html_(), Listing()._repr_html_(), Listing([1])._repr_html_()) == (None, None, None)
+    assert (problem._repr_html_(), Listing()._repr_html_(), Listing([1])._repr_html_()) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_nothing_is_rendered_before_a_client_is_made() -> None:
-    program = "import midstream, sys; from midstream.schemas.jobs import JobPage; assert JobPage(jobs=[])._repr_html_() is None"
+    program = (
+        "import midstream, sys; from midstream.schemas.jobs import JobPage; assert "
+        "JobPage(jobs=[])._repr_html_() is None"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
     assert Client("http://127.0.0.1:1")
     assert view()._repr_html_()
 
 
 def test_what_a_server_says_is_escaped() -> None:
-    entry = GlobalView(model=HOSTILE, version=1, digest="d", entries=[], changed=0.0, applied=False, workers=[])
+    entry = GlobalView(
+        model=HOSTILE, version=1, digest="d", entries=[], changed=0.0, applied=False, workers=[]
+    )
     problem = Problem(type="t", title="t", status=500, detail=HOSTILE)
     pages = [
         view(id=HOSTILE, model=HOSTILE, worker=HOSTILE, error=problem)._repr_html_(),
@@ -149,7 +211,9 @@ def test_captures_become_data_frames_and_labelled_arrays(tmp_path: Path) -> None
     frame = opened.to_pandas()
     assert frame.index.names == ["request", "layer", "position"]
     assert list(frame.columns[:2]) == ["token", "token_id"]
-    np.testing.assert_array_equal(frame.loc[(0, 3, 1)][2:].to_numpy(np.float32), values("post_block", 3, [1])[0])
+    np.testing.assert_array_equal(
+        frame.loc[(0, 3, 1)][2:].to_numpy(np.float32), values("post_block", 3, [1])[0]
+    )
     array = opened.to_xarray()
     assert (array.dims, array.dtype) == (("layer", "position", "dim"), np.float32)
     np.testing.assert_array_equal(array.sel(layer=2), values("post_block", 2, [0, 1, 2]))
@@ -182,22 +246,37 @@ def test_figures_of_plotly_show_the_same_values_and_no_markup(tmp_path: Path) ->
     norms = np.array(opened.plotly().data[0].customdata, float)
     np.testing.assert_allclose(norms[:, 1], np.linalg.norm(opened.array(3), axis=-1))
     read = lens(HOSTILE).plotly()
-    assert not any("<script" in str(text) for text in (*drawn.data[0].y, *read.data[0].x, read.data[0].text[0][0]))
+    assert not any(
+        "<script" in str(text)
+        for text in (*drawn.data[0].y, *read.data[0].x, read.data[0].text[0][0])
+    )
     assert "25.0%" in read.data[0].text[0][0]
 
 
-@pytest.mark.parametrize(("package", "call"), [("pandas", "to_pandas"), ("xarray", "to_xarray"), ("plotly", "plotly")])
-def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, call: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "call"), [("pandas", "to_pandas"), ("xarray", "to_xarray"), ("plotly", "plotly")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, call: str
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     for each in (grid_of(result()), reader(tmp_path)):
-        with pytest.raises(MidstreamError, match=rf"{package}.*pip install 'midstream\[notebook\]'") as caught:
+        with pytest.raises(
+            MidstreamError, match=rf"{package}.*pip install 'midstream\[notebook\]'"
+        ) as caught:
             getattr(each, call)()
         assert caught.value.kind == "unavailable"
 
 
 def test_importing_the_client_loads_none_of_them() -> None:
     program = (
-        "import sys, midstream; midstream.Client('http://127.0.0.1:1'); midstream.CaptureReader; midstream.PatchStudy;"
+        "import sys, midstream; midstream.Client('http://127.0.0.1:1'); "
+        "midstream.CaptureReader; midstream.PatchStudy;"
         "print({'pandas', 'xarray', 'plotly', 'matplotlib'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/").stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
+        ).stdout
+        == "set()\n"
+    )

@@ -23,7 +23,14 @@ def test_rounding_and_spaces_are_no_difference(one: str, other: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("a 1.00", "a 1.10"), ("layer 3", "layer 4"), ("rank 33", "rank 34"), ("a 1.00", "b 1.00"), ("a\nb", "a"), ("1.00 2.00", "1.00")],
+    [
+        ("a 1.00", "a 1.10"),
+        ("layer 3", "layer 4"),
+        ("rank 33", "rank 34"),
+        ("a 1.00", "b 1.00"),
+        ("a\nb", "a"),
+        ("1.00 2.00", "1.00"),
+    ],
 )
 def test_other_words_and_numbers_are(one: str, other: str) -> None:
     assert difference(one, other) != ""
@@ -32,7 +39,9 @@ def test_other_words_and_numbers_are(one: str, other: str) -> None:
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_shows_lines_and_seconds_of_both(path: Path) -> None:
     notebook = read(path)
-    found = re.findall(r"(Midstream|TransformerLens): (\d+) lines, (\d+\.\d) s", notebook.cells[-1].source)
+    found = re.findall(
+        r"(Midstream|TransformerLens): (\d+) lines, (\d+\.\d) s", notebook.cells[-1].source
+    )
     assert {name: int(count) for name, count, _ in found} == {
         "Midstream": lines(code(notebook)),
         "TransformerLens": lines(peer_code(notebook)),

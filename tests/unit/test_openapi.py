@@ -1,4 +1,6 @@
-"""Does the OpenAPI document say what the API does, and did nobody change the API without noticing?"""
+"""Does the OpenAPI document say what the API does, and did nobody change the API without
+noticing?
+"""
 
 import json
 from pathlib import Path
@@ -87,7 +89,8 @@ def spec(raw: bytes) -> dict[str, Any]:
 
 def test_the_openapi_document_equals_the_committed_one(raw: bytes) -> None:
     assert raw == KEPT.read_bytes(), (
-        "the API has changed: `python -m midstream.api --openapi > docs/openapi.json`, and review the difference"
+        "the API has changed: `python -m midstream.api --openapi > docs/openapi.json`, "
+        "and review the difference"
     )
 
 
@@ -95,11 +98,19 @@ def test_every_route_is_described(spec: dict[str, Any]) -> None:
     assert {path: set(methods) for path, methods in spec["paths"].items()} == PATHS
 
 
-def test_every_type_refuses_unknown_fields_but_what_processes_say_of_themselves(spec: dict[str, Any]) -> None:
-    objects = {name: schema for name, schema in spec["components"]["schemas"].items() if schema.get("type") == "object"}
+def test_every_type_refuses_unknown_fields_but_what_processes_say_of_themselves(
+    spec: dict[str, Any],
+) -> None:
+    objects = {
+        name: schema
+        for name, schema in spec["components"]["schemas"].items()
+        if schema.get("type") == "object"
+    }
     assert len(objects) > 30
     lenient = {kind.__name__ for kind in (*Published.__subclasses__(), *LayerKind.__subclasses__())}
-    assert {name for name, schema in objects.items() if schema.get("additionalProperties") is not False} - lenient == set()
+    assert {
+        name for name, schema in objects.items() if schema.get("additionalProperties") is not False
+    } - lenient == set()
 
 
 def test_every_openapi_reference_resolves(spec: dict[str, Any]) -> None:
@@ -123,22 +134,35 @@ def test_every_operation_says_its_problems(spec: dict[str, Any]) -> None:
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
             if path not in ("/healthz", "/readyz"):
-                problems = [answer for status, answer in operation["responses"].items() if status >= "4"]
+                problems = [
+                    answer for status, answer in operation["responses"].items() if status >= "4"
+                ]
                 assert problems, f"{method} {path}"
-                assert all("application/problem+json" in answer["content"] for answer in problems), f"{method} {path}"
+                assert all(
+                    "application/problem+json" in answer["content"] for answer in problems
+                ), f"{method} {path}"
 
 
 @pytest.mark.parametrize(
     ("body", "good"),
     [
-        ({"model": "m", "prompts": ["a", [1, 2]], "capture": {"layers": "0-3", "positions": [-1]}}, True),
+        (
+            {
+                "model": "m",
+                "prompts": ["a", [1, 2]],
+                "capture": {"layers": "0-3", "positions": [-1]},
+            },
+            True,
+        ),
         ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, False),
         ({"model": "m", "prompts": []}, False),
         ({"model": "m", "prompts": ["a"], "capture": {"tag": "../x"}}, False),
         ({"model": "m", "prompts": ["a"], "unknown": 1}, False),
     ],
 )
-def test_jsonschema_with_the_document_agrees_with_the_api(spec: dict[str, Any], body: dict[str, Any], good: bool) -> None:
+def test_jsonschema_with_the_document_agrees_with_the_api(
+    spec: dict[str, Any], body: dict[str, Any], good: bool
+) -> None:
     schema = {"$ref": "#/components/schemas/JobRequest", "components": spec["components"]}
     assert jsonschema.Draft202012Validator(schema).is_valid(body) is good
 
@@ -146,4 +170,7 @@ def test_jsonschema_with_the_document_agrees_with_the_api(spec: dict[str, Any], 
 def test_defaults_are_in_the_document(spec: dict[str, Any]) -> None:
     properties = spec["components"]["schemas"]["JobRequest"]["properties"]
     assert properties["steering"]["default"] == []
-    assert spec["components"]["schemas"]["CompletionRequest"]["properties"]["temperature"]["default"] == 1.0
+    assert (
+        spec["components"]["schemas"]["CompletionRequest"]["properties"]["temperature"]["default"]
+        == 1.0
+    )

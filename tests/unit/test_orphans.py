@@ -28,7 +28,11 @@ if __name__ == "__main__":
 
 
 def live(folder: Path) -> None:
-    """In the child. It asks to end with its parent when it is let: a process that imports vLLM takes seconds until then."""
+    """In the child.
+
+    It asks to end with its parent when it is let: a process that imports vLLM takes seconds until
+    then.
+    """
     (folder / "started").touch()
     while not (folder / "asks").exists():
         time.sleep(0.01)
@@ -65,5 +69,13 @@ def test_an_orphan_ends_even_if_the_parent_died_first(tmp_path: Path, when: str)
 
 def test_a_process_without_a_parent_to_watch_goes_on() -> None:
     assert multiprocessing.parent_process() is None
-    program = "from midstream.workers.runner.process import die_with_parent; die_with_parent(); print('alive')"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "alive\n"
+    program = (
+        "from midstream.workers.runner.process import die_with_parent; "
+        "die_with_parent(); print('alive')"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "alive\n"
+    )

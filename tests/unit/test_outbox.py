@@ -21,7 +21,22 @@ NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
 
 
 def receipt(number: int, worker: str = "w", rank: int = 0) -> Receipt:
-    return Receipt("0.1.0", worker, "boot", f"job_{number}", 0, 1, rank, 1, rank, 0, number, number, f"{number:016x}", "ok")
+    return Receipt(
+        "0.1.0",
+        worker,
+        "boot",
+        f"job_{number}",
+        0,
+        1,
+        rank,
+        1,
+        rank,
+        0,
+        number,
+        number,
+        f"{number:016x}",
+        "ok",
+    )
 
 
 def rows_on_disk(path: Path) -> list[tuple[int, str]]:
@@ -50,7 +65,9 @@ def test_append_returns_after_the_receipt_is_on_disk(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 0o700), (0o755, 0o750), (0o750, 0o750)])
-def test_no_other_account_reads_an_outbox_but_a_group_that_was_let_in(tmp_path: Path, before: int | None, after: int) -> None:
+def test_no_other_account_reads_an_outbox_but_a_group_that_was_let_in(
+    tmp_path: Path, before: int | None, after: int
+) -> None:
     folder = tmp_path / "data" / "outbox"
     if before is not None:
         folder.mkdir(parents=True)
@@ -62,7 +79,8 @@ def test_no_other_account_reads_an_outbox_but_a_group_that_was_let_in(tmp_path: 
 def test_commits_reach_the_disk_each_time(outbox: Outbox) -> None:
     with sqlite3.connect(outbox.path) as other:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert outbox._store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL: one fsync of the log per commit
+    # FULL: one fsync of the log per commit
+    assert outbox._store._db.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
 # field case 46
@@ -87,7 +105,9 @@ def test_receipts_of_many_threads_are_all_kept_in_the_order_of_each(outbox: Outb
     for thread in threads:
         thread.join()
     outbox.close()
-    jobs = [int(job.removeprefix("job_").removesuffix(".1")) for _, job in rows_on_disk(outbox.path)]
+    jobs = [
+        int(job.removeprefix("job_").removesuffix(".1")) for _, job in rows_on_disk(outbox.path)
+    ]
     for base in range(0, 8000, 1000):
         assert [job for job in jobs if base <= job < base + 1000] == list(range(base, base + 200))
 
@@ -103,7 +123,9 @@ def test_flush_of_an_empty_outbox_succeeds(outbox: Outbox) -> None:
     assert outbox.flush(0) is True
 
 
-def test_what_was_appended_is_durable_when_close_returns_and_the_next_process_has_it(tmp_path: Path) -> None:
+def test_what_was_appended_is_durable_when_close_returns_and_the_next_process_has_it(
+    tmp_path: Path,
+) -> None:
     with Outbox(tmp_path, "w", 0, NOBODY) as first:
         for number in range(300):
             first.append(receipt(number))
@@ -135,7 +157,9 @@ with Outbox(Path({str(tmp_path)!r}), "w", 0, {NOBODY!r}):
     print("held", flush=True)
     sys.stdin.read()
 """
-    holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
@@ -176,12 +200,16 @@ def test_workers_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 # field case 19
-def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.broker.receipts.outbox.GIVE_UP_S", 0.1)  # that is for a disk that is broken
+def test_a_full_disk_holds_receipts_back_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # that is for a disk that is broken
+    monkeypatch.setattr("midstream.broker.receipts.outbox.GIVE_UP_S", 0.1)
     told = threading.Event()
     with Outbox(tmp_path, "w", 0, NOBODY) as outbox:
         pages = outbox._store._db.execute("PRAGMA page_count").fetchone()[0]
-        outbox._store._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite answers as it does when the disk is full
+        # SQLite answers as it does when the disk is full
+        outbox._store._db.execute(f"PRAGMA max_page_count = {pages}")
         for number in range(2000):
             outbox.append(receipt(number), told.set if number == 1999 else None)
         assert not told.wait(0.5)
@@ -192,7 +220,9 @@ def test_a_full_disk_holds_receipts_back_until_there_is_room(tmp_path: Path, mon
 
 
 # field case 19
-def test_a_disk_that_stays_broken_is_reported_and_ends_in_errors_not_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_stays_broken_is_reported_and_ends_in_errors_not_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.broker.receipts.outbox.GIVE_UP_S", 0.2)
     errors: list[Exception] = []
     told = threading.Event()
@@ -213,7 +243,9 @@ def test_a_disk_that_stays_broken_is_reported_and_ends_in_errors_not_in_silence(
 
 
 @pytest.mark.parametrize("how", ["header", "page", "truncated", "emptied", "removed"])
-def test_a_damaged_database_is_moved_aside_and_its_epoch_remembered(tmp_path: Path, how: str) -> None:
+def test_a_damaged_database_is_moved_aside_and_its_epoch_remembered(
+    tmp_path: Path, how: str
+) -> None:
     store = Store(tmp_path, "w", 0)
     store.commit([(f"job_{number}", os.urandom(200)) for number in range(400)])
     former = store.epoch
@@ -280,7 +312,9 @@ def test_a_new_epoch_renumbers_what_this_opening_added(tmp_path: Path) -> None:
     store.commit([(f"job_{number}", b"%d" % number) for number in range(1000)])
     assert store.restart_epoch() == 1000
     assert store.epoch != former
-    assert [(row.seq, row.payload) for row in store.read(0, 2000)] == [(number + 1, b"%d" % number) for number in range(1000)]
+    assert [(row.seq, row.payload) for row in store.read(0, 2000)] == [
+        (number + 1, b"%d" % number) for number in range(1000)
+    ]
     store.close()
     assert Store(tmp_path, "w", 0).last == 1000
 
@@ -294,7 +328,9 @@ def test_the_job_log_survives_a_torn_last_line(tmp_path: Path) -> None:
     assert log.read() == ("ab" * 16, 4, [(3, "job_3"), (4, "job_4")])
 
 
-def test_the_job_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_log_does_not_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.broker.receipts.outbox_store.JOB_LOG_BYTES", 10_000)
     store = Store(tmp_path, "w", 0)
     for _ in range(100):
@@ -319,11 +355,19 @@ def test_receipts_read_back_from_disk_are_the_ones_appended(outbox: Outbox) -> N
     outbox.append(receipt(7))
     outbox.close()
     with sqlite3.connect(outbox.path) as other:
-        assert receipt_decoder.decode(other.execute("SELECT payload FROM receipts").fetchone()[0]) == receipt(7)
+        assert receipt_decoder.decode(
+            other.execute("SELECT payload FROM receipts").fetchone()[0]
+        ) == receipt(7)
 
 
 def test_the_outbox_brings_nothing_heavy_into_a_rank_process() -> None:
     program = (
-        "import sys; import midstream.broker.receipts.outbox; print({'torch', 'vllm', 'celery', 'redis', 'asyncio'} & set(sys.modules))"
+        "import sys; import midstream.broker.receipts.outbox; print({'torch', 'vllm', "
+        "'celery', 'redis', 'asyncio'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )

@@ -1,4 +1,6 @@
-"""Does a study ask what was meant, find the strongest cells, look closer at the right tokens, and survive on disk?"""
+"""Does a study ask what was meant, find the strongest cells, look closer at the right tokens, and
+survive on disk?
+"""
 
 import asyncio
 import io
@@ -22,25 +24,46 @@ from midstream.client.sdk.progress import bar
 from midstream.client.study.patch_study import Region
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sweeps import PairSpan, Skipped, SweepCell, SweepPair, SweepRequest, SweepResult, SweepStart, SweepSummary
+from midstream.schemas.sweeps import (
+    PairSpan,
+    Skipped,
+    SweepCell,
+    SweepPair,
+    SweepRequest,
+    SweepResult,
+    SweepStart,
+    SweepSummary,
+)
 
 PROMPTS = ("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
 START = SweepStart(
-    metric="recovered", direction="denoise", ablation=None, hooks=["pre_attn"], layers=[0, 1], labels=[["a"]], total=2,
-    skipped=[Skipped(pair=0, hook="pre_attn", layers=[0], column=0, reason="same")], notes=[[]],
-)  # fmt: skip
+    metric="recovered",
+    direction="denoise",
+    ablation=None,
+    hooks=["pre_attn"],
+    layers=[0, 1],
+    labels=[["a"]],
+    total=2,
+    skipped=[Skipped(pair=0, hook="pre_attn", layers=[0], column=0, reason="same")],
+    notes=[[]],
+)
 CELL = SweepCell(pair=0, hook="pre_attn", layer=1, column=0, label="a", value=0.5)
 
 
 def stream(*events: tuple[str, Any]) -> Reply:
-    parts = [b"id: %d-0\nevent: %b\ndata: %b\n\n" % (place, name.encode(), to_json(data)) for place, (name, data) in enumerate(events, 1)]
+    parts = [
+        b"id: %d-0\nevent: %b\ndata: %b\n\n" % (place, name.encode(), to_json(data))
+        for place, (name, data) in enumerate(events, 1)
+    ]
     return 200, {"content-type": "text/event-stream"}, b"".join(parts)
 
 
 def swept(sweep: SweepResult | None = None, asked: SweepRequest | None = None) -> PatchStudy:
     """A study as after a sweep."""
     study = PatchStudy(*PROMPTS)
-    study._request = asked or SweepRequest(model="m", pairs=study._pairs, hooks=["resid_pre", "mlp_out"])
+    study._request = asked or SweepRequest(
+        model="m", pairs=study._pairs, hooks=["resid_pre", "mlp_out"]
+    )
     study._result = sweep or result()
     study.job = "job_1"
     return study
@@ -48,7 +71,10 @@ def swept(sweep: SweepResult | None = None, asked: SweepRequest | None = None) -
 
 def asked_by(study: PatchStudy, call: str, *arguments: Any, **fields: Any) -> SweepRequest:
     """What the server is asked when the study makes this call."""
-    with server(reply(VIEW, 202), reply(VIEW), over(result())) as (url, seen), Client(url) as client:
+    with (
+        server(reply(VIEW, 202), reply(VIEW), over(result())) as (url, seen),
+        Client(url) as client,
+    ):
         study._client = client
         getattr(study, call)(*arguments, progress=False, **fields)
         assert seen[0].startswith("POST /v1/sweeps")
@@ -57,16 +83,34 @@ def asked_by(study: PatchStudy, call: str, *arguments: Any, **fields: Any) -> Sw
 
 def test_sweep_arguments_send_only_what_was_given() -> None:
     study = PatchStudy(*PROMPTS, model="m")
-    asked = asked_by(study, "sweep", hooks=["attn_out"], layers=range(3), positions=np.array([1, 2]), window={"layers": np.int64(3)})
-    assert asked.pairs == [SweepPair(clean=PROMPTS[0], corrupt=PROMPTS[1], answer=" Paris", foil=" Rome")]
-    assert (asked.hooks, asked.layers, asked.positions, asked.window.layers) == (["attn_out"], [0, 1, 2], [1, 2], 3)
+    asked = asked_by(
+        study,
+        "sweep",
+        hooks=["attn_out"],
+        layers=range(3),
+        positions=np.array([1, 2]),
+        window={"layers": np.int64(3)},
+    )
+    assert asked.pairs == [
+        SweepPair(clean=PROMPTS[0], corrupt=PROMPTS[1], answer=" Paris", foil=" Rome")
+    ]
+    assert (asked.hooks, asked.layers, asked.positions, asked.window.layers) == (
+        ["attn_out"],
+        [0, 1, 2],
+        [1, 2],
+        3,
+    )
     assert asked.metric == "recovered"
     assert study.result == result()
 
 
 def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() -> None:
-    study = PatchStudy.pairs([("a b", "c d", " e", " f"), {"clean": "g h", "answer": " i"}], model="m")
-    asked = asked_by(study, "sweep", spans=[{"name": "first", "clean": [0]}], ablation="zeros", metric="logprob")
+    study = PatchStudy.pairs(
+        [("a b", "c d", " e", " f"), {"clean": "g h", "answer": " i"}], model="m"
+    )
+    asked = asked_by(
+        study, "sweep", spans=[{"name": "first", "clean": [0]}], ablation="zeros", metric="logprob"
+    )
     assert [each.spans for each in asked.pairs] == [[PairSpan(name="first", clean=[0])]] * 2
     assert asked.pairs[1].corrupt is None
     assert asked.ablation == "zeros"
@@ -76,7 +120,9 @@ def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() 
     ("pair", "metric"),
     [(("a", None, " b", " c"), "logit_diff"), (("a", None, " b"), "logprob"), (("a",), "kl")],
 )
-def test_an_ablation_defaults_to_a_metric_of_its_pair(pair: tuple[str | None, ...], metric: str) -> None:
+def test_an_ablation_defaults_to_a_metric_of_its_pair(
+    pair: tuple[str | None, ...], metric: str
+) -> None:
     study = PatchStudy(*pair, model="m")  # type: ignore[arg-type]
     assert asked_by(study, "sweep", ablation="mean").metric == metric
     assert asked_by(study, "sweep", ablation="mean", metric="kl").metric == "kl"
@@ -84,17 +130,28 @@ def test_an_ablation_defaults_to_a_metric_of_its_pair(pair: tuple[str | None, ..
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"hooks": ["nowhere"]}, "hooks[0]"), ({"widow": 3}, "widow"), ({"alpha": 2}, "alpha"), ({"layers": object()}, "layers")],
+    [
+        ({"hooks": ["nowhere"]}, "hooks[0]"),
+        ({"widow": 3}, "widow"),
+        ({"alpha": 2}, "alpha"),
+        ({"layers": object()}, "layers"),
+    ],
 )
 def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(MidstreamError) as caught:
-        PatchStudy(*PROMPTS, client=Client("http://127.0.0.1:1"), model="m").sweep(progress=False, **fields)
+        PatchStudy(*PROMPTS, client=Client("http://127.0.0.1:1"), model="m").sweep(
+            progress=False, **fields
+        )
     assert field in f"{caught.value.field} {caught.value.detail}"
 
 
 def test_the_model_may_be_omitted_when_one_is_served() -> None:
     models = reply({"data": [{"id": "one"}, {"id": "two"}]})
-    with server(models) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="several models are served"):
+    with (
+        server(models) as (url, _),
+        Client(url) as client,
+        pytest.raises(MidstreamError, match="several models are served"),
+    ):
         PatchStudy(*PROMPTS, client=client).sweep()
 
 
@@ -112,7 +169,9 @@ def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> N
 
 
 def test_effects_are_measured_from_the_unpatched_prompt() -> None:
-    study = swept(result(pair(grids={"pre_attn": grid(-8.0), "mlp_out": grid(-30.0)}), metric="logprob"))
+    study = swept(
+        result(pair(grids={"pre_attn": grid(-8.0), "mlp_out": grid(-30.0)}), metric="logprob")
+    )
     best = study.top(1)[0]
     assert (best.hook, best.value, best.effect) == ("mlp_out", -30.0, -21.0)  # the base is −9
 
@@ -138,13 +197,18 @@ def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> No
     assert all((each["value"] is None) == bool(each["reason"]) for each in records)
 
 
-def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     study = swept()
     frame, records = study.to_dataframe(), study.to_records()
     assert list(frame.columns) == list(records[0])
     assert len(frame) == len(records)
     assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
-    assert frame.loc[frame["value"].idxmax(), ["hook", "layer", "column"]].tolist() == ["pre_attn", *PEAK]
+    assert frame.loc[frame["value"].idxmax(), ["hook", "layer", "column"]].tolist() == [
+        "pre_attn",
+        *PEAK,
+    ]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MidstreamError, match="needs pandas"):
         swept().to_dataframe()
@@ -153,8 +217,12 @@ def test_a_data_frame_is_made_of_the_records_and_a_missing_pandas_is_named(monke
 def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
     spans = [PairSpan(name="subject", clean=[1, 2, 3]), PairSpan(name="rest", clean=[4, 5])]
     request = SweepRequest(
-        model="m", pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)], window={"layers": 5}, metric="logprob", alpha=0.5,
-    )  # fmt: skip
+        model="m",
+        pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)],
+        window={"layers": 5},
+        metric="logprob",
+        alpha=0.5,
+    )
     coarse = result(
         pair(
             labels=["subject", "rest"],
@@ -170,23 +238,42 @@ def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
 
 
 def test_zoom_around_a_cell_takes_its_hook_tokens_and_layers_between_neighbours() -> None:
-    study = swept(result(pair(grids={hook: grid(0.9)[::3] for hook in ("pre_attn", "mlp_out")}), layers=LAYERS[::3], skipped=[]))
+    study = swept(
+        result(
+            pair(grids={hook: grid(0.9)[::3] for hook in ("pre_attn", "mlp_out")}),
+            layers=LAYERS[::3],
+            skipped=[],
+        )
+    )
     cell = next(each for each in study.grid().cells() if each.layer == 12 and each.column == 3)
     asked = asked_by(study, "zoom", cell)
-    assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (["pre_attn"], list(range(9, 16)), [3])
+    assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (
+        ["pre_attn"],
+        list(range(9, 16)),
+        [3],
+    )
 
 
 def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> None:
     grids = {hook: grid(0.9, columns=4) for hook in ("pre_attn", "mlp_out")}
-    made = pair(labels=[f"head {head}" for head in (2, 5, 6, 7)], heads=[2, 5, 6, 7], positions=[[1, 2, 3]] * 4, grids=grids)
+    made = pair(
+        labels=[f"head {head}" for head in (2, 5, 6, 7)],
+        heads=[2, 5, 6, 7],
+        positions=[[1, 2, 3]] * 4,
+        grids=grids,
+    )
     study = swept(result(made, skipped=[], axis="head"))
     assert study.grid().by_head("pre_attn").shape == (len(LAYERS), 4)
     assert study.top(1)[0].head == 7, "of column 3"
     asked = asked_by(study, "zoom", study.top(1)[0])
     assert (asked.axis, asked.heads, asked.pairs[0].positions) == ("head_position", [7], [1, 2, 3])
     by_position = {hook: grid(0.9, columns=4) for hook in ("pre_attn", "mlp_out")}
-    both = pair(labels=list("abcd"), heads=[0, 0, 1, 1], positions=[[1], [2]] * 2, grids=by_position)
-    assert swept(result(both, skipped=[], axis="head_position")).grid().by_head("mlp_out").shape == (len(LAYERS), 2, 2)
+    both = pair(
+        labels=list("abcd"), heads=[0, 0, 1, 1], positions=[[1], [2]] * 2, grids=by_position
+    )
+    assert swept(result(both, skipped=[], axis="head_position")).grid().by_head(
+        "mlp_out"
+    ).shape == (len(LAYERS), 2, 2)
     with pytest.raises(MidstreamError, match="has no heads"):
         swept(result()).grid().by_head()
     with pytest.raises(MidstreamError, match="no closer look"):
@@ -195,18 +282,28 @@ def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> Non
 
 # field case 34
 def test_zoom_keeps_token_pairs_when_the_patch_direction_is_reversed() -> None:
-    # "iffel Tower" of the clean prompt, at 2 and 3, is "um" and what follows it: no alignment but the sweep's own says so.
+    # "iffel Tower" of the clean prompt, at 2 and 3, is "um" and what follows it: no alignment but
+    # the sweep's own says so.
     spans = [PairSpan(name="subject", clean=[1, 2, 3], corrupt=[3, 4])]
-    request = SweepRequest(model="m", pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)])
+    request = SweepRequest(
+        model="m", pairs=[SweepPair(clean="a", corrupt="b", answer="c", spans=spans)]
+    )
     coarse = result(
-        pair(labels=["subject"], positions=[[3, 4]], sources=[[2, 3]], grids={h: grid(0.9, columns=1) for h in ("pre_attn", "mlp_out")}),
+        pair(
+            labels=["subject"],
+            positions=[[3, 4]],
+            sources=[[2, 3]],
+            grids={h: grid(0.9, columns=1) for h in ("pre_attn", "mlp_out")},
+        ),
         skipped=[],
     )
     (closer,) = asked_by(swept(coarse, request), "zoom").pairs
     assert (closer.positions, closer.alignment) == ([3, 4], [(2, 3), (3, 4)])
     (turned,) = asked_by(swept(coarse, request), "zoom", direction="noise").pairs
     assert (turned.positions, turned.alignment) == ([2, 3], [(2, 3), (3, 4)])
-    (noised,) = asked_by(swept(msgspec.structs.replace(coarse, direction="noise"), request), "zoom").pairs
+    (noised,) = asked_by(
+        swept(msgspec.structs.replace(coarse, direction="noise"), request), "zoom"
+    ).pairs
     assert (noised.positions, noised.alignment) == ([3, 4], [(3, 2), (4, 3)])
     (named,) = asked_by(swept(coarse, request), "zoom", alignment="right").pairs
     assert named.alignment is None
@@ -214,7 +311,10 @@ def test_zoom_keeps_token_pairs_when_the_patch_direction_is_reversed() -> None:
 
 def test_zoom_into_two_columns_that_write_other_rows_at_one_place_is_refused() -> None:
     two = pair(
-        labels=["a", "b"], positions=[[3], [3]], sources=[[2], [1]], grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")}
+        labels=["a", "b"],
+        positions=[[3], [3]],
+        sources=[[2], [1]],
+        grids={h: grid(0.9, columns=2) for h in ("pre_attn", "mlp_out")},
     )
     study = swept(result(two, skipped=[]))
     with pytest.raises(MidstreamError, match="position 3 gets rows of both positions 2 and 1"):
@@ -237,9 +337,14 @@ def test_zoom_into_nothing_is_refused(region: Region, detail: str) -> None:
 
 
 def test_a_new_sweep_of_a_zoomed_study_may_ask_for_other_positions() -> None:
-    study = PatchStudy.pairs([SweepPair(clean="a", corrupt="b", answer="c", positions=[3])], model="m")
+    study = PatchStudy.pairs(
+        [SweepPair(clean="a", corrupt="b", answer="c", positions=[3])], model="m"
+    )
     assert asked_by(study, "sweep", positions="all_prompt").pairs[0].positions is None
-    study._pairs, study._unzoomed = [SweepPair(clean="a", alignment=[(3, 3)], positions=[3])], study._pairs
+    study._pairs, study._unzoomed = (
+        [SweepPair(clean="a", alignment=[(3, 3)], positions=[3])],
+        study._pairs,
+    )
     assert asked_by(study, "sweep", positions="all_prompt").pairs[0].alignment is None
 
 
@@ -249,7 +354,14 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     loaded = PatchStudy.load(tmp_path / "study.json")
     assert (loaded.request, loaded.result) == (study.request, study.result)
     assert (loaded.job, loaded.top(1)) == (study.job, study.top(1))
-    assert repr(loaded) == repr(study) == "PatchStudy('The Eiffel Tower is in', 'The Colosseum is in'): recovered of 298 cells, 62 skipped"
+    assert (
+        repr(loaded)
+        == repr(study)
+        == (
+            "PatchStudy('The Eiffel Tower is in', 'The Colosseum is in'): recovered of 298 "
+            "cells, 62 skipped"
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +372,9 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
         ({"result": {}}, "invalid_request", "result.metric: is required"),
     ],
 )
-def test_a_file_that_is_no_study_of_this_version_is_refused(tmp_path: Path, change: dict[str, Any], kind: str, detail: str) -> None:
+def test_a_file_that_is_no_study_of_this_version_is_refused(
+    tmp_path: Path, change: dict[str, Any], kind: str, detail: str
+) -> None:
     swept().save(tmp_path / "study.json")
     document = json.loads((tmp_path / "study.json").read_text())
     (tmp_path / "study.json").write_text(json.dumps(document | change))
@@ -275,24 +389,40 @@ def test_before_the_first_sweep_a_study_says_so() -> None:
 
 
 EVENTS = (
-    stream(("state", {"state": "running", "attempt": 1}), ("start", {**json.loads(to_json(START)), "attempt": 1})),
-    stream(("cell", {**json.loads(to_json(CELL)), "attempt": 1}), ("done", {"state": "succeeded", "attempt": 1})),
+    stream(
+        ("state", {"state": "running", "attempt": 1}),
+        ("start", {**json.loads(to_json(START)), "attempt": 1}),
+    ),
+    stream(
+        ("cell", {**json.loads(to_json(CELL)), "attempt": 1}),
+        ("done", {"state": "succeeded", "attempt": 1}),
+    ),
 )
 
 
 def test_progress_is_told_of_every_cell_also_after_a_lost_connection() -> None:
     show: list[SweepStart | SweepCell | SweepSummary] = []
-    with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen), Client(url) as client:
-        assert client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=show.append) == result()
+    with (
+        server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen),
+        Client(url) as client,
+    ):
+        assert (
+            client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=show.append) == result()
+        )
     assert show == [START, CELL]
-    assert [line for line in seen if "events" in line] == ["GET /v1/jobs/job_1/events", "GET /v1/jobs/job_1/events 2-0"]
+    assert [line for line in seen if "events" in line] == [
+        "GET /v1/jobs/job_1/events",
+        "GET /v1/jobs/job_1/events 2-0",
+    ]
 
 
 def test_the_async_study_does_the_same() -> None:
     async def ask(url: str) -> tuple[AsyncPatchStudy, list[Any]]:
         show: list[Any] = []
         async with AsyncClient(url) as client:
-            return await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(hooks=["resid_pre"], progress=show.append), show
+            return await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(
+                hooks=["resid_pre"], progress=show.append
+            ), show
 
     with server(reply(VIEW, 202), *EVENTS, reply(VIEW), over(result())) as (url, seen):
         study, show = asyncio.run(ask(url))
@@ -301,7 +431,11 @@ def test_the_async_study_does_the_same() -> None:
 
 
 def test_a_result_of_another_job_kind_is_refused() -> None:
-    with server(reply(VIEW), over(None)) as (url, _), Client(url) as client, pytest.raises(MidstreamError, match="job_1 is not a sweep"):
+    with (
+        server(reply(VIEW), over(None)) as (url, _),
+        Client(url) as client,
+        pytest.raises(MidstreamError, match="job_1 is not a sweep"),
+    ):
         client.sweep_result("job_1")
 
 
@@ -310,7 +444,11 @@ def test_interrupting_the_wait_cancels_the_sweep() -> None:
         raise KeyboardInterrupt
 
     replies = reply(VIEW, 202), EVENTS[0], reply(VIEW)
-    with server(*replies) as (url, seen), Client(url) as client, pytest.raises(KeyboardInterrupt) as caught:
+    with (
+        server(*replies) as (url, seen),
+        Client(url) as client,
+        pytest.raises(KeyboardInterrupt) as caught,
+    ):
         client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=stop)
     assert seen[-1] == "POST /v1/jobs/job_1/cancel"
     assert caught.value.__notes__ == ["sweep job_1 was cancelled"]
@@ -319,7 +457,11 @@ def test_interrupting_the_wait_cancels_the_sweep() -> None:
 def test_cancelling_the_async_sweep_cancels_it_on_the_server() -> None:
     async def ask(url: str) -> None:
         async with AsyncClient(url) as client:
-            waiting = asyncio.create_task(client.sweep(model="m", pairs=[SweepPair(clean="a")], progress=lambda show: waiting.cancel()))
+            waiting = asyncio.create_task(
+                client.sweep(
+                    model="m", pairs=[SweepPair(clean="a")], progress=lambda show: waiting.cancel()
+                )
+            )
             with pytest.raises(asyncio.CancelledError):
                 await waiting
 
@@ -328,7 +470,9 @@ def test_cancelling_the_async_sweep_cancels_it_on_the_server() -> None:
     assert "POST /v1/jobs/job_1/cancel" in seen
 
 
-def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
     with bar() as show:
@@ -344,7 +488,9 @@ def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(monke
 
 
 def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    formatters = pytest.importorskip("IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)")
+    formatters = pytest.importorskip(
+        "IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)"
+    )
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
     monkeypatch.setattr("midstream.schemas.base.html_renderer", None)
     assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
@@ -356,7 +502,9 @@ def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.Monkey
     assert "job_1" in shell.display_formatter.format(VIEW)[0]["text/html"]
 
 
-def test_a_study_a_figure_and_a_result_render_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_a_figure_and_a_result_render_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     study = PatchStudy("a", client=Client("http://127.0.0.1:1"))
     assert (study._repr_png_(), study._repr_html_()) == (None, None)
     request = SweepRequest(model="m", pairs=[SweepPair(clean="a")])
@@ -368,7 +516,11 @@ def test_a_study_a_figure_and_a_result_render_in_a_notebook(monkeypatch: pytest.
     assert page is not None
     assert "data:image/png;base64," in page
     assert "Strongest cells" in page
-    monkeypatch.setattr(figures, "matplotlib", lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")))
+    monkeypatch.setattr(
+        figures,
+        "matplotlib",
+        lambda: (_ for _ in ()).throw(MidstreamError("unavailable", "no matplotlib")),
+    )
     assert study._repr_png_() is None
     page = study._repr_html_()
     assert page is not None

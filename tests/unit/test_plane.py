@@ -1,4 +1,6 @@
-"""Every request that asked for something gets one receipt, whatever happens to it; nothing that goes wrong leaves the rank."""
+"""Every request that asked for something gets one receipt, whatever happens to it; nothing that
+goes wrong leaves the rank.
+"""
 
 import contextlib
 import os
@@ -32,15 +34,22 @@ def test_a_captured_request_gets_one_receipt_and_its_rows_are_on_disk(rig: Rig) 
     request = capturing(1)
     run(rig, request)
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.job, [file.rows for file in receipt.files]) == ("ok", "j1", [14])
+    assert (receipt.status, receipt.job, [file.rows for file in receipt.files]) == (
+        "ok",
+        "j1",
+        [14],
+    )
     reader = rig.reader(request)
     assert reader.positions() == list(range(7))
     for layer in (0, 1):
         assert (reader.array(layer) == stream_of(1, "post_block", layer, 0, 7)).all()
 
 
-def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_once(rig: Rig) -> None:
-    """As the v2 runner tells of resumed requests, and vLLM of streamed input: a live id, as new."""  # field case 6
+def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_once(
+    rig: Rig,
+) -> None:
+    # field case 6
+    """As the v2 runner tells of resumed requests, and vLLM of streamed input: a live id, as new."""
     request = capturing(1)
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 0, 6), new=[request])
@@ -62,19 +71,27 @@ def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> Non
 
 
 def test_a_request_cut_by_a_stop_string_is_reported_as_far_as_it_went(rig: Rig) -> None:
-    """The engine calls it aborted, and computed more; the worker says where it ends, before or after."""
+    """The engine calls it aborted, and computed more; the worker says where it ends, before or
+    after.
+    """
     early, late = capturing(1), capturing(2)
     rig.step((early, 0, 6), (late, 0, 6), new=[early, late])
     rig.step((early, 6, 1), (late, 6, 1))
     rig.plane.end("j1.0.1", 7)
     rig.step(aborted=[early, late])
     rig.plane.end("j2.0.1", 7)
-    assert [(receipt.job, receipt.status) for receipt in rig.receipts()] == [("j1", "ok"), ("j2", "ok")]
+    assert [(receipt.job, receipt.status) for receipt in rig.receipts()] == [
+        ("j1", "ok"),
+        ("j2", "ok"),
+    ]
     assert rig.reader(early).positions() == rig.reader(late).positions() == list(range(6))
 
 
 @pytest.mark.parametrize("positions", ["all", "all_generated", Window(start=6), [0, 5]])
-def test_rows_beyond_the_end_are_not_counted_as_applied(rig: Rig, positions: PositionSelector) -> None:  # field case 9
+def test_rows_beyond_the_end_are_not_counted_as_applied(
+    rig: Rig, positions: PositionSelector
+) -> None:
+    # field case 9
     """Drafts that were rejected, or a step that had begun when the end was found."""
     edit = steering(rig.vector(1.0), [0, 1], "pre_attn", positions)
     request = Request(1, 6, 9, (), [edit])
@@ -103,7 +120,9 @@ def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:
     records.tracked.spec.captures[0].sites["post_block"].append(7)
     rig.step((edits, 0, 6), (records, 0, 6), new=[edits, records])
     status = rig.plane.status()
-    assert (status["rows_used"], status["tainted"]) == (1, 1), "who only records nothing fills no block with other content than it says"
+    assert (status["rows_used"], status["tainted"]) == (1, 1), (
+        "who only records nothing fills no block with other content than it says"
+    )
     rig.step(finished=[edits, records])
     first, second = rig.receipts()
     assert (first.status, first.kind) == ("error", "intervention_failed")
@@ -114,9 +133,20 @@ def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:
 
 def test_a_spec_of_another_version_or_shape_is_refused_with_both_named(rig: Rig) -> None:
     other = msgspec.structs.replace(spec_of(capturing(1)), version="0.0.0")
-    rig.plane.begin([NewRequest("1", msgspec.to_builtins(other), 0), NewRequest("2", {"job": "j2", "captures": 3}, 0)], {}, 0)
+    rig.plane.begin(
+        [
+            NewRequest("1", msgspec.to_builtins(other), 0),
+            NewRequest("2", {"job": "j2", "captures": 3}, 0),
+        ],
+        {},
+        0,
+    )
     first, second = rig.receipts()
-    assert (first.status, first.message) == ("error", f"the worker runs Midstream 0.0.0, but rank 0 runs {__version__}")  # field case 43
+    # field case 43
+    assert (first.status, first.message) == (
+        "error",
+        f"the worker runs Midstream 0.0.0, but rank 0 runs {__version__}",
+    )
     assert second.status == "error"
     assert f"rank 0 (Midstream {__version__}) cannot read the request" in second.message
 
@@ -161,7 +191,8 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
     assert rig.plane.status()["unkept"] == failed_at
     rig.step((second, 4, 2), new=[second], keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 77)]))
     rig.plane.cleanse([failed_at - 1])
-    assert rig.plane.status()["unkept"] == failed_at  # what failed since the prefix cache began anew still counts
+    # what failed since the prefix cache began anew still counts
+    assert rig.plane.status()["unkept"] == failed_at
     rig.plane.cleanse([failed_at])
     assert rig.plane.status()["unkept"] == 0
     told = rig.receipts()
@@ -174,7 +205,9 @@ def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones
 
 @pytest.mark.long
 def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
-    """Distinct configurations come, end, are cancelled and preempted, while modules and global steering change under them."""
+    """Distinct configurations come, end, are cancelled and preempted, while modules and global
+    steering change under them.
+    """
     rig, rng = Rig(tmp_path, steering_rows=24, steering_entries=64), np.random.default_rng(0)
     rank_state = rig.plane.rank_state
     live: list[Request] = []
@@ -183,8 +216,15 @@ def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
         if number % 50 == 0:
             version += 1
             vector = rig.vector(float(version))
-            rank_state.set_module(f"m{version % 5}", f"{version:064x}" if version % 7 else "", [vector] if version % 7 else [])
-            former, everyone = everyone, for_everyone(version, *([template(vector, scale=0.5)] if version % 3 else []))
+            rank_state.set_module(
+                f"m{version % 5}",
+                f"{version:064x}" if version % 7 else "",
+                [vector] if version % 7 else [],
+            )
+            former, everyone = (
+                everyone,
+                for_everyone(version, *([template(vector, scale=0.5)] if version % 3 else [])),
+            )
             rank_state.prepare_global(everyone)
             rank_state.commit_global(everyone)
             if version % 4 == 0:
@@ -194,12 +234,28 @@ def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
                 with contextlib.suppress(RuntimeError):  # a module or global steering needs it
                     rank_state.drop_vectors([name])
             rank_state.put_vectors({content_hash(VECTOR): VECTOR})
-        asks = [StoredCapture(sites={"post_block": [1]}, positions="all_prompt", tag="t")] if rng.random() < 0.05 else []
-        request = steered(number, scale=1.0 + number / 7, captures=asks, everyone=everyone if everyone.entries else None)
+        asks = (
+            [StoredCapture(sites={"post_block": [1]}, positions="all_prompt", tag="t")]
+            if rng.random() < 0.05
+            else []
+        )
+        request = steered(
+            number,
+            scale=1.0 + number / 7,
+            captures=asks,
+            everyone=everyone if everyone.entries else None,
+        )
         ending = [r for r in live if rng.random() < 0.4]
         live = [r for r in live if r not in ending]
-        again = [r for r in live if rng.random() < 0.1]  # preempted: in the v2 runner it comes again as new
-        rig.step((request, 0, 6), *((r, 0, 6) for r in again), new=[request, *again], finished=ending[::2], aborted=ending[1::2])
+        # preempted: in the v2 runner it comes again as new
+        again = [r for r in live if rng.random() < 0.1]
+        rig.step(
+            (request, 0, 6),
+            *((r, 0, 6) for r in again),
+            new=[request, *again],
+            finished=ending[::2],
+            aborted=ending[1::2],
+        )
         for gone in ending[1::2]:
             rig.plane.end(f"j{gone.number}.0.1", -1)
         live.append(request)
@@ -210,20 +266,41 @@ def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
     rank_state.commit_global(for_everyone(version + 1))
     rank_state.drop_vectors(rank_state.vectors.names())
     status = rig.plane.status()
-    zero = ("requests", "rows_used", "entries_used", "vectors", "tainted", "kept_row_bytes", "spilled_bytes", "unkept")
+    zero = (
+        "requests",
+        "rows_used",
+        "entries_used",
+        "vectors",
+        "tainted",
+        "kept_row_bytes",
+        "spilled_bytes",
+        "unkept",
+    )
     assert {name: status[name] for name in zero} == dict.fromkeys(zero, 0)
     assert status["modules"] == {}
-    assert not any(tensor.any() for tensor in (rig._rank.buffers.pool, rig._rank.buffers.scalars, rig._rank.buffers.site_rows))
+    assert not any(
+        tensor.any()
+        for tensor in (
+            rig._rank.buffers.pool,
+            rig._rank.buffers.scalars,
+            rig._rank.buffers.site_rows,
+        )
+    )
     assert not any((rig.plane._tracked, rig.plane._live, rig.plane._ends, rig.plane._finished))
     assert len(checksums) == 10_000
     told = rig.receipts()
     rig.plane._slabs.collect()
     assert rig.plane._slabs.alive == 0
-    assert {receipt.status for receipt in told} == {"ok"}, [receipt.message for receipt in told if receipt.status != "ok"][:3]
+    assert {receipt.status for receipt in told} == {"ok"}, [
+        receipt.message for receipt in told if receipt.status != "ok"
+    ][:3]
 
 
-def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_reset(rig: Rig) -> None:
-    """New requests and preempted ones alike; nor while a request that failed still fills blocks."""  # field case 13
+def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_reset(
+    rig: Rig,
+) -> None:
+    # field case 13
+    """New requests and preempted ones alike; nor while a request that failed still fills blocks."""
     resumed = steered(1)
     rig.step((resumed, 0, 6), new=[resumed])
     rig.plane.faults.switch("admit")
@@ -233,7 +310,9 @@ def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_res
     assert rig.plane.status()["tainted"] == 1
 
     def arrives(number: int) -> None:
-        rig.plane.begin([NewRequest(str(number), msgspec.to_builtins(spec_of(steered(number))), 4)], {}, 0)
+        rig.plane.begin(
+            [NewRequest(str(number), msgspec.to_builtins(spec_of(steered(number))), 4)], {}, 0
+        )
 
     rig.plane.begin([], {}, 0, None, {"1": 4})  # preempted, and goes on with four cached tokens
     arrives(3)
@@ -252,7 +331,13 @@ def test_after_a_failed_intervention_its_digest_reads_no_block_until_a_cache_res
 def patched(number: int, *places: tuple[int, int], prompt: int = 6) -> Request:
     """Rows of the source run `job_s` at (layer, position), where they are in it."""
     edits = [
-        steering(row_name(RunRow("job_s.0.tag", "pre_attn", layer, position)), [layer], "pre_attn", [position], "replace")
+        steering(
+            row_name(RunRow("job_s.0.tag", "pre_attn", layer, position)),
+            [layer],
+            "pre_attn",
+            [position],
+            "replace",
+        )
         for layer, position in places
     ]
     return Request(number, prompt, prompt + 2, (), edits)
@@ -261,14 +346,24 @@ def patched(number: int, *places: tuple[int, int], prompt: int = 6) -> Request:
 def test_a_request_may_patch_every_position_of_its_prompt(tmp_path: Path) -> None:
     rig = Rig(tmp_path, steering_rows=40, steering_entries=80)
     rig.plane.runs.put(source_run(tmp_path / "captures", {"pre_attn": [0, 1]}, range(30)))
-    request = patched(1, *((layer, position) for position in range(30) for layer in (0, 1)), prompt=30)
+    request = patched(
+        1, *((layer, position) for position in range(30) for layer in (0, 1)), prompt=30
+    )
     beside = steered(2)
     rig.step((beside, 0, 6), (request, 0, 12), new=[request, beside])
     rig.step((request, 12, 18), (beside, 6, 1))
     for layer in (0, 1):
-        assert rig.left("pre_attn", layer)[:18].tolist() == values("pre_attn", layer, range(12, 30)).tolist()
+        assert (
+            rig.left("pre_attn", layer)[:18].tolist()
+            == values("pre_attn", layer, range(12, 30)).tolist()
+        )
     status = rig.plane.status()
-    assert (status["rows_used"], status["entries_used"], status["runs"], status["run_bytes"]) == (31, 61, 1, 2 * 30 * HIDDEN * 4)
+    assert (status["rows_used"], status["entries_used"], status["runs"], status["run_bytes"]) == (
+        31,
+        61,
+        1,
+        2 * 30 * HIDDEN * 4,
+    )
     rig.step((request, 30, 1))
     rig.step(finished=[request, beside])
     assert rig.plane.status()["rows_used"] == 0
@@ -279,7 +374,9 @@ def test_a_request_may_patch_every_position_of_its_prompt(tmp_path: Path) -> Non
 
 # field case 31
 @pytest.mark.parametrize("lost", ["never put", "dropped", "lost once", "dropped for a restart"])
-def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(rig: Rig, lost: str) -> None:
+def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(
+    rig: Rig, lost: str
+) -> None:
     run_files = source_run(rig.directory / "captures", {"pre_attn": [0, 1]}, range(6))
     if lost != "never put":
         rig.plane.runs.put(run_files)
@@ -291,18 +388,32 @@ def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(r
         rig.plane.restart()
     request, beside = patched(1, (0, 2), (1, 3)), Request(2, 6, 8, (), [])
     rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
-    assert (rig.left("pre_attn", 0) == np.concatenate([stream_of(n, "pre_attn", 0, 0, 6) for n in (1, 2)])).all()
+    assert (
+        rig.left("pre_attn", 0)
+        == np.concatenate([stream_of(n, "pre_attn", 0, 0, 6) for n in (1, 2)])
+    ).all()
     status = rig.plane.status()
     assert (status["tainted"], status["rows_used"], status["entries_used"]) == (1, 0, 0)
-    rig.plane.runs.put(run_files)  # a cell that comes with the same patch is not served what this one fills
-    rig.plane.begin([NewRequest("3", msgspec.to_builtins(spec_of(patched(3, (0, 2), (1, 3)))), 4)], {}, 0)
+    # a cell that comes with the same patch is not served what this one fills
+    rig.plane.runs.put(run_files)
+    rig.plane.begin(
+        [NewRequest("3", msgspec.to_builtins(spec_of(patched(3, (0, 2), (1, 3)))), 4)], {}, 0
+    )
     later = patched(4, (1, 3))
     rig.step((later, 0, 6), new=[later])
     assert rig.left("pre_attn", 1)[3].tolist() == values("pre_attn", 1, [3])[0].tolist()
     rig.step(finished=[later, beside], aborted=[request, patched(3)])
     told = {receipt.job: receipt for receipt in rig.receipts()}
-    assert {job: receipt.status for job, receipt in told.items()} == {"j1": "error", "j2": "ok", "j3": "error", "j4": "ok"}
-    assert (told["j1"].kind, told["j1"].message) == ("intervention_failed", "source run job_s.0.tag is not on this rank")
+    assert {job: receipt.status for job, receipt in told.items()} == {
+        "j1": "error",
+        "j2": "ok",
+        "j3": "error",
+        "j4": "ok",
+    }
+    assert (told["j1"].kind, told["j1"].message) == (
+        "intervention_failed",
+        "source run job_s.0.tag is not on this rank",
+    )
     assert "cached prefix was computed by a request whose intervention failed" in told["j3"].message
 
 
@@ -349,7 +460,8 @@ def test_a_long_capture_does_not_retain_others_slabs(tmp_path: Path) -> None:
 def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, nice: int
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # the rig's rank may use one core
+    # the rig's rank may use one core
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     before = {thread.native_id for thread in threading.enumerate()}
     rig = Rig(tmp_path)
     begun = threading.Event()
@@ -359,6 +471,9 @@ def test_writers_and_mover_give_way_where_the_model_uses_all_cores(
     found = {
         thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
         for thread in threading.enumerate()
-        if thread.native_id not in before and thread.name.startswith(("midstream-writer", "midstream-mover"))
+        if thread.native_id not in before
+        and thread.name.startswith(("midstream-writer", "midstream-mover"))
     }
-    assert found == dict.fromkeys(("midstream-writer-0", "midstream-mover"), os.getpriority(os.PRIO_PROCESS, 0) + nice)
+    assert found == dict.fromkeys(
+        ("midstream-writer-0", "midstream-mover"), os.getpriority(os.PRIO_PROCESS, 0) + nice
+    )

@@ -1,4 +1,6 @@
-"""Failures inside a rank's data plane fail the requests concerned, with the reason, and leave the engine up."""
+"""Failures inside a rank's data plane fail the requests concerned, with the reason, and leave the
+engine up.
+"""
 
 import operator
 import threading
@@ -45,11 +47,17 @@ FAILURES = [
 def test_a_failure_of_the_data_plane_fails_its_requests_only(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, kind: str
 ) -> None:
-    """The engine calls `begin`, `plan` and `drain` outside any guard of its own: what they raise would end it."""
+    """The engine calls `begin`, `plan` and `drain` outside any guard of its own: what they raise
+    would end it.
+    """
     first = steered(1, captures=capturing(1).captures)
     rig.step((first, 0, 4), new=[first])
     with monkeypatch.context() as broken:
-        broken.setattr(operator.attrgetter(owner)(rig.plane), name, _raise(HostMemoryError("no 16384 bytes of page-locked memory")))
+        broken.setattr(
+            operator.attrgetter(owner)(rig.plane),
+            name,
+            _raise(HostMemoryError("no 16384 bytes of page-locked memory")),
+        )
         rig.step((first, 4, 2))
     rig.step(finished=[first])
     later = capturing(2)
@@ -61,7 +69,9 @@ def test_a_failure_of_the_data_plane_fails_its_requests_only(
     assert (rig.reader(later).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
 
 
-def test_a_plan_that_cannot_be_committed_does_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_cannot_be_committed_does_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of it may be on the device: the forward that follows edits and records nothing."""
     request = steered(1, captures=capturing(1).captures)
     staging = rig.plane._banks.first.planner._staging
@@ -82,7 +92,9 @@ def test_a_plan_that_cannot_be_committed_does_nothing(rig: Rig, monkeypatch: pyt
     assert (receipt.status, receipt.files) == ("error", [])
 
 
-def test_a_capture_that_cannot_be_moved_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_cannot_be_moved_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tmp_path)
     long = Request(0, 2, 60, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])
     rig.step((long, 0, 2), new=[long])
@@ -100,7 +112,9 @@ def test_a_capture_that_cannot_be_moved_fails_alone(tmp_path: Path, monkeypatch:
     assert fine.status == "ok"
 
 
-def test_copies_are_not_made_on_the_thread_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_not_made_on_the_thread_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied: list[str] = []
     copy = Selection.copy
 
@@ -116,7 +130,12 @@ def test_copies_are_not_made_on_the_thread_of_the_model(tmp_path: Path, monkeypa
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
     for at in range(6, 10):
         rig.step((first, at, 1))
-    rig.step((second, 4, 2), new=[second], keeping=Keeping(serve=[block._replace(request_id="2")]), cached=4)
+    rig.step(
+        (second, 4, 2),
+        new=[second],
+        keeping=Keeping(serve=[block._replace(request_id="2")]),
+        cached=4,
+    )
     rig.step((second, 6, 1))
     first.total = 11
     rig.step(finished=[first, second])

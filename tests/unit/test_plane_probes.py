@@ -1,4 +1,6 @@
-"""Probes in a rank's whole data plane: scores of an ended request, and what is left of rows that were scored."""
+"""Probes in a rank's whole data plane: scores of an ended request, and what is left of rows that
+were scored.
+"""
 
 from pathlib import Path
 
@@ -18,8 +20,16 @@ def probed(rig: Rig, action: Action, number: int = 1) -> Request:
     """A request of 6 prompt tokens and 2 generated ones, with a probe at layer 1."""
     tensors = [from_numpy(WEIGHT), from_numpy(np.full(1, 0.5, dtype=np.float32))]
     rig.plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
-    content = ProbeContent(hook="post_block", layer=1, tensors=[content_hash(tensor) for tensor in tensors], labels=["x"], thresholds=[1e9])
-    probe = StoredProbe(name="p", digest=content.digest, content=content, action=action, tokens=True)
+    content = ProbeContent(
+        hook="post_block",
+        layer=1,
+        tensors=[content_hash(tensor) for tensor in tensors],
+        labels=["x"],
+        thresholds=[1e9],
+    )
+    probe = StoredProbe(
+        name="p", digest=content.digest, content=content, action=action, tokens=True
+    )
     request = Request(number, 6, 8, probe_captures([probe]))
     request.tracked.spec.probes.append(probe)
     return request
@@ -33,7 +43,12 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(tmp_path: Path, actio
     rows = [rig.left("post_block", 1)[:6]]
     rig.step((request, 6, 1), (other, 6, 1))
     rows.append(rig.left("post_block", 1)[:1])
-    tracked = [each for each in rig.plane._tracked.values() for recording in each.recordings.values() if recording.runs]
+    tracked = [
+        each
+        for each in rig.plane._tracked.values()
+        for recording in each.recordings.values()
+        if recording.runs
+    ]
     assert not tracked, "rows that are scored or wait for it are held by nothing else"
     rig.step((other, 7, 1), finished=[request])
     receipt = next(each for each in rig.receipts() if each.job == "j1")

@@ -1,4 +1,6 @@
-"""What is planned for one forward reaches that forward and no other; every row is labelled with what it is."""
+"""What is planned for one forward reaches that forward and no other; every row is labelled with
+what it is.
+"""
 
 import sys
 
@@ -31,13 +33,18 @@ def assert_whole(rank: Rank, request: Request, number: int = 0) -> None:
     assert finished.token_ids == [1000 + position for position in finished.positions]
     for hook, layers in spec.sites.items():
         for layer in layers:
-            assert (rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)).all(), (hook, layer)
+            assert (
+                rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)
+            ).all(), (hook, layer)
 
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(seed: int, traced: bool) -> None:
-    """Random site sets, selectors, batch orders, chunk sizes and recomputed prefixes."""  # field case 1, 6
+def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(
+    seed: int, traced: bool
+) -> None:
+    # field case 1, 6
+    """Random site sets, selectors, batch orders, chunk sizes and recomputed prefixes."""
     rng = np.random.default_rng(seed)
     rank = Rank(traced=traced)
     requests = []
@@ -45,14 +52,24 @@ def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(seed: 
         prompt = int(rng.integers(1, 20))
         captures = []
         for _ in range(int(rng.integers(0, 3))):
-            sites = {hook: sorted({int(layer) for layer in rng.integers(0, 2, 2)}) for hook in HOOKS if rng.random() < 0.5}
+            sites = {
+                hook: sorted({int(layer) for layer in rng.integers(0, 2, 2)})
+                for hook in HOOKS
+                if rng.random() < 0.5
+            }
             start, length = int(rng.integers(0, prompt)), int(rng.integers(1, 9))
-            written = [sorted({int(p) for p in rng.integers(0, prompt, 3)}), Window(start=start), Window(start=start, stop=start + length)]
+            written = [
+                sorted({int(p) for p in rng.integers(0, prompt, 3)}),
+                Window(start=start),
+                Window(start=start, stop=start + length),
+            ]
             choices = ["all", "all_prompt", "all_generated", "last_prompt", *written]
             chosen = choices[rng.integers(len(choices))]
             at, every_n = str(rng.choice(["before", "after"])), int(rng.integers(1, 4))
             captures.append(capture(chosen, at, every_n=every_n, **(sites or {"post_block": [1]})))
-        requests.append(rank.admit(Request(number, prompt, prompt + int(rng.integers(2, 9)), captures)))
+        requests.append(
+            rank.admit(Request(number, prompt, prompt + int(rng.integers(2, 9)), captures))
+        )
     done = dict.fromkeys(range(12), 0)
     while active := [r for r in requests if done[r.number] < r.total - 1]:
         windows, room = [], 40
@@ -74,13 +91,18 @@ def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(seed: 
 def test_two_captures_that_name_the_same_rows_share_them_in_the_step() -> None:
     """An accelerator's plan has one slot for each token and port."""
     rank = Rank()
-    request = rank.admit(Request(1, 6, 8, [capture(post_block=[0, 1]), capture([1, 2, 5], post_block=[1], mlp_in=[0])]))
+    request = rank.admit(
+        Request(
+            1, 6, 8, [capture(post_block=[0, 1]), capture([1, 2, 5], post_block=[1], mlp_in=[0])]
+        )
+    )
     other = rank.admit(Request(2, 3, 5, [capture([1], post_block=[1])]))
     rank.step((other, 0, 3), (request, 0, 6))
     for step in (6, 7):
         rank.step((request, step, 1), (other, step - 3, 1))
     slab = request.tracked.recordings[0].runs[0].step.slab
-    assert len(slab) == 6 + 7 + 3  # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
+    # layer 0: 6 tokens; layer 1: those and the other request's one; mlp_in: 3
+    assert len(slab) == 6 + 7 + 3
     for number in (0, 1):
         assert_whole(rank, request, number)
     assert_whole(rank, other)
@@ -104,8 +126,13 @@ def test_a_capture_after_sees_the_edit_of_its_site_and_one_before_does_not() -> 
     assert request.tracked.applied == 1
 
 
-@pytest.mark.parametrize(("positions", "touched"), [(Window(start=2), 6), (Window(start=5, stop=7), 2), ([1, 4], 2), ("all_generated", 2)])
-def test_a_position_counts_as_applied_once_however_often_it_is_computed(positions, touched: int) -> None:
+@pytest.mark.parametrize(
+    ("positions", "touched"),
+    [(Window(start=2), 6), (Window(start=5, stop=7), 2), ([1, 4], 2), ("all_generated", 2)],
+)
+def test_a_position_counts_as_applied_once_however_often_it_is_computed(
+    positions, touched: int
+) -> None:
     """Two chunks, a step of decode, a preemption in the middle of it all."""  # field case 9
     rank = Rank()
     edit = steering(rank.vector(np.ones(HIDDEN)), [0, 1], "post_block", positions)
@@ -134,11 +161,16 @@ def test_replacing_is_bit_exact_and_comes_before_adding() -> None:
 def test_replacements_of_one_row_follow_one_another() -> None:
     rank = Rank()
     first, second = np.full(HIDDEN, 100.0), np.full(HIDDEN, 300.0)
-    edits = [steering(rank.vector(v), [0], "post_block", "all", "replace", [0.5]) for v in (first, second)]
+    edits = [
+        steering(rank.vector(v), [0], "post_block", "all", "replace", [0.5])
+        for v in (first, second)
+    ]
     request = rank.admit(Request(0, 1, 2, (), edits))
     rank.step((request, 0, 1))
     stream = stream_of(0, "post_block", 0, 0, 1)
-    assert rank.left["post_block", 0] == pytest.approx(0.5 * (0.5 * stream + 0.5 * 100.0) + 0.5 * 300.0)
+    assert rank.left["post_block", 0] == pytest.approx(
+        0.5 * (0.5 * stream + 0.5 * 100.0) + 0.5 * 300.0
+    )
 
 
 def test_replacements_happen_in_the_given_order_at_repeated_positions_too() -> None:
@@ -152,7 +184,10 @@ def test_replacements_happen_in_the_given_order_at_repeated_positions_too() -> N
     middle = rank.admit(Request(1, 3, 4, (), [replace(a, "all"), replace(b, [1])]))
     elsewhere = steering(b, [1], "pre_attn", [1], "replace")
     assert len(rank.rows(last)) == 3
-    assert len(rank.rows(Request(2, 3, 4, (), [replace(a, "all"), elsewhere, replace(c, "all")]))) == 2  # no common site
+    # no common site
+    assert (
+        len(rank.rows(Request(2, 3, 4, (), [replace(a, "all"), elsewhere, replace(c, "all")]))) == 2
+    )
     rank.step((last, 0, 3), (middle, 0, 3))
     assert rank.left["pre_attn", 0][:, 0].tolist() == [3.0, 3.0, 3.0, 1.0, 2.0, 1.0]
 
@@ -166,37 +201,76 @@ SELECTORS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(SELECTORS, max_size=8), st.lists(SELECTORS, max_size=8))
-def test_rows_that_may_touch_one_token_have_places_of_their_own_in_their_order(everyones: list, own: list) -> None:
-    rows = [SteeringRow(key=str(number), positions=positions, entries=[]) for number, positions in enumerate(everyones + own)]
+def test_rows_that_may_touch_one_token_have_places_of_their_own_in_their_order(
+    everyones: list, own: list
+) -> None:
+    rows = [
+        SteeringRow(key=str(number), positions=positions, entries=[])
+        for number, positions in enumerate(everyones + own)
+    ]
     columns = columns_of(rows)
     for later, row in enumerate(rows):
         for earlier in range(later):
-            if set(select(row.positions, 0, 14, 10)) & set(select(rows[earlier].positions, 0, 14, 10)):
+            if set(select(row.positions, 0, 14, 10)) & set(
+                select(rows[earlier].positions, 0, 14, 10)
+            ):
                 assert columns[earlier] < columns[later]
-    alone = max(columns_of(rows[: len(everyones)]), default=-1) + max(columns_of(rows[len(everyones) :]), default=-1) + 2
-    assert max(columns, default=-1) + 1 <= alone, "what fits alone, as everyone's and as its own, fits together"
+    alone = (
+        max(columns_of(rows[: len(everyones)]), default=-1)
+        + max(columns_of(rows[len(everyones) :]), default=-1)
+        + 2
+    )
+    assert max(columns, default=-1) + 1 <= alone, (
+        "what fits alone, as everyone's and as its own, fits together"
+    )
 
 
 def test_rows_of_disjoint_positions_share_a_token_column() -> None:
     rank = Rank(capacity=16)
     everyone = GlobalSteering(
         version=1,
-        entries=[SteeringTemplate(layers=[0], hook="pre_attn", positions="all", family="add", tensors=[rank.vector(np.ones(HIDDEN))])],
+        entries=[
+            SteeringTemplate(
+                layers=[0],
+                hook="pre_attn",
+                positions="all",
+                family="add",
+                tensors=[rank.vector(np.ones(HIDDEN))],
+            )
+        ],
     )
     targets = [rank.vector(np.full(HIDDEN, 10.0 * (number + 1))) for number in range(6)]
-    patches = [steering(target, [0], "pre_attn", [2 * number, 2 * number + 1], "replace") for number, target in enumerate(targets)]
+    patches = [
+        steering(target, [0], "pre_attn", [2 * number, 2 * number + 1], "replace")
+        for number, target in enumerate(targets)
+    ]
     patches[5] = steering(targets[5], [0], "pre_attn", [0, 11], "replace", [0.5])
     request = rank.admit(Request(1, 12, 13, (), patches, everyone))
     assert request.tracked.columns == [0, 1, 1, 1, 1, 1, 2]
     rank.step((request, 0, 12))
     stream = stream_of(1, "pre_attn", 0, 0, 12)[:, 0]
-    half = [0.5 * 10 + 0.5 * 60, 10, 20, 20, 30, 30, 40, 40, 50, 50, stream[10], 0.5 * stream[11] + 0.5 * 60]
+    half = [
+        0.5 * 10 + 0.5 * 60,
+        10,
+        20,
+        20,
+        30,
+        30,
+        40,
+        40,
+        50,
+        50,
+        stream[10],
+        0.5 * stream[11] + 0.5 * 60,
+    ]
     assert (rank.left["pre_attn", 0][:, 0] - 1).tolist() == half
     rank.plan((request, 4, 8))
     assert (rank.buffers.plan[0, DEPTH], rank.buffers.plan[0, EDITS]) == (3, 8)
     assert rank.buffers.token_rows[:8].count_nonzero(1).tolist() == [2] * 6 + [1, 2]
     rank.plan((request, 10, 1))
-    assert rank.buffers.token_rows[0].tolist() == [request.tracked.rows[0][0]] + [0] * (ROWS_PER_TOKEN - 1)
+    assert rank.buffers.token_rows[0].tolist() == [request.tracked.rows[0][0]] + [0] * (
+        ROWS_PER_TOKEN - 1
+    )
 
 
 def test_idle_requests_plan_nothing() -> None:
@@ -235,7 +309,9 @@ def test_a_step_of_the_same_tokens_records_the_sites_of_its_own_requests() -> No
         assert_whole(rank, request)
 
 
-def test_edits_whose_plan_was_lost_touch_nothing_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edits_whose_plan_was_lost_touch_nothing_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rank = Rank()
     request = rank.admit(Request(0, 3, 4, (), [steering(rank.vector(np.ones(HIDDEN)), [0])]))
     with monkeypatch.context() as patch:
@@ -265,18 +341,25 @@ def test_released_rows_are_zeroed() -> None:
 
 
 def calls_of(layers: int) -> int:
-    """Calls, of Python and C functions, that planning and draining one step of 16 capturing and steered requests makes."""
+    """Calls, of Python and C functions, that planning and draining one step of 16 capturing and
+    steered requests makes.
+    """
     rank = Rank(layers=layers, capacity=256)
     name = rank.vector(np.ones(HIDDEN))
     edit = steering(name, list(range(layers)), "pre_attn")
-    requests = [rank.admit(Request(n, 9, 20, [capture(**everything(layers))], [edit])) for n in range(16)]
+    requests = [
+        rank.admit(Request(n, 9, 20, [capture(**everything(layers))], [edit])) for n in range(16)
+    ]
     return _calls(rank, [(request, 0, 9) for request in requests])
 
 
 def calls_to_steer(requests: int) -> int:
     """The same for a step of so many requests that decode, with two rows each."""
     rank = Rank(layers=2, capacity=256)
-    edits = [steering(rank.vector(np.ones(HIDDEN)), [0, 1], "pre_attn", positions) for positions in ("all", "all_generated")]
+    edits = [
+        steering(rank.vector(np.ones(HIDDEN)), [0, 1], "pre_attn", positions)
+        for positions in ("all", "all_generated")
+    ]
     return _calls(rank, [(rank.admit(Request(n, 9, 20, (), edits)), 9, 1) for n in range(requests)])
 
 
@@ -298,12 +381,15 @@ def _calls(rank: Rank, windows: list[tuple[Request, int, int]]) -> int:
 
 
 def test_step_cost_is_independent_of_layers() -> None:
-    """No loop over layers and requests, and no copy or synchronisation for each."""  # field case 44
+    # field case 44
+    """No loop over layers and requests, and no copy or synchronisation for each."""
     assert calls_of(40) <= calls_of(2) + 40
 
 
 def test_a_further_steered_request_adds_no_array_to_a_step() -> None:  # field case 44
-    assert calls_to_steer(100) - calls_to_steer(20) <= 80 * 2 * 14, "a few calls for each row of each request"
+    assert calls_to_steer(100) - calls_to_steer(20) <= 80 * 2 * 14, (
+        "a few calls for each row of each request"
+    )
 
 
 class _Elsewhere(Staging):

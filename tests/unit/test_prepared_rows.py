@@ -1,4 +1,6 @@
-"""Rows that were laid out ahead or kept are what a request's own would be, and are refused where those would be."""
+"""Rows that were laid out ahead or kept are what a request's own would be, and are refused where
+those would be.
+"""
 
 import threading
 from collections.abc import Callable
@@ -119,13 +121,19 @@ def test_kept_rows_of_a_vector_that_was_dropped_are_refused(rig: Rig) -> None:
     again = steered(2)
     rig.step((again, 0, 6), new=[again])
     (_, failed) = rig.receipts()
-    assert (failed.job, failed.status, failed.message) == ("j2", "error", f"vector {NAME[:12]} is not on this rank")
+    assert (failed.job, failed.status, failed.message) == (
+        "j2",
+        "error",
+        f"vector {NAME[:12]} is not on this rank",
+    )
 
 
 def test_rows_of_source_runs_are_looked_up_each_time(rig: Rig) -> None:
     run = source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1])
     rig.plane.runs.put(run)
-    (spec,) = steering_rows([steering(row_name(RunRow(run.key, "pre_attn", 0, 1)), [0], "pre_attn", [1], "replace")])
+    (spec,) = steering_rows(
+        [steering(row_name(RunRow(run.key, "pre_attn", 0, 1)), [0], "pre_attn", [1], "replace")]
+    )
     rig.plane._table.prepared.get(spec)
     rig.plane.runs.drop([run.key])
     with pytest.raises(LookupError):
@@ -134,7 +142,9 @@ def test_rows_of_source_runs_are_looked_up_each_time(rig: Rig) -> None:
 
 @pytest.mark.parametrize("how", ["with its vectors", "while it waits"])
 def test_ranks_agree_whichever_of_them_laid_rows_out_ahead(tmp_path: Path, how: str) -> None:
-    """Same checksum, same pool, same stream: the first rank expects the row, the second does not."""
+    """Same checksum, same pool, same stream: the first rank expects the row, the second does
+    not.
+    """
     ahead, other = Rig(tmp_path / "0", world=2), Rig(tmp_path / "1", rank=1, world=2)
     tensor = from_numpy(np.linspace(-3, 5, HIDDEN, dtype=np.float32))
     request = steered(1, scale=1.7, vector=content_hash(tensor))

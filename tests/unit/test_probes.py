@@ -1,4 +1,6 @@
-"""Aggregates, the account of a request's scores, what the scheduler makes of a step's news, and training."""
+"""Aggregates, the account of a request's scores, what the scheduler makes of a step's news, and
+training.
+"""
 
 from types import SimpleNamespace
 
@@ -14,16 +16,29 @@ from midstream.workers.runner.probe_news import SCORES, STOPPED_BY, News, ProbeN
 from midstream.workers.runner.watches import ProbeError, Watch, news_of_all
 
 
-def probe(threshold: float | None, action: Action = "stop", *, name: str = "p", aggregation: str = "last") -> StoredProbe:
+def probe(
+    threshold: float | None, action: Action = "stop", *, name: str = "p", aggregation: str = "last"
+) -> StoredProbe:
     content = ProbeContent(
-        hook="post_block", layer=0, tensors=["w", "b"], labels=["x"], thresholds=[threshold], aggregation=aggregation, decay=0.5
+        hook="post_block",
+        layer=0,
+        tensors=["w", "b"],
+        labels=["x"],
+        thresholds=[threshold],
+        aggregation=aggregation,
+        decay=0.5,
     )
     return StoredProbe(name=name, digest=content.digest, content=content, action=action)
 
 
 @pytest.mark.parametrize(
     ("kind", "wanted"),
-    [("last", [1, 3, 2, 8]), ("max", [1, 3, 3, 8]), ("mean", [1, 2, 2, 3.5]), ("exponential", [1, 2, 2, 5])],
+    [
+        ("last", [1, 3, 2, 8]),
+        ("max", [1, 3, 3, 8]),
+        ("mean", [1, 2, 2, 3.5]),
+        ("exponential", [1, 2, 2, 5]),
+    ],
 )
 def test_aggregates_of_a_few_scores(kind: str, wanted: list[float]) -> None:
     scores = np.array([[1], [3], [2], [8]], dtype=np.float32)
@@ -79,7 +94,9 @@ def test_aggregates_by_single_positions_equal_those_at_once() -> None:
 
 
 def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
-    """Of two kinds, at different positions, one of which computes several at a time, as a prompt does."""
+    """Of two kinds, at different positions, one of which computes several at a time, as a prompt
+    does.
+    """
     kinds = ("last", "max", "mean", "exponential")
     probes = [[probe(limit, name=kind, aggregation=kind) for kind in kinds] for limit in (0.6, 1.0)]
     rng, together, alone = np.random.default_rng(5), [], []
@@ -99,11 +116,16 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     for first, second in zip(together, alone, strict=True):
         assert first.results(30)[1] == second.results(30)[1]
         np.testing.assert_allclose(
-            [each.score for each in first.results(30)[0]], [each.score for each in second.results(30)[0]], atol=1e-12
+            [each.score for each in first.results(30)[0]],
+            [each.score for each in second.results(30)[0]],
+            atol=1e-12,
         )
 
 
-@pytest.mark.parametrize(("scores", "words"), [((1.0, np.nan), "not finite at position 1"), ((1.0,), "not scored at position 1")])
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [((1.0, np.nan), "not finite at position 1"), ((1.0,), "not scored at position 1")],
+)
 def test_a_token_without_a_score_is_an_error(scores: tuple[float, ...], words: str) -> None:
     watch = Watch("r", [probe(None, "none")])
     put(watch, 0, *scores)
@@ -131,7 +153,9 @@ def request(tokens: int) -> SimpleNamespace:
         (4, [1], [], "p"),  # an earlier chunk of the prompt did
     ],
 )
-def test_tokens_behind_the_one_that_crosses_are_dropped(stop_at: int, new: list[int], kept: list[int], name: str) -> None:
+def test_tokens_behind_the_one_that_crosses_are_dropped(
+    stop_at: int, new: list[int], kept: list[int], name: str
+) -> None:
     news = ProbeNews()
     news.hear([News("r", stop_at, "p", [])])
     assert news.cut(request(10), new) == (kept, name)
@@ -150,7 +174,10 @@ def test_scores_of_kept_tokens_travel_and_those_of_rejected_drafts_do_not() -> N
 def test_the_probe_that_ends_a_request_travels_apart_from_vllms_stop_reason() -> None:
     """vLLM's is the user's stop string, which may read like a probe's name."""
     news = ProbeNews()
-    outputs = [SimpleNamespace(request_id=name, kv_transfer_params=None, stop_reason="probe:x") for name in ("r", "other")]
+    outputs = [
+        SimpleNamespace(request_id=name, kv_transfer_params=None, stop_reason="probe:x")
+        for name in ("r", "other")
+    ]
     news.end("r", "p")
     news.attach({0: SimpleNamespace(outputs=outputs)})
     assert [output.kv_transfer_params for output in outputs] == [{STOPPED_BY: "p"}, None]
@@ -159,7 +186,8 @@ def test_the_probe_that_ends_a_request_travels_apart_from_vllms_stop_reason() ->
     assert news.ended_by("r") == ""
 
 
-# --- Training ---------------------------------------------------------------------------------------------------------
+# --- Training
+# --------------------------------------------------------------------------------------------------
 
 
 def rows_of(seed: int, number: int = 200) -> tuple[np.ndarray, np.ndarray]:
@@ -192,10 +220,16 @@ def test_noise_gives_no_better_than_chance() -> None:
 
 
 def test_rows_of_a_group_are_never_on_both_sides() -> None:
-    """Rows that repeat within a group are no proof of anything beyond it: noise, copied, is still noise."""
+    """Rows that repeat within a group are no proof of anything beyond it: noise, copied, is still
+    noise.
+    """
     pytest.importorskip("sklearn")
     rng = np.random.default_rng(4)
-    rows, labels, groups = np.repeat(rng.normal(size=(80, 64)), 10, axis=0), np.repeat(np.tile([0, 1], 40), 10), np.repeat(range(80), 10)
+    rows, labels, groups = (
+        np.repeat(rng.normal(size=(80, 64)), 10, axis=0),
+        np.repeat(np.tile([0, 1], 40), 10),
+        np.repeat(range(80), 10),
+    )
     assert fit(rows, labels).metrics.auroc > 0.95
     assert fit(rows, labels, groups=groups).metrics.auroc < 0.8
 
@@ -219,7 +253,9 @@ def test_several_classes_have_a_score_each() -> None:
         (np.zeros((8, 2)), [0] * 7 + [1], "labels"),
     ],
 )
-def test_rows_that_train_nothing_are_refused(rows: np.ndarray, labels: list[int], field: str) -> None:
+def test_rows_that_train_nothing_are_refused(
+    rows: np.ndarray, labels: list[int], field: str
+) -> None:
     pytest.importorskip("sklearn")
     with pytest.raises(MidstreamError) as refused:
         fit(rows, labels)

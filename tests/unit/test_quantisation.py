@@ -15,9 +15,15 @@ from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
     ChannelWiseTorchFP8ScaledMMLinearKernel,
     PerTensorTorchFP8ScaledMMLinearKernel,
 )
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearLayerConfig,
+)
 from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym, kFp8DynamicTokenSym, kFp8StaticTensorSym
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
 
 from midstream.workers.runner.quantisation import (
     CAVEATS,
@@ -34,7 +40,9 @@ from midstream.workers.runner.quantisation import (
 
 
 def facts(form: str, **changes: Any) -> Facts:
-    """Of a checkpoint in this format, in bf16 on a CPU without AMX unless `changes` says otherwise."""
+    """Of a checkpoint in this format, in bf16 on a CPU without AMX unless `changes` says
+    otherwise.
+    """
     raw = (FORMATS | OTHERS)[form].config
     method = raw["quant_method"]
     return Facts(method, raw, *roundings(method, raw))._replace(**changes)
@@ -74,7 +82,9 @@ def test_the_name_says_how_weights_and_activations_are_rounded(form: str, name: 
         (facts("int4 groups", dtype=torch.float32), "set dtype to bfloat16 or float16"),
     ],
 )
-def test_what_this_machine_cannot_compute_is_refused_with_the_reason(case: Facts, reason: str) -> None:
+def test_what_this_machine_cannot_compute_is_refused_with_the_reason(
+    case: Facts, reason: str
+) -> None:
     with pytest.raises(UnsupportedQuantisationError, match=reason) as refusal:
         judge(case)
     assert refusal.value.field == "model"
@@ -89,24 +99,39 @@ def test_what_this_machine_cannot_compute_is_refused_with_the_reason(case: Facts
         (facts("int8 per token", ranks=2), ["round their input", "each rank scales its own part"]),
         (facts("int8 static", ranks=2), ["round their input"]),
         (facts("fp8 static"), ["round their input", "rounds these weights again"]),
-        (facts("fp8 dynamic", amx=True), ["vLLM leaves out on this CPU", "rounds these weights again"]),
+        (
+            facts("fp8 dynamic", amx=True),
+            ["vLLM leaves out on this CPU", "rounds these weights again"],
+        ),
         (facts("awq", amx=True), []),
         (facts("gptq", raw={"kv_cache_scheme": {"num_bits": 8}}), ["quantised KV cache"]),
         (other("torchao"), ["not compared with transformers"]),
-        (ct({"num_bits": 4}, {"num_bits": 8, "strategy": "token", "dynamic": True}), ["round their input", "not compared"]),
-        (ct({"num_bits": 8}, {"num_bits": 8, "strategy": "tensor", "symmetric": False}), ["round their input", "not compared"]),
+        (
+            ct({"num_bits": 4}, {"num_bits": 8, "strategy": "token", "dynamic": True}),
+            ["round their input", "not compared"],
+        ),
+        (
+            ct({"num_bits": 8}, {"num_bits": 8, "strategy": "tensor", "symmetric": False}),
+            ["round their input", "not compared"],
+        ),
     ],
 )
-def test_caveats_say_in_what_rows_differ(case: Facts, caveats: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caveats_say_in_what_rows_differ(
+    case: Facts, caveats: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(W4A8, "0")
     found = judge(case).caveats
     assert len(found) == len(caveats)
     assert all(words in caveat for words, caveat in zip(caveats, found, strict=True))
 
 
-def test_4_bit_weights_with_8_bit_activations_have_a_caveat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_bit_weights_with_8_bit_activations_have_a_caveat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(W4A8, "1")
-    assert ["8 bits on this CPU" in caveat for caveat in judge(facts("gptq", amx=True)).caveats] == [True]
+    assert [
+        "8 bits on this CPU" in caveat for caveat in judge(facts("gptq", amx=True)).caveats
+    ] == [True]
     assert judge(facts("gptq")).caveats == ()
 
 
@@ -117,7 +142,9 @@ def test_experts_that_a_checkpoint_leaves_out_are_not_quantised() -> None:
     assert not _leaves_out_experts({"ignored_layers": ["lm_head"]})
 
 
-@pytest.mark.parametrize("model", ["some/model.gguf", "org/Model-GGUF:Q4_K_M", "org/Model-GGUF:IQ2_XS", "org/Model:BF16"])
+@pytest.mark.parametrize(
+    "model", ["some/model.gguf", "org/Model-GGUF:Q4_K_M", "org/Model-GGUF:IQ2_XS", "org/Model:BF16"]
+)
 def test_gguf_is_refused_by_name(model: str) -> None:
     with pytest.raises(UnsupportedQuantisationError, match="Have transformers dequantise it"):
         refuse_gguf(model)
@@ -132,7 +159,7 @@ def test_a_folder_of_gguf_files_is_refused_and_one_with_safetensors_is_not(tmp_p
     refuse_gguf("org/Model")
 
 
-# -- loaded layers -------------------------------------------------------------------------------------------------------
+# -- loaded layers ---------------------------------------------------------------------------------
 
 
 class _Method:
@@ -151,9 +178,15 @@ def loaded(part: Any) -> torch.nn.Module:
 def linear(activation: Any, kernel: Any = PerTensorTorchFP8ScaledMMLinearKernel) -> Any:
     bf16 = torch.bfloat16
     config = FP8ScaledMMLinearLayerConfig(
-        weight_quant_key=kFp8StaticTensorSym, activation_quant_key=activation, input_dtype=bf16, out_dtype=bf16, weight_shape=(64, 64)
+        weight_quant_key=kFp8StaticTensorSym,
+        activation_quant_key=activation,
+        input_dtype=bf16,
+        out_dtype=bf16,
+        weight_shape=(64, 64),
     )
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
+    with set_current_vllm_config(
+        VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
+    ):
         return kernel(config, ["weight", "weight_scale", "input_scale", "input_scale_ub"])
 
 
@@ -166,7 +199,9 @@ Part = Callable[[], Any]
 
 @pytest.mark.parametrize("part", [lambda: linear(kFp8DynamicTensorSym), experts])
 def test_a_loaded_layer_with_one_scale_for_a_step_is_refused(part: Part) -> None:
-    with pytest.raises(UnsupportedQuantisationError, match="down_proj rounds all rows of a step with one scale"):
+    with pytest.raises(
+        UnsupportedQuantisationError, match="down_proj rounds all rows of a step with one scale"
+    ):
         refuse_shared_scales(loaded(part()))
 
 
@@ -185,21 +220,32 @@ def test_loaded_layers_with_scales_of_their_own_are_served(part: Part) -> None:
     refuse_shared_scales(loaded(part()))
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def test_every_format_and_checkpoint_has_figures_within_their_tolerance() -> None:
     table = read_page(PAGE.read_text())
     wanted = {(row, column) for row, column, _ in cases()}
-    found = {(row, column) for row, columns in table.items() for column, cell in columns.items() if cell}
+    found = {
+        (row, column) for row, columns in table.items() for column, cell in columns.items() if cell
+    }
     assert found == wanted
-    exceeded = {(row, column): cell for row, column in found if parse(cell := table[row][column]).worst > tolerance(row[2])}
+    exceeded = {
+        (row, column): cell
+        for row, column in found
+        if parse(cell := table[row][column]).worst > tolerance(row[2])
+    }
     assert exceeded == {}
 
 
 def test_the_page_quotes_the_tolerances_and_lists_every_refusal_and_caveat() -> None:
     page = PAGE.read_text()
-    assert all(f"| {dtypes} | {each.limit:g} | {each.reason} |" in page for dtypes, each in QUANTISED.items())
+    assert all(
+        f"| {dtypes} | {each.limit:g} | {each.reason} |" in page
+        for dtypes, each in QUANTISED.items()
+    )
     assert all(f"`{method}`" in page for method, _, _ in MEASURED)
-    assert page.count("| refused: ") == len(REFUSED) + 3  # and what vLLM's choice of a kernel says, and its trial
+    assert (
+        page.count("| refused: ") == len(REFUSED) + 3
+    )  # and what vLLM's choice of a kernel says, and its trial
     assert page.count("| caveat: ") == len(CAVEATS)

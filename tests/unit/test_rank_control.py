@@ -1,4 +1,7 @@
-"""One rank fails at each kind of apply: the ranks are as before, or nobody may use them. The worker's own calls on fake ranks."""
+"""One rank fails at each kind of apply: the ranks are as before, or nobody may use them.
+
+The worker's own calls on fake ranks.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +19,9 @@ from midstream.workers.engine.collective import Quarantined, Refused, Undo, unbr
 from midstream.workers.engine.rank_control import disagreement
 from midstream.workers.fake.engine import FakeEngine
 
-TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(3))}
+TENSORS = {
+    content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(3))
+}
 FIRST, SECOND, THIRD = TENSORS
 
 
@@ -26,7 +31,10 @@ async def fetch(name: str) -> Tensor:
 
 def steering(version: int, *vectors: str) -> GlobalSteering:
     entries = [
-        SteeringTemplate(layers=[layer], hook="post_block", positions="all", family="add", tensors=[v]) for layer, v in enumerate(vectors)
+        SteeringTemplate(
+            layers=[layer], hook="post_block", positions="all", family="add", tensors=[v]
+        )
+        for layer, v in enumerate(vectors)
     ]
     return GlobalSteering(version=version, entries=entries)
 
@@ -35,7 +43,13 @@ class Rig:
     """Two ranks with a module, global steering and vectors on them."""
 
     def __init__(self, directory: Path, **changed: object) -> None:
-        values = {"data_dir": str(directory), "engine": "fake", "model": "m", "worker_id": "w", "relay_url": "tcp://127.0.0.1:9"}
+        values = {
+            "data_dir": str(directory),
+            "engine": "fake",
+            "model": "m",
+            "worker_id": "w",
+            "relay_url": "tcp://127.0.0.1:9",
+        }
         self.engine = FakeEngine(Settings(**(values | {"tensor_parallel_size": 2} | changed)))  # type: ignore[arg-type]
         self.quarantined: list[str] = []
         self.engine.on_quarantine = self.quarantined.append
@@ -47,7 +61,10 @@ class Rig:
 
     async def content(self) -> list[RankSteering]:
         """What the ranks have, their accounts of how they came to it left out."""
-        return [msgspec.structs.replace(rank, checksum="", actions=0) for rank in await self.engine.steering_status()]
+        return [
+            msgspec.structs.replace(rank, checksum="", actions=0)
+            for rank in await self.engine.steering_status()
+        ]
 
 
 Act = Callable[[FakeEngine], Awaitable[object]]
@@ -57,14 +74,18 @@ TAKEN_BACK: dict[str, tuple[str, Act]] = {
     "sending vectors": ("hold", lambda engine: engine.hold_vectors([THIRD], fetch)),
     "setting global steering": ("commit", lambda engine: engine.commit_global(steering(2, FIRST))),
     "clearing global steering": ("commit", lambda engine: engine.commit_global(steering(2))),
-    "registering a module": ("set_module", lambda engine: engine.set_module("calm", "d2", [SECOND])),
+    "registering a module": (
+        "set_module",
+        lambda engine: engine.set_module("calm", "d2", [SECOND]),
+    ),
     "changing a module": ("set_module", lambda engine: engine.set_module("joy", "d2", [SECOND])),
     "unregistering a module": ("set_module", lambda engine: engine.set_module("joy", "", [])),
 }
 
 
 @pytest.mark.parametrize("what", TAKEN_BACK)
-def test_a_change_refused_by_one_rank_is_rolled_back_on_all(tmp_path: Path, what: str) -> None:  # field case 29
+def test_a_change_refused_by_one_rank_is_rolled_back_on_all(tmp_path: Path, what: str) -> None:
+    # field case 29
     fault, act = TAKEN_BACK[what]
 
     async def story() -> None:
@@ -85,7 +106,8 @@ def test_a_change_refused_by_one_rank_is_rolled_back_on_all(tmp_path: Path, what
 
 
 @pytest.mark.parametrize("what", TAKEN_BACK)
-def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> None:  # field case 29
+def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> None:
+    # field case 29
     fault, act = TAKEN_BACK[what]
 
     async def story() -> None:
@@ -99,13 +121,17 @@ def test_a_failed_rollback_quarantines_the_worker(tmp_path: Path, what: str) -> 
     asyncio.run(story())
 
 
-def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(tmp_path: Path) -> None:  # field case 29
+def test_a_preparation_that_one_rank_refuses_says_which_and_changes_nothing(tmp_path: Path) -> None:
+    # field case 29
     async def story() -> None:
         rig = Rig(tmp_path, fault="prepare:rank=1")
         await rig.fill()
         before = await rig.engine.steering_status()
         answers = await rig.engine.prepare_global(steering(2, FIRST))
-        assert [(answer.rank, answer.ok, answer.message) for answer in answers] == [(0, True, ""), (1, False, "injected fault")]
+        assert [(answer.rank, answer.ok, answer.message) for answer in answers] == [
+            (0, True, ""),
+            (1, False, "injected fault"),
+        ]
         assert await rig.engine.steering_status() == before
 
     asyncio.run(story())
@@ -137,7 +163,10 @@ def test_resynced_ranks_are_empty_and_agree(tmp_path: Path) -> None:
         assert "stage 0 disagree" in disagreement(await rig.engine.steering_status())
         await rig.engine.restart_ledgers()
         ranks = await rig.engine.steering_status()
-        assert {(rank.actions, rank.epoch, rank.vectors, rank.global_version, len(rank.modules)) for rank in ranks} == {(0, 1, 0, 0, 0)}
+        assert {
+            (rank.actions, rank.epoch, rank.vectors, rank.global_version, len(rank.modules))
+            for rank in ranks
+        } == {(0, 1, 0, 0, 0)}
         assert not disagreement(ranks)
         await rig.fill()  # the worker's own account began anew, too: everything is sent again
         assert [rank.vectors for rank in await rig.engine.steering_status()] == [2, 2]
@@ -196,7 +225,9 @@ def test_a_dead_engine_is_not_a_refusal(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(tmp_path: Path) -> None:
+def test_global_steering_too_large_beside_the_former_is_refused_by_all_ranks(
+    tmp_path: Path,
+) -> None:
     async def story() -> None:
         rig = Rig(tmp_path, steering_entries=2)
         await rig.engine.hold_vectors([FIRST, SECOND], fetch, pinned=True)

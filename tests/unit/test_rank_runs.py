@@ -1,4 +1,6 @@
-"""Source runs on the ranks: whole, on all ranks or on none, within a budget, and never given up while somebody uses them."""
+"""Source runs on the ranks: whole, on all ranks or on none, within a budget, and never given up
+while somebody uses them.
+"""
 
 import asyncio
 import random
@@ -22,7 +24,10 @@ SIZE = 100
 
 
 class Rig:
-    """Two ranks of the fake engine, and what the worker asks of them. `sizes`: bytes of runs that are not of `SIZE`."""
+    """Two ranks of the fake engine, and what the worker asks of them.
+
+    `sizes`: bytes of runs that are not of `SIZE`.
+    """
 
     def __init__(self, budget: int, fault: str = "", **sizes: int) -> None:
         self.faults = FakeFaults(fault)
@@ -31,12 +36,15 @@ class Rig:
         self.calls: list[tuple[str, Any]] = []
         self.quarantined: list[str] = []
         self.deleted: set[str] = set()
-        self.in_call: Callable[[], Awaitable[None]] | None = None  # awaited while the ranks are at it
+        # awaited while the ranks are at it
+        self.in_call: Callable[[], Awaitable[None]] | None = None
         self._sizes = {f"job_{letter}.0.t": size for letter, size in sizes.items()}
         self.runs = RankRuns(Ranks(self._call, 2, self.quarantined.append), budget)
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        self.calls.append((method, arguments[0]["key"] if method == "midstream_put_run" else arguments[0]))
+        self.calls.append(
+            (method, arguments[0]["key"] if method == "midstream_put_run" else arguments[0])
+        )
         await asyncio.sleep(0)
         if self.in_call is not None:
             await self.in_call()
@@ -45,10 +53,19 @@ class Rig:
     async def locate(self, key: str) -> RunFiles:
         await asyncio.sleep(0)
         if key in self.deleted:
-            raise MidstreamError("intervention_failed", f"source run {key}: its captures were deleted")
+            raise MidstreamError(
+                "intervention_failed", f"source run {key}: its captures were deleted"
+            )
         file = RunFile(path=f"t/{key}.safetensors", offset=0, bytes=1, crc32=0)
         size = self._sizes.get(key, SIZE)
-        return RunFiles(key=key, sites={"post_block": [0]}, positions=[0], hidden_size=HIDDEN_SIZE, bytes=size, files=[file])
+        return RunFiles(
+            key=key,
+            sites={"post_block": [0]},
+            positions=[0],
+            hidden_size=HIDDEN_SIZE,
+            bytes=size,
+            files=[file],
+        )
 
     async def hold(self, *keys: str) -> None:
         await self.runs.hold(keys, self.locate)
@@ -118,7 +135,9 @@ def test_a_held_run_is_never_evicted_and_waiters_are_served_in_order() -> None:
                 await settle()
 
         await rig.hold(A)
-        waiting = [asyncio.create_task(use(label, key)) for label, key in (("c", C), ("b", B), ("a", A))]
+        waiting = [
+            asyncio.create_task(use(label, key)) for label, key in (("c", C), ("b", B), ("a", A))
+        ]
         await settle()
         assert order == [], "b fits and a is there, but c was first"
         assert rig.on_ranks() == [{A}, {A}]
@@ -207,7 +226,9 @@ def test_a_holder_cancelled_during_loading_leaves_a_complete_run_without_holders
 def test_a_run_that_one_rank_cannot_load_is_dropped_by_all_with_the_reason() -> None:
     async def story() -> None:
         rig = Rig(10 * SIZE, fault="put_run:rank=1,after=1,times=1")
-        with pytest.raises(MidstreamError, match=f"source run {B} failed on rank 1: injected fault") as caught:
+        with pytest.raises(
+            MidstreamError, match=f"source run {B} failed on rank 1: injected fault"
+        ) as caught:
             await rig.hold(A, B)
         assert caught.value.kind == "intervention_failed"
         assert ("midstream_drop_runs", [B]) in rig.calls

@@ -1,4 +1,6 @@
-"""The worker's record of autoencoders on the ranks: a request gets all that it names, or waits, and holds nothing while it waits."""
+"""The worker's record of autoencoders on the ranks: a request gets all that it names, or waits, and
+holds nothing while it waits.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,21 +36,29 @@ def sae(tmp_path: Path) -> Callable[[str, int], StoredSae]:
         (tmp_path / name).mkdir(exist_ok=True)
         for file in (CONFIG, WEIGHTS):
             (tmp_path / name / file).touch()
-        return StoredSae(name=name, digest=name * 3, path=name, hook="post_block", layer=1, bytes=size)
+        return StoredSae(
+            name=name, digest=name * 3, path=name, hook="post_block", layer=1, bytes=size
+        )
 
     return made
 
 
 def run(story: Callable[[RankSaes, Loaded], Awaitable[None]], root: Path, budget: int = 10) -> None:
     ranks = Loaded()
-    asyncio.run(asyncio.wait_for(_run(story, ranks, RankSaes(cast(Ranks, ranks), str(root), budget)), 20))
+    asyncio.run(
+        asyncio.wait_for(_run(story, ranks, RankSaes(cast(Ranks, ranks), str(root), budget)), 20)
+    )
 
 
-async def _run(story: Callable[[RankSaes, Loaded], Awaitable[None]], ranks: Loaded, saes: RankSaes) -> None:
+async def _run(
+    story: Callable[[RankSaes, Loaded], Awaitable[None]], ranks: Loaded, saes: RankSaes
+) -> None:
     await story(saes, ranks)
 
 
-def test_two_requests_that_need_each_others_room_take_turns(sae: Callable[[str, int], StoredSae], tmp_path: Path) -> None:
+def test_two_requests_that_need_each_others_room_take_turns(
+    sae: Callable[[str, int], StoredSae], tmp_path: Path
+) -> None:
     a, b, c = sae("a", 4), sae("b", 4), sae("c", 4)
 
     async def story(saes: RankSaes, ranks: Loaded) -> None:
@@ -68,7 +78,9 @@ def test_two_requests_that_need_each_others_room_take_turns(sae: Callable[[str, 
     run(story, tmp_path)
 
 
-def test_a_waiting_request_that_is_cancelled_holds_nothing(sae: Callable[[str, int], StoredSae], tmp_path: Path) -> None:
+def test_a_waiting_request_that_is_cancelled_holds_nothing(
+    sae: Callable[[str, int], StoredSae], tmp_path: Path
+) -> None:
     a, b, c = sae("a", 4), sae("b", 4), sae("c", 8)
 
     async def story(saes: RankSaes, ranks: Loaded) -> None:
@@ -85,10 +97,18 @@ def test_a_waiting_request_that_is_cancelled_holds_nothing(sae: Callable[[str, i
     run(story, tmp_path, 12)
 
 
-def test_autoencoders_that_exceed_the_cache_together_are_refused(sae: Callable[[str, int], StoredSae], tmp_path: Path) -> None:
+def test_autoencoders_that_exceed_the_cache_together_are_refused(
+    sae: Callable[[str, int], StoredSae], tmp_path: Path
+) -> None:
     async def story(saes: RankSaes, ranks: Loaded) -> None:
-        with pytest.raises(MidstreamError, match=r"12 bytes of weights \('a', 'b'\) exceed") as refused:
+        with pytest.raises(
+            MidstreamError, match=r"12 bytes of weights \('a', 'b'\) exceed"
+        ) as refused:
             await saes.hold([sae("a", 6), sae("b", 6)])
-        assert (refused.value.kind, refused.value.field, ranks.digests) == ("invalid_request", "features", [])
+        assert (refused.value.kind, refused.value.field, ranks.digests) == (
+            "invalid_request",
+            "features",
+            [],
+        )
 
     run(story, tmp_path)

@@ -1,4 +1,6 @@
-"""Do the ranks hear of everyone's steering and the request's own, and does the prefix cache tell apart what differs?"""
+"""Do the ranks hear of everyone's steering and the request's own, and does the prefix cache tell
+apart what differs?
+"""
 
 import pytest
 
@@ -11,7 +13,9 @@ from midstream.workers.engine.requests import prompt_request
 
 
 def template(vector: str, positions: RequestedPositions = "all") -> SteeringTemplate:
-    return SteeringTemplate(layers=[1], hook="post_block", positions=positions, family="add", tensors=[vector])
+    return SteeringTemplate(
+        layers=[1], hook="post_block", positions=positions, family="add", tensors=[vector]
+    )
 
 
 def global_steering(*entries: SteeringTemplate) -> GlobalSteering:
@@ -61,17 +65,31 @@ def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> No
 
 def test_requests_untouched_by_global_steering_are_reported() -> None:
     spec = told(4, global_steering(template("a", [9])))
-    assert (spec.global_steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
+    assert (spec.global_steering, spec.digest, spec.first_affected, spec.global_version) == (
+        [],
+        "",
+        -1,
+        7,
+    )
 
 
 def test_first_touched_position_covers_global_and_own_entries() -> None:
-    assert told(9, global_steering(template("a", [5])), template("b").stored([3])).first_affected == 3
-    assert told(9, global_steering(template("a", [2])), template("b").stored([3])).first_affected == 2
+    assert (
+        told(9, global_steering(template("a", [5])), template("b").stored([3])).first_affected == 3
+    )
+    assert (
+        told(9, global_steering(template("a", [2])), template("b").stored([3])).first_affected == 2
+    )
     assert told(9, global_steering(template("a", "all_generated"))).first_affected == 9
 
 
-@pytest.mark.parametrize(("positions", "by_prompt"), [("all", False), ("all_prompt", True), ("all_generated", True), ([1], False)])
-def test_the_prompt_end_is_in_the_digest_of_global_entries(positions: RequestedPositions, by_prompt: bool) -> None:
+@pytest.mark.parametrize(
+    ("positions", "by_prompt"),
+    [("all", False), ("all_prompt", True), ("all_generated", True), ([1], False)],
+)
+def test_the_prompt_end_is_in_the_digest_of_global_entries(
+    positions: RequestedPositions, by_prompt: bool
+) -> None:
     assert told(9, global_steering(template("a", positions))).by_prompt is by_prompt
 
 
@@ -89,5 +107,9 @@ def test_equal_entries_share_a_cache_digest() -> None:
     assert len(digests) == 6
 
 
-def test_entries_beyond_a_short_prompt_do_not_keep_it_from_sharing_the_cache() -> None:  # field case 16
-    assert told(4, global_steering(template("a"), template("b", [9]))).digest == told(4, global_steering(template("a"))).digest
+def test_entries_beyond_a_short_prompt_do_not_keep_it_from_sharing_the_cache() -> None:
+    # field case 16
+    assert (
+        told(4, global_steering(template("a"), template("b", [9]))).digest
+        == told(4, global_steering(template("a"))).digest
+    )

@@ -1,4 +1,6 @@
-"""Modules and global steering: what stands on a rank changes as a whole or not at all, and ranks that differ in it are told apart."""
+"""Modules and global steering: what stands on a rank changes as a whole or not at all, and ranks
+that differ in it are told apart.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,17 +32,21 @@ def state(rig: Rig) -> tuple[Any, ...]:
     """All that a refused call must leave alone."""
     status = rig.plane.status()
     return rig.plane.fingerprint(), *(
-        status[name] for name in ("checksum", "actions", "epoch", "modules", "global_version", "vectors", "runs")
+        status[name]
+        for name in ("checksum", "actions", "epoch", "modules", "global_version", "vectors", "runs")
     )
 
 
 def edit(rig: Rig, number: int, layer: int = 0) -> np.ndarray:
-    """What the last forward, of request `number`'s first rows, added to the stream at `pre_attn`: one number for each row."""
+    """What the last forward, of request `number`'s first rows, added to the stream at `pre_attn`:
+    one number for each row.
+    """
     left = rig.left("pre_attn", layer)
     return (left - stream_of(number, "pre_attn", layer, 0, len(left)))[:, 0]
 
 
-# -- global steering -------------------------------------------------------------------------------------------------------
+# -- global steering
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: Rig) -> None:
@@ -59,7 +65,12 @@ def test_the_rows_of_global_steering_stay_written_and_requests_share_them(rig: R
     rank_state.commit_global(for_everyone(2))
     assert (rig.plane.status()["rows_used"], rig.plane.status()["global_digest"]) == (0, "")
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.global_version, receipt.epoch, receipt.applied) == ("ok", 1, 0, 8)
+    assert (receipt.status, receipt.global_version, receipt.epoch, receipt.applied) == (
+        "ok",
+        1,
+        0,
+        8,
+    )
 
 
 def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> None:
@@ -74,14 +85,24 @@ def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> No
     assert (left[1:] - stream_of(2, "pre_attn", 0, 0, 6) == 6 + 2).all()
     rig.plane.rank_state.commit_global(for_everyone(3))
     rig.step((old, 7, 1), (new, 6, 1))
-    assert (rig.left("pre_attn", 0)[:, 0] - [stream_of(n, "pre_attn", 0, p, 1)[0, 0] for n, p in ((1, 7), (2, 6))] == [4, 8]).all()
+    assert (
+        rig.left("pre_attn", 0)[:, 0]
+        - [stream_of(n, "pre_attn", 0, p, 1)[0, 0] for n, p in ((1, 7), (2, 6))]
+        == [4, 8]
+    ).all()
     rig.step(finished=[old, new])
     assert rig.plane.status()["rows_used"] == 0
-    assert [(receipt.status, receipt.global_version) for receipt in rig.receipts()] == [("ok", 1), ("ok", 2)]
+    assert [(receipt.status, receipt.global_version) for receipt in rig.receipts()] == [
+        ("ok", 1),
+        ("ok", 2),
+    ]
 
 
 def test_global_entries_precede_request_entries(rig: Rig) -> None:
-    theirs, mine = (msgspec.structs.replace(template(rig.vector(n)), family="replace", numbers=[1.0]) for n in (7.0, 8.0))
+    theirs, mine = (
+        msgspec.structs.replace(template(rig.vector(n)), family="replace", numbers=[1.0])
+        for n in (7.0, 8.0)
+    )
     request = Request(1, 6, 8, (), [mine.stored([2])], for_everyone(1, theirs))
     rig.step((request, 0, 6), new=[request])
     assert rig.left("pre_attn", 0)[:, 0].tolist() == [7, 7, 8, 7, 7, 7]
@@ -94,10 +115,17 @@ def test_global_entries_precede_request_entries(rig: Rig) -> None:
         (lambda rig: template("0" * 64, positions=[3]), "vector 000000000000 is not on this rank"),
         (lambda rig: template(rig.vector(3e38), scale=2.0), "exceeds the range of torch.float32"),
         (lambda rig: template(layers=[2]), "layer 2 is out of range: the model has layers 0 to 1"),
-        (lambda rig: msgspec.structs.replace(template(), rank=3, family="lowrank", tensors=[NAME] * 3, numbers=[1.0]), "its shape is"),
+        (
+            lambda rig: msgspec.structs.replace(
+                template(), rank=3, family="lowrank", tensors=[NAME] * 3, numbers=[1.0]
+            ),
+            "its shape is",
+        ),
     ],
 )
-def test_invalid_global_steering_is_refused_before_any_change(rig: Rig, entry: Callable[[Rig], Any], words: str) -> None:
+def test_invalid_global_steering_is_refused_before_any_change(
+    rig: Rig, entry: Callable[[Rig], Any], words: str
+) -> None:
     wanted = for_everyone(4, template(), entry(rig))
     before = state(rig)
     with pytest.raises((LookupError, ValueError), match=words):
@@ -106,10 +134,16 @@ def test_invalid_global_steering_is_refused_before_any_change(rig: Rig, entry: C
 
 
 def test_global_steering_that_takes_more_than_its_share_of_rows_is_refused(rig: Rig) -> None:
-    entries = [template(positions=name) for name in ("all", "all_prompt", "all_generated", "last_prompt")]
+    entries = [
+        template(positions=name) for name in ("all", "all_prompt", "all_generated", "last_prompt")
+    ]
     rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
-    entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
-    entries.append(msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0]))
+    entries.append(
+        msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0])
+    )
+    entries.append(
+        msgspec.structs.replace(template(positions="all"), family="ablate", numbers=[1.0])
+    )
     with pytest.raises(ValueError, match="takes 5 rows of the steering table; the limit is 4"):
         rig.plane.rank_state.prepare_global(for_everyone(1, *entries))
 
@@ -117,7 +151,9 @@ def test_global_steering_that_takes_more_than_its_share_of_rows_is_refused(rig: 
 def test_a_hook_that_the_worker_was_not_given_is_refused(rig: Rig) -> None:
     rig.plane.rank_state._hooks.remove("mlp_in")
     with pytest.raises(ValueError, match="unknown hook mlp_in; valid: pre_attn, attn_out"):
-        rig.plane.rank_state.prepare_global(for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in")))
+        rig.plane.rank_state.prepare_global(
+            for_everyone(1, msgspec.structs.replace(template(), hook="mlp_in"))
+        )
 
 
 def test_a_rollback_restores_the_former_steering_once_for_the_last_commit_only(rig: Rig) -> None:
@@ -143,7 +179,8 @@ def test_a_refused_commit_leaves_the_steering_and_its_rollback_changes_nothing(r
     rig.step(*((request, 0, 6) for request in live), new=live)
     before = state(rig)
     for version in (2, 1):  # also when a version comes twice
-        with pytest.raises(RuntimeError, match="all 3 steering rows are in use"):  # the worker admits rows before: a bug, then
+        with pytest.raises(RuntimeError, match="all 3 steering rows are in use"):
+            # the worker admits rows before: a bug, then
             rank_state.commit_global(for_everyone(version, template(scale=3.0)))
         rank_state.rollback_global(version)
         assert state(rig) == before
@@ -152,12 +189,19 @@ def test_a_refused_commit_leaves_the_steering_and_its_rollback_changes_nothing(r
     assert rig.plane.status()["rows_used"] == 0
 
 
-# -- modules and tensors ---------------------------------------------------------------------------------------------------
+# -- modules and tensors
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_module_is_registered_changed_and_unregistered_and_each_can_be_taken_back(rig: Rig) -> None:
+def test_a_module_is_registered_changed_and_unregistered_and_each_can_be_taken_back(
+    rig: Rig,
+) -> None:
     rank_state, other = rig.plane.rank_state, rig.vector(5.0)
-    for digest, tensors, before in ((JOY, [NAME], {}), ("e" * 64, [other], {"joy": JOY}), ("", [], {"joy": JOY})):
+    for digest, tensors, before in (
+        (JOY, [NAME], {}),
+        ("e" * 64, [other], {"joy": JOY}),
+        ("", [], {"joy": JOY}),
+    ):
         had = rig.plane.fingerprint()
         rank_state.set_module("joy", digest, tensors)
         assert rig.plane.status()["modules"] == ({"joy": digest} if digest else {})
@@ -173,7 +217,9 @@ def test_a_module_without_its_tensors_is_refused_and_the_name_keeps_its_value(ri
     rig.plane.rank_state.set_module("joy", JOY, [NAME])
     before = state(rig)
     for digest in ("e" * 64, JOY):  # also when it is what the name means
-        with pytest.raises(LookupError, match="module 'joy': vector 000000000000 is not on this rank"):
+        with pytest.raises(
+            LookupError, match="module 'joy': vector 000000000000 is not on this rank"
+        ):
             rig.plane.rank_state.set_module("joy", digest, [NAME, "0" * 64])
         rig.plane.rank_state.rollback_module("joy", digest)
         assert state(rig) == before
@@ -217,17 +263,24 @@ def test_a_module_can_be_unregistered_while_a_request_uses_it(rig: Rig) -> None:
 
 # field case 25
 @pytest.mark.parametrize("chunks", [[6], [2, 3, 1]])
-@pytest.mark.parametrize(("positions", "edited"), [("all_generated", [0, 0, 0, 0, 0, 0, 2, 2]), ("all_prompt", [2, 2, 2, 2, 2, 2, 0, 0])])
+@pytest.mark.parametrize(
+    ("positions", "edited"),
+    [("all_generated", [0, 0, 0, 0, 0, 0, 2, 2]), ("all_prompt", [2, 2, 2, 2, 2, 2, 0, 0])],
+)
 def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
     rig: Rig, positions: str, edited: list[int], chunks: list[int]
 ) -> None:
-    """Its row is taken once, when the request comes, whichever phase will use it; the module may be gone by then."""
+    """Its row is taken once, when the request comes, whichever phase will use it; the module may be
+    gone by then.
+    """
     rig.plane.rank_state.set_module("joy", JOY, [NAME])
     request = Request(1, 6, 9, (), [template(positions=positions).stored(positions)])
     found: list[int] = []
     for number, count in enumerate([*chunks, 1, 1]):
         rig.step((request, len(found), count), new=[request] if not number else [])
-        found += (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, len(found), count))[:, 0].tolist()
+        found += (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, len(found), count))[
+            :, 0
+        ].tolist()
         if not number:
             assert rig.plane.status()["rows_used"] == 1
             rig.plane.rank_state.set_module("joy", "", [])
@@ -238,19 +291,24 @@ def test_a_module_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
     assert (receipt.status, receipt.applied) == ("ok", np.count_nonzero(edited))
 
 
-# -- what a rank refuses ---------------------------------------------------------------------------------------------------
+# -- what a rank refuses
+# --------------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Callable[[Rig], None]] = {
     "put_vectors": lambda rig: rig.plane.rank_state.put_vectors({content_hash(OTHER): OTHER}),
     "drop_vectors": lambda rig: rig.plane.rank_state.drop_vectors([rig.vector(5.0)]),
-    "put_run": lambda rig: rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1], job="job_other")),
+    "put_run": lambda rig: rig.plane.runs.put(
+        source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1], job="job_other")
+    ),
     "drop_runs": lambda rig: rig.plane.runs.drop(["job_s.0.tag"]),
     "put_lora": lambda rig: None,  # vLLM's part: with a real one in `tests/engine/test_lora.py`
     "drop_loras": lambda rig: None,
     "put_sae": lambda rig: None,  # a reader's part: in `tests/engine/test_features.py`
     "drop_saes": lambda rig: None,
     "prepare_global": lambda rig: rig.plane.rank_state.prepare_global(for_everyone(2, template())),
-    "commit_global": lambda rig: rig.plane.rank_state.commit_global(for_everyone(2, template(scale=9.0))),
+    "commit_global": lambda rig: rig.plane.rank_state.commit_global(
+        for_everyone(2, template(scale=9.0))
+    ),
     "rollback_global": lambda rig: rig.plane.rank_state.rollback_global(1),
     "set_module": lambda rig: rig.plane.rank_state.set_module("sad", JOY, [NAME]),
     "rollback_module": lambda rig: rig.plane.rank_state.rollback_module("joy", JOY),
@@ -261,13 +319,18 @@ ACTIONS: dict[str, Callable[[Rig], None]] = {
 
 # field case 29
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(rig: Rig, call: str) -> None:
+def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(
+    rig: Rig, call: str
+) -> None:
     rig.plane.rank_state.set_module("joy", JOY, [NAME])
     rig.plane.rank_state.commit_global(for_everyone(1, template()))
     rig.plane.runs.put(source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1]))
     before = state(rig)
     rig.plane.faults.switch(call)
-    assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (False, f"fault injected: {call}")
+    assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (
+        False,
+        f"fault injected: {call}",
+    )
     assert state(rig) == before
     rig.plane.faults.switch("")
     assert answer(rig.plane.faults, call, lambda: ACTIONS[call](rig)) == (True, "")
@@ -286,7 +349,8 @@ def test_refusals_are_returned_and_bugs_are_raised(rig: Rig, error: Exception) -
         answer(rig.plane.faults, "cleanse", bug)
 
 
-# -- two ranks -------------------------------------------------------------------------------------------------------------
+# -- two ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def stage(tmp_path: Path) -> list[Rig]:
@@ -314,24 +378,41 @@ BLIND_SPOTS: dict[str, tuple[list[Act], list[Act]]] = {
     "a global set that one left out": ([commit(1, template())], []),
     "another scale for everyone": ([commit(1, template())], [commit(1, template(scale=1.5))]),
     "another version of the same": ([commit(1, template())], [commit(2, template())]),
-    "one cleared what the other keeps": ([commit(1, template()), commit(2)], [commit(1, template())]),
+    "one cleared what the other keeps": (
+        [commit(1, template()), commit(2)],
+        [commit(1, template())],
+    ),
     "one cleared what was clear": ([commit(1)], []),
-    "one rolled back": ([commit(1)], [commit(1), lambda rig: rig.plane.rank_state.rollback_global(1)]),
+    "one rolled back": (
+        [commit(1)],
+        [commit(1), lambda rig: rig.plane.rank_state.rollback_global(1)],
+    ),
     "a module on one of them": ([module("joy", JOY)], []),
     "one name, two meanings": ([module("joy", JOY)], [module("joy", "e" * 64)]),
     "one meaning, two names": ([module("joy", JOY)], [module("sad", JOY)]),
     "one unregistered": ([module("joy", JOY)], [module("joy", JOY), module("joy", "")]),
-    "one took a module back": ([module("joy", JOY)], [module("joy", JOY), lambda rig: rig.plane.rank_state.rollback_module("joy", JOY)]),
+    "one took a module back": (
+        [module("joy", JOY)],
+        [module("joy", JOY), lambda rig: rig.plane.rank_state.rollback_module("joy", JOY)],
+    ),
     "other bytes in the table": ([], [fault("alter_action:rank=1")]),
     "a row that one did not write": ([], [fault("skip_action:rank=1")]),
-    "another row": ([lambda rig: run(rig, steered(1))], [lambda rig: run(rig, steered(1, scale=2.0))]),
-    "a row admitted later": ([lambda rig: run(rig, steered(1))], [lambda rig: rig.step(), lambda rig: run(rig, steered(1))]),
+    "another row": (
+        [lambda rig: run(rig, steered(1))],
+        [lambda rig: run(rig, steered(1, scale=2.0))],
+    ),
+    "a row admitted later": (
+        [lambda rig: run(rig, steered(1))],
+        [lambda rig: rig.step(), lambda rig: run(rig, steered(1))],
+    ),
 }
 
 
 # field case 30
 @pytest.mark.parametrize("difference", BLIND_SPOTS)
-def test_the_first_receipt_after_any_difference_tells_the_ranks_apart(tmp_path: Path, difference: str) -> None:
+def test_the_first_receipt_after_any_difference_tells_the_ranks_apart(
+    tmp_path: Path, difference: str
+) -> None:
     ranks = stage(tmp_path)
     for rig, acts in zip(ranks, BLIND_SPOTS[difference], strict=True):
         for act in acts:
@@ -353,7 +434,9 @@ def test_ranks_that_do_the_same_agree_in_every_receipt_and_in_content(tmp_path: 
         live = steered(8, everyone=everyone)
         rig.step((live, 0, 6), new=[live])
     assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
-    told = [[(r.job, r.checksum, r.actions, r.epoch, r.step) for r in rig.receipts()] for rig in ranks]
+    told = [
+        [(r.job, r.checksum, r.actions, r.epoch, r.step) for r in rig.receipts()] for rig in ranks
+    ]
     assert told[0] == told[1]
 
 
@@ -385,7 +468,8 @@ def test_corrupted_device_rows_change_the_fingerprint(tmp_path: Path, stray: str
     assert rig.plane.fingerprint() != before
 
 
-# -- beginning anew --------------------------------------------------------------------------------------------------------
+# -- beginning anew
+# --------------------------------------------------------------------------------------------------
 
 
 def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
@@ -409,7 +493,14 @@ def test_desynced_ranks_agree_after_reset_and_replay(tmp_path: Path) -> None:
         assert [status[name] for name in zero] == [0] * len(zero)
         assert status["modules"] == {}
         assert (status["checksum"], status["epoch"]) == ("0" * 16, 1)
-        assert not any(tensor.any() for tensor in (rig._rank.buffers.pool, rig._rank.buffers.scalars, rig._rank.buffers.site_rows))
+        assert not any(
+            tensor.any()
+            for tensor in (
+                rig._rank.buffers.pool,
+                rig._rank.buffers.scalars,
+                rig._rank.buffers.site_rows,
+            )
+        )
         replay(rig)
         run(rig, steered(2, scale=2.0, everyone=everyone))
     assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
@@ -450,9 +541,15 @@ def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -
     rig.step(*((request, 0, 6) for request in new), new=new)
     assert rig.plane.status()["rows_used"] == 3
     rig.step(*((request, 6, 1) for request in new), finished=old)
-    assert rig.left("pre_attn", 0)[:, 0].tolist() == [stream_of(n, "pre_attn", 0, 6, 1)[0, 0] + 2 * (n - 3) for n in (4, 5, 6)]
+    assert rig.left("pre_attn", 0)[:, 0].tolist() == [
+        stream_of(n, "pre_attn", 0, 6, 1)[0, 0] + 2 * (n - 3) for n in (4, 5, 6)
+    ]
     rig.step(finished=new)
-    assert (rig.plane.status()["rows_used"], rig.plane.status()["requests"], rig.plane._live) == (0, 0, set())
+    assert (rig.plane.status()["rows_used"], rig.plane.status()["requests"], rig.plane._live) == (
+        0,
+        0,
+        set(),
+    )
     assert [receipt.status for receipt in rig.receipts()] == ["error"] * 3 + ["ok"] * 3
 
 
@@ -464,22 +561,34 @@ def test_requests_failed_by_a_resync_say_so(rig: Rig) -> None:
     assert "were resynced while the request ran" in receipt.message
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------------
+# -- what is told
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rank_reports_fill_every_field(rig: Rig) -> None:
     rig.plane.rank_state.set_module("joy", JOY, [NAME])
     rig.plane.rank_state.commit_global(for_everyone(4, template()))
     status = rig.plane.status()
-    told = msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__}, RankSteering)
-    assert (told.modules, told.global_version, told.global_digest) == ({"joy": JOY}, 4, for_everyone(4, template()).digest)
+    told = msgspec.convert(
+        {name: status[name] for name in RankSteering.__struct_fields__}, RankSteering
+    )
+    assert (told.modules, told.global_version, told.global_digest) == (
+        {"joy": JOY},
+        4,
+        for_everyone(4, template()).digest,
+    )
     assert (told.rows_used, told.rows, told.backlog, told.epoch) == (1, 3, 0, 0)
 
 
 def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
     edits = [steering(NAME, [0], "pre_attn", [position, 5]) for position in range(5)]
-    everyone = GlobalSteering(version=1, entries=[template(positions=[position, 5]) for position in range(4)])
+    everyone = GlobalSteering(
+        version=1, entries=[template(positions=[position, 5]) for position in range(4)]
+    )
     request = Request(1, 6, 8, (), edits, everyone)
     rig.step((request, 0, 6), new=[request])
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.message) == ("error", "its steering takes 9 rows of the table at one token; at most 8 are allowed")
+    assert (receipt.status, receipt.message) == (
+        "error",
+        "its steering takes 9 rows of the table at one token; at most 8 are allowed",
+    )

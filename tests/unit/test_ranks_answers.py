@@ -7,11 +7,20 @@ import pytest
 
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.engine.admission import CaptureBudget, CellSlots, CrowdedOut, RowAdmission, RowDemand, StepRows
+from midstream.workers.engine.admission import (
+    CaptureBudget,
+    CellSlots,
+    CrowdedOut,
+    RowAdmission,
+    RowDemand,
+    StepRows,
+)
 from midstream.workers.engine.collective import Ranks, check_apply_results
 from midstream.workers.engine.vectors import RankVectors
 
-TENSORS = {content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))}
+TENSORS = {
+    content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))
+}
 NAMES = list(TENSORS)
 
 
@@ -35,7 +44,8 @@ class Two:
 
 
 def test_a_failure_on_any_rank_raises_with_rank_and_reason() -> None:
-    with pytest.raises(MidstreamError, match="applying failed on rank 1: no memory; rank 2: late"):  # field case 29
+    with pytest.raises(MidstreamError, match="applying failed on rank 1: no memory; rank 2: late"):
+        # field case 29
         check_apply_results("applying", [(True, ""), (False, "no memory"), (False, "late")], 3)
     with pytest.raises(MidstreamError, match="1 of 2 ranks answered"):
         check_apply_results("applying", [(True, "")], 2)
@@ -52,7 +62,11 @@ def test_vectors_refused_by_one_rank_are_dropped_on_all_and_sent_again_next_time
         ranks.refuse.clear()
         await vectors.hold(NAMES[:2], fetch)
         wanted = sorted(NAMES[:2])
-        assert ranks.calls == [("midstream_put_vectors", wanted), ("midstream_drop_vectors", wanted), ("midstream_put_vectors", wanted)]
+        assert ranks.calls == [
+            ("midstream_put_vectors", wanted),
+            ("midstream_drop_vectors", wanted),
+            ("midstream_put_vectors", wanted),
+        ]
 
     asyncio.run(story())  # field case 29
 
@@ -65,7 +79,9 @@ def test_only_vectors_that_no_job_holds_are_evicted_beyond_the_budget() -> None:
         await vectors.hold(NAMES[2:3], fetch)
         vectors.release(NAMES[2:3])
         await vectors.hold(NAMES[3:5], fetch)
-        assert [call for call in ranks.calls if call[0] == "midstream_drop_vectors"] == [("midstream_drop_vectors", [NAMES[2]])]
+        assert [call for call in ranks.calls if call[0] == "midstream_drop_vectors"] == [
+            ("midstream_drop_vectors", [NAMES[2]])
+        ]
 
     asyncio.run(story())
 
@@ -79,7 +95,9 @@ def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice(
                 order.append(label)
                 await asyncio.sleep(0.01)
 
-        await asyncio.gather(use("a", "x"), use("b", "x", "y"), use("c", "z", "w"), use("d", "x"), use("e"))
+        await asyncio.gather(
+            use("a", "x"), use("b", "x", "y"), use("c", "z", "w"), use("d", "x"), use("e")
+        )
         assert order[:2] == ["a", "b"]
         assert order.index("c") < order.index("d")  # first come, first served
         assert (admission.used, admission.waiting) == (0, 0)
@@ -146,7 +164,9 @@ def test_configurations_that_do_not_fit_together_wait_and_oversized_are_refused(
 
         await asyncio.gather(use("a", 6), use("b", 6))
         assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(MidstreamError, match="needs 11 steering entries, but the engine has 10"):
+        with pytest.raises(
+            MidstreamError, match="needs 11 steering entries, but the engine has 10"
+        ):
             await use("c", 11)
 
     asyncio.run(story())
@@ -164,7 +184,9 @@ def test_captures_beyond_a_steps_buffers_wait_and_oversized_ones_are_refused() -
 
         await asyncio.gather(use("a", 6), use("b", 6))
         assert order == ["a", "a done", "b", "b done"]
-        with pytest.raises(MidstreamError, match="captures 11 rows for one token; one step has room for 10"):
+        with pytest.raises(
+            MidstreamError, match="captures 11 rows for one token; one step has room for 10"
+        ):
             await use("c", 11)
         async with StepRows(0).admitted(10**9):
             pass
@@ -184,7 +206,9 @@ def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs
 
         await asyncio.gather(use("a", 6), use("b", 6), use("huge", 50), use("c", 1), use("none", 0))
         assert order[:2] == ["a", "none"]
-        assert order.index("a done") < order.index("b") < order.index("b done") < order.index("huge")
+        assert (
+            order.index("a done") < order.index("b") < order.index("b done") < order.index("huge")
+        )
         assert order.index("huge done") < order.index("c")
 
     asyncio.run(story())
@@ -199,7 +223,10 @@ def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
                 order.append(label)
 
         budget.shut(True)
-        captures, plain = asyncio.ensure_future(use("captures", 10)), asyncio.ensure_future(use("plain", 0))
+        captures, plain = (
+            asyncio.ensure_future(use("captures", 10)),
+            asyncio.ensure_future(use("plain", 0)),
+        )
         await plain
         await asyncio.sleep(0)
         assert (order, budget.waiting) == (["plain"], 1)
@@ -212,7 +239,10 @@ def test_while_the_writers_are_behind_no_capture_is_admitted() -> None:
 
 def test_holder_and_waiter_cancelled_together_leave_nothing_behind() -> None:
     async def story() -> None:
-        for gate, first, second in ((RowAdmission(1, 9), rows("x"), rows("y")), (CaptureBudget(1), 1, 1)):
+        for gate, first, second in (
+            (RowAdmission(1, 9), rows("x"), rows("y")),
+            (CaptureBudget(1), 1, 1),
+        ):
 
             async def use(gate, wish) -> None:
                 async with gate.admitted(wish):
@@ -268,7 +298,9 @@ def test_global_rows_that_time_out_or_fail_leave_the_former_rows() -> None:
         async with admission.replacing_pinned(rows("a"), 60):
             pass
         async with admission.admitted(rows("x")):
-            with pytest.raises(MidstreamError, match="1 of the 2 steering rows did not become free"):
+            with pytest.raises(
+                MidstreamError, match="1 of the 2 steering rows did not become free"
+            ):
                 async with admission.replacing_pinned(rows("b"), 0.01):
                     pass
         with pytest.raises(ZeroDivisionError):

@@ -22,7 +22,9 @@ from midstream.workers.runner.tuned_maps import TunedMaps
 LAYERS, POSITIONS, HIDDEN, VOCABULARY = [1, 3], [0, 4, 5], 6, 11
 NAMED = [2, 9]
 ROWS = np.random.default_rng(0).normal(size=(2, 3, HIDDEN)).astype(np.float32)
-HEAD = torch.from_numpy(np.random.default_rng(1).normal(size=(VOCABULARY, HIDDEN)).astype(np.float32))
+HEAD = torch.from_numpy(
+    np.random.default_rng(1).normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
+)
 
 
 class PlainHead:
@@ -44,13 +46,28 @@ class PlainHead:
 
 def capture(reading: StoredLens | None = None, **more: object) -> FinishedCapture:
     stored = StoredCapture(
-        sites={"post_block": LAYERS}, positions=POSITIONS, tag="", consumers=[READER], reading=reading or StoredLens(top_k=4, tokens=NAMED)
+        sites={"post_block": LAYERS},
+        positions=POSITIONS,
+        tag="",
+        consumers=[READER],
+        reading=reading or StoredLens(top_k=4, tokens=NAMED),
     )
     fields: dict[str, object] = {
-        "spec": RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, captures=[stored]), "capture": stored,
-        "sites": {"post_block": LAYERS}, "hidden_size": HIDDEN, "dtype": "float32", "positions": POSITIONS, "token_ids": [7, 8, 9],
-        "worker": "w", "rank": 0, "pp": 0, "stages": 1, "rows": lambda _, layer: [memoryview(ROWS[LAYERS.index(layer)].tobytes())],
-    }  # fmt: skip
+        "spec": RankSpec(
+            version="v", job="j", request=0, attempt=1, prompt_tokens=6, captures=[stored]
+        ),
+        "capture": stored,
+        "sites": {"post_block": LAYERS},
+        "hidden_size": HIDDEN,
+        "dtype": "float32",
+        "positions": POSITIONS,
+        "token_ids": [7, 8, 9],
+        "worker": "w",
+        "rank": 0,
+        "pp": 0,
+        "stages": 1,
+        "rows": lambda _, layer: [memoryview(ROWS[LAYERS.index(layer)].tobytes())],
+    }
     return FinishedCapture(**(fields | more))  # type: ignore[arg-type]
 
 
@@ -69,10 +86,20 @@ def test_shards_of_a_vocabulary_join_to_the_whole(count: int) -> None:
     assert found is not None
     tokens = np.argsort(-wanted, axis=-1)[..., :4]
     np.testing.assert_array_equal(found.top_tokens, tokens)
-    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(wanted, tokens, -1), atol=1e-6)
+    np.testing.assert_allclose(
+        found.top_logprobs, np.take_along_axis(wanted, tokens, -1), atol=1e-6
+    )
     np.testing.assert_allclose(found.named_logprobs, wanted[..., NAMED], atol=1e-6)
-    np.testing.assert_array_equal(found.named_ranks, [[[(row > row[t]).sum() for t in NAMED] for row in layer] for layer in wanted])
-    assert (found.layers, found.positions, found.token_ids, found.named_tokens) == (LAYERS, POSITIONS, [7, 8, 9], NAMED)
+    np.testing.assert_array_equal(
+        found.named_ranks,
+        [[[(row > row[t]).sum() for t in NAMED] for row in layer] for layer in wanted],
+    )
+    assert (found.layers, found.positions, found.token_ids, found.named_tokens) == (
+        LAYERS,
+        POSITIONS,
+        [7, 8, 9],
+        NAMED,
+    )
 
 
 def test_a_lens_of_which_a_shard_is_missing_is_not_shown() -> None:
@@ -83,8 +110,14 @@ def test_readings_come_by_prompt_and_leave_other_consumers_alone() -> None:
     (part,) = parts(1)
 
     def receipt(request: int) -> Receipt:
-        consumed = [Consumed("memory", rows=b"rows"), Consumed(READER, rows=to_msgpack(part)), Consumed(READER, ok=False, message="no")]
-        return Receipt("v", "w", "b", "j", request, 1, 0, 1, 0, 0, 0, 0, "0", "ok", consumed=consumed)
+        consumed = [
+            Consumed("memory", rows=b"rows"),
+            Consumed(READER, rows=to_msgpack(part)),
+            Consumed(READER, ok=False, message="no"),
+        ]
+        return Receipt(
+            "v", "w", "b", "j", request, 1, 0, 1, 0, 0, 0, 0, "0", "ok", consumed=consumed
+        )
 
     found = readings([receipt(1), receipt(0)])
     assert [reading.request for reading in found["lens"]] == [0, 1]
@@ -103,7 +136,10 @@ def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch
     ("changed", "words"),
     [
         ({"dropped": (4,)}, "rows of 1 positions were dropped under overload"),
-        ({"unsound": ("post_block", 1, 4)}, "the row at post_block of layer 1, position 4, is not finite"),
+        (
+            {"unsound": ("post_block", 1, 4)},
+            "the row at post_block of layer 1, position 4, is not finite",
+        ),
     ],
 )
 def test_a_reading_of_missing_or_broken_rows_fails(changed: dict[str, object], words: str) -> None:
@@ -115,7 +151,10 @@ def test_a_reading_of_missing_or_broken_rows_fails(changed: dict[str, object], w
 
 def test_a_reading_beyond_the_limit_or_without_reader_fails() -> None:
     reader = Lens(PlainHead(0, 1))  # type: ignore[arg-type]
-    assert "exceed the response limit of 64" in Readings({StoredLens: reader}, 64).consume([capture()])[0].error
+    assert (
+        "exceed the response limit of 64"
+        in Readings({StoredLens: reader}, 64).consume([capture()])[0].error
+    )
     assert "no reader for StoredLens" in Readings({}, 1 << 20).consume([capture()])[0].error
 
 
@@ -123,15 +162,21 @@ def test_an_error_in_a_reader_is_its_own_outcome() -> None:
     def broken(_: FinishedCapture, __: int) -> LensPart:
         raise ValueError("what it says")
 
-    assert Readings({StoredLens: broken}, 1 << 20).consume([capture()])[0].error == "ValueError: what it says"
+    assert (
+        Readings({StoredLens: broken}, 1 << 20).consume([capture()])[0].error
+        == "ValueError: what it says"
+    )
 
 
-# --- Tuned lenses ------------------------------------------------------------------------------------------------------------
+# --- Tuned lenses
+# --------------------------------------------------------------------------------------------------
 
 
 def registered(root: Path, *, residual: bool = False) -> tuple[StoredTuned, dict[str, np.ndarray]]:
     rng = np.random.default_rng(5)
-    maps = {f"{layer}.weight": rng.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) for layer in LAYERS}
+    maps = {
+        f"{layer}.weight": rng.normal(size=(HIDDEN, HIDDEN)).astype(np.float32) for layer in LAYERS
+    }
     maps |= {f"{layer}.bias": rng.normal(size=HIDDEN).astype(np.float32) for layer in LAYERS}
     (root / "mine").mkdir()
     save_file(maps, root / "mine" / FILE)
@@ -147,14 +192,20 @@ def test_a_tuned_lens_is_the_formula_before_the_head(tmp_path: Path, residual: b
     found = join_lens(0, [lens(capture(StoredLens(top_k=VOCABULARY, tuned=tuned)), 0)])
     assert found is not None
     for place, layer in enumerate(LAYERS):
-        rows = ROWS[place] @ maps[f"{layer}.weight"].T + maps[f"{layer}.bias"] + (ROWS[place] if residual else 0)
+        rows = (
+            ROWS[place] @ maps[f"{layer}.weight"].T
+            + maps[f"{layer}.bias"]
+            + (ROWS[place] if residual else 0)
+        )
         wanted = torch.from_numpy(rows @ HEAD.numpy().T).log_softmax(dim=-1).numpy()
         np.testing.assert_allclose(found.top_logprobs[place], -np.sort(-wanted, axis=-1), atol=1e-5)
 
 
 def test_a_tuned_lens_whose_file_has_changed_fails_the_reading(tmp_path: Path) -> None:
     tuned, maps = registered(tmp_path)
-    consumer = Readings({StoredLens: Lens(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))}, 1 << 20)  # type: ignore[arg-type]
+    consumer = Readings(
+        {StoredLens: Lens(PlainHead(0, 1), tuned=TunedMaps(str(tmp_path)))}, 1 << 20
+    )  # type: ignore[arg-type]
     asked = capture(StoredLens(top_k=2, tuned=tuned))
     assert [consumer.consume([asked])[0].error for _ in range(2)] == ["", ""]
     save_file({**maps, "1.bias": maps["1.bias"] + 1}, tmp_path / "mine" / FILE)

@@ -1,4 +1,7 @@
-"""docs/redis.md lists every key family that code and scripts name, and no others. (System tests check the types.)"""
+"""docs/redis.md lists every key family that code and scripts name, and no others.
+
+(System tests check the types.)
+"""
 
 import re
 

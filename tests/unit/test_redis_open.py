@@ -1,4 +1,6 @@
-"""What of a `redis_url` reaches the clients of Redis, of the sentinels and of Celery; and which URLs are refused."""
+"""What of a `redis_url` reaches the clients of Redis, of the sentinels and of Celery; and which
+URLs are refused.
+"""
 
 from pathlib import Path
 
@@ -15,17 +17,30 @@ PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
 
 def test_a_direct_url_is_opened_as_it_stands() -> None:
     found = redis_open.place("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
-    assert (found.sentinels, found.database, found.options["connection_class"]) == ([], 2, SSLConnection)
+    assert (found.sentinels, found.database, found.options["connection_class"]) == (
+        [],
+        2,
+        SSLConnection,
+    )
     opened = redis_open.broker("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
     assert opened.url == "rediss://u:p@host:1/2?ssl_ca_certs=/ca"
-    assert opened.ssl == {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": "/ca"}
+    assert opened.ssl == {
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_ca_certs": "/ca",
+    }
     assert redis_open.broker("redis://host:1/0").ssl is False
 
 
 def test_sentinels_are_asked_without_the_users_password_of_redis() -> None:
     found = redis_open.place(PLAIN)
     assert found.sentinels == [("s1", 1), ("s2", 26379), ("::1", 3)]
-    assert (found.service, found.database, found.options["username"], found.options["password"]) == ("ms", 2, "worker", "secret")
+    assert (
+        found.service,
+        found.database,
+        found.options["username"],
+        found.options["password"],
+    ) == ("ms", 2, "worker", "secret")
     assert not found.sentinel_options.keys() & {"username", "password", "ssl"}
     assert channels_of(PLAIN) == "/midstream:2."
 
@@ -34,11 +49,18 @@ def test_with_tls_redis_and_sentinels_are_verified(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
     settings = load_settings(
-        {}, redis_url="rediss+sentinel://api@s1/0?service=ms", redis_tls_ca=str(ca), redis_password="a b", redis_sentinel_password="c&d"
+        {},
+        redis_url="rediss+sentinel://api@s1/0?service=ms",
+        redis_tls_ca=str(ca),
+        redis_password="a b",
+        redis_sentinel_password="c&d",
     )
     found = redis_open.place(settings.redis_url)
     verified = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": str(ca)}
-    assert found.options.items() >= ({"ssl": True, "username": "api", "password": "a b"} | verified).items()
+    assert (
+        found.options.items()
+        >= ({"ssl": True, "username": "api", "password": "a b"} | verified).items()
+    )
     assert found.sentinel_options.items() >= ({"ssl": True, "password": "c&d"} | verified).items()
     pool = redis_open.async_pool(settings.redis_url)
     assert pool.connection_class is redis_open.AsyncMasterSSLConnection
@@ -51,7 +73,9 @@ def test_celery_asks_every_sentinel() -> None:
     with app.connection_for_write() as connection:
         assert connection.transport_cls == "sentinel"
         assert len(connection.alt) == 3
-        assert {(connection.userid, connection.password, connection.virtual_host)} == {("worker", "secret", "2")}
+        assert {(connection.userid, connection.password, connection.virtual_host)} == {
+            ("worker", "secret", "2")
+        }
     assert app.conf.broker_transport_options["master_name"] == "ms"
     assert transport_of(PLAIN).endswith(":SentinelTransport")
     assert transport_of("redis://h/0").endswith(":Transport")

@@ -20,18 +20,43 @@ CAPTURE = StoredCapture(sites={"post_block": [3]}, positions="all", tag="t")
 
 
 def patch(layers: Sequence[int], positions: PositionSelector = "all") -> StoredSteering:
-    return StoredSteering(layers=list(layers), hook="post_block", positions=positions, family="replace", tensors=["zeros"], numbers=[1.0])
+    return StoredSteering(
+        layers=list(layers),
+        hook="post_block",
+        positions=positions,
+        family="replace",
+        tensors=["zeros"],
+        numbers=[1.0],
+    )
 
 
-def cell(layer: int = 2, run: str = "j.0.base", at: Sequence[int] | None = None, **fields: Any) -> RankSpec:
+def cell(
+    layer: int = 2, run: str = "j.0.base", at: Sequence[int] | None = None, **fields: Any
+) -> RankSpec:
     """Patched at position 6 of `at`, or of the layer where it may be entered."""
-    fields = {"steering": [patch(at or [layer], [6])], "first_affected": 6, "entry": Entry(run=run, layer=layer)} | fields
-    return RankSpec(**{"version": "", "job": "c", "request": 0, "attempt": 1, "prompt_tokens": PROMPT, "digest": "d"} | fields)
+    fields = {
+        "steering": [patch(at or [layer], [6])],
+        "first_affected": 6,
+        "entry": Entry(run=run, layer=layer),
+    } | fields
+    return RankSpec(
+        **{
+            "version": "",
+            "job": "c",
+            "request": 0,
+            "attempt": 1,
+            "prompt_tokens": PROMPT,
+            "digest": "d",
+        }
+        | fields
+    )
 
 
 def begins(*step: tuple[RankSpec | None, int, int]) -> int:
     """`(spec, first position, rows)` of each request."""
-    return first_layer([(spec, RequestRows("", 0, count, first)) for spec, first, count in step], BLOCK)
+    return first_layer(
+        [(spec, RequestRows("", 0, count, first)) for spec, first, count in step], BLOCK
+    )
 
 
 WHOLE = (0, PROMPT)
@@ -55,7 +80,16 @@ def test_a_step_of_cells_begins_at_the_lowest_layer_that_one_of_them_patches() -
         (cell(global_steering=[patch([0])]), *FROM_BLOCK),
         (cell(0), *FROM_BLOCK),
     ],
-    ids=["an ordinary one", "no entry", "a chunk", "shared blocks", "a capture", "patched below", "everyone's below", "layer 0"],
+    ids=[
+        "an ordinary one",
+        "no entry",
+        "a chunk",
+        "shared blocks",
+        "a capture",
+        "patched below",
+        "everyone's below",
+        "layer 0",
+    ],
 )
 def test_a_step_begins_at_the_first_layer_when_one_request_needs_the_layers_below(beside) -> None:
     assert begins((cell(5), *FROM_BLOCK), beside) == 0
@@ -81,9 +115,12 @@ class PairLayer(nn.Module):
         super().__init__()
         self.seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> Any:
         self.seen.append((hidden_states.clone(), None if residual is None else residual.clone()))
-        residual = hidden_states if residual is None else residual.add_(hidden_states)  # in place, as fused norms do
+        # in place, as fused norms do
+        residual = hidden_states if residual is None else residual.add_(hidden_states)
         return 0.5 * residual, residual
 
 
@@ -102,7 +139,9 @@ class Model(nn.Module):
 
     def __init__(self, kind: type[nn.Module], layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(kind() if number in layers else nn.Identity() for number in range(6))
+        self.layers = nn.ModuleList(
+            kind() if number in layers else nn.Identity() for number in range(6)
+        )
         self.held = [self.layers[number] for number in layers]
 
     def forward(self, hidden: torch.Tensor) -> Any:
@@ -119,7 +158,9 @@ class Model(nn.Module):
 def gated(kind: type[nn.Module], layers: range = range(6)) -> tuple[Model, ReentryGate]:
     model = Model(kind, layers)
     adapter = SimpleNamespace(
-        layers="layers", architecture="", tap=lambda *_: SimpleNamespace(kind="pair" if kind is PairLayer else "single")
+        layers="layers",
+        architecture="",
+        tap=lambda *_: SimpleNamespace(kind="pair" if kind is PairLayer else "single"),
     )
     return model, install_gate(model, adapter)  # type: ignore[arg-type]
 
@@ -134,7 +175,9 @@ class Runs:
         if key not in self._keys or max(positions) >= PROMPT:
             raise LookupError(f"{key} is not here")
         assert hook == "pre_attn"
-        return (100.0 * layer + torch.tensor(positions, dtype=torch.float32))[:, None].expand(-1, HIDDEN)
+        return (100.0 * layer + torch.tensor(positions, dtype=torch.float32))[:, None].expand(
+            -1, HIDDEN
+        )
 
 
 def entering(gate: ReentryGate, *keys: str) -> Reentry:
@@ -150,7 +193,11 @@ def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str]
         mine.append((Tracked(spec), RequestRows(str(number), row, count, first)))
         row += count
     failed: list[str] = []
-    entering.plan(mine, StepView([rows for _, rows in mine], row), lambda tracked, why: failed.append(f"{tracked.spec.request}: {why}"))
+    entering.plan(
+        mine,
+        StepView([rows for _, rows in mine], row),
+        lambda tracked, why: failed.append(f"{tracked.spec.request}: {why}"),
+    )
     return failed, row
 
 
@@ -164,8 +211,20 @@ def test_reentry_skips_lower_layers_and_restores_rows_exactly(kind: type[nn.Modu
     assert [len(layer.seen) for layer in model.held] == [0, 0, 0, 1, 1, 1]
     ((hidden, residual),) = model.held[3].seen
     stream = hidden if residual is None else hidden + residual
-    assert stream[:, 0].tolist() == [304.0, 305.0, 306.0, 307.0, 308.0, 309.0, 308.0, 309.0, 0.0, 0.0]
-    assert residual is None or bool(hidden.signbit().all())  # −0: a zero of the stream keeps its sign
+    assert stream[:, 0].tolist() == [
+        304.0,
+        305.0,
+        306.0,
+        307.0,
+        308.0,
+        309.0,
+        308.0,
+        309.0,
+        0.0,
+        0.0,
+    ]
+    # −0: a zero of the stream keeps its sign
+    assert residual is None or bool(hidden.signbit().all())
     assert forward.skipped == 3 * rows
     forward.done()
     model(torch.randn(rows, HIDDEN))

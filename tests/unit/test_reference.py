@@ -1,4 +1,6 @@
-"""Which layers of a checkpoint does transformers compute for the certificate, in how much memory, and where does it not?"""
+"""Which layers of a checkpoint does transformers compute for the certificate, in how much memory,
+and where does it not?
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,13 @@ import torch
 import transformers
 from tiny import checkpoint
 
-from midstream.workers.engine.reference import MOST_LAYERS, NotComparableError, Reference, kinds_of, truncation
+from midstream.workers.engine.reference import (
+    MOST_LAYERS,
+    NotComparableError,
+    Reference,
+    kinds_of,
+    truncation,
+)
 
 
 def kept(kinds: str, limit: int = 10**9) -> int:
@@ -18,7 +26,15 @@ def kept(kinds: str, limit: int = 10**9) -> int:
 
 @pytest.mark.parametrize(
     ("kinds", "layers"),
-    [("aaaa", 1), ("abab", 2), ("daaa", 2), ("aaabaaab", 4), ("aaaaaf", 6), ("abc", 3), ("a" * 30 + "b", MOST_LAYERS)],
+    [
+        ("aaaa", 1),
+        ("abab", 2),
+        ("daaa", 2),
+        ("aaabaaab", 4),
+        ("aaaaaf", 6),
+        ("abc", 3),
+        ("a" * 30 + "b", MOST_LAYERS),
+    ],
 )
 def test_layers_up_to_the_first_that_completes_all_kinds_are_kept(kinds: str, layers: int) -> None:
     assert kept(kinds) == layers
@@ -31,24 +47,60 @@ def test_fewer_layers_are_kept_where_memory_is_short() -> None:
         truncation(list("ab"), [100] * 2, 50, 100)
 
 
-#: transformers' class, fields beside those of a tiny config → of twelve layers, those that are kept, and how many kinds there are.
+#: transformers' class, fields beside those of a tiny config → of twelve layers, those that are
+#: kept, and how many kinds there are.
 FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "dense": ("LlamaForCausalLM", {}, 1, 1),
-    "every layer scaled by its number": ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, 12, 12),
-    "sliding, then full": ("Gemma3ForCausalLM", {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}, 6, 2),
+    "every layer scaled by its number": (
+        "GPT2LMHeadModel",
+        {"scale_attn_by_inverse_layer_idx": True},
+        12,
+        12,
+    ),
+    "sliding, then full": (
+        "Gemma3ForCausalLM",
+        {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2},
+        6,
+        2,
+    ),
     "windows above a layer": (
         "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 7, "layer_types": None},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 7,
+            "layer_types": None,
+        },
         8,
         2,
     ),
-    "some without positions": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 1, 0] * 3, "layer_types": None}, 4, 2),
+    "some without positions": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 1, 1, 0] * 3, "layer_types": None},
+        4,
+        2,
+    ),
     "dense, then experts": ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 3}, 4, 2),
     "experts in every second": ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, 2, 2),
     "dense among experts": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [9]}, 10, 2),
-    "recurrent, then attention": ("Qwen3NextForCausalLM", {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3}, 4, 2),
-    "Mamba, then attention": ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 6}, 6, 2),
-    "one branch each": ("NemotronHForCausalLM", {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 4}, 3, 3),
+    "recurrent, then attention": (
+        "Qwen3NextForCausalLM",
+        {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3},
+        4,
+        2,
+    ),
+    "Mamba, then attention": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 6},
+        6,
+        2,
+    ),
+    "one branch each": (
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 4},
+        3,
+        3,
+    ),
 }
 
 
@@ -59,7 +111,9 @@ def test_each_kind_of_layer_of_a_family_is_kept(name: str) -> None:
     config = configs.tiny_config(architecture, **many, **fields)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(config)
-    stack = next(part for path, part in model.named_modules() if path.rpartition(".")[2] in ("layers", "h"))
+    stack = next(
+        part for path, part in model.named_modules() if path.rpartition(".")[2] in ("layers", "h")
+    )
     found = kinds_of(stack, config.get_text_config())
     assert (len(set(found)), max(found.index(kind) for kind in set(found)) + 1) == (kinds, layers)
 
@@ -70,7 +124,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(path: Path, limit_gib: float = 1.0, **overrides: Any) -> Reference:
-    return Reference(str(path), architecture="LlamaForCausalLM", revision=None, overrides=overrides, limit_gib=limit_gib)
+    return Reference(
+        str(path),
+        architecture="LlamaForCausalLM",
+        revision=None,
+        overrides=overrides,
+        limit_gib=limit_gib,
+    )
 
 
 def test_rows_of_the_first_layers_are_those_of_the_whole_model(llama: Path) -> None:
@@ -78,7 +138,9 @@ def test_rows_of_the_first_layers_are_those_of_the_whole_model(llama: Path) -> N
     tokens, positions = list(range(5, 25)), [1, 7, 19]
     with torch.no_grad():
         made = whole(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        last = whole.model.layers[-1].register_forward_hook(lambda _module, _inputs, output: states.append(output))
+        last = whole.model.layers[-1].register_forward_hook(
+            lambda _module, _inputs, output: states.append(output)
+        )
         states: list[torch.Tensor] = []
         whole(torch.tensor([tokens]), use_cache=False)
         last.remove()
@@ -87,15 +149,21 @@ def test_rows_of_the_first_layers_are_those_of_the_whole_model(llama: Path) -> N
     assert len(own._model.model.layers) == own.truncation.layers == 1
     (rows,) = own.trace(tokens, positions)
     for name, place in (("input", 0), ("output", 1)):
-        assert torch.allclose(rows[name], made.hidden_states[place][0, positions], rtol=1e-6, atol=1e-6)
-    assert torch.allclose(own.logits(states[0][0, positions]), made.logits[0, positions], rtol=1e-5, atol=1e-5)
+        assert torch.allclose(
+            rows[name], made.hidden_states[place][0, positions], rtol=1e-6, atol=1e-6
+        )
+    assert torch.allclose(
+        own.logits(states[0][0, positions]), made.logits[0, positions], rtol=1e-5, atol=1e-5
+    )
     assert {"self_attn.output", "mlp.input", "post_attention_layernorm.input"} <= rows.keys()
     own.round(torch.bfloat16)
     (rounded,) = own.trace(tokens, positions)
     assert 1e-4 < float((rounded["output"] - rows["output"]).norm() / rows["output"].norm()) < 0.05
 
 
-def test_what_transformers_cannot_compute_is_refused_with_the_reason(llama: Path, tmp_path: Path) -> None:
+def test_what_transformers_cannot_compute_is_refused_with_the_reason(
+    llama: Path, tmp_path: Path
+) -> None:
     with pytest.raises(NotComparableError, match="compare_memory_gib"):
         reference(llama, 1e-6)
     with pytest.raises(NotComparableError, match="transformers does not take its config"):

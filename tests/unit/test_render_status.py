@@ -14,21 +14,43 @@ from midstream.client.stack import doctor
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import WorkerInfo, WorkerStats
 from midstream.schemas.settings import Settings
-from midstream.schemas.status import CallbacksStatus, DesyncStatus, QueueStatus, RedisStatus, RelayStatus, Status
+from midstream.schemas.status import (
+    CallbacksStatus,
+    DesyncStatus,
+    QueueStatus,
+    RedisStatus,
+    RelayStatus,
+    Status,
+)
 
 AT = 1_800_000_000.0
 
 
 def stats(**changes: Any) -> WorkerStats:
-    numbers = dict.fromkeys(WorkerStats.__struct_fields__, 0) | {"rows": 256, "last_desync": "", "last_desync_at": None, "at": AT - 2}
+    numbers = dict.fromkeys(WorkerStats.__struct_fields__, 0) | {
+        "rows": 256,
+        "last_desync": "",
+        "last_desync_at": None,
+        "at": AT - 2,
+    }
     return WorkerStats(**(numbers | changes))
 
 
-def worker(name: str = "gpu-node-17.cluster.example", told: WorkerStats | None = None, **changes: Any) -> WorkerInfo:
+def worker(
+    name: str = "gpu-node-17.cluster.example", told: WorkerStats | None = None, **changes: Any
+) -> WorkerInfo:
     facts: dict[str, Any] = {
-        "worker": name, "boot": "b", "model": "meta-llama-3.1-70b-instruct", "version": __version__, "host": "h", "pid": 1, "started": AT,
-        "tp": 8, "pp": 2, "stats": told or stats(),
-    }  # fmt: skip
+        "worker": name,
+        "boot": "b",
+        "model": "meta-llama-3.1-70b-instruct",
+        "version": __version__,
+        "host": "h",
+        "pid": 1,
+        "started": AT,
+        "tp": 8,
+        "pp": 2,
+        "stats": told or stats(),
+    }
     return WorkerInfo(**(facts | changes))
 
 
@@ -39,11 +61,40 @@ def status(**changes: Any) -> Status:
         "held": 512,
         "live": 123_456,
         "queued": 100_000,
-        "counts": {"meta-llama-3.1-70b-instruct": {"queued": 1_234_567, "running": 1_234_567, "succeeded": 1_200_000, "failed": 12}},
-        "queues": [QueueStatus(model="meta-llama-3.1-70b-instruct", priority="interactive", sent=64, waiting={"a-long-tenant": 99_936})],
-        "workers": [worker(told=stats(jobs=128, running=64, waiting=4096, generated_tokens_s=12_345.6, kv_cache=0.973, rows_used=256))],
-        "relay": RelayStatus(alive=True, url="tcp://10.0.0.1:5557", version=__version__, received=12_345_678),
-        "callbacks": CallbacksStatus(alive=True, last_sweep=AT - 1, webhooks_pending=3, webhooks_overdue_s=2.0),
+        "counts": {
+            "meta-llama-3.1-70b-instruct": {
+                "queued": 1_234_567,
+                "running": 1_234_567,
+                "succeeded": 1_200_000,
+                "failed": 12,
+            }
+        },
+        "queues": [
+            QueueStatus(
+                model="meta-llama-3.1-70b-instruct",
+                priority="interactive",
+                sent=64,
+                waiting={"a-long-tenant": 99_936},
+            )
+        ],
+        "workers": [
+            worker(
+                told=stats(
+                    jobs=128,
+                    running=64,
+                    waiting=4096,
+                    generated_tokens_s=12_345.6,
+                    kv_cache=0.973,
+                    rows_used=256,
+                )
+            )
+        ],
+        "relay": RelayStatus(
+            alive=True, url="tcp://10.0.0.1:5557", version=__version__, received=12_345_678
+        ),
+        "callbacks": CallbacksStatus(
+            alive=True, last_sweep=AT - 1, webhooks_pending=3, webhooks_overdue_s=2.0
+        ),
         "redis": RedisStatus(
             version="7.0.1",
             used_bytes=3 << 30,
@@ -73,7 +124,9 @@ def test_a_busy_service_with_long_names_fits_on_80_columns_and_keeps_its_numbers
 
 
 def test_status_shows_missing_parts() -> None:
-    text = printed(status(workers=[], relay=RelayStatus(alive=False), callbacks=CallbacksStatus(alive=False)))
+    text = printed(
+        status(workers=[], relay=RelayStatus(alive=False), callbacks=CallbacksStatus(alive=False))
+    )
     for words in ("no worker is running", "relay not seen", "callbacks not seen"):
         assert words in text
 
@@ -86,7 +139,9 @@ def test_jobs_per_second_come_from_two_samples() -> None:
 def test_ranks_that_disagreed_lately_are_shown_and_long_ago_are_not() -> None:
     told = DesyncStatus(worker="w1", at=AT - 120, detail="rank 1 reports another checksum")
     assert "disagreed 2 min ago" in printed(status(last_desync=told))
-    assert "disagreed" not in printed(status(last_desync=msgspec.structs.replace(told, at=AT - 2 * show_status.DESYNC_SHOWN_S)))
+    assert "disagreed" not in printed(
+        status(last_desync=msgspec.structs.replace(told, at=AT - 2 * show_status.DESYNC_SHOWN_S))
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,22 +154,52 @@ def test_ranks_that_disagreed_lately_are_shown_and_long_ago_are_not() -> None:
         ({"workers": [worker("w1", stats(at=AT + 60))]}, "worker w1 clock", "fail"),
         ({"workers": [worker("w1", stats(at=AT + 2))]}, "worker w1 clock", "warn"),
         ({"workers": [worker("w1", stats(outbox=10_001))]}, "worker w1", "warn"),
-        ({"workers": [worker("w1", stats(desyncs=1, last_desync="x", last_desync_at=AT - 60))]}, "worker w1", "warn"),
+        (
+            {"workers": [worker("w1", stats(desyncs=1, last_desync="x", last_desync_at=AT - 60))]},
+            "worker w1",
+            "warn",
+        ),
         ({"relay": RelayStatus(alive=False)}, "relay", "fail"),
         ({"relay": RelayStatus(alive=True, version="0.0.9")}, "relay", "warn"),
         ({"callbacks": CallbacksStatus(alive=False)}, "callbacks", "fail"),
-        ({"callbacks": CallbacksStatus(alive=True, webhooks_pending=5, webhooks_overdue_s=301)}, "webhooks", "warn"),
-        ({"queues": [QueueStatus(model="other", priority="batch", sent=2, waiting={})]}, "queue", "fail"),
+        (
+            {"callbacks": CallbacksStatus(alive=True, webhooks_pending=5, webhooks_overdue_s=301)},
+            "webhooks",
+            "warn",
+        ),
+        (
+            {"queues": [QueueStatus(model="other", priority="batch", sent=2, waiting={})]},
+            "queue",
+            "fail",
+        ),
     ],
 )
 def test_the_doctor_grades_status_findings(changes: dict[str, Any], about: str, level: str) -> None:
-    found = [finding for finding in doctor._parts(status(**{"queues": [], **changes}), Settings()) if finding.level != "ok"]
-    assert [(finding.about, finding.level) for finding in found] == ([] if level == "ok" else [(about, level)])
+    found = [
+        finding
+        for finding in doctor._parts(status(**{"queues": [], **changes}), Settings())
+        if finding.level != "ok"
+    ]
+    assert [(finding.about, finding.level) for finding in found] == (
+        [] if level == "ok" else [(about, level)]
+    )
     assert all(finding.advice for finding in found)
 
 
 def test_the_doctor_lists_allowed_hosts() -> None:
-    problem = MidstreamError("misdirected", "this API is not called 'box'", field="Host", allowed="localhost, api.example").problem()
+    problem = MidstreamError(
+        "misdirected",
+        "this API is not called 'box'",
+        field="Host",
+        allowed="localhost, api.example",
+    ).problem()
     with server(reply(problem, status=421)) as (url, _):
         found = [*doctor._api(url, {}), *doctor._keys(url, {})]
-    assert found == [doctor.Finding("fail", "api", "this API is not called 'box'", "give --url with one of: localhost, api.example")]
+    assert found == [
+        doctor.Finding(
+            "fail",
+            "api",
+            "this API is not called 'box'",
+            "give --url with one of: localhost, api.example",
+        )
+    ]

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from midstream.broker.ops.replicas import Address, Agreed, Holders, Replicas, View, agreed, holders, is_dispensable, view
+from midstream.broker.ops.replicas import (
+    Address,
+    Agreed,
+    Holders,
+    Replicas,
+    View,
+    agreed,
+    holders,
+    is_dispensable,
+    view,
+)
 
 R2, R3 = ("r2", 1), ("r3", 1)
 BOTH, NONE = frozenset({R2, R3}), frozenset[Address]()
@@ -11,20 +21,33 @@ BOTH, NONE = frozenset({R2, R3}), frozenset[Address]()
 def said(**changed: Any) -> dict[str, Any]:
     """What a sentinel says of a replica in order."""
     return {
-        "ip": "r2", "port": 1, "is_sdown": False, "slave-priority": 100, "master-link-status": "ok", "role-reported": "slave",
+        "ip": "r2",
+        "port": 1,
+        "is_sdown": False,
+        "slave-priority": 100,
+        "master-link-status": "ok",
+        "role-reported": "slave",
         "slave-repl-offset": 7,
-    } | changed  # fmt: skip
+    } | changed
 
 
 def of_master(**changed: Any) -> dict[str, Any]:
-    return {"flags": "master", "is_sdown": False, "is_odown": False, "config-epoch": 3, "runid": "m"} | changed
+    return {
+        "flags": "master",
+        "is_sdown": False,
+        "is_odown": False,
+        "config-epoch": 3,
+        "runid": "m",
+    } | changed
 
 
 def test_a_replica_that_could_be_promoted_is_needed() -> None:
     assert not is_dispensable(said())
     promoted = {"role-reported": "master", "master-link-status": "err"}
     assert not is_dispensable(said(**promoted)), "it was a replica, and is the new master"
-    assert is_dispensable(said(**promoted, **{"slave-repl-offset": 0})), "a former master that came back"
+    assert is_dispensable(said(**promoted, **{"slave-repl-offset": 0})), (
+        "a former master that came back"
+    )
 
 
 def test_a_replica_that_sentinel_would_not_promote_is_dispensable() -> None:
@@ -35,7 +58,11 @@ def test_a_replica_that_sentinel_would_not_promote_is_dispensable() -> None:
 
 def test_a_sentinel_that_takes_the_master_for_dead_confirms_nothing() -> None:
     assert view([said()], of_master()) == View(3, "m", frozenset({R2}), NONE)
-    for changed in ({"is_sdown": True}, {"is_odown": True}, {"flags": "master,failover_in_progress"}):
+    for changed in (
+        {"is_sdown": True},
+        {"is_odown": True},
+        {"flags": "master,failover_in_progress"},
+    ):
         assert view([said()], of_master(**changed)) is None
 
 
@@ -59,7 +86,11 @@ def test_only_who_has_acknowledged_everything_counts() -> None:
     def replica(ip: str, **changed: Any) -> dict[str, Any]:
         return {"ip": ip, "port": 1, "state": "online", "offset": 100, "lag": 0} | changed
 
-    replication = {"role": "master", "slave0": replica("r2"), "slave1": replica("r3", offset=99, lag=1)}
+    replication = {
+        "role": "master",
+        "slave0": replica("r2"),
+        "slave1": replica("r3", offset=99, lag=1),
+    }
     assert holders("m", 1, replication, 100) == Holders("m", 1, 2, frozenset({R2}))
     replication = {"slave0": replica("r2", state="wait_bgsave"), "slave1": replica("r3", lag=9)}
     assert holders("m", 0, replication, 100) == Holders("m", 0, 0, frozenset({R3}))
@@ -100,8 +131,12 @@ def test_sentinels_are_asked_only_while_a_replica_is_missing() -> None:
     before = [sentinel.asked for sentinel in sentinels]
     assert replicas.suffice(Holders("m", 2, 2, BOTH))
     assert [sentinel.asked for sentinel in sentinels] == before
-    assert not replicas.suffice(Holders("m", 1, 1, frozenset({R2}))), "the other one could be promoted"
+    assert not replicas.suffice(Holders("m", 1, 1, frozenset({R2}))), (
+        "the other one could be promoted"
+    )
     for sentinel in sentinels:
         sentinel.replicas = [said(), said(ip="r3", is_sdown=True)]
     assert replicas.suffice(Holders("m", 1, 1, frozenset({R2})))
-    assert not replicas.suffice(Holders("another", 1, 1, frozenset({R2}))), "it is no master any more"
+    assert not replicas.suffice(Holders("another", 1, 1, frozenset({R2}))), (
+        "it is no master any more"
+    )

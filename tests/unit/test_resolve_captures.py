@@ -21,11 +21,24 @@ HIDDEN = 8
 
 def bounds(*lengths: int, max_tokens: int = 4, **changes: Any) -> Bounds:
     facts: dict[str, Any] = {
-        "name": "m", "version": __version__, "architecture": "GPTNeoXForCausalLM", "num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 9,
-        "max_model_len": 64, "dtype": "bfloat16", "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"], "tokenizer": "",
-        "consumers": ["filesystem", "memory"], "memory_limit_kib": 1,
-    }  # fmt: skip
-    return Bounds(ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)], max_tokens)
+        "name": "m",
+        "version": __version__,
+        "architecture": "GPTNeoXForCausalLM",
+        "num_layers": 4,
+        "hidden_size": HIDDEN,
+        "vocab_size": 9,
+        "max_model_len": 64,
+        "dtype": "bfloat16",
+        "hooks": ["pre_attn", "attn_out", "mlp_out", "post_block"],
+        "tokenizer": "",
+        "consumers": ["filesystem", "memory"],
+        "memory_limit_kib": 1,
+    }
+    return Bounds(
+        ModelInfo(**(facts | changes)),
+        [PromptFacts(length) for length in lengths or (6,)],
+        max_tokens,
+    )
 
 
 def captured(capture: dict[str, Any], *lengths: int, **changes: Any) -> list[list[StoredCapture]]:
@@ -33,16 +46,31 @@ def captured(capture: dict[str, Any], *lengths: int, **changes: Any) -> list[lis
 
 
 def test_the_default_capture_is_post_block_of_all_layers_at_the_last_prompt_token() -> None:
-    assert captured({}) == [[StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="last_prompt", tag="default")]]
+    assert captured({}) == [
+        [StoredCapture(sites={"post_block": [0, 1, 2, 3]}, positions="last_prompt", tag="default")]
+    ]
 
 
 def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
     wish = {
-        "hooks": {"resid_post": "all", "pre_attn": "0-1"}, "positions": [-1, 0], "every_n": 3, "at": "after", "dtype": "float32",
-        "layout": "segment", "consumers": ["memory"], "tag": "t",
-    }  # fmt: skip
+        "hooks": {"resid_post": "all", "pre_attn": "0-1"},
+        "positions": [-1, 0],
+        "every_n": 3,
+        "at": "after",
+        "dtype": "float32",
+        "layout": "segment",
+        "consumers": ["memory"],
+        "tag": "t",
+    }
     sites = {"pre_attn": [0, 1], "post_block": [0, 1, 2, 3]}
-    kept: Any = {"every_n": 3, "at": "after", "dtype": "float32", "layout": "segment", "consumers": ["memory"], "tag": "t"}
+    kept: Any = {
+        "every_n": 3,
+        "at": "after",
+        "dtype": "float32",
+        "layout": "segment",
+        "consumers": ["memory"],
+        "tag": "t",
+    }
     assert captured(wish, 2, 3, memory_limit_kib=4) == [
         [StoredCapture(sites=sites, positions=[0, 1], **kept)],
         [StoredCapture(sites=sites, positions=[0, 2], **kept)],
@@ -52,37 +80,66 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
 @pytest.mark.parametrize(
     ("wish", "field", "words"),
     [
-        ({"hook": "resid_mid"}, "capture.hook", "unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"),
+        (
+            {"hook": "resid_mid"},
+            "capture.hook",
+            ("unknown hook 'resid_mid': the model has pre_attn, attn_out, mlp_out, post_block"),
+        ),
         ({"hook": "mlp_in", "layers": 99}, "capture.hook", "unknown hook 'mlp_in'"),
         ({"layers": "0-9"}, "capture.layers", "layer 9"),
         ({"hooks": {"mlp_in": 0}}, "capture.hooks.mlp_in", "unknown hook 'mlp_in'"),
         ({"hooks": {"pre_attn": "4"}}, "capture.hooks.pre_attn", "layer 4"),
         ({"hooks": {"pre_attn": 0, "resid_pre": 1}}, "capture.hooks.resid_pre", "given twice"),
-        ({"positions": [0, 9]}, "capture.positions[1]", "position 9 is out of range: the prompt has"),
-        ({"positions": [0, Span(start=3, stop=9)]}, "capture.positions[1].stop", "the range stops at 9, but the prompt has length 6"),
+        (
+            {"positions": [0, 9]},
+            "capture.positions[1]",
+            "position 9 is out of range: the prompt has",
+        ),
+        (
+            {"positions": [0, Span(start=3, stop=9)]},
+            "capture.positions[1].stop",
+            "the range stops at 9, but the prompt has length 6",
+        ),
         ({"positions": [Span(start=3)]}, "capture.positions[0]", "needs a `stop`"),
-        ({"positions": Span(start=-7)}, "capture.positions.start", "position -7 is out of range: the prompt has"),
+        (
+            {"positions": Span(start=-7)},
+            "capture.positions.start",
+            "position -7 is out of range: the prompt has",
+        ),
         (
             {"positions": Span(start=10)},
             "capture.positions.start",
-            "position 10 is out of range: the prompt and the generated tokens have at most 10 positions",
+            (
+                "position 10 is out of range: the prompt and the generated tokens have at most "
+                "10 positions"
+            ),
         ),
-        ({"consumers": ["filesystem", "kafka"]}, "capture.consumers[1]", "unknown consumer 'kafka': the worker has filesystem, memory"),
+        (
+            {"consumers": ["filesystem", "kafka"]},
+            "capture.consumers[1]",
+            "unknown consumer 'kafka': the worker has filesystem, memory",
+        ),
         ({"consumers": ["memory", "memory"]}, "capture.consumers[1]", "listed twice"),
     ],
 )
 # field case 27
-def test_captures_the_model_or_worker_lacks_are_refused_by_field(wish: dict[str, Any], field: str, words: str) -> None:
+def test_captures_the_model_or_worker_lacks_are_refused_by_field(
+    wish: dict[str, Any], field: str, words: str
+) -> None:
     with pytest.raises(MidstreamError, match=words) as refused:
         captured(wish)
     assert (refused.value.status, refused.value.field) == (400, field)
 
 
 def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() -> None:
-    """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1 KiB holds 12."""
+    """A bfloat16 position of 4 sites: 4 × 8 × 2 bytes of rows and 16 of its number and token id; 1
+    KiB holds 12.
+    """
     wish = {"positions": "all", "consumers": ["memory"]}
     assert captured(wish, 6, max_tokens=7)
-    with pytest.raises(MidstreamError, match=r"prompt 1 may produce 1040 bytes.* at most 1 KiB per prompt") as refused:
+    with pytest.raises(
+        MidstreamError, match=r"prompt 1 may produce 1040 bytes.* at most 1 KiB per prompt"
+    ) as refused:
         captured(wish, 6, 7, max_tokens=7)
     assert refused.value.field == "capture.consumers"
     assert captured({**wish, "every_n": 2}, 6, 7, max_tokens=7), "five generated tokens fewer"
@@ -91,16 +148,23 @@ def test_rows_for_the_response_are_bounded_by_the_most_that_a_prompt_may_give() 
     assert captured({"positions": "all"}, 60), "what goes to files is not bounded by this"
 
 
-def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """64 + 16 bytes a prompt."""
     monkeypatch.setattr(rules, "MEMORY_JOB_BYTES", 2000)
     wish = {"consumers": ["memory"]}
     assert captured(wish, *[6] * 25)
-    with pytest.raises(MidstreamError, match=r"26 prompts may produce 2080 bytes of rows: .* per job; send fewer prompts") as refused:
+    with pytest.raises(
+        MidstreamError,
+        match=r"26 prompts may produce 2080 bytes of rows: .* per job; send fewer prompts",
+    ) as refused:
         captured(wish, *[6] * 26)
     assert (refused.value.status, refused.value.field) == (400, "capture.consumers")
     assert captured({}, *[6] * 26), "what goes to files is not bounded by this"
-    assert captured({**wish, "positions": "all"}, 60, memory_limit_kib=8), "one prompt may give its own limit"
+    assert captured({**wish, "positions": "all"}, 60, memory_limit_kib=8), (
+        "one prompt may give its own limit"
+    )
 
 
 def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
@@ -109,32 +173,52 @@ def test_only_a_single_tokens_rows_must_fit_the_workers_buffer() -> None:
     both = {"hooks": {"pre_attn": "all", "post_block": "all"}}
     assert captured({**both, "positions": "all_prompt"}, 60, **limits), "2 hooks × 4 layers"
     with pytest.raises(
-        MidstreamError, match=r"prompt 0 produces 8 rows in one engine step, for one token: .*capture_buffer_mib"
+        MidstreamError,
+        match=(
+            r"prompt 0 produces 8 rows in one engine step, for one token: " r".*capture_buffer_mib"
+        ),
     ) as refused:
         captured({**both, "positions": "all_prompt"}, 60, **limits | {"capture_row_limit": 7})
-    assert (refused.value.field, "at most 7 rows" in str(refused.value.allowed)) == ("capture", True)
+    assert (refused.value.field, "at most 7 rows" in str(refused.value.allowed)) == (
+        "capture",
+        True,
+    )
     assert captured(both, 60, speculative_tokens=3, **limits), "one position, so one row per site"
-    with pytest.raises(MidstreamError, match="prompt 0 produces 32 rows in one engine step, for one token and 3 drafts"):
+    with pytest.raises(
+        MidstreamError,
+        match="prompt 0 produces 32 rows in one engine step, for one token and 3 drafts",
+    ):
         captured({**both, "positions": "all"}, 60, speculative_tokens=3, **limits)
-    assert captured({**both, "positions": "all"}, 60, pp=2, **limits | {"capture_row_limit": 4}), "each stage has half of the layers"
+    assert captured({**both, "positions": "all"}, 60, pp=2, **limits | {"capture_row_limit": 4}), (
+        "each stage has half of the layers"
+    )
 
 
 def test_global_captures_are_added_to_every_prompt() -> None:
     everyone = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[0, 5, -1], tag="global")]
     resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
-    assert [[capture.positions for capture in captures] for captures in resolved] == [[[0, 5]], [[0, 2]], [[0]]]
+    assert [[capture.positions for capture in captures] for captures in resolved] == [
+        [[0, 5]],
+        [[0, 2]],
+        [[0]],
+    ]
     both = captured({"tag": "mine"}, 6, 3, global_captures=everyone)
     assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
     assert both[0][1].sites == {"pre_attn": [0, 1]}
 
 
 def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> None:
-    assert [[capture.positions for capture in captures] for captures in captured({"positions": Span(start=-2)}, 6, 3)] == [
+    assert [
+        [capture.positions for capture in captures]
+        for captures in captured({"positions": Span(start=-2)}, 6, 3)
+    ] == [
         [Window(start=4)],
         [Window(start=1)],
     ]
     wish = {"consumers": ["memory"]}
-    assert captured({**wish, "positions": Span(start=4)}, 6, max_tokens=11), "two of the prompt, ten of the generated that are fed back"
+    assert captured({**wish, "positions": Span(start=4)}, 6, max_tokens=11), (
+        "two of the prompt, ten of the generated that are fed back"
+    )
     with pytest.raises(MidstreamError, match="1040 bytes of rows"):
         captured({**wish, "positions": Span(start=3)}, 6, max_tokens=11)
 
@@ -142,17 +226,27 @@ def test_an_open_range_is_stored_per_prompt_and_counts_generated_tokens() -> Non
 def test_the_operator_captures_ranges_as_far_as_prompts_go() -> None:
     everyone = [CaptureSpec(positions=[Span(start=2, stop=5)], tag="global")]
     resolved = resolve_captures(None, bounds(6, 3, 1, global_captures=everyone))
-    assert [[capture.positions for capture in captures] for captures in resolved] == [[[2, 3, 4]], [[2]], []]
+    assert [[capture.positions for capture in captures] for captures in resolved] == [
+        [[2, 3, 4]],
+        [[2]],
+        [],
+    ]
 
 
 def test_global_capture_skips_prompts_too_short_for_it() -> None:
     everyone = [CaptureSpec(positions=[5], tag="global")]
-    assert [len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))] == [1, 0]
+    assert [
+        len(captures) for captures in resolve_captures(None, bounds(6, 3, global_captures=everyone))
+    ] == [1, 0]
     assert resolve_captures(None, bounds(3, global_captures=everyone)) == []
 
 
-def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(caplog: pytest.LogCaptureFixture) -> None:
-    """A long prompt that asks for nothing must not be answered 400 about a capture; the user's own capture comes first."""
+def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A long prompt that asks for nothing must not be answered 400 about a capture; the user's own
+    capture comes first.
+    """
     everyone._logged.clear()
     limits: dict[str, Any] = {
         "capture_row_limit": 4,
@@ -160,10 +254,17 @@ def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(ca
     }
     before = GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get()
     assert [len(captures) for captures in resolve_captures(None, bounds(5, 60, **limits))] == [1, 1]
-    narrow, wide = (captured({"layers": layers, "tag": "mine"}, 60, **limits)[0] for layers in (0, "0-1"))
-    assert [[capture.tag for capture in captures] for captures in (narrow, wide)] == [["mine", "global"], ["mine"]]
+    narrow, wide = (
+        captured({"layers": layers, "tag": "mine"}, 60, **limits)[0] for layers in (0, "0-1")
+    )
+    assert [[capture.tag for capture in captures] for captures in (narrow, wide)] == [
+        ["mine", "global"],
+        ["mine"],
+    ]
     assert GLOBAL_CAPTURE_SKIPPED.labels("buffer")._value.get() == before + 1
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert "skipped for prompts of a job (count: 1)" in line
     assert "capture_buffer_mib" in line
 
@@ -174,11 +275,22 @@ def test_removing_global_captures_keeps_the_captures_that_the_user_requested() -
 
     def job(spec: CaptureSpec | None) -> Job:
         captures = resolve_captures(spec, limits)
-        return Job(id="j", kind="generate", model="m", prompts=prompts, sampling=Sampling(), created=0.0, captures=captures)
+        return Job(
+            id="j",
+            kind="generate",
+            model="m",
+            prompts=prompts,
+            sampling=Sampling(),
+            created=0.0,
+            captures=captures,
+        )
 
     before = GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get()
     left = everyone.without(job(CaptureSpec(tag="mine")), limits.model, "quota", "full")
-    assert [[capture.tag for capture in captures] for captures in left.captures] == [["mine"], ["mine"]]
+    assert [[capture.tag for capture in captures] for captures in left.captures] == [
+        ["mine"],
+        ["mine"],
+    ]
     assert everyone.without(job(None), limits.model, "quota", "full").captures == []
     assert GLOBAL_CAPTURE_SKIPPED.labels("quota")._value.get() == before + 4
 

@@ -1,4 +1,6 @@
-"""Steering by a feature becomes vectors and numbers that do what it says; what an autoencoder cannot do is refused by field."""
+"""Steering by a feature becomes vectors and numbers that do what it says; what an autoencoder
+cannot do is refused by field.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,17 @@ from midstream.schemas.tensors import Tensor, to_numpy
 from midstream.workers.runner.sae import NORMALISATIONS, load
 
 MODEL = ModelInfo(
-    name="tiny", version="1", architecture="T", num_layers=4, hidden_size=D_IN, vocab_size=9, max_model_len=99, dtype="float32",
-    hooks=list(HOOKS), tokenizer="",
-)  # fmt: skip
+    name="tiny",
+    version="1",
+    architecture="T",
+    num_layers=4,
+    hidden_size=D_IN,
+    vocab_size=9,
+    max_model_len=99,
+    dtype="float32",
+    hooks=list(HOOKS),
+    tokenizer="",
+)
 RULED = ["standard", "bare", "jumprelu", "gated", "gemma_scope", "layer_norm", "constant_norm"]
 
 
@@ -42,15 +52,22 @@ def named(*specs: SteeringSpec, model: ModelInfo = MODEL) -> Named:
     saes = {spec.sae: registered(spec.sae, model) for spec in specs if spec.sae}
     rows = {}
     for name, features in check_specs(specs, saes).items():
-        rows |= {(name, feature): each for feature, each in FeatureFiles(str(ROOT)).read(saes[name], features).items()}
+        rows |= {
+            (name, feature): each
+            for feature, each in FeatureFiles(str(ROOT)).read(saes[name], features).items()
+        }
     return Named(saes, rows)
 
 
-def resolved(spec: SteeringSpec, model: ModelInfo = MODEL) -> tuple[StoredSteering, list[torch.Tensor]]:
+def resolved(
+    spec: SteeringSpec, model: ModelInfo = MODEL
+) -> tuple[StoredSteering, list[torch.Tensor]]:
     state = ModelState(features=named(spec, model=model))
     per_prompt, blobs = resolve_edits([], [spec], Bounds(model, [PromptFacts(5)]), state)
     ((entry,),) = per_prompt
-    return entry, [torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors]
+    return entry, [
+        torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors
+    ]
 
 
 def steered(spec: SteeringSpec, rows: torch.Tensor, dtype: str = "float32") -> torch.Tensor:
@@ -60,7 +77,9 @@ def steered(spec: SteeringSpec, rows: torch.Tensor, dtype: str = "float32") -> t
     does = does_of(entry.family, entry.numbers, tensors, entry.scale)
     plan = SitePlan(D_IN, [{entry.family: does}], {token: [1] for token in range(len(rows))})
     stream = rows.clone()
-    reference.single_site(stream, torch.zeros(1, D_IN, dtype=rows.dtype), *plan.build(len(rows), rows.dtype))
+    reference.single_site(
+        stream, torch.zeros(1, D_IN, dtype=rows.dtype), *plan.build(len(rows), rows.dtype)
+    )
     return stream
 
 
@@ -72,28 +91,37 @@ def rows() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", RULED)
 @pytest.mark.parametrize(("op", "value"), [("clamp", 1.5), ("ablate", None), ("add", -0.75)])
-def test_one_activation_changes_and_the_reconstruction_error_stays(name: str, op: str, value: float | None, rows: torch.Tensor) -> None:
+def test_one_activation_changes_and_the_reconstruction_error_stays(
+    name: str, op: str, value: float | None, rows: torch.Tensor
+) -> None:
     sae = load(ROOT / name, registered(name).digest)
     before = sae.encode(rows)
     feature = int((before > 0).sum(0).argmax())
     wanted = before.clone()
     wanted[:, feature] = before[:, feature] + value if op == "add" and value else value or 0.0
     found = steered(SteeringSpec(sae=name, feature=feature, op=op, value=value), rows)  # type: ignore[arg-type]
-    moved = (sae.decode(wanted) - sae.decode(before)) * NORMALISATIONS[sae.form.normalize_activations](rows).scale
+    moved = (sae.decode(wanted) - sae.decode(before)) * NORMALISATIONS[
+        sae.form.normalize_activations
+    ](rows).scale
     torch.testing.assert_close(found, rows + moved, atol=3e-6, rtol=1e-5)
     assert (found != rows).any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", RULED)
-def test_clamping_to_the_present_value_changes_no_bit(name: str, dtype: str, rows: torch.Tensor) -> None:
+def test_clamping_to_the_present_value_changes_no_bit(
+    name: str, dtype: str, rows: torch.Tensor
+) -> None:
     held = rows.to(getattr(torch, dtype))
     top = load(ROOT / name, registered(name).digest).top(held, 3)
     for row, indices, values in zip(held, top.indices, top.activations, strict=True):
         for feature, value in zip(indices.tolist(), values.tolist(), strict=True):
             spec = SteeringSpec(sae=name, feature=feature, op="clamp", value=value)
             assert torch.equal(steered(spec, row[None], dtype), row[None]), (feature, value)
-            assert not torch.equal(steered(msgspec.structs.replace(spec, value=value + 0.5), row[None], dtype), row[None])
+            assert not torch.equal(
+                steered(msgspec.structs.replace(spec, value=value + 0.5), row[None], dtype),
+                row[None],
+            )
 
 
 def test_an_inactive_feature_is_ablated_already(rows: torch.Tensor) -> None:
@@ -105,13 +133,17 @@ def test_an_inactive_feature_is_ablated_already(rows: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", "rescaled"])
-def test_adding_to_a_feature_of_a_topk_autoencoder_adds_its_decoder_row(name: str, rows: torch.Tensor) -> None:
+def test_adding_to_a_feature_of_a_topk_autoencoder_adds_its_decoder_row(
+    name: str, rows: torch.Tensor
+) -> None:
     sae = load(ROOT / name, registered(name).digest)
     before = sae.encode(rows)
     wanted = before.clone()
     wanted[:, 4] += 1.25
     found = steered(SteeringSpec(sae=name, feature=4, op="add", value=1.25), rows)
-    torch.testing.assert_close(found, rows + sae.decode(wanted) - sae.decode(before), atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found, rows + sae.decode(wanted) - sae.decode(before), atol=3e-6, rtol=1e-5
+    )
 
 
 def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
@@ -131,19 +163,61 @@ def test_three_parts_in_bfloat16_add_up_to_the_encoder() -> None:
         ({"sae": "standard", "value": 1.0}, "feature", "is required with sae"),
         ({"sae": "standard", "feature": D_SAE, "value": 1.0}, "feature", "has no feature 32"),
         ({"sae": "standard", "feature": 3}, "value", "is required for op 'add'"),
-        ({"sae": "standard", "feature": 3, "op": "ablate", "value": 1.0}, "value", "is not valid for op 'ablate'"),
-        ({"sae": "standard", "feature": 3, "op": "replace", "value": 1.0}, "op", "'replace' is not valid with sae"),
-        ({"sae": "standard", "feature": 3, "op": "clamp", "value": 1e7}, "value", "1e+07 is out of range"),
-        ({"sae": "standard", "feature": 3, "op": "add", "value": 1e7}, "value", "1e+07 is out of range"),
-        ({"sae": "standard", "feature": 3, "value": 1.0, "layers": 1}, "layers", "is not valid together with sae"),
-        ({"sae": "standard", "feature": 3, "value": 1.0, "module": "joy"}, "module", "is not valid together with sae"),
-        ({"sae": "topk", "feature": 3, "op": "clamp", "value": 1.0}, "sae", "depends on all other features of the token"),
-        ({"sae": "rescaled", "feature": 3, "op": "ablate"}, "sae", "valid: op 'add', or a standard, jumprelu or gated SAE"),
-        ({"sae": "standard", "feature": 3, "value": 1.0, "positions": [9]}, "positions", "position 9 is out of range"),
-        ({"sae": "standard", "feature": 3, "op": "ablate", "positions": [9]}, "positions", "position 9 is out of range"),
+        (
+            {"sae": "standard", "feature": 3, "op": "ablate", "value": 1.0},
+            "value",
+            "is not valid for op 'ablate'",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "op": "replace", "value": 1.0},
+            "op",
+            "'replace' is not valid with sae",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "op": "clamp", "value": 1e7},
+            "value",
+            "1e+07 is out of range",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "op": "add", "value": 1e7},
+            "value",
+            "1e+07 is out of range",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "value": 1.0, "layers": 1},
+            "layers",
+            "is not valid together with sae",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "value": 1.0, "module": "joy"},
+            "module",
+            "is not valid together with sae",
+        ),
+        (
+            {"sae": "topk", "feature": 3, "op": "clamp", "value": 1.0},
+            "sae",
+            "depends on all other features of the token",
+        ),
+        (
+            {"sae": "rescaled", "feature": 3, "op": "ablate"},
+            "sae",
+            "valid: op 'add', or a standard, jumprelu or gated SAE",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "value": 1.0, "positions": [9]},
+            "positions",
+            "position 9 is out of range",
+        ),
+        (
+            {"sae": "standard", "feature": 3, "op": "ablate", "positions": [9]},
+            "positions",
+            "position 9 is out of range",
+        ),
     ],
 )
-def test_what_an_autoencoder_cannot_do_is_refused_by_field(spec: dict[str, Any], field: str, says: str) -> None:
+def test_what_an_autoencoder_cannot_do_is_refused_by_field(
+    spec: dict[str, Any], field: str, says: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         resolved(SteeringSpec(**spec))
     assert refused.value.kind == "invalid_request"
@@ -161,19 +235,33 @@ def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("large", ["decoder", "encoder", "bias"])
 def test_numbers_beyond_the_models_dtype_are_refused(large: str) -> None:
-    vectors = {name: np.full(D_IN, 7e4 if name == large else 1.0, np.float32) for name in ("decoder", "encoder")}
+    vectors = {
+        name: np.full(D_IN, 7e4 if name == large else 1.0, np.float32)
+        for name in ("decoder", "encoder")
+    }
     rule = Feature(vectors["encoder"], vectors["decoder"], 7e4 if large == "bias" else 1.0, 0.0)
     found = {3: Rows(vectors["decoder"], rule)}
     check_range(registered("gated"), MODEL, found)
-    with pytest.raises(MidstreamError, match=r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows 6.55e\+04") as refused:
+    with pytest.raises(
+        MidstreamError,
+        match=(
+            r"feature 3 of 'gated' has a number of magnitude 7e\+04: float16 allows " r"6.55e\+04"
+        ),
+    ) as refused:
         check_range(registered("gated"), msgspec.structs.replace(MODEL, dtype="float16"), found)
     assert (refused.value.kind, refused.value.field) == ("invalid_request", "sae")
 
 
 def test_modules_and_global_steering_take_features() -> None:
-    specs = [SteeringSpec(sae="standard", feature=2, op="clamp", value=3.0), SteeringSpec(sae="topk", feature=1, op="add", value=-2.0)]
+    specs = [
+        SteeringSpec(sae="standard", feature=2, op="clamp", value=3.0),
+        SteeringSpec(sae="topk", feature=1, op="add", value=-2.0),
+    ]
     features = named(*specs)
-    for content in (resolve_module(specs, MODEL, features), resolve_everyone(specs, MODEL, ModelState(features=features))):
+    for content in (
+        resolve_module(specs, MODEL, features),
+        resolve_everyone(specs, MODEL, ModelState(features=features)),
+    ):
         assert [entry.family for entry in content.entries] == ["feature", "add"]
         assert content.entries[0].numbers[:2] == [1.0, 3.0]
         assert len(content.blobs) == 4  # the middle part of an encoder is its last: zeros

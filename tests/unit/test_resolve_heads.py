@@ -25,7 +25,9 @@ FACTS: dict[str, Any] = {"hooks": [*HOOKS, *SHAPES], "inside": SHAPES}
 ONE = np.arange(1, 5, dtype=np.float32)
 
 
-def edited(*, patch: list[PatchSpec] | None = None, **spec: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def edited(
+    *, patch: list[PatchSpec] | None = None, **spec: Any
+) -> tuple[Any, dict[str, np.ndarray]]:
     specs = [SteeringSpec(**({"layers": 0} | spec))] if spec else []
     ((entry,),), blobs = resolve_edits(patch or [], specs, bounds(**FACTS))
     return entry, {name: to_numpy(from_msgpack(raw, Tensor)) for name, raw in blobs.items()}
@@ -54,24 +56,54 @@ def test_replaced_heads_leave_the_others_as_they_are() -> None:
     assert entry.family == "replace_masked"
     assert tensors[entry.tensors[1]].tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 4
     source = PatchSource(vector=from_numpy(ONE))
-    patched, also = edited(patch=[PatchSpec(layers=0, hook="z", heads=1, positions=[0], source=source)])
-    assert [also[name].tolist() for name in patched.tensors] == [tensors[name].tolist() for name in entry.tensors]
+    patched, also = edited(
+        patch=[PatchSpec(layers=0, hook="z", heads=1, positions=[0], source=source)]
+    )
+    assert [also[name].tolist() for name in patched.tensors] == [
+        tensors[name].tolist() for name in entry.tensors
+    ]
 
 
 @pytest.mark.parametrize(
     ("spec", "field", "says"),
     [
-        ({"hook": "z", "heads": "0-3"}, "steering[0].heads", "head 3 is out of range: the model has heads 0 to 2"),
-        ({"hook": "v", "heads": 1}, "steering[0].heads", "at v, head 1 is out of range: the model has heads 0 to 0"),
+        (
+            {"hook": "z", "heads": "0-3"},
+            "steering[0].heads",
+            "head 3 is out of range: the model has heads 0 to 2",
+        ),
+        (
+            {"hook": "v", "heads": 1},
+            "steering[0].heads",
+            "at v, head 1 is out of range: the model has heads 0 to 0",
+        ),
         ({"hook": "mlp_act", "heads": 0}, "steering[0].heads", "mlp_act has no heads"),
-        ({"heads": 0}, "steering[0].heads", "post_block has no heads: hooks with heads are q_proj, k_proj, q, k, v and z"),
-        ({"hook": "z", "heads": "0,1", "op": "ablate"}, "steering[0].heads", "give an entry for each of the 2 heads"),
-        ({"hook": "z", "heads": 0, "vector": from_numpy(np.ones(3, np.float32))}, "steering[0].vector.shape", "must be [12]"),
+        (
+            {"heads": 0},
+            "steering[0].heads",
+            "post_block has no heads: hooks with heads are q_proj, k_proj, q, k, v and z",
+        ),
+        (
+            {"hook": "z", "heads": "0,1", "op": "ablate"},
+            "steering[0].heads",
+            "give an entry for each of the 2 heads",
+        ),
+        (
+            {"hook": "z", "heads": 0, "vector": from_numpy(np.ones(3, np.float32))},
+            "steering[0].vector.shape",
+            "must be [12]",
+        ),
         ({"hook": "router"}, "steering[0].hook", "the worker's setting hooks must name it"),
-        ({"hook": "z", "norm_match": True, "vector": from_numpy(np.ones(12, np.float32))}, "steering[0].norm_match", "is a branch"),
+        (
+            {"hook": "z", "norm_match": True, "vector": from_numpy(np.ones(12, np.float32))},
+            "steering[0].norm_match",
+            "is a branch",
+        ),
     ],
 )
-def test_what_heads_cannot_be_is_refused_at_its_field(spec: dict[str, Any], field: str, says: str) -> None:
+def test_what_heads_cannot_be_is_refused_at_its_field(
+    spec: dict[str, Any], field: str, says: str
+) -> None:
     error = refused(**({"vector": from_numpy(ONE)} | spec))
     assert error.field == field
     assert says in error.detail
@@ -85,9 +117,17 @@ def test_what_heads_cannot_be_is_refused_at_its_field(spec: dict[str, Any], fiel
         (2, "mlp_act", 0, 2, True), (2, "mlp_act", 2, 3, False),
     ],
 )  # fmt: skip
-def test_a_direction_of_a_sum_lies_within_the_columns_of_one_rank(tp: int, hook: str, first: int, last: int, fits: bool) -> None:
-    """Four query heads of four elements over two key heads, which pairs of four ranks share; six neurons."""
-    shapes = {"z": RowShape(heads=4, width=4), "v": RowShape(heads=2, width=4), "mlp_act": RowShape(heads=1, width=6)}
+def test_a_direction_of_a_sum_lies_within_the_columns_of_one_rank(
+    tp: int, hook: str, first: int, last: int, fits: bool
+) -> None:
+    """Four query heads of four elements over two key heads, which pairs of four ranks share; six
+    neurons.
+    """
+    shapes = {
+        "z": RowShape(heads=4, width=4),
+        "v": RowShape(heads=2, width=4),
+        "mlp_act": RowShape(heads=1, width=6),
+    }
     vector = np.zeros(shapes[hook].size, np.float32)
     vector[[first, last]] = 1
     asked = SteeringSpec(layers=0, hook=hook, op="ablate", vector=from_numpy(vector))
@@ -101,10 +141,14 @@ def test_a_direction_of_a_sum_lies_within_the_columns_of_one_rank(tp: int, hook:
 
 
 def test_a_capture_is_split_by_width_and_keeps_its_heads() -> None:
-    (whole,) = resolve_captures(CaptureSpec(hooks={"q": 0, "k": [1], "post_block": "all"}), bounds(**FACTS))
+    (whole,) = resolve_captures(
+        CaptureSpec(hooks={"q": 0, "k": [1], "post_block": "all"}), bounds(**FACTS)
+    )
     assert [(capture.bank, list(capture.sites), capture.row) for capture in whole] == [
-        ("residual", ["post_block"], None), ("query", ["q"], SHAPES["q"]), ("key", ["k"], SHAPES["k"]),
-    ]  # fmt: skip
+        ("residual", ["post_block"], None),
+        ("query", ["q"], SHAPES["q"]),
+        ("key", ["k"], SHAPES["k"]),
+    ]
     assert whole[1].beside == {"k": [1], "post_block": [0, 1, 2, 3]}
     (alone,) = resolve_captures(CaptureSpec(hook="z", heads="0-1"), bounds(**FACTS))
     assert (alone[0].heads, alone[0].stored_size(8)) == ([0, 1], 8)
@@ -123,11 +167,16 @@ def test_a_capture_is_split_by_width_and_keeps_its_heads() -> None:
         ("pre_attn, post_block, z", (["pre_attn", "post_block"], ["z"])),
     ],
 )
-def test_the_setting_names_hooks_of_both_kinds(setting: str, wanted: tuple[list[str], list[str]]) -> None:
+def test_the_setting_names_hooks_of_both_kinds(
+    setting: str, wanted: tuple[list[str], list[str]]
+) -> None:
     assert asked_hooks(setting) == wanted
 
 
-@pytest.mark.parametrize(("setting", "says"), [("z", "no hook point of the residual stream"), ("all,zz", "'zz' is not a hook point")])
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [("z", "no hook point of the residual stream"), ("all,zz", "'zz' is not a hook point")],
+)
 def test_a_setting_that_cannot_be_is_refused(setting: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         asked_hooks(setting)

@@ -15,7 +15,16 @@ from midstream.api.resolve.steering import resolve_edits
 from midstream.schemas.base import from_msgpack, to_json, to_msgpack
 from midstream.schemas.dtypes import DTYPES
 from midstream.schemas.errors import MidstreamError
-from midstream.schemas.interventions import EVERY, FAMILIES, MAX_RANK, NO_LIMIT, STEERING_FIELDS, VARIANTS, Family, SteeringOp
+from midstream.schemas.interventions import (
+    EVERY,
+    FAMILIES,
+    MAX_RANK,
+    NO_LIMIT,
+    STEERING_FIELDS,
+    VARIANTS,
+    Family,
+    SteeringOp,
+)
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
 from midstream.schemas.specs import SteeringSpec, StoredSteering
@@ -27,11 +36,18 @@ RANDOM = np.random.default_rng(0)
 
 
 def tensor(*shape: int, fill: float | None = None) -> Tensor:
-    return from_numpy((RANDOM.normal(size=shape) if fill is None else np.full(shape, fill)).astype(np.float32))
+    return from_numpy(
+        (RANDOM.normal(size=shape) if fill is None else np.full(shape, fill)).astype(np.float32)
+    )
 
 
 VECTOR = tensor(HIDDEN, fill=1.0)
-LOW_RANK = {"op": "lowrank", "rotation": tensor(3, HIDDEN), "weight": tensor(3, HIDDEN), "bias": tensor(3)}
+LOW_RANK = {
+    "op": "lowrank",
+    "rotation": tensor(3, HIDDEN),
+    "weight": tensor(3, HIDDEN),
+    "bias": tensor(3),
+}
 #: Op → the least that it takes.
 LEAST: dict[str, dict[str, Any]] = {
     **{op: {"op": op, "vector": VECTOR} for op in STEERING_FIELDS},
@@ -42,15 +58,27 @@ LEAST: dict[str, dict[str, Any]] = {
 
 def bounds(*lengths: int, **changes: Any) -> Bounds:
     facts: dict[str, Any] = {
-        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 9,
-        "max_model_len": 64, "dtype": "float16", "hooks": list(HOOKS), "tokenizer": "",
-    }  # fmt: skip
-    return Bounds(ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)])
+        "name": "m",
+        "version": __version__,
+        "architecture": "LlamaForCausalLM",
+        "num_layers": 4,
+        "hidden_size": HIDDEN,
+        "vocab_size": 9,
+        "max_model_len": 64,
+        "dtype": "float16",
+        "hooks": list(HOOKS),
+        "tokenizer": "",
+    }
+    return Bounds(
+        ModelInfo(**(facts | changes)), [PromptFacts(length) for length in lengths or (6,)]
+    )
 
 
 def resolved(*specs: dict[str, Any], **changes: Any) -> list[StoredSteering]:
     """Of one prompt."""
-    (entries,), _ = resolve_edits([], [SteeringSpec(**({"layers": 0} | spec)) for spec in specs], bounds(**changes))
+    (entries,), _ = resolve_edits(
+        [], [SteeringSpec(**({"layers": 0} | spec)) for spec in specs], bounds(**changes)
+    )
     return entries
 
 
@@ -62,13 +90,31 @@ def refused(spec: dict[str, Any], **changes: Any) -> MidstreamError:
 
 
 def test_steering_is_stored_per_prompt_by_hook_name_and_tensor_hash() -> None:
-    spec = SteeringSpec(layers="1,-1", vector=VECTOR, hook="hook_resid_pre", op="replace", alpha=0.25, scale=2.0, positions=[-1])
+    spec = SteeringSpec(
+        layers="1,-1",
+        vector=VECTOR,
+        hook="hook_resid_pre",
+        op="replace",
+        alpha=0.25,
+        scale=2.0,
+        positions=[-1],
+    )
     ((entry,), (other,)), blobs = resolve_edits([], [spec], bounds(6, 3))
     assert entry == StoredSteering(
-        layers=[1, 3], hook="pre_attn", positions=[5], family="replace", tensors=[content_hash(VECTOR)], scale=2.0, numbers=[0.25]
+        layers=[1, 3],
+        hook="pre_attn",
+        positions=[5],
+        family="replace",
+        tensors=[content_hash(VECTOR)],
+        scale=2.0,
+        numbers=[0.25],
     )
     assert other.positions == [2]
-    assert [content_hash(from_msgpack(blob, Tensor)) for blob in blobs.values()] == list(blobs) == entry.tensors
+    assert (
+        [content_hash(from_msgpack(blob, Tensor)) for blob in blobs.values()]
+        == list(blobs)
+        == entry.tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +134,9 @@ def test_steering_is_stored_per_prompt_by_hook_name_and_tensor_hash() -> None:
         (LOW_RANK | {"strength": 0.5}, "lowrank", [0.5], 1.0),
     ],
 )
-def test_each_op_becomes_a_family_with_its_numbers(spec: dict[str, Any], family: str, numbers: list[float], scale: float) -> None:
+def test_each_op_becomes_a_family_with_its_numbers(
+    spec: dict[str, Any], family: str, numbers: list[float], scale: float
+) -> None:
     (entry,) = resolved(spec)
     assert (entry.family, entry.numbers, entry.scale) == (family, numbers, scale)
     assert from_msgpack(to_msgpack(entry), StoredSteering) == entry
@@ -98,20 +146,29 @@ def test_each_op_becomes_a_family_with_its_numbers(spec: dict[str, Any], family:
 def test_a_lowrank_keeps_its_rank_and_three_tensors_in_order() -> None:
     spec = SteeringSpec(layers="all", **LOW_RANK)
     ((entry, _),), blobs = resolve_edits([], [spec, spec], bounds())
-    assert entry.tensors == [content_hash(LOW_RANK[name]) for name in ("rotation", "weight", "bias")]
+    assert entry.tensors == [
+        content_hash(LOW_RANK[name]) for name in ("rotation", "weight", "bias")
+    ]
     assert (entry.rank, entry.num_vectors, sorted(blobs)) == (3, 6, sorted(entry.tensors))
-    assert [list(to_numpy(from_msgpack(blobs[name], Tensor)).shape) for name in entry.tensors] == entry.shapes(HIDDEN)
+    assert [
+        list(to_numpy(from_msgpack(blobs[name], Tensor)).shape) for name in entry.tensors
+    ] == entry.shapes(HIDDEN)
 
 
 @pytest.mark.parametrize("op", get_args(SteeringOp))
 # field case 27
 def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: SteeringOp) -> None:
     takes = STEERING_FIELDS[op]
-    values: dict[str, Any] = {"vector": VECTOR, "norm_match": False} | {name: LOW_RANK[name] for name in ("rotation", "weight", "bias")}
+    values: dict[str, Any] = {"vector": VECTOR, "norm_match": False} | {
+        name: LOW_RANK[name] for name in ("rotation", "weight", "bias")
+    }
     for field in (*GIVEN, *OPTIONS):
         if field not in (*takes.tensors, *takes.options):
             error = refused(LEAST[op] | {field: values.get(field, 1.0)})
-            assert (error.field, f"is not valid for op {op!r}; valid fields:" in error.detail) == (f"steering[0].{field}", True)
+            assert (error.field, f"is not valid for op {op!r}; valid fields:" in error.detail) == (
+                f"steering[0].{field}",
+                True,
+            )
         if field in takes.tensors:
             error = refused({name: value for name, value in LEAST[op].items() if name != field})
             assert (error.field, "is required" in error.detail) == (f"steering[0].{field}", True)
@@ -119,7 +176,9 @@ def test_a_field_invalid_for_an_op_and_a_missing_field_are_refused_by_name(op: S
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_norm_match_is_valid_only_at_stream_hooks(hook: str) -> None:
-    """A branch is as long as it happens to be: matched to it, the same scale would be another dose at every hook."""
+    """A branch is as long as it happens to be: matched to it, the same scale would be another dose
+    at every hook.
+    """
     spec = LEAST["add"] | {"hook": hook, "norm_match": True}  # field case 10
     if hook in STREAM_HOOKS:
         assert resolved(spec)[0].family == "add_matched"
@@ -143,18 +202,38 @@ ZERO = tensor(HIDDEN, fill=0.0)
         (LEAST["add"] | {"positions": [6]}, "positions[0]", "out of range: the prompt has"),
         (LEAST["ablate"] | {"vector": WIDE}, "vector.shape", r"has shape \[9\]: it must be \[8\]"),
         (LEAST["clamp"] | {"vector": tensor(1, HIDDEN)}, "vector.shape", r"has shape \[1, 8\]"),
-        (LEAST["replace"] | {"vector": NOT_FINITE}, "vector.data", r"element 0 is not finite \(non-finite elements: 8 of 8\)"),
+        (
+            LEAST["replace"] | {"vector": NOT_FINITE},
+            "vector.data",
+            r"element 0 is not finite \(non-finite elements: 8 of 8\)",
+        ),
         (LEAST["ablate"] | {"vector": ZERO}, "vector.data", "all zeros: ablate needs a direction"),
         (LEAST["clamp"] | {"vector": ZERO}, "vector.data", "clamp needs a direction"),
-        (LEAST["add"] | {"vector": ZERO, "norm_match": True}, "vector.data", "norm_match needs a direction"),
-        (LEAST["add"] | {"scale": 1e5}, "scale", "scale times vector has an element of magnitude 1e"),
+        (
+            LEAST["add"] | {"vector": ZERO, "norm_match": True},
+            "vector.data",
+            "norm_match needs a direction",
+        ),
+        (
+            LEAST["add"] | {"scale": 1e5},
+            "scale",
+            "scale times vector has an element of magnitude 1e",
+        ),
         (LEAST["add"] | {"scale": 1e39, "norm_match": True}, "scale", "out of range for op"),
         (LEAST["ablate"] | {"strength": -1e39}, "strength", "out of range for op"),
         (LEAST["clamp"] | {"low": 3.0}, "high", "2 is less than low, 3"),
         (LEAST["clamp"] | {"low": None, "high": None}, "low", "is required unless high is"),
         (LEAST["clamp"] | {"high": 1e39}, "high", "out of range for op"),
-        (LOW_RANK | {"rotation": tensor(HIDDEN)}, "rotation.shape", r"has shape \[8\]: it must be \[rank, 8\] with rank 1 to 64"),
-        (LOW_RANK | {"rotation": tensor(0, HIDDEN)}, "rotation.shape", r"has shape \[0, 8\]: it must be \[rank, 8\]"),
+        (
+            LOW_RANK | {"rotation": tensor(HIDDEN)},
+            "rotation.shape",
+            r"has shape \[8\]: it must be \[rank, 8\] with rank 1 to 64",
+        ),
+        (
+            LOW_RANK | {"rotation": tensor(0, HIDDEN)},
+            "rotation.shape",
+            r"has shape \[0, 8\]: it must be \[rank, 8\]",
+        ),
         (LOW_RANK | {"rotation": tensor(MAX_RANK + 1, HIDDEN)}, "rotation.shape", "rank 1 to 64"),
         (
             LOW_RANK | {"weight": tensor(2, HIDDEN)},
@@ -171,7 +250,9 @@ ZERO = tensor(HIDDEN, fill=0.0)
     ],
 )
 # field case 27
-def test_steering_that_the_model_cannot_take_is_refused_by_field(spec: dict[str, Any], field: str, words: str) -> None:
+def test_steering_that_the_model_cannot_take_is_refused_by_field(
+    spec: dict[str, Any], field: str, words: str
+) -> None:
     with pytest.raises(MidstreamError, match=words) as found:
         resolved(spec)
     assert (found.value.status, found.value.field) == (400, f"steering[0].{field}")
@@ -179,7 +260,10 @@ def test_steering_that_the_model_cannot_take_is_refused_by_field(spec: dict[str,
 
 def test_a_hook_that_the_model_lacks_is_refused() -> None:
     error = refused(LEAST["add"] | {"hook": "post_attn"}, hooks=["pre_attn", "post_block"])
-    assert (error.field, "the model has pre_attn, post_block" in error.detail) == ("steering[0].hook", True)
+    assert (error.field, "the model has pre_attn, post_block" in error.detail) == (
+        "steering[0].hook",
+        True,
+    )
 
 
 @pytest.mark.parametrize("name", ["scale", "alpha", "strength", "low", "high"])
@@ -193,43 +277,93 @@ def test_non_finite_numbers_are_refused_at_construction(name: str, value: float)
 def test_entries_that_cannot_share_a_row_are_counted() -> None:
     again = [LEAST["ablate"] | {"vector": tensor(HIDDEN)} for _ in range(5)]
     assert len(resolved(*again[:4])) == 4
-    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0") as found:
+    with pytest.raises(
+        MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
+    ) as found:
         resolved(*again)
-    assert (found.value.field, "merge directions into one lowrank" in str(found.value.allowed)) == ("steering", True)
-    assert len(resolved(*([LEAST["add"]] * 9), LEAST["ablate"], LEAST["clamp"], LEAST["replace"], LEAST["replace"], LOW_RANK)) == 14
-    assert len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5, "at another layer"
+    assert (found.value.field, "merge directions into one lowrank" in str(found.value.allowed)) == (
+        "steering",
+        True,
+    )
+    assert (
+        len(
+            resolved(
+                *([LEAST["add"]] * 9),
+                LEAST["ablate"],
+                LEAST["clamp"],
+                LEAST["replace"],
+                LEAST["replace"],
+                LOW_RANK,
+            )
+        )
+        == 14
+    )
+    assert (
+        len(resolved(*(spec | {"layers": layer % 4} for layer, spec in enumerate(again)))) == 5
+    ), "at another layer"
 
 
 def test_more_overlapping_position_sets_than_rows_per_token_are_refused() -> None:
-    """Replacements at one site that take turns between sets of positions with a token in common need a row each."""
+    """Replacements at one site that take turns between sets of positions with a token in common
+    need a row each.
+    """
 
     def steering(*positions: Any, op: str) -> int:
-        specs = [SteeringSpec(layers=0, **LEAST[op] | {"positions": position}) for position in positions]
+        specs = [
+            SteeringSpec(layers=0, **LEAST[op] | {"positions": position}) for position in positions
+        ]
         return len(resolve_edits([], specs, bounds(6, 5))[0])
 
-    assert steering(*([place] for place in range(5)), op="replace") == steering([0], [1], [0], [1], op="add") == 2, "none in common"
-    assert steering([0], [1], [0, 1], [1], [0], op="replace") == 2, "three sets that token 0 is in, and three that token 1 is in"
-    for positions, op in (([[0], [0, 1]] * 3, "replace"), ([[0, place] for place in range(1, 5)] + ["all"], "add")):
+    assert (
+        steering(*([place] for place in range(5)), op="replace")
+        == steering([0], [1], [0], [1], op="add")
+        == 2
+    ), "none in common"
+    assert steering([0], [1], [0, 1], [1], [0], op="replace") == 2, (
+        "three sets that token 0 is in, and three that token 1 is in"
+    )
+    for positions, op in (
+        ([[0], [0, 1]] * 3, "replace"),
+        ([[0, place] for place in range(1, 5)] + ["all"], "add"),
+    ):
         positions = positions[:5]
-        with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0") as found:
+        with pytest.raises(
+            MidstreamError, match="needs 5 rows of the steering table for one token for prompt 0"
+        ) as found:
             steering(*positions, op=op)
         assert (found.value.status, found.value.field) == (400, "steering")
-        assert "place entries that replace rows at the same positions next to each other" in str(found.value.allowed)
+        assert "place entries that replace rows at the same positions next to each other" in str(
+            found.value.allowed
+        )
 
 
 def test_overlap_limits_are_checked_per_prompt() -> None:
     """In a prompt of six tokens [0, -1] is [0, 5]; in one of seven it is a fifth set."""
-    specs = [SteeringSpec(layers=0, vector=VECTOR, positions=[0, position]) for position in (1, 2, 3, 5, -1)]
+    specs = [
+        SteeringSpec(layers=0, vector=VECTOR, positions=[0, position])
+        for position in (1, 2, 3, 5, -1)
+    ]
     resolve_edits([], specs, bounds(6, 6))
-    with pytest.raises(MidstreamError, match="needs 5 rows of the steering table for one token for prompt 2"):
+    with pytest.raises(
+        MidstreamError, match="needs 5 rows of the steering table for one token for prompt 2"
+    ):
         resolve_edits([], specs, bounds(6, 6, 7))
 
 
 def test_what_one_request_needs_must_fit_the_workers_tables() -> None:
     assert resolved(LOW_RANK | {"layers": "all"}, steering_entries=6)
-    with pytest.raises(MidstreamError, match=r"needs 6 steering entries for prompt 0; the worker has 5 \(setting steering_entries\)"):
+    with pytest.raises(
+        MidstreamError,
+        match=(
+            r"needs 6 steering entries for prompt 0; the worker has 5 \(setting "
+            r"steering_entries\)"
+        ),
+    ):
         resolved(LOW_RANK | {"layers": "all"}, steering_entries=5)
-    with pytest.raises(MidstreamError, match=r"needs 2 steering rows for prompt 0; the worker has 1 \(setting steering_rows\)"):
+    with pytest.raises(
+        MidstreamError,
+        match=r"needs 2 steering rows for prompt 0; the worker has 1 \(setting steering_rows\)",
+    ):
         resolved(LEAST["ablate"], LEAST["ablate"], steering_rows=1)
 
 
@@ -244,10 +378,15 @@ def test_the_table_has_a_row_for_every_op_and_family() -> None:
 
 def test_the_page_on_steering_and_the_table_agree_on_every_formula_and_field() -> None:
     page = (ROOT / "docs" / "steering.md").read_text()
-    _, *said = re.findall(r"^\| (`.+) \| (.+) \| (.+) \| .+ \|$", page[: page.index("## Limits")], re.MULTILINE)
+    _, *said = re.findall(
+        r"^\| (`.+) \| (.+) \| (.+) \| .+ \|$", page[: page.index("## Limits")], re.MULTILINE
+    )
     wanted = [
         (family.written, family.result, set(family.fields) or {*family.tensors, *family.options})
         for family in FAMILIES
         if family.flag != "mask"
     ]
-    assert [(op.replace("`", ""), result, set(re.findall(r"`(\w+)`", fields))) for op, result, fields in said] == wanted
+    assert [
+        (op.replace("`", ""), result, set(re.findall(r"`(\w+)`", fields)))
+        for op, result, fields in said
+    ] == wanted

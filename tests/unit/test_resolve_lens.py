@@ -20,7 +20,9 @@ from midstream.workers.fake.model import make_bundle, make_tokenizer
 SERVED = {"readings": {"lens": ""}}
 
 
-def resolved(lens: dict[str, Any], *lengths: int, capture: CaptureSpec | None = None, **changes: Any) -> list[list[StoredCapture]]:
+def resolved(
+    lens: dict[str, Any], *lengths: int, capture: CaptureSpec | None = None, **changes: Any
+) -> list[list[StoredCapture]]:
     limits = bounds(*lengths, **(SERVED | changes))
     parsed: Any = SimpleNamespace(lens=msgspec.convert(lens, LensSpec), features=[], readers=[])
     return resolve_captures(capture, limits, resolve_readings(parsed, limits))
@@ -40,14 +42,26 @@ def test_the_default_lens_reads_the_last_token_of_all_layers() -> None:
 @pytest.mark.parametrize(
     ("lens", "field", "words"),
     [
-        ({"hook": "mlp_in", "top_k": 2}, "lens.hook", "do not go through the model's final norm; valid: pre_attn, attn_out"),
+        (
+            {"hook": "mlp_in", "top_k": 2},
+            "lens.hook",
+            "do not go through the model's final norm; valid: pre_attn, attn_out",
+        ),
         ({"hook": "post_attn", "top_k": 2}, "lens.hook", "unknown hook 'post_attn'"),
         ({"layers": "0-9", "top_k": 2}, "lens.layers", "layer 9"),
         ({"positions": [7], "top_k": 2}, "lens.positions[0]", "7"),
         ({"top_k": 10}, "lens.top_k", "10 exceeds the vocabulary's 9 tokens"),
-        ({"tokens": [3, 9], "top_k": 2}, "lens.tokens[1]", "token id 9 is outside the vocabulary; valid: 0 to 8"),
+        (
+            {"tokens": [3, 9], "top_k": 2},
+            "lens.tokens[1]",
+            "token id 9 is outside the vocabulary; valid: 0 to 8",
+        ),
         ({"tokens": [3, 3], "top_k": 2}, "lens.tokens[1]", "named twice"),
-        ({"positions": "all", "top_k": 9}, "lens", "may produce 2826 bytes of results: a response holds at most 1 KiB per prompt"),
+        (
+            {"positions": "all", "top_k": 9},
+            "lens",
+            "may produce 2826 bytes of results: a response holds at most 1 KiB per prompt",
+        ),
     ],
 )
 def test_a_wrong_lens_is_refused_by_its_field(lens: dict[str, Any], field: str, words: str) -> None:
@@ -64,9 +78,15 @@ def test_top_k_is_bounded(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("readings", "words"), [({}, "run a version of Midstream without it"), ({"lens": "the output matrix is elsewhere"}, "is elsewhere")]
+    ("readings", "words"),
+    [
+        ({}, "run a version of Midstream without it"),
+        ({"lens": "the output matrix is elsewhere"}, "is elsewhere"),
+    ],
 )
-def test_a_model_without_a_lens_refuses_it_with_the_reason(readings: dict[str, str], words: str) -> None:
+def test_a_model_without_a_lens_refuses_it_with_the_reason(
+    readings: dict[str, str], words: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         resolved({"top_k": 1}, readings=readings)
     assert (refused.value.field, words in refused.value.detail) == ("lens", True)
@@ -99,4 +119,7 @@ def test_named_tokens_are_ids_or_texts_of_one_token() -> None:
     assert spec.tokens == [tokenizer.token_to_id("a"), 5, tokenizer.token_to_id("b")]
     with pytest.raises(MidstreamError) as refused:
         asyncio.run(with_token_ids(LensSpec(tokens=[5, "ab"]), codec))
-    assert (refused.value.field, refused.value.detail) == ("lens.tokens[1]", "'ab' is 2 tokens: 'a', 'b'")
+    assert (refused.value.field, refused.value.detail) == (
+        "lens.tokens[1]",
+        "'ab' is 2 tokens: 'a', 'b'",
+    )

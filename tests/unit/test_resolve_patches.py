@@ -17,7 +17,13 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
 from midstream.schemas.source_runs import ZEROS, RunPrompt, RunView
-from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec, StoredSteering
+from midstream.schemas.specs import (
+    CaptureSpec,
+    PatchSource,
+    PatchSpec,
+    SteeringSpec,
+    StoredSteering,
+)
 from midstream.schemas.steering import Module, content_digest
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
 
@@ -28,16 +34,30 @@ OTHER = from_numpy(np.ones(HIDDEN, np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
 #: Five tokens, of which all but the last were captured, at two hooks.
 CLEAN = RunPrompt(
-    request=0, tokens=5, sites={"pre_attn": [0, 1, 2, 3], "post_block": [0, 2]}, positions=[0, 1, 2, 3], token_ids=[1, 2, 3, 4],
-    dtype="float32", hidden_size=HIDDEN, bytes=0,
-)  # fmt: skip
+    request=0,
+    tokens=5,
+    sites={"pre_attn": [0, 1, 2, 3], "post_block": [0, 2]},
+    positions=[0, 1, 2, 3],
+    token_ids=[1, 2, 3, 4],
+    dtype="float32",
+    hidden_size=HIDDEN,
+    bytes=0,
+)
 
 
 def model(**changes: Any) -> ModelInfo:
     facts: dict[str, Any] = {
-        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": LAYERS, "hidden_size": HIDDEN,
-        "vocab_size": 9, "max_model_len": 64, "dtype": "float16", "hooks": [hook for hook in HOOKS if hook != "mlp_in"], "tokenizer": "",
-    }  # fmt: skip
+        "name": "m",
+        "version": __version__,
+        "architecture": "LlamaForCausalLM",
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "vocab_size": 9,
+        "max_model_len": 64,
+        "dtype": "float16",
+        "hooks": [hook for hook in HOOKS if hook != "mlp_in"],
+        "tokenizer": "",
+    }
     return ModelInfo(**(facts | changes))
 
 
@@ -46,16 +66,29 @@ def changed(**changes: Any) -> RunPrompt:
 
 
 def run(*prompts: RunPrompt, **changes: Any) -> RunView:
-    facts: dict[str, Any] = {"name": "clean", "model": "m", "job": "job_1", "tag": "t", "created": 0.0, "state": "ready"}
+    facts: dict[str, Any] = {
+        "name": "clean",
+        "model": "m",
+        "job": "job_1",
+        "tag": "t",
+        "created": 0.0,
+        "state": "ready",
+    }
     return RunView(**(facts | {"prompts": list(prompts) or [CLEAN]} | changes))
 
 
 def module(*specs: SteeringSpec) -> Module:
     content = resolve_module(specs, model())
     return Module(
-        name="joy", model="m", digest=content_digest(content.entries), entries=content.entries, bytes=content.size, created=0.0,
-        hidden_size=HIDDEN, reach=content.reach,
-    )  # fmt: skip
+        name="joy",
+        model="m",
+        digest=content_digest(content.entries),
+        entries=content.entries,
+        bytes=content.size,
+        created=0.0,
+        hidden_size=HIDDEN,
+        reach=content.reach,
+    )
 
 
 STANDING = ModelState(runs={"clean": run()}, run_names=["clean", "corrupt"])
@@ -64,14 +97,25 @@ STANDING = ModelState(runs={"clean": run()}, run_names=["clean", "corrupt"])
 def patch(source: Any = None, positions: Any = (0,), **fields: Any) -> PatchSpec:
     given = {"run": "clean"} if source is None else source
     wish = list(positions) if isinstance(positions, tuple) else positions
-    return PatchSpec(**({"layers": 0, "hook": "pre_attn", "positions": wish, "source": PatchSource(**given)} | fields))
+    return PatchSpec(
+        **(
+            {"layers": 0, "hook": "pre_attn", "positions": wish, "source": PatchSource(**given)}
+            | fields
+        )
+    )
 
 
 def resolved(
-    specs: list[PatchSpec], steering: Any = (), lengths: tuple[int, ...] = (6,), max_tokens: int = 4, model_state: ModelState = STANDING,
+    specs: list[PatchSpec],
+    steering: Any = (),
+    lengths: tuple[int, ...] = (6,),
+    max_tokens: int = 4,
+    model_state: ModelState = STANDING,
     **changes: Any,
-) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:  # fmt: skip
-    bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], max_tokens)
+) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    bounds = Bounds(
+        model(**changes), [PromptFacts(length, _find) for length in lengths], max_tokens
+    )
     return resolve_edits(specs, list(steering), bounds, model_state)
 
 
@@ -83,7 +127,10 @@ def entries(*specs: PatchSpec, **more: Any) -> list[StoredSteering]:
 
 def rows(*specs: PatchSpec, **more: Any) -> list[tuple[Any, str]]:
     """(Where, what) of each entry, without what names the run."""
-    return [(entry.positions, entry.tensors[0].removeprefix("run:job_1.0.t:")) for entry in entries(*specs, **more)]
+    return [
+        (entry.positions, entry.tensors[0].removeprefix("run:job_1.0.t:"))
+        for entry in entries(*specs, **more)
+    ]
 
 
 def refused(*specs: PatchSpec, **more: Any) -> MidstreamError:
@@ -99,13 +146,21 @@ def _find(span: Span) -> list[int]:
     return [2, 3]
 
 
-# --- Which rows ------------------------------------------------------------------------------------------------------------
+# --- Which rows
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_row_of_a_run_is_put_in_place_by_its_name_in_each_layer() -> None:
-    assert entries(patch({"run": "clean", "position": 3}, layers="1,-1", hook="resid_pre", alpha=0.5)) == [
+    assert entries(
+        patch({"run": "clean", "position": 3}, layers="1,-1", hook="resid_pre", alpha=0.5)
+    ) == [
         StoredSteering(
-            layers=[layer], hook="pre_attn", positions=[0], family="replace", tensors=[f"run:job_1.0.t:pre_attn:{layer}:3"], numbers=[0.5]
+            layers=[layer],
+            hook="pre_attn",
+            positions=[0],
+            family="replace",
+            tensors=[f"run:job_1.0.t:pre_attn:{layer}:3"],
+            numbers=[0.5],
         )
         for layer in (1, 3)
     ]
@@ -118,26 +173,33 @@ def test_a_row_of_a_run_is_put_in_place_by_its_name_in_each_layer() -> None:
         ([3, -6], None, [([0], "0"), ([3], "3")]),
         ([0, -1], 2, [([0, 5], "2")]),  # one for all, and so one entry
         ("last_prompt", -2, [([5], "3")]),  # from the end of the run's prompt, not of this one
-        ([4, 0, 2], [3, 1, -5], [([0], "3"), ([2], "1"), ([4], "0")]),  # in ascending order of what is patched
+        # in ascending order of what is patched
+        ([4, 0, 2], [3, 1, -5], [([0], "3"), ([2], "1"), ([4], "0")]),
         ([1, 2, 3], [0, 1, 0], [([1, 3], "0"), ([2], "1")]),  # those that share a row are one entry
         ([Span(text="here")], None, [([2], "2"), ([3], "3")]),
         (Span(text="here"), [0, 1], [([2], "0"), ([3], "1")]),
         (Span(start=1, stop=3), None, [([1], "1"), ([2], "2")]),
-        (Span(start=5, stop=7), [0, 1], [([5], "0"), ([6], "1")]),  # the second is the first generated token
+        # the second is the first generated token
+        (Span(start=5, stop=7), [0, 1], [([5], "0"), ([6], "1")]),
         (Span(start=5, stop=7), 0, [([5, 6], "0")]),
         ("all_generated", 0, [("all_generated", "0")]),
         ("all", 0, [("all", "0")]),
         (Span(start=4), 0, [(Window(start=4), "0")]),
     ],
 )
-def test_source_positions_meet_those_that_are_patched(positions: Any, position: Any, expected: Any) -> None:  # field case 34
+def test_source_positions_meet_those_that_are_patched(
+    positions: Any, position: Any, expected: Any
+) -> None:
+    # field case 34
     found = rows(patch({"run": "clean", "position": position}, positions))
     assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
 
 
 def test_negative_places_are_counted_in_each_prompt_and_those_of_the_run_in_the_run() -> None:
     per_prompt, _ = resolved([patch({"run": "clean", "position": -2}, [-1])], lengths=(6, 3))
-    assert [[(entry.positions, entry.tensors[0][-1]) for entry in found] for found in per_prompt] == [[([5], "3")], [([2], "3")]]
+    assert [
+        [(entry.positions, entry.tensors[0][-1]) for entry in found] for found in per_prompt
+    ] == [[([5], "3")], [([2], "3")]]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +228,9 @@ def test_where_one_token_is_generated_the_request_ends_with_its_prompt() -> None
 
 def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
     second = changed(request=7)
-    model_state = ModelState(runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")})
+    model_state = ModelState(
+        runs={"clean": run(CLEAN, second), "job_9": run(name="job_9", job="job_9")}
+    )
     wished = [patch({"run": "clean", "prompt": 7}), patch({"run": "job_9"}, (1,))]
     assert [entry.tensors for entry in entries(*wished, model_state=model_state)] == [
         ["run:job_1.7.t:pre_attn:0:0"],
@@ -174,12 +238,20 @@ def test_the_rows_of_each_prompt_of_a_run_have_names_of_their_own() -> None:
     ]
 
 
-# --- Other sources ---------------------------------------------------------------------------------------------------------
+# --- Other sources
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> None:
-    ((entry,),), blobs = resolved([patch({"vector": VECTOR}, "last_prompt", layers="all", hook="mlp_out")])
-    assert (entry.layers, entry.positions, entry.tensors, entry.numbers) == ([0, 1, 2, 3], [5], [content_hash(VECTOR)], [1.0])
+    ((entry,),), blobs = resolved(
+        [patch({"vector": VECTOR}, "last_prompt", layers="all", hook="mlp_out")]
+    )
+    assert (entry.layers, entry.positions, entry.tensors, entry.numbers) == (
+        [0, 1, 2, 3],
+        [5],
+        [content_hash(VECTOR)],
+        [1.0],
+    )
     assert from_msgpack(blobs[content_hash(VECTOR)], Tensor) == VECTOR
 
 
@@ -187,7 +259,13 @@ def test_a_vector_of_the_request_is_named_by_its_content_and_comes_with_it() -> 
 def test_a_module_of_one_vector_is_that_vector_times_its_scale(op: Any) -> None:
     joy = module(SteeringSpec(layers=3, op=op, vector=VECTOR, scale=2.0, positions="all_generated"))
     ((entry,),), blobs = resolved([patch({"module": "joy"})], model_state=ModelState({"joy": joy}))
-    assert (entry.layers, entry.positions, entry.tensors, entry.scale, blobs) == ([0], [0], [content_hash(VECTOR)], 2.0, {})
+    assert (entry.layers, entry.positions, entry.tensors, entry.scale, blobs) == (
+        [0],
+        [0],
+        [content_hash(VECTOR)],
+        2.0,
+        {},
+    )
 
 
 def test_zeros_need_no_bytes() -> None:
@@ -195,7 +273,8 @@ def test_zeros_need_no_bytes() -> None:
     assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
 
 
-# --- Masks and order -------------------------------------------------------------------------------------------------------
+# --- Masks and order
+# --------------------------------------------------------------------------------------------------
 
 
 def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,21 +287,33 @@ def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
     ((entry,),), blobs = resolved([patch(mask="0-1,-1")])
-    assert (entry.family, entry.tensors[0], entry.numbers) == ("replace_masked", "run:job_1.0.t:pre_attn:0:0", [1.0])
+    assert (entry.family, entry.tensors[0], entry.numbers) == (
+        "replace_masked",
+        "run:job_1.0.t:pre_attn:0:0",
+        [1.0],
+    )
     mask = from_msgpack(blobs[entry.tensors[1]], Tensor)
     assert (mask.dtype, to_numpy(mask).tolist()) == ("float32", [1, 1, 0, 0, 0, 0, 0, 1])
     assert content_hash(mask) == entry.tensors[1]
-    assert [entry.family for entry in entries(patch(mask="all"))] == ["replace"], "all dimensions are no mask"
+    assert [entry.family for entry in entries(patch(mask="all"))] == ["replace"], (
+        "all dimensions are no mask"
+    )
 
 
 def test_patches_stand_in_front_of_the_requests_steering() -> None:
-    steering = [SteeringSpec(layers=0, vector=OTHER), SteeringSpec(layers=0, hook="pre_attn", vector=OTHER, op="replace")]
+    steering = [
+        SteeringSpec(layers=0, vector=OTHER),
+        SteeringSpec(layers=0, hook="pre_attn", vector=OTHER, op="replace"),
+    ]
     per_prompt, blobs = resolved([patch()], steering, lengths=(6, 3))
-    assert [[entry.family for entry in found] for found in per_prompt] == [["replace", "add", "replace"]] * 2
+    assert [[entry.family for entry in found] for found in per_prompt] == [
+        ["replace", "add", "replace"]
+    ] * 2
     assert list(blobs) == [content_hash(OTHER)]
 
 
-# --- Refusals --------------------------------------------------------------------------------------------------------------
+# --- Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 # field cases 21, 27, 34
@@ -232,13 +323,25 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"layers": 9}, "layers", "layer 9 is out of range"),
         ({"layers": []}, "layers", "no layer given"),
         ({"hook": "mlp_in"}, "hook", "unknown hook 'mlp_in': the model has"),
-        ({"positions": [0, 6]}, "positions[1]", "position 6 is out of range: the prompt has positions 0 to 5"),
+        (
+            {"positions": [0, 6]},
+            "positions[1]",
+            "position 6 is out of range: the prompt has positions 0 to 5",
+        ),
         ({"positions": [-7]}, "positions[0]", "position -7 is out of range: the prompt has"),
         ({"positions": []}, "positions", "no position given"),
         ({"positions": [Span(text="gone")]}, "positions[0]", "'gone' is not there"),
-        ({"positions": Span(start=9)}, "positions.start", "position 9 is never patched: the model computes positions 0 to 8 at most"),
+        (
+            {"positions": Span(start=9)},
+            "positions.start",
+            "position 9 is never patched: the model computes positions 0 to 8 at most",
+        ),
         ({"positions": Span(start=7, stop=10)}, "positions.stop", "the range stops at 10"),
-        ({"positions": Span(start=20)}, "positions.start", "position 20 is out of range: the prompt and the generated tokens"),
+        (
+            {"positions": Span(start=20)},
+            "positions.start",
+            "position 20 is out of range: the prompt and the generated tokens",
+        ),
         ({"mask": []}, "mask", "no dimension given"),
         ({"mask": ""}, "mask", "not a dimension selector"),
         ({"mask": "0-8"}, "mask", "dimension 8 is out of range: the model has dimensions 0 to 7"),
@@ -247,14 +350,46 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
         ({"source": {"run": ""}}, "source.run", "unknown source run ''"),
         ({"source": {"run": "clean", "prompt": 1}}, "source.prompt", "has no rows of prompt 1"),
         ({"hook": "post_attn"}, "hook", "post_attn was not captured in run 'clean'"),
-        ({"hook": "post_block", "layers": "0-2"}, "layers", "layer 1 was not captured at post_block in run 'clean', which has 0, 2"),
-        ({"positions": [4]}, "source.position", "position 4 was not captured: the run has positions 0-3"),
-        ({"source": {"run": "clean", "position": 7}}, "source.position", "position 7 was not captured: the run has positions 0-3"),
-        ({"source": {"run": "clean", "position": -1}}, "source.position", "position 4 was not captured: the run has positions 0-3"),
-        ({"source": {"run": "clean", "position": -6}}, "source.position", "the run's prompt has positions 0 to 4"),
-        ({"source": {"run": "clean", "position": [0, 1]}}, "source.position", "has length 2, but the number of patched positions is 1"),
-        ({"source": {"run": "clean", "position": [8]}}, "source.position[0]", "position 8 was not captured"),
-        ({"positions": "all_generated"}, "source.position", "is required, because the patched positions are open-ended"),
+        (
+            {"hook": "post_block", "layers": "0-2"},
+            "layers",
+            "layer 1 was not captured at post_block in run 'clean', which has 0, 2",
+        ),
+        (
+            {"positions": [4]},
+            "source.position",
+            "position 4 was not captured: the run has positions 0-3",
+        ),
+        (
+            {"source": {"run": "clean", "position": 7}},
+            "source.position",
+            "position 7 was not captured: the run has positions 0-3",
+        ),
+        (
+            {"source": {"run": "clean", "position": -1}},
+            "source.position",
+            "position 4 was not captured: the run has positions 0-3",
+        ),
+        (
+            {"source": {"run": "clean", "position": -6}},
+            "source.position",
+            "the run's prompt has positions 0 to 4",
+        ),
+        (
+            {"source": {"run": "clean", "position": [0, 1]}},
+            "source.position",
+            "has length 2, but the number of patched positions is 1",
+        ),
+        (
+            {"source": {"run": "clean", "position": [8]}},
+            "source.position[0]",
+            "position 8 was not captured",
+        ),
+        (
+            {"positions": "all_generated"},
+            "source.position",
+            "is required, because the patched positions are open-ended",
+        ),
         (
             {"positions": Span(start=2), "source": {"run": "clean", "position": [1]}},
             "source.position",
@@ -265,17 +400,41 @@ def test_patches_stand_in_front_of_the_requests_steering() -> None:
             "source.positions",
             "position 4 was not captured: the run has positions 0-3",
         ),
-        ({"source": {"run": "clean", "mean": True, "positions": [5]}}, "source.positions[0]", "position 5 is out of range: the prompt has"),
-        ({"source": {"run": "clean", "mean": True, "positions": Span(start=1, stop=1 << 30)}}, "source.positions", "was not captured"),
-        ({"source": {"run": "clean", "mean": True, "positions": "all_generated"}}, "source.positions", "the run has no rows there"),
-        ({"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}}, "source.positions[0].text", "positions but no text"),
-        ({"source": {"vector": from_numpy(np.ones(4, np.float32))}}, "source.vector.shape", "has shape [4]: it must be [8]"),
+        (
+            {"source": {"run": "clean", "mean": True, "positions": [5]}},
+            "source.positions[0]",
+            "position 5 is out of range: the prompt has",
+        ),
+        (
+            {"source": {"run": "clean", "mean": True, "positions": Span(start=1, stop=1 << 30)}},
+            "source.positions",
+            "was not captured",
+        ),
+        (
+            {"source": {"run": "clean", "mean": True, "positions": "all_generated"}},
+            "source.positions",
+            "the run has no rows there",
+        ),
+        (
+            {"source": {"run": "clean", "mean": True, "positions": [Span(text="x")]}},
+            "source.positions[0].text",
+            "positions but no text",
+        ),
+        (
+            {"source": {"vector": from_numpy(np.ones(4, np.float32))}},
+            "source.vector.shape",
+            "has shape [4]: it must be [8]",
+        ),
         (
             {"source": {"vector": from_numpy(np.full(HIDDEN, np.nan))}},
             "source.vector.data",
             "element 0 is not finite (non-finite elements: 8 of 8",
         ),
-        ({"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}}, "source.vector.data", "float16 allows at most"),
+        (
+            {"source": {"vector": from_numpy(np.full(HIDDEN, 1e6))}},
+            "source.vector.data",
+            "float16 allows at most",
+        ),
         ({"source": {"module": "sad"}}, "source.module", "unknown module 'sad'"),
     ],
 )
@@ -288,12 +447,21 @@ def test_invalid_patches_name_the_field(wish: dict[str, Any], field: str, words:
 def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 34
     found = refused(patch(positions=[2]), patch({"zeros": True}, [4]), lengths=(6, 3))
     assert (found.field, found.detail) == (
-        "patch[1].positions[0]", "prompt 1: position 4 is out of range: the prompt has positions 0 to 2",
-    )  # fmt: skip
+        "patch[1].positions[0]",
+        "prompt 1: position 4 is out of range: the prompt has positions 0 to 2",
+    )
     found = refused(patch(positions=[-1]), lengths=(4, 6))
-    assert (found.field, found.detail) == ("patch[0].source.position", "prompt 1: position 5 was not captured: the run has positions 0-3")
-    found = refused(patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6))
-    assert (found.field, "prompt 1: has length 2, but" in found.detail) == ("patch[0].source.position", True)
+    assert (found.field, found.detail) == (
+        "patch[0].source.position",
+        "prompt 1: position 5 was not captured: the run has positions 0-3",
+    )
+    found = refused(
+        patch({"run": "clean", "position": [0, 1]}, Span(start=4, stop=-1)), lengths=(7, 6)
+    )
+    assert (found.field, "prompt 1: has length 2, but" in found.detail) == (
+        "patch[0].source.position",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,9 +482,15 @@ def test_in_several_prompts_the_one_at_fault_is_named() -> None:  # field case 3
         ),
     ],
 )
-def test_a_run_that_cannot_be_used_is_refused_with_why(source: RunView, words: str, allowed: str | None) -> None:
+def test_a_run_that_cannot_be_used_is_refused_with_why(
+    source: RunView, words: str, allowed: str | None
+) -> None:
     found = refused(patch(), model_state=ModelState(runs={"clean": source}))
-    assert (found.field, words in found.detail, (allowed or "") in (found.allowed or "")) == ("patch[0].source.run", True, True), found
+    assert (found.field, words in found.detail, (allowed or "") in (found.allowed or "")) == (
+        "patch[0].source.run",
+        True,
+        True,
+    ), found
 
 
 def test_an_unknown_run_is_answered_with_those_there_are() -> None:
@@ -326,21 +500,35 @@ def test_an_unknown_run_is_answered_with_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ([SteeringSpec(layers=0, vector=VECTOR), SteeringSpec(layers=1, vector=VECTOR)], "it has 2 entries"),
+        (
+            [SteeringSpec(layers=0, vector=VECTOR), SteeringSpec(layers=1, vector=VECTOR)],
+            "it has 2 entries",
+        ),
         ([SteeringSpec(layers=0, op="ablate", vector=VECTOR)], "it has op 'ablate'"),
         ([SteeringSpec(layers=0, norm_match=True, vector=VECTOR)], "norm_match"),
         (
-            [SteeringSpec(layers=0, op="lowrank", rotation=RANK2, weight=RANK2, bias=from_numpy(np.zeros(2, np.float32)))],
+            [
+                SteeringSpec(
+                    layers=0,
+                    op="lowrank",
+                    rotation=RANK2,
+                    weight=RANK2,
+                    bias=from_numpy(np.zeros(2, np.float32)),
+                )
+            ],
             "it has op 'lowrank'",
         ),
     ],
 )
-def test_a_module_that_is_not_one_vector_is_no_source(specs: list[SteeringSpec], words: str) -> None:
+def test_a_module_that_is_not_one_vector_is_no_source(
+    specs: list[SteeringSpec], words: str
+) -> None:
     found = refused(patch({"module": "joy"}), model_state=ModelState({"joy": module(*specs)}))
     assert (found.field, words in found.detail) == ("patch[0].source.module", True), found
 
 
-# --- How much --------------------------------------------------------------------------------------------------------------
+# --- How much
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_request_may_patch_many_positions_but_no_token_more_than_four_times() -> None:
@@ -348,15 +536,22 @@ def test_a_request_may_patch_many_positions_but_no_token_more_than_four_times() 
     assert len(entries(*many, *many)) == 12
     crowd = [patch({"zeros": True}, list(range(first, 6))) for first in range(5)]
     found = refused(*crowd, lengths=(20, 6))
-    assert (found.field, "needs 5 rows of the steering table for one token for prompt 0" in found.detail) == ("patch", True), found
+    assert (
+        found.field,
+        "needs 5 rows of the steering table for one token for prompt 0" in found.detail,
+    ) == ("patch", True), found
     found = refused(*crowd[:4], steering=[SteeringSpec(layers=0, vector=VECTOR)])
     assert found.field == "patch"
 
 
 def test_positions_that_meet_in_one_prompt_only_are_refused_for_that_one() -> None:
-    wished = [patch({"zeros": True}, [-place]) for place in range(1, 4)] + [patch({"zeros": True}, [place, 9]) for place in (0, 1)]
+    wished = [patch({"zeros": True}, [-place]) for place in range(1, 4)] + [
+        patch({"zeros": True}, [place, 9]) for place in (0, 1)
+    ]
     assert len(entries(*wished, lengths=(12,))) == 5
-    crowd = [patch({"zeros": True}, [0, -place], layers=place % LAYERS) for place in range(1, 5)] + [patch({"zeros": True}, [4])]
+    crowd = [
+        patch({"zeros": True}, [0, -place], layers=place % LAYERS) for place in range(1, 5)
+    ] + [patch({"zeros": True}, [4])]
     steering = [SteeringSpec(layers=0, vector=VECTOR, positions=[-5])]
     assert len(resolved(crowd, steering, lengths=(12, 11))[0]) == 2
     found = refused(*crowd, steering=steering, lengths=(12, 5))
@@ -385,7 +580,10 @@ def test_entries_per_prompt_are_bounded() -> None:
     )
     assert len(entries(wished, **more)) == MAX_ENTRIES
     found = refused(wished, steering=[SteeringSpec(layers=0, vector=VECTOR)], **more)
-    assert (found.field, f"needs {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == ("patch", True), found
+    assert (found.field, f"needs {MAX_ENTRIES + 1} entries for prompt 0" in found.detail) == (
+        "patch",
+        True,
+    ), found
 
 
 def test_rows_per_job_and_runs_per_request_are_bounded() -> None:
@@ -396,7 +594,8 @@ def test_rows_per_job_and_runs_per_request_are_bounded() -> None:
     assert (found.field, "source runs" in found.detail) == ("patch", True)
 
 
-# --- A capture that becomes a run --------------------------------------------------------------------------------------------
+# --- A capture that becomes a run
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_named_run_needs_files() -> None:
@@ -404,4 +603,7 @@ def test_a_named_run_needs_files() -> None:
     assert resolve_captures(CaptureSpec(run="clean", consumers=["memory", "filesystem"]), bounds)
     with pytest.raises(MidstreamError) as found:
         resolve_captures(CaptureSpec(run="clean", consumers=["memory"]), bounds)
-    assert (found.value.field, "requires the consumer 'filesystem'" in found.value.detail) == ("capture.run", True)
+    assert (found.value.field, "requires the consumer 'filesystem'" in found.value.detail) == (
+        "capture.run",
+        True,
+    )

@@ -25,9 +25,17 @@ RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
 
 def model(**changes: Any) -> ModelInfo:
     facts: dict[str, Any] = {
-        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": 4, "hidden_size": HIDDEN, "vocab_size": 9,
-        "max_model_len": 64, "dtype": "float16", "hooks": list(HOOKS), "tokenizer": "",
-    }  # fmt: skip
+        "name": "m",
+        "version": __version__,
+        "architecture": "LlamaForCausalLM",
+        "num_layers": 4,
+        "hidden_size": HIDDEN,
+        "vocab_size": 9,
+        "max_model_len": 64,
+        "dtype": "float16",
+        "hooks": list(HOOKS),
+        "tokenizer": "",
+    }
     return ModelInfo(**(facts | changes))
 
 
@@ -38,16 +46,30 @@ def spec(**fields: Any) -> SteeringSpec:
 def module(*specs: SteeringSpec, name: str = "joy") -> Module:
     content = resolve_module(specs or [spec()], model())
     return Module(
-        name=name, model="m", digest=content_digest(content.entries), entries=content.entries, bytes=content.size, created=0.0,
-        hidden_size=HIDDEN, reach=content.reach,
-    )  # fmt: skip
+        name=name,
+        model="m",
+        digest=content_digest(content.entries),
+        entries=content.entries,
+        bytes=content.size,
+        created=0.0,
+        hidden_size=HIDDEN,
+        reach=content.reach,
+    )
 
 
 def resolved(
-    specs: list[SteeringSpec], *modules: Module, lengths: tuple[int, ...] = (6,), global_steering: Any = None, **changes: Any
+    specs: list[SteeringSpec],
+    *modules: Module,
+    lengths: tuple[int, ...] = (6,),
+    global_steering: Any = None,
+    **changes: Any,
 ) -> Any:
     bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], 4)
-    model_state = ModelState({one.name: one for one in modules}, global_steering or GlobalSteering(), sorted(one.name for one in modules))
+    model_state = ModelState(
+        {one.name: one for one in modules},
+        global_steering or GlobalSteering(),
+        sorted(one.name for one in modules),
+    )
     return resolve_edits([], specs, bounds, model_state)
 
 
@@ -64,15 +86,35 @@ def refused(call: Any, *arguments: Any, **more: Any) -> MidstreamError:
     return found.value
 
 
-# --- Modules in a request ----------------------------------------------------------------------------------------------
+# --- Modules in a request
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_module_is_its_entries_at_their_own_positions_and_brings_no_tensor() -> None:
-    joy = module(spec(layers="1,3", hook="resid_pre", positions=[-1], scale=2.0), spec(op="ablate", vector=OTHER))
-    (first, second), blobs = resolved([SteeringSpec(module="joy"), spec(vector=OTHER)], joy, lengths=(6, 3))
+    joy = module(
+        spec(layers="1,3", hook="resid_pre", positions=[-1], scale=2.0),
+        spec(op="ablate", vector=OTHER),
+    )
+    (first, second), blobs = resolved(
+        [SteeringSpec(module="joy"), spec(vector=OTHER)], joy, lengths=(6, 3)
+    )
     assert first[:2] == [
-        StoredSteering(layers=[1, 3], hook="pre_attn", positions=[5], family="add", tensors=[content_hash(VECTOR)], scale=2.0),
-        StoredSteering(layers=[0], hook="post_block", positions="all", family="ablate", tensors=[content_hash(OTHER)], numbers=[1.0]),
+        StoredSteering(
+            layers=[1, 3],
+            hook="pre_attn",
+            positions=[5],
+            family="add",
+            tensors=[content_hash(VECTOR)],
+            scale=2.0,
+        ),
+        StoredSteering(
+            layers=[0],
+            hook="post_block",
+            positions="all",
+            family="ablate",
+            tensors=[content_hash(OTHER)],
+            numbers=[1.0],
+        ),
     ]
     assert [entry.positions for entry in second] == [[2], "all", "all"]
     assert list(blobs) == [content_hash(OTHER)], "what came with the request, not with the module"
@@ -80,11 +122,23 @@ def test_a_module_is_its_entries_at_their_own_positions_and_brings_no_tensor() -
 
 def test_a_request_sets_scale_and_positions_of_a_module() -> None:
     everything = module(
-        spec(scale=3.0), spec(layers=1, norm_match=True, scale=0.5), spec(layers=1, op="ablate", strength=0.25),
-        spec(layers=1, op="clamp", strength=0.5, low=-1.0, high=1.0), spec(layers=2, op="replace", alpha=0.5, scale=2.0),
-        SteeringSpec(layers=3, op="lowrank", rotation=RANK2, weight=RANK2, bias=from_numpy(np.zeros(2, np.float32)), strength=2.0),
-    )  # fmt: skip
-    ((*entries,),), _ = resolved([SteeringSpec(module="joy", scale=2.0, positions=[0, -1])], everything)
+        spec(scale=3.0),
+        spec(layers=1, norm_match=True, scale=0.5),
+        spec(layers=1, op="ablate", strength=0.25),
+        spec(layers=1, op="clamp", strength=0.5, low=-1.0, high=1.0),
+        spec(layers=2, op="replace", alpha=0.5, scale=2.0),
+        SteeringSpec(
+            layers=3,
+            op="lowrank",
+            rotation=RANK2,
+            weight=RANK2,
+            bias=from_numpy(np.zeros(2, np.float32)),
+            strength=2.0,
+        ),
+    )
+    ((*entries,),), _ = resolved(
+        [SteeringSpec(module="joy", scale=2.0, positions=[0, -1])], everything
+    )
     assert [(entry.scale, entry.numbers) for entry in entries] == [
         (6.0, []),
         (1.0, [1.0]),
@@ -98,8 +152,13 @@ def test_a_request_sets_scale_and_positions_of_a_module() -> None:
 
 @pytest.mark.parametrize("positions", ["all_generated", "all_prompt"])  # field case 25
 def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
-    per_prompt, _ = resolved([SteeringSpec(module="joy", scale=0.5)], module(spec(positions=positions)), lengths=(6, 3))
-    assert [[entry.positions for entry in entries] for entries in per_prompt] == [[positions], [positions]]
+    per_prompt, _ = resolved(
+        [SteeringSpec(module="joy", scale=0.5)], module(spec(positions=positions)), lengths=(6, 3)
+    )
+    assert [[entry.positions for entry in entries] for entries in per_prompt] == [
+        [positions],
+        [positions],
+    ]
 
 
 def test_module_names_are_resolved_to_content_at_admission() -> None:  # field case 15
@@ -127,7 +186,9 @@ def test_module_names_are_resolved_to_content_at_admission() -> None:  # field c
         ({"module": "joy", "positions": Span(text="nowhere")}, "positions", "not there"),
     ],
 )
-def test_invalid_module_use_in_a_request_names_the_field(wish: dict[str, Any], field: str, words: str) -> None:
+def test_invalid_module_use_in_a_request_names_the_field(
+    wish: dict[str, Any], field: str, words: str
+) -> None:
     problem = refused(resolved, [spec(), SteeringSpec(**wish)], module())
     assert problem.field == f"steering[1].{field}"
     assert words in problem.detail
@@ -143,7 +204,10 @@ def test_invalid_module_use_in_a_request_names_the_field(wish: dict[str, Any], f
         ({"hooks": ["pre_attn"]}, "hook post_block"),
     ],
 )
-def test_a_module_for_a_former_model_of_that_name_is_refused(changes: dict[str, Any], words: str) -> None:  # field case 27
+def test_a_module_for_a_former_model_of_that_name_is_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    # field case 27
     problem = refused(resolved, [SteeringSpec(module="joy")], module(spec(layers="0-3")), **changes)
     assert (problem.field, words in problem.detail) == ("steering[0].module", True)
 
@@ -167,30 +231,46 @@ def test_the_rows_of_modules_count_as_those_of_the_request() -> None:
 
 def test_a_request_must_fit_beside_global_steering() -> None:
     global_steering = GlobalSteering(
-        version=1, entries=resolve_everyone([spec(positions=[0]), spec(positions=[1])], model(), ModelState()).entries
+        version=1,
+        entries=resolve_everyone(
+            [spec(positions=[0]), spec(positions=[1])], model(), ModelState()
+        ).entries,
     )
     mine = [spec(positions=[place]) for place in range(3)]
     assert resolved(mine, steering_rows=5, global_steering=global_steering)
     problem = refused(resolved, mine, steering_rows=4, global_steering=global_steering)
     assert (
-        "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), of which global steering takes 2" in problem.detail
-    )
+        "needs 3 steering rows for prompt 0; the worker has 4 (setting steering_rows), "
+        "of which global steering takes 2"
+    ) in problem.detail
     assert resolved(mine, steering_rows=4, lengths=(6,)), "alone it fits"
 
 
-# --- Modules -----------------------------------------------------------------------------------------------------------
+# --- Modules
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_module_digest_covers_every_field() -> None:
     one = module(spec())
     variants = [
-        spec(vector=OTHER), spec(scale=2.0), spec(layers=1), spec(hook="pre_attn"), spec(positions="all_prompt"), spec(op="ablate"),
-        spec(op="replace"), spec(norm_match=True),
-    ]  # fmt: skip
-    digests = {module(variant).digest for variant in variants} | {one.digest, module(spec(), spec()).digest}
+        spec(vector=OTHER),
+        spec(scale=2.0),
+        spec(layers=1),
+        spec(hook="pre_attn"),
+        spec(positions="all_prompt"),
+        spec(op="ablate"),
+        spec(op="replace"),
+        spec(norm_match=True),
+    ]
+    digests = {module(variant).digest for variant in variants} | {
+        one.digest,
+        module(spec(), spec()).digest,
+    }
     assert len(digests) == len(variants) + 2
     assert module(spec(), name="other").digest == one.digest
-    assert one.bytes == module(spec(), spec(layers=1)).bytes == 4 * HIDDEN, "equal tensors are held once"
+    assert one.bytes == module(spec(), spec(layers=1)).bytes == 4 * HIDDEN, (
+        "equal tensors are held once"
+    )
 
 
 # field case 27
@@ -209,38 +289,76 @@ def test_the_module_digest_covers_every_field() -> None:
         (SteeringSpec(vector=VECTOR), "layers"),
     ],
 )
-def test_invalid_modules_and_global_steering_name_the_field(entry: SteeringSpec, field: str) -> None:
+def test_invalid_modules_and_global_steering_name_the_field(
+    entry: SteeringSpec, field: str
+) -> None:
     assert refused(resolve_module, [spec(), entry], model()).field == f"steering[1].{field}"
-    assert refused(resolve_everyone, [spec(), entry], model(), ModelState()).field == f"steering[1].{field}"
+    assert (
+        refused(resolve_everyone, [spec(), entry], model(), ModelState()).field
+        == f"steering[1].{field}"
+    )
 
 
 def test_a_module_that_no_request_could_use_is_refused() -> None:
     five = [[0, 1], [0, 2], [0, 3], [0, 4], [5]]
-    assert resolve_module([spec(positions=places) for places in five], model()), "no token is in all of them"
+    assert resolve_module([spec(positions=places) for places in five], model()), (
+        "no token is in all of them"
+    )
     five[-1] = [-5]
-    assert refused(resolve_module, [spec(positions=places) for places in five], model()).field == "steering", "which may be token 0"
-    assert refused(resolve_module, [spec(layers=layer) for layer in range(4)], model(steering_entries=3)).field == "steering"
+    assert (
+        refused(resolve_module, [spec(positions=places) for places in five], model()).field
+        == "steering"
+    ), "which may be token 0"
+    assert (
+        refused(
+            resolve_module, [spec(layers=layer) for layer in range(4)], model(steering_entries=3)
+        ).field
+        == "steering"
+    )
 
 
-# --- Everyone ----------------------------------------------------------------------------------------------------------
+# --- Everyone
+# --------------------------------------------------------------------------------------------------
 
 
 def test_global_steering_is_clipped_to_each_prompt() -> None:
     content = resolve_everyone(
-        [spec(positions=[1, 5]), spec(layers=1, positions=Span(start=2)), spec(layers=2, positions="all_generated")], model(), ModelState()
+        [
+            spec(positions=[1, 5]),
+            spec(layers=1, positions=Span(start=2)),
+            spec(layers=2, positions="all_generated"),
+        ],
+        model(),
+        ModelState(),
     )
     global_steering = GlobalSteering(version=1, entries=content.entries)
-    assert [entry.positions for entry in global_steering.at(6)] == [[1, 5], Window(start=2), "all_generated"]
-    assert [entry.positions for entry in global_steering.at(3)] == [[1], Window(start=2), "all_generated"]
-    assert [entry.positions for entry in global_steering.at(1)] == [Window(start=2), "all_generated"]
-    assert [content_hash(msgspec.msgpack.decode(raw, type=Tensor)) for raw in content.blobs.values()] == [content_hash(VECTOR)]
+    assert [entry.positions for entry in global_steering.at(6)] == [
+        [1, 5],
+        Window(start=2),
+        "all_generated",
+    ]
+    assert [entry.positions for entry in global_steering.at(3)] == [
+        [1],
+        Window(start=2),
+        "all_generated",
+    ]
+    assert [entry.positions for entry in global_steering.at(1)] == [
+        Window(start=2),
+        "all_generated",
+    ]
+    assert [
+        content_hash(msgspec.msgpack.decode(raw, type=Tensor)) for raw in content.blobs.values()
+    ] == [content_hash(VECTOR)]
 
 
 def test_a_global_module_is_its_content_at_scale_and_positions() -> None:
     joy = module(spec(scale=3.0, positions="all_prompt"), spec(layers=1, op="ablate", vector=OTHER))
     model_state = ModelState({"joy": joy}, GlobalSteering(), ["joy"])
     own = resolve_everyone([SteeringSpec(module="joy", scale=2.0)], model(), model_state)
-    assert [(entry.scale, entry.numbers, entry.positions) for entry in own.entries] == [(6.0, [], "all_prompt"), (1.0, [2.0], "all")]
+    assert [(entry.scale, entry.numbers, entry.positions) for entry in own.entries] == [
+        (6.0, [], "all_prompt"),
+        (1.0, [2.0], "all"),
+    ]
     assert not own.blobs
     placed = resolve_everyone([SteeringSpec(module="joy", positions=[0])], model(), model_state)
     assert [entry.positions for entry in placed.entries] == [[0], [0]]
@@ -262,26 +380,47 @@ def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place
     problem = refused(resolve_everyone, [spec(), spec(positions=positions)], model(), ModelState())
     assert problem.field == f"steering[1].positions{place}"
     joy = module(spec(positions=positions))
-    inside = refused(resolve_everyone, [SteeringSpec(module="joy")], model(), ModelState({"joy": joy}, GlobalSteering(), []))
+    inside = refused(
+        resolve_everyone,
+        [SteeringSpec(module="joy")],
+        model(),
+        ModelState({"joy": joy}, GlobalSteering(), []),
+    )
     assert inside.field == "steering[0].module"
 
 
 def test_global_steering_is_bounded_by_per_prompt_cost() -> None:
     large = module(*[spec()] * 2049)
-    problem = refused(resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large}))
+    problem = refused(
+        resolve_everyone, [SteeringSpec(module="joy")] * 2, model(), ModelState({"joy": large})
+    )
     assert (problem.field, problem.detail) == ("steering", "has 4098 entries")
     lists = [spec(positions=list(range(1 << 13)), layers=layer) for layer in range(4)]
     assert resolve_everyone(lists, model(), ModelState()), "at the limit"
-    assert refused(resolve_everyone, [*lists, spec(positions=[0])], model(), ModelState()).field == "steering[4].positions"
-    ranges = [spec(positions=[Span(start=0)] * 257)] * 2  # 64 positions each: as long as the model's requests
+    assert (
+        refused(resolve_everyone, [*lists, spec(positions=[0])], model(), ModelState()).field
+        == "steering[4].positions"
+    )
+    # 64 positions each: as long as the model's requests
+    ranges = [spec(positions=[Span(start=0)] * 257)] * 2
     assert refused(resolve_everyone, ranges, model(), ModelState()).field == "steering[1].positions"
-    assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), ModelState()), "alone they are no list"
+    assert resolve_everyone([spec(positions=Span(start=0))] * 1000, model(), ModelState()), (
+        "alone they are no list"
+    )
 
 
 def test_global_steering_uses_at_most_half_of_the_tables() -> None:
     two = [spec(positions=[0]), spec(positions=[1])]
     assert resolve_everyone(two, model(steering_rows=4), ModelState())
-    assert "global steering may take 1" in refused(resolve_everyone, two, model(steering_rows=3), ModelState()).detail
+    assert (
+        "global steering may take 1"
+        in refused(resolve_everyone, two, model(steering_rows=3), ModelState()).detail
+    )
     at_each_layer = [spec(layers=layer) for layer in range(4)]
-    assert refused(resolve_everyone, at_each_layer, model(steering_entries=7), ModelState()).field == "steering"
-    assert resolve_everyone([spec(layers="all")], model(steering_entries=2), ModelState()), "one vector, at four sites"
+    assert (
+        refused(resolve_everyone, at_each_layer, model(steering_entries=7), ModelState()).field
+        == "steering"
+    )
+    assert resolve_everyone([spec(layers="all")], model(steering_entries=2), ModelState()), (
+        "one vector, at four sites"
+    )

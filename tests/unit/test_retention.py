@@ -52,7 +52,10 @@ def test_a_deletion_removes_only_the_jobs_files(tmp_path: Path, layout: str) -> 
 
 def test_the_space_of_blobs_in_a_segment_is_given_back(tmp_path: Path) -> None:
     store = filesystem(tmp_path)  # open while it happens
-    captures = [finished(f"job_{n}", positions=range(500), layout="segment", dtype="float32") for n in range(8)]
+    captures = [
+        finished(f"job_{n}", positions=range(500), layout="segment", dtype="float32")
+        for n in range(8)
+    ]
     store.consume(captures)
     before = open_store(tmp_path).used()
     retention.delete(open_store(tmp_path), [f"job_{n}" for n in range(0, 8, 2)])
@@ -60,7 +63,9 @@ def test_the_space_of_blobs_in_a_segment_is_given_back(tmp_path: Path) -> None:
     store.consume([finished("job_later", layout="segment")])
     assert CaptureReader(tmp_path, "job_later").requests() == [0]
     for n in range(1, 8, 2):
-        np.testing.assert_array_equal(CaptureReader(tmp_path, f"job_{n}").array(3), values("post_block", 3, range(500)))
+        np.testing.assert_array_equal(
+            CaptureReader(tmp_path, f"job_{n}").array(3), values("post_block", 3, range(500))
+        )
     store.close()
 
 
@@ -77,7 +82,9 @@ def test_a_segment_is_removed_after_its_last_blob_and_writer(store: ArtifactStor
     assert names(store) == []
 
 
-def test_a_segment_that_its_writer_left_empty_goes_with_the_next_deletion(store: ArtifactStore) -> None:
+def test_a_segment_that_its_writer_left_empty_goes_with_the_next_deletion(
+    store: ArtifactStore,
+) -> None:
     disk = filesystem(store)
     disk.consume([finished("job_x")])
     retention.delete(store, ["job_x"])
@@ -101,8 +108,13 @@ def test_files_being_read_are_kept_until_released(store: ArtifactStore) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_an_interrupted_deletion_is_completed_by_the_next(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    write(store, *(finished("job_x", n, layout=layout, tag=tag) for n in range(3) for tag in ("a", "b")))
+def test_an_interrupted_deletion_is_completed_by_the_next(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    write(
+        store,
+        *(finished("job_x", n, layout=layout, tag=tag) for n in range(3) for tag in ("a", "b")),
+    )
     rename, punch = os.rename, file_store._punch
     seen: list[int] = []
 
@@ -140,7 +152,9 @@ def test_without_a_capture_root_nothing_counts_as_deleted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_written_after_a_deletion_are_hidden_then_removed(tmp_path: Path, layout: str) -> None:
+def test_files_written_after_a_deletion_are_hidden_then_removed(
+    tmp_path: Path, layout: str
+) -> None:
     write(tmp_path, finished("job_x", 0, layout=layout))
     assert retention.delete(open_store(tmp_path), ["job_x"], keep=["job_x"]) == ["job_x"]
     write(tmp_path, finished("job_x", 1, layout=layout), owner="w.late.0")
@@ -152,8 +166,12 @@ def test_files_written_after_a_deletion_are_hidden_then_removed(tmp_path: Path, 
     assert (open_store(tmp_path).marks(), names(tmp_path)) == ([], [])
 
 
-@pytest.mark.parametrize("damage", [bytes(100), b'{"file":"\xff"}', b'{"manifest":{"job":"\xff"}}', b"[]"])
-def test_a_damaged_line_does_not_stop_the_deletion_of_other_files(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage", [bytes(100), b'{"file":"\xff"}', b'{"manifest":{"job":"\xff"}}', b"[]"]
+)
+def test_a_damaged_line_does_not_stop_the_deletion_of_other_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
     jobs = ["job_x", "job_y", "job_z"]
     (file, *_) = write(tmp_path, *(finished(job, layout="segment") for job in jobs))
     write(tmp_path, finished("job_y", 1, layout="segment"), owner="w.other.0")
@@ -161,14 +179,23 @@ def test_a_damaged_line_does_not_stop_the_deletion_of_other_files(tmp_path: Path
     index = (tmp_path / file.path).with_suffix(".jsonl")
     index.write_bytes(damage + b"\n" + b'{"manifest":{"job":"job_x"}\n' + index.read_bytes())
     assert retention.delete(open_store(tmp_path), jobs) == jobs
-    assert names(tmp_path) == sorted(str(path.relative_to(tmp_path)) for path in (index, index.with_suffix(".seg")))
+    assert names(tmp_path) == sorted(
+        str(path.relative_to(tmp_path)) for path in (index, index.with_suffix(".seg"))
+    )
     blobs = index.with_suffix(".seg").read_bytes()
-    assert [blobs[at : at + 8] != bytes(8) for at in range(0, len(blobs), 4096)] == [True, False, False]  # behind its own damaged line
+    # behind its own damaged line
+    assert [blobs[at : at + 8] != bytes(8) for at in range(0, len(blobs), 4096)] == [
+        True,
+        False,
+        False,
+    ]
     assert [record.message for record in caplog.records if index.name in record.message]
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = ["job_x", "job_y", "job_z"]
     write(store, *(finished(job, layout="packed") for job in jobs))
     rename = os.rename
@@ -179,7 +206,9 @@ def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(store: Artifac
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refusing)
-    with pytest.raises(retention.RemovalError, match=r"1 of 3 jobs, the first of them job_x.*Permission denied") as caught:
+    with pytest.raises(
+        retention.RemovalError, match=r"1 of 3 jobs, the first of them job_x.*Permission denied"
+    ) as caught:
         retention.delete(store, jobs)
     assert caught.value.done == ["job_y", "job_z"]
     assert store.marks() == ["job_x"]
@@ -189,11 +218,17 @@ def test_a_job_that_cannot_be_removed_does_not_hold_up_the_others(store: Artifac
 
 
 def test_concurrent_deletions_of_one_job_succeed(store: ArtifactStore) -> None:
-    """As several sweepers and an API do: rounds in which each goes through every step at about the same time."""
+    """As several sweepers and an API do: rounds in which each goes through every step at about the
+    same time.
+    """
     errors: list[BaseException] = []
     for number in range(8 if isinstance(store, S3Store) else 40):
         jobs = [f"job_{number}_{n}" for n in range(3)]
-        write(store, *(finished(job, q, layout=layout) for job in jobs for q, layout in enumerate(LAYOUTS)), owner=f"w.{number}")
+        write(
+            store,
+            *(finished(job, q, layout=layout) for job in jobs for q, layout in enumerate(LAYOUTS)),
+            owner=f"w.{number}",
+        )
         go = threading.Barrier(4)
 
         def deletes(keep: list[str], jobs: list[str] = jobs, go: threading.Barrier = go) -> None:
@@ -215,7 +250,9 @@ def test_concurrent_deletions_of_one_job_succeed(store: ArtifactStore) -> None:
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
-def test_without_hole_punching_zeros_are_written(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hole_punching_zeros_are_written(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(store, finished("job_x", positions=range(40)), finished("job_y"))
 
     def no_holes(*_: object) -> int:
@@ -230,7 +267,9 @@ def test_without_hole_punching_zeros_are_written(store: ArtifactStore, monkeypat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_readers_during_a_deletion_get_all_rows_or_an_error(store: ArtifactStore, layout: str) -> None:
+def test_readers_during_a_deletion_get_all_rows_or_an_error(
+    store: ArtifactStore, layout: str
+) -> None:
     """Many rounds: readers open and read while another thread deletes."""
     rounds, readers, requests = 12, 3, 12
     bad: list[object] = []
@@ -242,7 +281,9 @@ def test_readers_during_a_deletion_get_all_rows_or_an_error(store: ArtifactStore
             try:
                 with CaptureReader(store, job) as reader:
                     for request in range(requests):
-                        np.testing.assert_array_equal(reader.array(3, request=request), values("post_block", 3, [0, 1, 2]))
+                        np.testing.assert_array_equal(
+                            reader.array(3, request=request), values("post_block", 3, [0, 1, 2])
+                        )
                     assert reader.requests() == list(range(requests))
                 outcomes["whole"] += 1
             except MidstreamError as error:
@@ -254,7 +295,12 @@ def test_readers_during_a_deletion_get_all_rows_or_an_error(store: ArtifactStore
 
     for number in range(rounds):
         job = f"job_{number}"
-        write(store, *(finished(job, n, layout=layout) for n in range(requests)), owner=f"w.{number}", segment_bytes=20 << 10)
+        write(
+            store,
+            *(finished(job, n, layout=layout) for n in range(requests)),
+            owner=f"w.{number}",
+            segment_bytes=20 << 10,
+        )
         go = threading.Barrier(readers + 1)
         threads = [threading.Thread(target=read, args=(job, go)) for _ in range(readers)]
         for thread in threads:
@@ -275,7 +321,9 @@ def test_the_space_taken_counts_blocks_and_not_lengths(tmp_path: Path) -> None:
     assert 20_000 <= open_store(tmp_path).used() < 100_000
 
 
-def test_files_removed_while_measuring_do_not_stop_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_removed_while_measuring_do_not_stop_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in range(10):
         (tmp_path / str(name)).write_bytes(os.urandom(20_000))
     whole, scandir = open_store(tmp_path).used(), os.scandir

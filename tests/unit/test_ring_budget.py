@@ -16,10 +16,17 @@ STAGES = [range(1), range(1, 4)]
 
 
 def capture(positions="all", every_n=1, **sites: list[int]) -> StoredCapture:
-    return StoredCapture(sites=sites or {"post_block": [0, 1, 2, 3]}, positions=positions, tag="t", every_n=every_n)  # type: ignore[arg-type]
+    return StoredCapture(
+        sites=sites or {"post_block": [0, 1, 2, 3]}, positions=positions, tag="t", every_n=every_n
+    )  # type: ignore[arg-type]
 
 
-def budget(room: int, drafts: int = 0, stages: list[range] = ONE_STAGE, **requests: tuple[int, list[StoredCapture]]) -> RingBudget:
+def budget(
+    room: int,
+    drafts: int = 0,
+    stages: list[range] = ONE_STAGE,
+    **requests: tuple[int, list[StoredCapture]],
+) -> RingBudget:
     """`requests`: the prompt's length, and what is captured."""
     made = RingBudget(room, stages, drafts)
     for name, (prompt, captures) in requests.items():
@@ -37,14 +44,18 @@ def test_a_prompt_whose_rows_exceed_the_ring_is_split_over_steps() -> None:
 
 
 def test_only_captured_positions_cost_rows() -> None:
-    ring = budget(8, few=(100, [capture([3, 50, 51])]), last=(100, [capture("last_prompt")]), none=(100, []))
+    ring = budget(
+        8, few=(100, [capture([3, 50, 51])]), last=(100, [capture("last_prompt")]), none=(100, [])
+    )
     ring.begin([], ["few", "last", "none", "plain"], 9)
     assert ring.take("few", 0, 100) == 50, "4 rows are left for the other request's last token"
     assert [ring.take(name, 0, 100) for name in ("last", "none", "plain")] == [100, 100, 100]
 
 
 def test_next_tokens_are_reserved_before_any_prompt_is_split() -> None:
-    ring = budget(12, first=(100, [capture()]), decoding=(10, [capture()]), waiting=(50, [capture()]))
+    ring = budget(
+        12, first=(100, [capture()]), decoding=(10, [capture()]), waiting=(50, [capture()])
+    )
     ring.begin([("first", 30), ("decoding", 17)], ["waiting"], 1)
     assert ring.take("first", 30, 70) == 1
     assert ring.take("decoding", 17, 1) == 1
@@ -65,7 +76,9 @@ def test_what_is_over_needs_no_room_any_more() -> None:
 
 def test_each_stage_holds_the_rows_of_its_own_layers() -> None:
     assert stage_sites(capture(pre_attn=[0, 1], post_block=[3]), STAGES) == [1, 2]
-    ring = budget(6, stages=STAGES, a=(10, [capture(post_block=[0])]), b=(10, [capture(post_block=[1, 2, 3])]))
+    ring = budget(
+        6, stages=STAGES, a=(10, [capture(post_block=[0])]), b=(10, [capture(post_block=[1, 2, 3])])
+    )
     ring.begin([("a", 0), ("b", 0)], [], 0)
     assert (ring.take("a", 0, 10), ring.take("b", 0, 10)) == (6, 2)
 
@@ -87,45 +100,85 @@ class Running:
 
 
 POSITIONS = st.one_of(
-    st.sampled_from(["all", "all_prompt", "last_prompt", "all_generated", Window(start=2), Window(start=1, stop=9)]),
+    st.sampled_from(
+        [
+            "all",
+            "all_prompt",
+            "last_prompt",
+            "all_generated",
+            Window(start=2),
+            Window(start=1, stop=9),
+        ]
+    ),
     st.lists(st.integers(0, 4), min_size=1, unique=True).map(sorted),
 )
 CAPTURES = st.lists(
     st.builds(
-        lambda layers, positions, every: StoredCapture(sites={"post_block": sorted(layers)}, positions=positions, tag="t", every_n=every),
-        st.sets(st.integers(0, 3), min_size=1), POSITIONS, st.sampled_from([1, 1, 3]),
+        lambda layers, positions, every: StoredCapture(
+            sites={"post_block": sorted(layers)}, positions=positions, tag="t", every_n=every
+        ),
+        st.sets(st.integers(0, 3), min_size=1),
+        POSITIONS,
+        st.sampled_from([1, 1, 3]),
     ),
     max_size=2,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    asked=st.lists(st.tuples(st.integers(5, 40), st.integers(1, 6), CAPTURES), min_size=1, max_size=7),
-    stages=st.sampled_from([ONE_STAGE, STAGES]), drafts=st.sampled_from([0, 2]), spare=st.integers(0, 40), slots=st.integers(1, 4),
-    step_tokens=st.integers(8, 32), preempted=st.sets(st.integers(1, 40), max_size=5),
-)  # fmt: skip
-def test_simulated_steps_fit_the_ring_and_no_request_starves(asked, stages, drafts, spare, slots, step_tokens, preempted) -> None:
-    """Requests join as vLLM and the worker's admission let them, some are preempted, and drafts come and are rejected."""
+    asked=st.lists(
+        st.tuples(st.integers(5, 40), st.integers(1, 6), CAPTURES), min_size=1, max_size=7
+    ),
+    stages=st.sampled_from([ONE_STAGE, STAGES]),
+    drafts=st.sampled_from([0, 2]),
+    spare=st.integers(0, 40),
+    slots=st.integers(1, 4),
+    step_tokens=st.integers(8, 32),
+    preempted=st.sets(st.integers(1, 40), max_size=5),
+)
+def test_simulated_steps_fit_the_ring_and_no_request_starves(
+    asked, stages, drafts, spare, slots, step_tokens, preempted
+) -> None:
+    """Requests join as vLLM and the worker's admission let them, some are preempted, and drafts
+    come and are rejected.
+    """
     tokens = 1 + drafts
-    requests = [Running(str(n), prompt, prompt + most - 1, captures) for n, (prompt, most, captures) in enumerate(asked)]
+    requests = [
+        Running(str(n), prompt, prompt + most - 1, captures)
+        for n, (prompt, most, captures) in enumerate(asked)
+    ]
     shares = {
-        r.name: max(CapturedRows(r.captures, r.prompt, stages).most(tokens, r.total - r.prompt + 1 + drafts), default=0) for r in requests
+        r.name: max(
+            CapturedRows(r.captures, r.prompt, stages).most(
+                tokens, r.total - r.prompt + 1 + drafts
+            ),
+            default=0,
+        )
+        for r in requests
     }
     room = max(1, *shares.values()) + spare
     ring = RingBudget(room, stages, drafts)
     outside, waiting, running = list(requests), [], []
     for number in range(1000):
-        while outside and sum(shares[r.name] for r in waiting + running) + shares[outside[0].name] <= room:  # the worker's admission
+        while (
+            outside
+            and sum(shares[r.name] for r in waiting + running) + shares[outside[0].name] <= room
+        ):
+            # the worker's admission
             waiting.append(joining := outside.pop(0))
-            ring.join(joining.name, joining.captures, joining.prompt, joining.total - joining.prompt + 1)
+            ring.join(
+                joining.name, joining.captures, joining.prompt, joining.total - joining.prompt + 1
+            )
         if not waiting and not running:
             return
         if running and number in preempted:
             victim = running.pop()
             victim.computed = 0
             waiting.insert(0, victim)
-        ring.begin([(r.name, r.computed) for r in running], [r.name for r in waiting], slots - len(running))
+        ring.begin(
+            [(r.name, r.computed) for r in running], [r.name for r in waiting], slots - len(running)
+        )
         left, rows, step = step_tokens, [0] * len(stages), []
         for request in [*running, *waiting[: slots - len(running)]]:
             decodes = request.computed >= request.prompt - 1
@@ -133,12 +186,17 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(asked, stages, draf
             if not wanted:
                 break
             given_tokens = ring.take(request.name, request.computed, wanted)
-            assert given_tokens >= min(wanted, tokens), "every request proceeds, and drafts are never cut"
+            assert given_tokens >= min(wanted, tokens), (
+                "every request proceeds, and drafts are never cut"
+            )
             assert request.captures or given_tokens == wanted
             window = request.computed, request.computed + given_tokens
             for each in request.captures:
                 positions = len(each.select(*window, request.prompt))
-                rows = [total + positions * sites for total, sites in zip(rows, stage_sites(each, stages), strict=True)]
+                rows = [
+                    total + positions * sites
+                    for total, sites in zip(rows, stage_sites(each, stages), strict=True)
+                ]
             left -= given_tokens
             step.append((request, 1 if decodes else given_tokens))
         assert all(count <= room for count in rows)
@@ -157,14 +215,37 @@ BF16_4096 = 8192  # bytes of a row
 
 
 def test_the_automatic_ring_follows_the_models_shape() -> None:
-    ring = plan_ring(BF16_4096, 6, 32, step_tokens=2048, requests=64, accelerator=True, memory_bytes=80 << 30)
+    ring = plan_ring(
+        BF16_4096, 6, 32, step_tokens=2048, requests=64, accelerator=True, memory_bytes=80 << 30
+    )
     assert ring == (32 * 2048, 2, 1 << 30), "all layers of one hook, a whole step"
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True).rows == 6 * 32 * 64, "every site of 64 requests"
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, drafts=3, accelerator=True).rows == 4 * 6 * 32 * 64
-    large = plan_ring(16384, 6, 80, step_tokens=8192, requests=64, accelerator=True, memory_bytes=80 << 30)
+    assert (
+        plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True).rows
+        == 6 * 32 * 64
+    ), "every site of 64 requests"
+    assert (
+        plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, drafts=3, accelerator=True).rows
+        == 4 * 6 * 32 * 64
+    )
+    large = plan_ring(
+        16384, 6, 80, step_tokens=8192, requests=64, accelerator=True, memory_bytes=80 << 30
+    )
     assert (large.size, large.rows >= 6 * 80 * 64) == (MOST_BYTES[True], True)
-    assert plan_ring(16384, 6, 80, step_tokens=8192, requests=64, accelerator=True, memory_bytes=24 << 30).size == 768 << 20
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=8192, requests=64, accelerator=False) == (65536, 1, MOST_BYTES[False])
+    assert (
+        plan_ring(
+            16384, 6, 80, step_tokens=8192, requests=64, accelerator=True, memory_bytes=24 << 30
+        ).size
+        == 768 << 20
+    )
+    assert plan_ring(BF16_4096, 6, 32, step_tokens=8192, requests=64, accelerator=False) == (
+        65536,
+        1,
+        MOST_BYTES[False],
+    )
     assert plan_ring(1 << 20, 6, 80, step_tokens=64, requests=64, accelerator=False).rows == 512
-    assert plan_ring(1 << 24, 6, 80, step_tokens=64, requests=64, accelerator=False).rows == 480, "one token at least"
-    assert plan_ring(BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True, size_mib=16) == (1024, 2, 16 << 20)
+    assert plan_ring(1 << 24, 6, 80, step_tokens=64, requests=64, accelerator=False).rows == 480, (
+        "one token at least"
+    )
+    assert plan_ring(
+        BF16_4096, 6, 32, step_tokens=64, requests=64, accelerator=True, size_mib=16
+    ) == (1024, 2, 16 << 20)

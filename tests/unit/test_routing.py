@@ -1,4 +1,6 @@
-"""The rule by which a layer chooses experts is found by running vLLM's router, and gives what transformers' router gives."""
+"""The rule by which a layer chooses experts is found by running vLLM's router, and gives what
+transformers' router gives.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,10 +25,19 @@ from midstream.workers.runner.routing_kinds import kind_of
 
 EXPERTS, TOP, TOKENS = 12, 3, 40
 CONFIG = SimpleNamespace(
-    hidden_size=EXPERTS, num_experts=EXPERTS, num_local_experts=EXPERTS, num_experts_per_tok=TOP, routed_scaling_factor=2.5,
-    n_group=4, topk_group=2, norm_topk_prob=True, topk_method="group_limited_greedy",
-)  # fmt: skip
-BIAS = torch.linspace(-0.4, 0.4, EXPERTS)[torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3))]
+    hidden_size=EXPERTS,
+    num_experts=EXPERTS,
+    num_local_experts=EXPERTS,
+    num_experts_per_tok=TOP,
+    routed_scaling_factor=2.5,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+    topk_method="group_limited_greedy",
+)
+BIAS = torch.linspace(-0.4, 0.4, EXPERTS)[
+    torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(3))
+]
 
 
 def theirs(module: Callable[[Any], Any], **options: Any) -> Any:
@@ -52,17 +63,33 @@ ROUTERS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Any]]] = {
     "olmoe": ({"renormalize": False}, theirs(OlmoeTopKRouter, norm_topk_prob=False)),
     "qwen3-moe": ({"renormalize": True}, theirs(OlmoeTopKRouter)),
     "gpt-oss": ({"renormalize": True}, theirs(GptOssTopKRouter)),
-    "llama4": ({"renormalize": False, "custom_routing_function": Llama4MoE.custom_routing_function}, of_llama),
+    "llama4": (
+        {"renormalize": False, "custom_routing_function": Llama4MoE.custom_routing_function},
+        of_llama,
+    ),
     "deepseek-v2": (
-        {"renormalize": False, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        {
+            "renormalize": False,
+            "use_grouped_topk": True,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
         theirs(DeepseekV2TopkRouter),
     ),
     "deepseek-v3": (
-        {"renormalize": True, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "scoring_func": "sigmoid",
-         "routed_scaling_factor": 2.5, "e_score_correction_bias": BIAS},
+        {
+            "renormalize": True,
+            "use_grouped_topk": True,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "scoring_func": "sigmoid",
+            "routed_scaling_factor": 2.5,
+            "e_score_correction_bias": BIAS,
+        },
         biased(),
     ),
-}  # fmt: skip
+}
 
 
 class Layer(nn.Module):
@@ -72,12 +99,18 @@ class Layer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.experts = nn.Module()
-        self.experts.router, self.experts.routed_experts, self.experts.routed_scaling_factor = router, object(), after
+        self.experts.router, self.experts.routed_experts, self.experts.routed_scaling_factor = (
+            router,
+            object(),
+            after,
+        )
 
 
 def dense(chosen: Any, weights: Any) -> np.ndarray:
     found = np.zeros((TOKENS, EXPERTS))
-    np.put_along_axis(found, np.asarray(chosen, dtype=np.int64), np.asarray(weights, dtype=np.float64), axis=1)
+    np.put_along_axis(
+        found, np.asarray(chosen, dtype=np.int64), np.asarray(weights, dtype=np.float64), axis=1
+    )
     return found
 
 

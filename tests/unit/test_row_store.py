@@ -1,4 +1,6 @@
-"""The scheduler promises exactly those rows that the ranks keep, and a capture served by them equals one that was computed."""
+"""The scheduler promises exactly those rows that the ranks keep, and a capture served by them
+equals one that was computed.
+"""
 
 import msgspec
 import numpy as np
@@ -32,7 +34,8 @@ def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
     spec = spec_of(capture())
     assert index.reach(spec, HASHES) == 0
     kept = index.keep("r", spec, HASHES, 0, 9)
-    assert [(block.first, block.stop) for block in kept] == [(0, 4), (4, 8)]  # the third block is not full yet
+    # the third block is not full yet
+    assert [(block.first, block.stop) for block in kept] == [(0, 4), (4, 8)]
     assert index.reach(spec, HASHES) == 8
     assert [block.first for block in index.keep("r", spec, HASHES, 9, 14)] == [8]
     assert index.reach(spec, HASHES) == 12  # of the last, unfinished block nothing is kept
@@ -44,14 +47,25 @@ def test_a_hit_reaches_as_far_as_the_kept_rows_and_no_further() -> None:
 
 
 def test_ranks_without_a_head_that_was_asked_for_have_kept_nothing_of_it() -> None:
-    """One rank keeps its whole rows, and serves any heads of them; of several, only those with one of the heads keep theirs."""
+    """One rank keeps its whole rows, and serves any heads of them; of several, only those with one
+    of the heads keep theirs.
+    """
     wanted = {
-        heads: msgspec.structs.replace(capture(z=[0]), row=RowShape(heads=4, width=2), heads=list(heads)) for heads in ((), (0, 1), (2,))
+        heads: msgspec.structs.replace(
+            capture(z=[0]), row=RowShape(heads=4, width=2), heads=list(heads)
+        )
+        for heads in ((), (0, 1), (2,))
     }
     for parallel, reaches in ((False, (8, 8, 8)), (True, (0, 8, 0))):
         index = RowIndex(1 << 20, ROW, BLOCK)
         index.keep("r", spec_of(wanted[0, 1], tensor_parallel=parallel), HASHES, 0, 8)
-        assert tuple(index.reach(spec_of(each, tensor_parallel=parallel), HASHES) for each in wanted.values()) == reaches
+        assert (
+            tuple(
+                index.reach(spec_of(each, tensor_parallel=parallel), HASHES)
+                for each in wanted.values()
+            )
+            == reaches
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,10 +126,14 @@ def test_wider_kept_rows_replace_narrower_ones() -> None:
     assert len(index.dropped()) == 1
 
 
-def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """480 sites take 0.1 ms, and a step has many requests."""
     made = []
-    monkeypatch.setattr(row_index, "_ports", lambda capture, tensor_parallel: made.append(capture) or frozenset())
+    monkeypatch.setattr(
+        row_index, "_ports", lambda capture, tensor_parallel: made.append(capture) or frozenset()
+    )
     monkeypatch.setattr(StoredCapture, "select", lambda *window: made.append(window) or range(0))
     index, spec = RowIndex(1 << 20, ROW, BLOCK), spec_of(capture("all"))
     for start in range(14, 40):
@@ -129,18 +147,31 @@ def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(monkeypat
 
 @pytest.mark.parametrize("seed", range(6))
 def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
-    """Random captures of one prompt, one after the other, each cached as far as the index promises."""  # field case 14
+    # field case 14
+    """Random captures of one prompt, one after the other, each cached as far as the index
+    promises.
+    """
     rng = np.random.default_rng(seed)
     rank, store = Rank(), RowStore(Mover())
     index = RowIndex(40 * rank.buffers.ring.shape[1] * 4, rank.buffers.ring.shape[1] * 4, BLOCK)
     reused = 0
     for turn in range(30):
         prompt = int(rng.integers(5, 17))
-        sites = {hook: [0, 1] if rng.random() < 0.5 else [1] for hook in ("post_block", "mlp_in") if rng.random() < 0.7}
-        positions = "all" if rng.random() < 0.6 else sorted({int(p) for p in rng.integers(0, prompt, 3)})
+        sites = {
+            hook: [0, 1] if rng.random() < 0.5 else [1]
+            for hook in ("post_block", "mlp_in")
+            if rng.random() < 0.7
+        }
+        positions = (
+            "all" if rng.random() < 0.6 else sorted({int(p) for p in rng.integers(0, prompt, 3)})
+        )
         request = Request(0, prompt, prompt + 2, [capture(positions, **sites)])
         rank.admit(request)
-        spec, hashes, recording = Wanted(request.tracked.spec), HASHES[: prompt // BLOCK], request.tracked.recordings[0]
+        spec, hashes, recording = (
+            Wanted(request.tracked.spec),
+            HASHES[: prompt // BLOCK],
+            request.tracked.recordings[0],
+        )
         cached = min(index.reach(spec, hashes), prompt - 1) // BLOCK * BLOCK
         for block in index.serve(str(turn), spec, hashes, cached):
             store.serve(block.number, recording, block.first, block.stop)
@@ -156,7 +187,9 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
         assert finished.positions == list(request.captures[0].select(0, prompt + 1, prompt))
         for hook, layers in request.captures[0].sites.items():
             for layer in layers:
-                assert (rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)).all()
+                assert (
+                    rows_of(finished, hook, layer) == wanted_rows(request, finished, hook, layer)
+                ).all()
         below = [position for position in finished.positions if position < cached]
         assert finished.reused == len(below) * request.captures[0].num_sites
         reused += finished.reused
@@ -167,5 +200,7 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
 def test_evicted_rows_are_a_typed_error() -> None:
     rank = Rank()
     request = rank.admit(Request(0, 6, 8, [capture()]))
-    with pytest.raises(LookupError, match="positions 0 to 3, served by the prefix cache, are not available"):
+    with pytest.raises(
+        LookupError, match="positions 0 to 3, served by the prefix cache, are not available"
+    ):
         RowStore(Mover()).serve(7, request.tracked.recordings[0], 0, 4)

@@ -1,4 +1,6 @@
-"""Rows of which ranks stored columns: what a reader, an export and the joined download make of them."""
+"""Rows of which ranks stored columns: what a reader, an export and the joined download make of
+them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +25,12 @@ ROWS = np.arange(24, dtype=np.float32).reshape(2, 12)
 STREAM = np.arange(10, dtype=np.float32).reshape(2, 5)
 
 
-def part(hook: str, rows: np.ndarray, columns: Columns | None, rank: int, heads: tuple[int, ...] = ()) -> FinishedCapture:
-    """What one rank stores at `hook` of layer 1; the capture also names the other of `z` and `post_block`."""
+def part(
+    hook: str, rows: np.ndarray, columns: Columns | None, rank: int, heads: tuple[int, ...] = ()
+) -> FinishedCapture:
+    """What one rank stores at `hook` of layer 1; the capture also names the other of `z` and
+    `post_block`.
+    """
     beside = {"post_block": [1]} if hook == "z" else {"z": [1]}
     capture = StoredCapture(
         sites={hook: [1]},
@@ -36,10 +42,22 @@ def part(hook: str, rows: np.ndarray, columns: Columns | None, rank: int, heads:
         heads=list(heads),  # type: ignore[dict-item]
     )
     return FinishedCapture(
-        spec=RankSpec(version="v", job="job_x", request=0, attempt=1, prompt_tokens=2, requests={"tag": 1}), capture=capture,
-        sites={hook: [1]}, hidden_size=rows.shape[1], dtype="float32", positions=[0, 1], token_ids=[7, 8], worker="w", rank=rank, pp=0,
-        stages=1, rows=lambda *_: [memoryview(np.ascontiguousarray(rows)).cast("B")], columns=columns,
-    )  # fmt: skip
+        spec=RankSpec(
+            version="v", job="job_x", request=0, attempt=1, prompt_tokens=2, requests={"tag": 1}
+        ),
+        capture=capture,
+        sites={hook: [1]},
+        hidden_size=rows.shape[1],
+        dtype="float32",
+        positions=[0, 1],
+        token_ids=[7, 8],
+        worker="w",
+        rank=rank,
+        pp=0,
+        stages=1,
+        rows=lambda *_: [memoryview(np.ascontiguousarray(rows)).cast("B")],
+        columns=columns,
+    )
 
 
 def parts(heads: tuple[int, ...] = ()) -> list[FinishedCapture]:
@@ -48,7 +66,9 @@ def parts(heads: tuple[int, ...] = ()) -> list[FinishedCapture]:
     for rank in (0, 1):
         columns = Columns(SHAPE, 6 * rank, 6 * rank + 6)
         if chosen := columns.chosen(heads):
-            rows = np.concatenate([ROWS[:, columns.start : columns.stop][:, each] for each in chosen], axis=1)
+            rows = np.concatenate(
+                [ROWS[:, columns.start : columns.stop][:, each] for each in chosen], axis=1
+            )
             found.append(part("z", rows, columns, rank, heads))
     return found
 
@@ -67,7 +87,9 @@ def test_a_reader_puts_the_columns_of_ranks_side_by_side(tmp_path: Path) -> None
 
 def test_chosen_heads_of_several_ranks_are_read_in_their_order(tmp_path: Path) -> None:
     write(tmp_path, *parts(heads=(1, 2)))
-    assert np.array_equal(CaptureReader(tmp_path / "tag", "job_x").heads(1, "z"), ROWS.reshape(2, 4, 3)[:, 1:3])
+    assert np.array_equal(
+        CaptureReader(tmp_path / "tag", "job_x").heads(1, "z"), ROWS.reshape(2, 4, 3)[:, 1:3]
+    )
 
 
 @pytest.mark.parametrize("missing", [1, 2])
@@ -80,12 +102,17 @@ def test_a_rank_that_is_missing_leaves_the_rows_incomplete(tmp_path: Path, missi
 def test_the_joined_download_and_an_export_have_whole_rows(tmp_path: Path) -> None:
     files = write(tmp_path, *parts())
     store = open_store(tmp_path)
-    places = [(Place(file.path, file.offset, file.bytes, "job_x", 0, "tag"), file.crc32) for file in files]
+    places = [
+        (Place(file.path, file.offset, file.bytes, "job_x", 0, "tag"), file.crc32) for file in files
+    ]
     joined = packed.join(packed.open_blobs(store, "job_x", places), {"z": [1], "post_block": [1]})
     raw = b"".join(joined.chunks())
     assert len(raw) == joined.length
     export(CaptureReader(tmp_path / "tag", "job_x"), tmp_path / "rows.safetensors")
-    for reader in (CaptureReader.from_bytes(raw), CaptureReader.from_bytes((tmp_path / "rows.safetensors").read_bytes())):
+    for reader in (
+        CaptureReader.from_bytes(raw),
+        CaptureReader.from_bytes((tmp_path / "rows.safetensors").read_bytes()),
+    ):
         assert np.array_equal(reader.array(1, "z"), ROWS)
         assert np.array_equal(reader.array(1, "post_block"), STREAM)
         assert not [check.detail for check in reader.verify() if "expected" in check.detail]
@@ -94,7 +121,13 @@ def test_the_joined_download_and_an_export_have_whole_rows(tmp_path: Path) -> No
 def test_experts_are_chosen_by_the_rule_that_the_capture_holds(tmp_path: Path) -> None:
     logits = np.log(np.array([[1, 2, 4, 1], [8, 2, 4, 2]], dtype=np.float32))
     router = part("router", logits, Columns(RowShape(heads=1, width=4), 0, 4), 0)
-    router = replace(router, routing=(RoutingKind(layers=[1], experts=4, top=2), RoutingKind(layers=[2], experts=4, top=1)))
+    router = replace(
+        router,
+        routing=(
+            RoutingKind(layers=[1], experts=4, top=2),
+            RoutingKind(layers=[2], experts=4, top=1),
+        ),
+    )
     write(tmp_path, router, part("post_block", STREAM, None, 0), *parts()[1:])
     reader = CaptureReader(tmp_path / "tag", "job_x", partial=True)
     chosen, weights = reader.experts(1)

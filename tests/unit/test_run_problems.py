@@ -6,11 +6,16 @@ from midstream.workers.serving.attempts import problem_of
 
 def test_a_typed_error_keeps_kind_and_detail() -> None:
     problem = problem_of(MidstreamError("intervention_failed", "rank 1: no memory"))
-    assert (problem.type, problem.detail) == ("urn:midstream:intervention_failed", "rank 1: no memory")
+    assert (problem.type, problem.detail) == (
+        "urn:midstream:intervention_failed",
+        "rank 1: no memory",
+    )
 
 
 def test_of_a_group_the_typed_error_counts() -> None:
-    group = BaseExceptionGroup("", [KeyError("x"), ExceptionGroup("", [MidstreamError("capture_failed", "disk full")])])
+    group = BaseExceptionGroup(
+        "", [KeyError("x"), ExceptionGroup("", [MidstreamError("capture_failed", "disk full")])]
+    )
     assert problem_of(group).type == "urn:midstream:capture_failed"
 
 

@@ -1,4 +1,6 @@
-"""Does a rank hold of a source run what its own sites need, bit for bit, and refuse what is not whole?"""
+"""Does a rank hold of a source run what its own sites need, bit for bit, and refuse what is not
+whole?
+"""
 
 import errno
 from collections.abc import Sequence
@@ -24,17 +26,32 @@ KEY = run_key("job_x", 0, "tag")
 SITES = {"post_block": [2, 3], "pre_attn": [2]}
 
 
-def store_of(root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN, **more: Any) -> RunStore:
-    return RunStore(open_store(root), [Site(hook, layer, "pair") for layer in layers for hook in HOOKS], hidden_size, **more)
+def store_of(
+    root: Path, layers: Sequence[int] = (0, 1, 2, 3), hidden_size: int = HIDDEN, **more: Any
+) -> RunStore:
+    return RunStore(
+        open_store(root),
+        [Site(hook, layer, "pair") for layer in layers for hook in HOOKS],
+        hidden_size,
+        **more,
+    )
 
 
-def name(hook: str = "post_block", layer: int = 2, position: int | None = 1, mean: Sequence[int] = (), key: str = KEY) -> str:
+def name(
+    hook: str = "post_block",
+    layer: int = 2,
+    position: int | None = 1,
+    mean: Sequence[int] = (),
+    key: str = KEY,
+) -> str:
     return row_name(RunRow(key, hook, layer, position, tuple(mean)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_row_has_the_bits_that_were_captured_whatever_the_dtype_and_the_layout(tmp_path: Path, dtype: str, layout: str) -> None:
+def test_a_row_has_the_bits_that_were_captured_whatever_the_dtype_and_the_layout(
+    tmp_path: Path, dtype: str, layout: str
+) -> None:
     kind = getattr(torch, dtype)
     captured = torch.randn(3, HIDDEN).to(kind)
     stored = captured.view(torch.uint8).numpy()
@@ -44,7 +61,10 @@ def test_a_row_has_the_bits_that_were_captured_whatever_the_dtype_and_the_layout
             sites=SITES,
             dtype=dtype,
             layout=layout,
-            rows=lambda hook, layer: [memoryview(stored[:1].tobytes()), memoryview(stored[1:].tobytes())],
+            rows=lambda hook, layer: [
+                memoryview(stored[:1].tobytes()),
+                memoryview(stored[1:].tobytes()),
+            ],
         ),
     )
     store = store_of(tmp_path)
@@ -61,24 +81,52 @@ def test_a_row_has_the_bits_that_were_captured_whatever_the_dtype_and_the_layout
 
 def test_a_mean_is_over_the_positions_that_are_named_or_all(tmp_path: Path) -> None:
     store = store_of(tmp_path)
-    store.put(run_of(write(tmp_path, finished(positions=[2, 5, 6, 9])), {"post_block": [2, 3]}, [2, 5, 6, 9]))
+    store.put(
+        run_of(
+            write(tmp_path, finished(positions=[2, 5, 6, 9])), {"post_block": [2, 3]}, [2, 5, 6, 9]
+        )
+    )
     rows = values("post_block", 3, [2, 5, 6, 9]).astype(np.float64)
-    assert store.row(name(layer=3, position=None)).tolist() == rows.mean(0).astype(np.float32).tolist()
-    assert store.row(name(layer=3, position=None, mean=[5, 6])).tolist() == rows[1:3].mean(0).astype(np.float32).tolist()
-    assert store.row(name(layer=3, position=None, mean=[2, 9])).tolist() == rows[[0, 3]].mean(0).astype(np.float32).tolist()
+    assert (
+        store.row(name(layer=3, position=None)).tolist() == rows.mean(0).astype(np.float32).tolist()
+    )
+    assert (
+        store.row(name(layer=3, position=None, mean=[5, 6])).tolist()
+        == rows[1:3].mean(0).astype(np.float32).tolist()
+    )
+    assert (
+        store.row(name(layer=3, position=None, mean=[2, 9])).tolist()
+        == rows[[0, 3]].mean(0).astype(np.float32).tolist()
+    )
 
 
 def test_rows_come_by_position_in_the_order_asked(tmp_path: Path) -> None:
     store = store_of(tmp_path)
-    store.put(run_of(write(tmp_path, finished(positions=[2, 5, 6, 9], dtype="float32")), {"post_block": [2, 3]}, [2, 5, 6, 9]))
+    store.put(
+        run_of(
+            write(tmp_path, finished(positions=[2, 5, 6, 9], dtype="float32")),
+            {"post_block": [2, 3]},
+            [2, 5, 6, 9],
+        )
+    )
     for asked in ([5, 6], [9, 2], [6], [2, 5, 6, 9], [6, 5]):
-        assert store.rows(KEY, "post_block", 2, asked).tolist() == values("post_block", 2, asked).tolist()
-    assert store.rows(KEY, "post_block", 2, range(5, 7)).tolist() == values("post_block", 2, [5, 6]).tolist()
+        assert (
+            store.rows(KEY, "post_block", 2, asked).tolist()
+            == values("post_block", 2, asked).tolist()
+        )
+    assert (
+        store.rows(KEY, "post_block", 2, range(5, 7)).tolist()
+        == values("post_block", 2, [5, 6]).tolist()
+    )
 
 
 def test_a_stage_keeps_its_own_layers_and_reads_no_other_stages_rows(tmp_path: Path) -> None:
-    lower = finished(sites={"post_block": [0, 1]}, all_sites={"post_block": [0, 1, 2, 3]}, pp=0, stages=2)
-    upper = finished(sites={"post_block": [2, 3]}, all_sites={"post_block": [0, 1, 2, 3]}, pp=1, stages=2)
+    lower = finished(
+        sites={"post_block": [0, 1]}, all_sites={"post_block": [0, 1, 2, 3]}, pp=0, stages=2
+    )
+    upper = finished(
+        sites={"post_block": [2, 3]}, all_sites={"post_block": [0, 1, 2, 3]}, pp=1, stages=2
+    )
     wrote = write(tmp_path, lower, upper, segment_limit=0)
     run = run_of(wrote, {"post_block": [0, 1, 2, 3]})
     (tmp_path / wrote[0].path).write_bytes(b"\0" * 8 + b"damage" * 200)
@@ -93,11 +141,15 @@ def test_a_stage_keeps_its_own_layers_and_reads_no_other_stages_rows(tmp_path: P
     store.put(run)
     assert store.bytes == 2 * 3 * HIDDEN * 2
     assert store.row(name(layer=3)).tolist() == values("post_block", 3, [1])[0].tolist()
-    with pytest.raises(LookupError, match=r"no rows of post_block of layer 1, which is not on this rank"):
+    with pytest.raises(
+        LookupError, match=r"no rows of post_block of layer 1, which is not on this rank"
+    ):
         store.row(name(layer=1))
     nothing = store_of(tmp_path, layers=[7])
     nothing.put(run)
-    assert (nothing.bytes, KEY in nothing) == (0, True), "a stage without a layer of it has the run, and nothing of it"
+    assert (nothing.bytes, KEY in nothing) == (0, True), (
+        "a stage without a layer of it has the run, and nothing of it"
+    )
 
 
 def test_of_a_file_with_other_stages_layers_only_the_own_rows_stay(tmp_path: Path) -> None:
@@ -117,7 +169,10 @@ def test_missing_rows_of_a_run_are_named(tmp_path: Path) -> None:
         (name(key="job_y.0.tag"), "source run job_y.0.tag is not on this rank"),
         (name(hook="mlp_out"), "has no rows of mlp_out of layer 2"),
         (name(position=3), "has no row of post_block of layer 2 at position 3"),
-        (name(position=None, mean=[1, 7, 8]), "has no row of post_block of layer 2 at position 7-8"),
+        (
+            name(position=None, mean=[1, 7, 8]),
+            "has no row of post_block of layer 2 at position 7-8",
+        ),
     ):
         with pytest.raises(LookupError, match=words):
             store.row(asked)
@@ -128,10 +183,18 @@ def test_missing_rows_of_a_run_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: float) -> None:  # field case 27
+def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: float) -> None:
+    # field case 27
     rows = np.zeros((3, HIDDEN), dtype=np.float32)
     rows[1, 2] = bad
-    wrote = write(tmp_path, finished(sites={"post_block": [2]}, dtype="float32", rows=lambda hook, layer: [memoryview(rows.tobytes())]))
+    wrote = write(
+        tmp_path,
+        finished(
+            sites={"post_block": [2]},
+            dtype="float32",
+            rows=lambda hook, layer: [memoryview(rows.tobytes())],
+        ),
+    )
     store = store_of(tmp_path)
     store.put(run_of(wrote, {"post_block": [2]}))
     with pytest.raises(ValueError, match="not finite"):
@@ -151,9 +214,13 @@ def test_a_row_with_a_value_that_is_not_finite_is_refused(tmp_path: Path, bad: f
         ({"files": []}, "none of its files contains post_block of layer 2"),
     ],
 )
-def test_a_run_file_that_mismatches_its_record_is_refused(tmp_path: Path, other: dict[str, Any], words: str) -> None:
+def test_a_run_file_that_mismatches_its_record_is_refused(
+    tmp_path: Path, other: dict[str, Any], words: str
+) -> None:
     store = store_of(tmp_path)
-    run = msgspec.structs.replace(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}), **other)
+    run = msgspec.structs.replace(
+        run_of(write(tmp_path, finished()), {"post_block": [2, 3]}), **other
+    )
     with pytest.raises(ValueError, match=words):
         store.put(run)
     assert (len(store), store.bytes, store.names()) == (0, 0, [])
@@ -167,7 +234,11 @@ def test_missing_damaged_or_foreign_run_files_are_refused(tmp_path: Path) -> Non
 
     def refused(words: str, **changes: Any) -> None:
         with pytest.raises(ValueError, match=words):
-            store.put(msgspec.structs.replace(run, files=[msgspec.structs.replace(run.files[0], **changes)]))
+            store.put(
+                msgspec.structs.replace(
+                    run, files=[msgspec.structs.replace(run.files[0], **changes)]
+                )
+            )
         assert len(store) == 0
 
     refused("has changed since the capture", crc32=wrote.crc32 ^ 1)
@@ -181,18 +252,34 @@ def test_missing_damaged_or_foreign_run_files_are_refused(tmp_path: Path) -> Non
     refused("No such file")
 
 
-def test_a_rank_answers_why_it_refuses_a_run_and_raises_nothing(tmp_path: Path) -> None:  # field case 28
+def test_a_rank_answers_why_it_refuses_a_run_and_raises_nothing(tmp_path: Path) -> None:
+    # field case 28
     store, faults = store_of(tmp_path), Faults("put_run:rank=1", rank=1)
     run = msgspec.to_builtins(run_of(write(tmp_path, finished()), {"post_block": [2, 3]}))
-    broken = (run | {"key": 7}, run | {"files": [run["files"][0] | {"path": "nowhere"}]}, run | {"files": []})
+    broken = (
+        run | {"key": 7},
+        run | {"files": [run["files"][0] | {"path": "nowhere"}]},
+        run | {"files": []},
+    )
     for each in broken:
-        ok, why = answer(Faults("", 1), "put_run", lambda each=each: store.put(msgspec.convert(each, RunFiles)))  # type: ignore[misc]
+        ok, why = answer(
+            Faults("", 1), "put_run", lambda each=each: store.put(msgspec.convert(each, RunFiles))
+        )  # type: ignore[misc]
         assert not ok
         assert why
-    assert answer(faults, "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (False, "fault injected: put_run")
+    assert answer(faults, "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (
+        False,
+        "fault injected: put_run",
+    )
     assert len(store) == 0
-    assert answer(Faults("", 1), "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (True, "")
-    assert answer(Faults("", 1), "drop_runs", lambda: store.drop([KEY, "job_y.0.tag"])) == (True, "")
+    assert answer(Faults("", 1), "put_run", lambda: store.put(msgspec.convert(run, RunFiles))) == (
+        True,
+        "",
+    )
+    assert answer(Faults("", 1), "drop_runs", lambda: store.drop([KEY, "job_y.0.tag"])) == (
+        True,
+        "",
+    )
     assert len(store) == 0, "and one that was never here is dropped without a word"
 
 
@@ -200,7 +287,9 @@ def test_run_keys_are_equal_exactly_for_equal_runs(tmp_path: Path) -> None:
     prints = []
     for folder, shift in (("a", 0.0), ("b", 0.0), ("c", 1.0)):
         store = store_of(tmp_path / folder)
-        run = run_of(write(tmp_path / folder, finished(shift=shift, dtype="float32")), {"post_block": [2, 3]})
+        run = run_of(
+            write(tmp_path / folder, finished(shift=shift, dtype="float32")), {"post_block": [2, 3]}
+        )
         store.put(run)
         store.put(run)
         prints.append(store.names())
@@ -221,14 +310,22 @@ def test_a_run_is_lost_for_one_look_up_when_tests_ask_for_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "segment"])
 def test_rows_of_a_run_are_read_from_every_store(store: ArtifactStore, layout: str) -> None:
     wrote = write(store, finished(sites=SITES, dtype="float32", layout=layout))
-    runs = RunStore(store, [Site(hook, layer, "pair") for layer in range(4) for hook in HOOKS], HIDDEN)
+    runs = RunStore(
+        store, [Site(hook, layer, "pair") for layer in range(4) for hook in HOOKS], HIDDEN
+    )
     runs.put(run_of(wrote, SITES))
     for hook, layer in (("post_block", 2), ("post_block", 3), ("pre_attn", 2)):
-        np.testing.assert_array_equal(runs.rows(KEY, hook, layer, [0, 1, 2]).numpy(), values(hook, layer, [0, 1, 2]))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(
+            runs.rows(KEY, hook, layer, [0, 1, 2]).numpy(), values(hook, layer, [0, 1, 2])
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("error", "later"), [(ConnectionRefusedError(errno.ECONNREFUSED, "refused"), True), (OSError(errno.EIO, "bad"), False)]
+    ("error", "later"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), True),
+        (OSError(errno.EIO, "bad"), False),
+    ],
 )
 def test_a_rank_says_when_a_run_can_only_be_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, later: bool

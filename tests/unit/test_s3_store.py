@@ -1,4 +1,5 @@
-"""Is what a bucket reports as written there, whole, and is every way to fail an OSError that says why?
+"""Is what a bucket reports as written there, whole, and is every way to fail an OSError that says
+why?
 
 The protocol's own tests run against it as well: `store` in tests/conftest.py.
 """
@@ -68,7 +69,9 @@ def uploads(store: S3Store) -> int:
         return len(re.findall(b"<Upload>", answer.read()))
 
 
-@pytest.mark.parametrize("sizes", [[0], [1], [PART - 1], [PART], [PART + 1], [5, PART, 7, 2 * PART], [len(BIG)]])
+@pytest.mark.parametrize(
+    "sizes", [[0], [1], [PART - 1], [PART], [PART + 1], [5, PART, 7, 2 * PART], [len(BIG)]]
+)
 def test_an_object_of_any_size_reads_as_it_was_written(bucket: S3Store, sizes: list[int]) -> None:
     parts = [BIG[:size] for size in sizes]
     put(bucket, "tag/job/x", *parts)
@@ -91,7 +94,9 @@ def test_nothing_is_visible_before_commit_and_nothing_is_left_of_an_abort(bucket
 
 
 @pytest.mark.parametrize("kind", ["503", "cut", "lost"])
-@pytest.mark.parametrize("when", ["PUT", "POST .*uploads", "PUT .*partNumber=2", "POST .*uploadId", "HEAD"])
+@pytest.mark.parametrize(
+    "when", ["PUT", "POST .*uploads", "PUT .*partNumber=2", "POST .*uploadId", "HEAD"]
+)
 def test_one_bad_answer_is_survived(s3: FaultProxy, bucket: S3Store, kind: str, when: str) -> None:
     s3.fault(kind, when, times=1)
     put(bucket, "tag/job/x.safetensors", BIG)
@@ -99,7 +104,9 @@ def test_one_bad_answer_is_survived(s3: FaultProxy, bucket: S3Store, kind: str, 
 
 
 @pytest.mark.parametrize("kind", ["half", "short"])
-def test_a_download_that_ends_early_is_asked_for_again(s3: FaultProxy, bucket: S3Store, kind: str) -> None:
+def test_a_download_that_ends_early_is_asked_for_again(
+    s3: FaultProxy, bucket: S3Store, kind: str
+) -> None:
     put(bucket, "x", BIG)
     fault = s3.fault(kind, "GET", times=2)
     assert content(bucket, "x") == BIG
@@ -146,7 +153,13 @@ def test_wrong_credentials_and_clocks_are_told_apart(s3: FaultProxy, bucket: S3S
     ):
         former = {name: getattr(s3, name) for name in change}
         vars(s3).update(change)
-        for ask in (lambda: bucket.stat("x"), bucket.children, bucket.used, bucket.marks, lambda: put(bucket, "y", b"1")):
+        for ask in (
+            lambda: bucket.stat("x"),
+            bucket.children,
+            bucket.used,
+            bucket.marks,
+            lambda: put(bucket, "y", b"1"),
+        ):
             with pytest.raises(PermissionError, match=said):
                 ask()
         assert said in _Troubles().of(bucket)
@@ -156,7 +169,13 @@ def test_wrong_credentials_and_clocks_are_told_apart(s3: FaultProxy, bucket: S3S
 
 def test_a_missing_bucket_is_not_taken_for_a_deleted_object(s3: FaultProxy) -> None:
     nowhere = open_store(s3_kit.uri(s3, "never-made"))
-    for ask in (nowhere.prepare, lambda: nowhere.stat("x"), lambda: nowhere.open("x"), lambda: nowhere.mark("j"), nowhere.used):
+    for ask in (
+        nowhere.prepare,
+        lambda: nowhere.stat("x"),
+        lambda: nowhere.open("x"),
+        lambda: nowhere.mark("j"),
+        nowhere.used,
+    ):
         with pytest.raises(OSError, match="there is no such bucket") as caught:
             ask()
         assert not isinstance(caught.value, FileNotFoundError)
@@ -164,7 +183,9 @@ def test_a_missing_bucket_is_not_taken_for_a_deleted_object(s3: FaultProxy) -> N
         open_store(s3_kit.uri(s3)).open("x")
 
 
-def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(s3: FaultProxy, bucket: S3Store) -> None:
+def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(
+    s3: FaultProxy, bucket: S3Store
+) -> None:
     put(bucket, "x", b"1")
     s3.stop()
     with pytest.raises(ConnectionRefusedError, match="cannot be reached"):
@@ -180,7 +201,9 @@ def test_a_store_that_is_away_or_slow_is_reported_in_time_and_comes_back(s3: Fau
     assert _Troubles().of(bucket) == ""
 
 
-def test_a_request_that_never_ends_is_given_up(s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_never_ends_is_given_up(
+    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(s3_client, "REQUEST_S", 1)
     monkeypatch.setattr(s3_client, "RETRY_S", 2)
     s3.fault("slow", seconds=60.0)
@@ -188,7 +211,9 @@ def test_a_request_that_never_ends_is_given_up(s3: FaultProxy, bucket: S3Store, 
         put(open_store(bucket.uri.replace("kept", "slow")), "x", b"1")
 
 
-def test_what_was_replaced_or_removed_before_it_was_confirmed_is_not_reported(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_replaced_or_removed_before_it_was_confirmed_is_not_reported(
+    bucket: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for change in (lambda: obstore.put(bucket.client, "x", b"other"), lambda: bucket.delete("x")):
         head = S3Store.head
 
@@ -203,7 +228,9 @@ def test_what_was_replaced_or_removed_before_it_was_confirmed_is_not_reported(bu
 
 
 def test_an_index_is_uploaded_after_what_it_describes(s3: FaultProxy, bucket: S3Store) -> None:
-    """A process that is killed in between leaves rows without an index, and no index without rows."""
+    """A process that is killed in between leaves rows without an index, and no index without
+    rows.
+    """
     s3.fault("503", r"PUT .*\.(seg|safetensors)$")
     for layout in ("segment", "packed"):
         (outcome,) = filesystem(bucket, owner=f"w.{layout}").consume([finished(layout=layout)])
@@ -211,12 +238,18 @@ def test_an_index_is_uploaded_after_what_it_describes(s3: FaultProxy, bucket: S3
     assert s3.count(r"PUT .*json") == 0
 
 
-def test_a_segment_whose_group_failed_in_doubt_is_not_found(s3: FaultProxy, bucket: S3Store) -> None:
+def test_a_segment_whose_group_failed_in_doubt_is_not_found(
+    s3: FaultProxy, bucket: S3Store
+) -> None:
     """All was uploaded, but not confirmed: the group is written again, elsewhere."""
     disk = filesystem(bucket)
     fault = s3.fault("503", r"HEAD .*\.jsonl")
     (outcome,) = disk.consume([finished()])
-    assert ("is not available" in outcome.error, fault.seen > 0, bucket.children("tag/segments/")) == (True, True, [])
+    assert (
+        "is not available" in outcome.error,
+        fault.seen > 0,
+        bucket.children("tag/segments/"),
+    ) == (True, True, [])
     s3.faults.clear()
     assert disk.consume([finished()])[0].error == ""
     assert len(CaptureReader(bucket, "job_x").files) == 1
@@ -233,7 +266,10 @@ def test_a_segment_takes_one_group_and_its_name_once(bucket: S3Store) -> None:
 def test_two_processes_that_erase_in_one_segment_lose_neither_erasure(bucket: S3Store) -> None:
     count, size = 12, 5000
     put(bucket, "s.seg", b"x" * count * size)
-    threads = [threading.Thread(target=bucket.erase, args=("s.seg", [(n * size, size)])) for n in range(0, count, 2)]
+    threads = [
+        threading.Thread(target=bucket.erase, args=("s.seg", [(n * size, size)]))
+        for n in range(0, count, 2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -252,7 +288,9 @@ def test_a_handle_shows_one_version_or_raises(bucket: S3Store) -> None:
     assert caught.value.errno == errno.ESTALE
     assert other.read(98, 4) == BIG[98:102]  # came with its size
     bucket.erase("s.seg", [(PART, 5)])
-    assert fresh.read(PART, 10) == bytes(5) + BIG[PART + 5 : PART + 10]  # nothing had been read of the version before
+    assert (
+        fresh.read(PART, 10) == bytes(5) + BIG[PART + 5 : PART + 10]
+    )  # nothing had been read of the version before
 
 
 def test_a_link_needs_no_credentials_and_ends(s3: FaultProxy, bucket: S3Store) -> None:
@@ -264,13 +302,19 @@ def test_a_link_needs_no_credentials_and_ends(s3: FaultProxy, bucket: S3Store) -
         assert answer.read() == b"0123456789"
     with urlopen(Request(link, headers={"Range": "bytes=3-5"})) as answer:
         assert answer.read() == b"345"
-    for wrong in (link.replace("/x?", "/y?"), link.partition("?")[0], link.replace("X-Amz-Expires=60", "X-Amz-Expires=6000")):
+    for wrong in (
+        link.replace("/x?", "/y?"),
+        link.partition("?")[0],
+        link.replace("X-Amz-Expires=60", "X-Amz-Expires=6000"),
+    ):
         with pytest.raises(HTTPError, match="403"):
             urlopen(wrong)
     s3.clock = 61
     with pytest.raises(HTTPError, match="403"):
         urlopen(link)
-    assert bucket.sign("x", 60, "https://store.example").startswith(f"https://store.example/{bucket.address.bucket}/kept/here/x?")
+    assert bucket.sign("x", 60, "https://store.example").startswith(
+        f"https://store.example/{bucket.address.bucket}/kept/here/x?"
+    )
 
 
 # The processes of a service have it by settings, readers elsewhere by AWS' own ways.
@@ -289,13 +333,17 @@ def test_credentials_come_from_settings_or_from_where_aws_keeps_them(
         monkeypatch.setenv("MIDSTREAM_ARTIFACT_ACCESS_KEY", key)
         monkeypatch.setenv("MIDSTREAM_ARTIFACT_SECRET_KEY_FILE", str(tmp_path / "secret"))
     elif way == "toml":
-        (tmp_path / "m.toml").write_text(f'artifact_access_key = "{key}"\nartifact_secret_key = "{secret}"\n')
+        (tmp_path / "m.toml").write_text(
+            f'artifact_access_key = "{key}"\nartifact_secret_key = "{secret}"\n'
+        )
         monkeypatch.setenv("MIDSTREAM_CONFIG", str(tmp_path / "m.toml"))
     elif way == "aws":
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     else:
-        (tmp_path / "credentials").write_text(f"[other]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        (tmp_path / "credentials").write_text(
+            f"[other]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+        )
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
         monkeypatch.setenv("AWS_PROFILE", "other")
     put(bucket, "x", b"1")
@@ -313,7 +361,10 @@ def temporary(s3: FaultProxy, seconds: float) -> dict[str, str]:
 def test_temporary_credentials_in_a_file_are_read_again(
     s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, renewed: str
 ) -> None:
-    """As tools write them, in the middle of what a process does. A link is signed with those of its time."""
+    """As tools write them, in the middle of what a process does.
+
+    A link is signed with those of its time.
+    """
     for name in s3_kit.ENVIRONMENT:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -342,7 +393,9 @@ def test_temporary_credentials_in_a_file_are_read_again(
     assert s3.count("") < 20, "nothing is repeated without new credentials"
 
 
-def test_temporary_credentials_of_a_role_are_asked_for_again(s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_credentials_of_a_role_are_asked_for_again(
+    s3: FaultProxy, bucket: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By obstore, of the machine's metadata service."""
     for name in s3_kit.ENVIRONMENT:
         monkeypatch.delenv(name)
@@ -358,9 +411,18 @@ def test_temporary_credentials_of_a_role_are_asked_for_again(s3: FaultProxy, buc
                 return self.answer(b"role")
             made = temporary(s3, 2)
             given.append(made["aws_access_key_id"])
-            names = {"AccessKeyId": "aws_access_key_id", "SecretAccessKey": "aws_secret_access_key", "Token": "aws_session_token"}
+            names = {
+                "AccessKeyId": "aws_access_key_id",
+                "SecretAccessKey": "aws_secret_access_key",
+                "Token": "aws_session_token",
+            }
             expires = datetime.now(UTC) + timedelta(seconds=2)
-            self.answer(json.dumps({name: made[ours] for name, ours in names.items()} | {"Expiration": expires.isoformat()}).encode())
+            self.answer(
+                json.dumps(
+                    {name: made[ours] for name, ours in names.items()}
+                    | {"Expiration": expires.isoformat()}
+                ).encode()
+            )
 
         def answer(self, body: bytes) -> None:
             self.send_response(200)
@@ -386,7 +448,9 @@ def test_temporary_credentials_of_a_role_are_asked_for_again(s3: FaultProxy, buc
         service.server_close()
 
 
-def test_half_of_a_pair_of_credentials_is_refused(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_a_pair_of_credentials_is_refused(
+    bucket: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MIDSTREAM_ARTIFACT_SECRET_KEY")
     with pytest.raises(SettingsError, match="belong together"):
         bucket.stat("x")
@@ -398,14 +462,24 @@ def test_captures_under_a_prefix_are_all_that_a_store_sees(s3: FaultProxy) -> No
     write(mine, finished())
     write(other, finished("job_y"))
     mine.mark("job_x")
-    assert (mine.children(), other.marks(), open_store(s3_kit.uri(s3, bucket, "")).children()) == (["tag/"], [], ["a/", "ab/"])
+    assert (mine.children(), other.marks(), open_store(s3_kit.uri(s3, bucket, "")).children()) == (
+        ["tag/"],
+        [],
+        ["a/", "ab/"],
+    )
     mine.delete("tag/")
     assert (mine.children(), other.children(), other.used() > 0) == ([], ["tag/"], True)
 
 
 @pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", "", "."])
 def test_a_key_outside_the_store_is_refused(bucket: S3Store, key: str) -> None:
-    for ask in (bucket.stat, bucket.open, bucket.check, lambda key: put(bucket, key, b"1"), lambda key: bucket.sign(key, 1)):
+    for ask in (
+        bucket.stat,
+        bucket.open,
+        bucket.check,
+        lambda key: put(bucket, key, b"1"),
+        lambda key: bucket.sign(key, 1),
+    ):
         with pytest.raises(ValueError, match="not inside"):
             ask(key)
 
@@ -424,18 +498,27 @@ for _ in range(48):
 writer.commit()
 print(peak() - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
     assert bucket.stat("large") == 192 << 20
     assert int(done.stdout) < 130, "MiB"
 
 
 def test_a_deletion_reads_the_segments_of_its_job_alone(s3: FaultProxy, bucket: S3Store) -> None:
     for n in range(6):
-        write(bucket, finished(f"job_{n}"), finished("job_x") if n == 3 else finished("job_y"), owner=f"w.{n}")
+        write(
+            bucket,
+            finished(f"job_{n}"),
+            finished("job_x") if n == 3 else finished("job_y"),
+            owner=f"w.{n}",
+        )
     assert bucket.segments("job_x") == ["tag/segments/w.3-0.0.seg"]
     s3.seen.clear()
     assert retention.delete(bucket, ["job_x"], keep=["job_x"]) == ["job_x"]
-    assert set(re.findall(r"GET \S*/tag/segments/([^/?]+\.seg)", "\n".join(s3.seen))) == {"w.3-0.0.seg"}
+    assert set(re.findall(r"GET \S*/tag/segments/([^/?]+\.seg)", "\n".join(s3.seen))) == {
+        "w.3-0.0.seg"
+    }
     assert bucket.segments("job_x") != []  # until the deletion is over, for what comes late
     assert retention.delete(bucket, ["job_x"]) == ["job_x"]
     assert bucket.segments("job_x") == []
@@ -444,15 +527,21 @@ def test_a_deletion_reads_the_segments_of_its_job_alone(s3: FaultProxy, bucket: 
     assert s3.count(r"GET .*\.jsonl") == 1
 
 
-def test_a_segment_is_referred_to_before_its_index_is_there(s3: FaultProxy, bucket: S3Store) -> None:
+def test_a_segment_is_referred_to_before_its_index_is_there(
+    s3: FaultProxy, bucket: S3Store
+) -> None:
     s3.fault("403 AccessDenied", r"PUT .*\.segments/")
     (outcome,) = filesystem(bucket).consume([finished()])
     assert "do not allow" in outcome.error
     assert s3.count(r"PUT .*\.jsonl") == 0
 
 
-@pytest.mark.parametrize(("when", "left"), [("PUT .*partNumber=2", []), (r"PUT .*\.json", ["tag/job/x.safetensors"])])
-def test_a_process_killed_during_an_upload_leaves_no_index_and_no_half(s3: FaultProxy, bucket: S3Store, when: str, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("when", "left"), [("PUT .*partNumber=2", []), (r"PUT .*\.json", ["tag/job/x.safetensors"])]
+)
+def test_a_process_killed_during_an_upload_leaves_no_index_and_no_half(
+    s3: FaultProxy, bucket: S3Store, when: str, left: list[str]
+) -> None:
     fault = s3.fault("slow", when, times=1, seconds=20.0)
     program = f"""
 from midstream.storage.store import open_store
@@ -471,9 +560,15 @@ writer.commit()
     assert content(bucket, "tag/job/x.safetensors") == BIG
 
 
-@pytest.mark.parametrize(("when", "said"), [("PUT", "no conditional writes"), ("GET", "no conditional reads")])
-def test_a_server_that_ignores_conditions_is_refused_at_the_start(s3: FaultProxy, bucket: S3Store, when: str, said: str) -> None:
-    settings = Settings(artifact_store=bucket.link(""), artifact_endpoint=s3.url, artifact_region=s3_kit.REGION)
+@pytest.mark.parametrize(
+    ("when", "said"), [("PUT", "no conditional writes"), ("GET", "no conditional reads")]
+)
+def test_a_server_that_ignores_conditions_is_refused_at_the_start(
+    s3: FaultProxy, bucket: S3Store, when: str, said: str
+) -> None:
+    settings = Settings(
+        artifact_store=bucket.link(""), artifact_endpoint=s3.url, artifact_region=s3_kit.REGION
+    )
     fitness.require(settings)
     s3.fault("deaf", when)
     with pytest.raises(SettingsError, match=said):
@@ -488,7 +583,9 @@ def test_a_server_that_ignores_conditions_is_refused_at_the_start(s3: FaultProxy
     assert _Troubles().of(bucket) == ""
 
 
-def test_a_server_that_wants_etags_without_quotation_marks_is_served(s3: FaultProxy, bucket: S3Store) -> None:
+def test_a_server_that_wants_etags_without_quotation_marks_is_served(
+    s3: FaultProxy, bucket: S3Store
+) -> None:
     """Ceph 16 takes no others in conditions of writes."""
     s3.fault("ceph", "PUT")
     assert bucket.unfit() == ""

@@ -1,4 +1,6 @@
-"""Sparse autoencoders give the numbers that sae-lens gives for the same files and rows; `sae_rows.py` made both."""
+"""Sparse autoencoders give the numbers that sae-lens gives for the same files and rows;
+`sae_rows.py` made both.
+"""
 
 from collections.abc import Mapping
 
@@ -30,12 +32,18 @@ def loaded(name: str) -> Autoencoder:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_activations_and_reconstructions_equal_those_of_sae_lens(name: str, theirs: Mapping[str, np.ndarray]) -> None:
+def test_activations_and_reconstructions_equal_those_of_sae_lens(
+    name: str, theirs: Mapping[str, np.ndarray]
+) -> None:
     autoencoder, rows = loaded(name), torch.tensor(theirs["rows"])
     activations = autoencoder.encode(rows)
     np.testing.assert_allclose(activations, theirs[f"{name}.activations"], **TOLERANCE)
     scaled = sae.NORMALISATIONS[autoencoder.form.normalize_activations](rows)
-    np.testing.assert_allclose(autoencoder.decode(activations) * scaled.scale + scaled.shift, theirs[f"{name}.decoded"], **TOLERANCE)
+    np.testing.assert_allclose(
+        autoencoder.decode(activations) * scaled.scale + scaled.shift,
+        theirs[f"{name}.decoded"],
+        **TOLERANCE,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,31 +66,46 @@ def test_the_top_features_are_the_largest_activations_in_any_chunks(
 
 
 @pytest.mark.parametrize("name", RULED)
-def test_a_feature_alone_has_the_activation_that_sae_lens_gives_it(name: str, theirs: Mapping[str, np.ndarray]) -> None:
+def test_a_feature_alone_has_the_activation_that_sae_lens_gives_it(
+    name: str, theirs: Mapping[str, np.ndarray]
+) -> None:
     with reading(ROOT / name) as (content, file):
         tensors = tensors_of(content.form, file)
         for number in range(content.form.d_sae):
             rule = feature_of(content.form, tensors, number)
-            read = sae.NORMALISATIONS[content.form.normalize_activations](torch.tensor(theirs["rows"])).rows
+            read = sae.NORMALISATIONS[content.form.normalize_activations](
+                torch.tensor(theirs["rows"])
+            ).rows
             over = read.double().numpy() @ rule.encoder + rule.bias
-            np.testing.assert_allclose(np.where(over > rule.threshold, over, 0), theirs[f"{name}.activations"][:, number], **TOLERANCE)
+            np.testing.assert_allclose(
+                np.where(over > rule.threshold, over, 0),
+                theirs[f"{name}.activations"][:, number],
+                **TOLERANCE,
+            )
             assert (rule.decoder == tensors["W_dec"][number]).all()
 
 
 @pytest.mark.parametrize("name", [*RULED, "topk", "rescaled", "flat"])
-def test_a_decoder_row_is_what_one_more_unit_of_activation_adds(name: str, theirs: Mapping[str, np.ndarray]) -> None:
+def test_a_decoder_row_is_what_one_more_unit_of_activation_adds(
+    name: str, theirs: Mapping[str, np.ndarray]
+) -> None:
     autoencoder = loaded(name)
     with reading(ROOT / name) as (content, file):
         row = decoder_row(content.form, tensors_of(content.form, file), 3)
     activations = torch.tensor(theirs[f"{name}.activations"][:1])
     more = activations.clone()
     more[0, 3] += 1
-    np.testing.assert_allclose(row, (autoencoder.decode(more) - autoencoder.decode(activations))[0], **TOLERANCE)
+    np.testing.assert_allclose(
+        row, (autoencoder.decode(more) - autoencoder.decode(activations))[0], **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", ["topk", "rescaled", "flat"])
 def test_a_feature_that_is_no_rule_of_its_own_weights_is_refused(name: str) -> None:
-    with reading(ROOT / name) as (content, file), pytest.raises(SaeError, match="depends on all other features"):
+    with (
+        reading(ROOT / name) as (content, file),
+        pytest.raises(SaeError, match="depends on all other features"),
+    ):
         feature_of(content.form, tensors_of(content.form, file), 0)
 
 

@@ -1,4 +1,6 @@
-"""A sparse autoencoder that does not fit the model, or that sae-lens would compute otherwise, is refused by name."""
+"""A sparse autoencoder that does not fit the model, or that sae-lens would compute otherwise, is
+refused by name.
+"""
 
 import json
 import shutil
@@ -18,7 +20,13 @@ from midstream.schemas.selectors import HOOKS
 MODEL: dict[str, Any] = {"hooks": list(HOOKS), "num_layers": 4, "hidden_size": D_IN}
 
 
-def changed(folder: Path, form: str = "standard", drop: str = "", metadata: dict[str, Any] | None = None, **config: Any) -> Path:
+def changed(
+    folder: Path,
+    form: str = "standard",
+    drop: str = "",
+    metadata: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
     """A copy of a fixture with other members of its config."""
     shutil.copytree(ROOT / form, folder)
     members = json.loads((folder / "cfg.json").read_text()) | config
@@ -29,7 +37,9 @@ def changed(folder: Path, form: str = "standard", drop: str = "", metadata: dict
     return folder
 
 
-def with_tensors(folder: Path, form: str = "standard", drop: str = "", **tensors: np.ndarray) -> Path:
+def with_tensors(
+    folder: Path, form: str = "standard", drop: str = "", **tensors: np.ndarray
+) -> Path:
     changed(folder, form)
     found = load_file(folder / "sae_weights.safetensors") | tensors
     found.pop(drop, None)
@@ -37,23 +47,36 @@ def with_tensors(folder: Path, form: str = "standard", drop: str = "", **tensors
     return folder
 
 
-@pytest.mark.parametrize("name", ["standard", "bare", "jumprelu", "gated", "topk", "rescaled", "layer_norm", "constant_norm"])
+@pytest.mark.parametrize(
+    "name",
+    ["standard", "bare", "jumprelu", "gated", "topk", "rescaled", "layer_norm", "constant_norm"],
+)
 def test_every_form_of_saelens_is_registered_at_its_hook_and_layer(name: str) -> None:
     found = check_on(ROOT / name, None, None, **MODEL)
     assert (found.hook, found.layer, found.content.trained_on) == ("post_block", LAYER, "tiny")
     assert (found.content.form.d_in, found.content.form.d_sae) == (D_IN, D_SAE)
-    assert size_of(found.content.form) == sum(tensor.nbytes for tensor in load_file(ROOT / name / "sae_weights.safetensors").values())
+    assert size_of(found.content.form) == sum(
+        tensor.nbytes for tensor in load_file(ROOT / name / "sae_weights.safetensors").values()
+    )
 
 
 def test_the_flat_config_before_version_6_is_read() -> None:
     found = check_on(ROOT / "flat", None, None, **MODEL)
-    assert (found.hook, found.layer, found.content.form.architecture, found.content.form.k) == ("pre_attn", LAYER, "topk", 4)
+    assert (found.hook, found.layer, found.content.form.architecture, found.content.form.k) == (
+        "pre_attn",
+        LAYER,
+        "topk",
+        4,
+    )
 
 
 def test_gemma_scope_needs_hook_and_layer() -> None:
     found = check_on(ROOT / "gemma_scope", "mlp_out", 3, **MODEL)
     assert (found.hook, found.layer) == ("mlp_out", 3)
-    assert (found.content.form.architecture, found.content.form.apply_b_dec_to_input) == ("jumprelu", False)
+    assert (found.content.form.architecture, found.content.form.apply_b_dec_to_input) == (
+        "jumprelu",
+        False,
+    )
     for hook, layer, field in (("mlp_out", None, "layer"), (None, 3, "hook")):
         with pytest.raises(MidstreamError, match="is required: params") as refused:
             check_on(ROOT / "gemma_scope", hook, layer, **MODEL)  # type: ignore[arg-type]
@@ -63,15 +86,24 @@ def test_gemma_scope_needs_hook_and_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architecture": "transcoder"}, "architecture is 'transcoder'; valid: standard, jumprelu, gated, topk"),
-        ({"architecture": "jumprelu"}, "has no tensor threshold; jumprelu has W_enc, W_dec, b_dec, b_enc, threshold"),
+        (
+            {"architecture": "transcoder"},
+            "architecture is 'transcoder'; valid: standard, jumprelu, gated, topk",
+        ),
+        (
+            {"architecture": "jumprelu"},
+            "has no tensor threshold; jumprelu has W_enc, W_dec, b_dec, b_enc, threshold",
+        ),
         ({"form": "jumprelu", "architecture": "standard"}, "the tensor 'threshold' is not served"),
         ({"d_in": 16}, "W_enc has the shape [8, 32]; d_in 16 and d_sae 32 need [16, 32]"),
         ({"d_sae": 0}, "d_sae is '0'; valid: a positive integer"),
         ({"d_sae": 1 << 22}, "the limit is 2097152"),
         ({"form": "topk", "k": 33}, "k is '33'; valid: 1 to 32"),
         ({"form": "topk", "k": None}, "k is 'None'"),
-        ({"normalize_activations": "expected_average_only_in"}, "others need statistics of the data"),
+        (
+            {"normalize_activations": "expected_average_only_in"},
+            "others need statistics of the data",
+        ),
         ({"normalize_activations": True}, "others need statistics of the data"),
         ({"apply_b_dec_to_input": "yes"}, "apply_b_dec_to_input is 'yes'; valid: true or false"),
         ({"rescale_acts_by_decoder_norm": True}, "valid: false for standard"),
@@ -79,13 +111,21 @@ def test_gemma_scope_needs_hook_and_layer() -> None:
         ({"finetuning_scaling_factor": True}, "valid: false"),
         ({"activation_fn_str": "tanh-relu"}, "activation_fn is 'tanh-relu'; valid: relu, topk"),
         ({"of_a_later_sae_lens": 1}, "of_a_later_sae_lens is '1', which is not served"),
-        ({"metadata": {"hook_name": "blocks.1.attn.hook_z"}}, "hook_name is 'blocks.1.attn.hook_z'; valid: blocks.<layer>.hook_resid_pre"),
+        (
+            {"metadata": {"hook_name": "blocks.1.attn.hook_z"}},
+            "hook_name is 'blocks.1.attn.hook_z'; valid: blocks.<layer>.hook_resid_pre",
+        ),
         ({"metadata": {"hook_layer": 2}}, "hook_layer is '2'; valid: 1, as hook_name says"),
         ({"metadata": {"hook_head_index": 0}}, "an SAE of all heads"),
-        ({"metadata": {"model_from_pretrained_kwargs": {"center_writing_weights": True}}}, "no centred or folded weights"),
+        (
+            {"metadata": {"model_from_pretrained_kwargs": {"center_writing_weights": True}}},
+            "no centred or folded weights",
+        ),
     ],
 )
-def test_a_config_that_is_not_served_is_refused_by_member(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_a_config_that_is_not_served_is_refused_by_member(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_on(changed(tmp_path / "a", **change), None, None, **MODEL)
     assert refused.value.field == "path"
@@ -96,14 +136,25 @@ def test_a_config_that_is_not_served_is_refused_by_member(tmp_path: Path, change
     ("change", "says"),
     [
         ({"drop": "b_enc"}, "has no tensor b_enc"),
-        ({"W_dec": np.ones((D_IN, D_SAE), np.float32)}, "W_dec has the shape [8, 32]; d_in 8 and d_sae 32 need [32, 8]"),
-        ({"b_enc": np.full(D_SAE, np.nan, np.float32)}, "b_enc has 32 numbers that are not finite, of 32"),
+        (
+            {"W_dec": np.ones((D_IN, D_SAE), np.float32)},
+            "W_dec has the shape [8, 32]; d_in 8 and d_sae 32 need [32, 8]",
+        ),
+        (
+            {"b_enc": np.full(D_SAE, np.nan, np.float32)},
+            "b_enc has 32 numbers that are not finite, of 32",
+        ),
         ({"W_enc": np.ones((D_IN, D_SAE), np.float64)}, "W_enc is F64; valid: F32, F16, BF16"),
-        ({"scaling_factor": np.full(D_SAE, 2, np.float32)}, "the tensor 'scaling_factor' is not served"),
+        (
+            {"scaling_factor": np.full(D_SAE, 2, np.float32)},
+            "the tensor 'scaling_factor' is not served",
+        ),
         ({"b_gate": np.ones(D_SAE, np.float32)}, "the tensor 'b_gate' is not served"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_on(with_tensors(tmp_path / "a", **change), None, None, **MODEL)
     assert refused.value.field == "path"
@@ -111,7 +162,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, change: dic
 
 
 def test_a_scaling_factor_of_ones_changes_nothing(tmp_path: Path) -> None:
-    assert check_on(with_tensors(tmp_path / "a", scaling_factor=np.ones(D_SAE, np.float32)), None, None, **MODEL).layer == LAYER
+    assert (
+        check_on(
+            with_tensors(tmp_path / "a", scaling_factor=np.ones(D_SAE, np.float32)),
+            None,
+            None,
+            **MODEL,
+        ).layer
+        == LAYER
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,12 +178,24 @@ def test_a_scaling_factor_of_ones_changes_nothing(tmp_path: Path) -> None:
     [
         (("pre_attn", None), {}, "hook", "is pre_attn, but the SAE was trained on hook post_block"),
         ((None, 2), {}, "layer", "is 2, but the SAE was trained on layer 1"),
-        ((None, None), {"hooks": ["mlp_out"]}, "hook", "autoencoders of post_block are not served on this model"),
+        (
+            (None, None),
+            {"hooks": ["mlp_out"]},
+            "hook",
+            "autoencoders of post_block are not served on this model",
+        ),
         ((None, None), {"num_layers": 1}, "layer", "this model has no layer 1"),
-        ((None, None), {"hidden_size": 16}, "path", "d_in is 8: the SAE was trained on another model"),
+        (
+            (None, None),
+            {"hidden_size": 16},
+            "path",
+            "d_in is 8: the SAE was trained on another model",
+        ),
     ],
 )
-def test_an_autoencoder_of_another_place_or_model_is_refused_by_field(asked: Any, model: dict[str, Any], field: str, says: str) -> None:
+def test_an_autoencoder_of_another_place_or_model_is_refused_by_field(
+    asked: Any, model: dict[str, Any], field: str, says: str
+) -> None:
     with pytest.raises(MidstreamError) as refused:
         check_on(ROOT / "standard", *asked, **(MODEL | model))
     assert (refused.value.kind, refused.value.field) == ("invalid_request", field)
@@ -151,11 +222,16 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path) -> No
         (folder / "sae_weights.safetensors").write_bytes(b"\0" * 100)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"],
+)
 @pytest.mark.parametrize("form", ["standard", "gemma_scope"])
 def test_files_that_are_no_tensors_are_refused(tmp_path: Path, form: str, raw: bytes) -> None:
     shutil.copytree(ROOT / form, tmp_path / "a")
-    (tmp_path / "a" / ("params.npz" if form == "gemma_scope" else "sae_weights.safetensors")).write_bytes(raw)
+    (
+        tmp_path / "a" / ("params.npz" if form == "gemma_scope" else "sae_weights.safetensors")
+    ).write_bytes(raw)
     with pytest.raises(MidstreamError, match=r"safetensors|npz"):
         check_on(tmp_path / "a", "post_block", 1, **MODEL)
 
@@ -167,14 +243,25 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         check_on(tmp_path / "a", None, None, **MODEL)
 
 
-@pytest.mark.parametrize("bad", [np.array([{}], dtype=object), np.ones((D_IN, D_SAE), np.int32), np.asfortranarray(np.ones((D_IN, D_SAE)))])
-def test_an_npz_with_objects_or_integers_is_refused_and_runs_nothing(tmp_path: Path, bad: np.ndarray) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [
+        np.array([{}], dtype=object),
+        np.ones((D_IN, D_SAE), np.int32),
+        np.asfortranarray(np.ones((D_IN, D_SAE))),
+    ],
+)
+def test_an_npz_with_objects_or_integers_is_refused_and_runs_nothing(
+    tmp_path: Path, bad: np.ndarray
+) -> None:
     np.savez(tmp_path / "params.npz", W_enc=bad)
     with pytest.raises(MidstreamError, match="valid: float16, float32 or float64"):
         check_on(tmp_path, "post_block", 1, **MODEL)
 
 
-def test_an_npz_that_unpacks_to_more_than_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npz_that_unpacks_to_more_than_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.schemas.sae_files.MAX_SAE_BYTES", 10_000)
     with zipfile.ZipFile(tmp_path / "params.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("W_enc.npy", b"\0" * 1_000_000)

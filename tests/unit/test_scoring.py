@@ -1,4 +1,6 @@
-"""The scorer of a rank: scores of a step's rows equal numpy's, whichever probes read them and wherever the rows lie."""
+"""The scorer of a rank: scores of a step's rows equal numpy's, whichever probes read them and
+wherever the rows lie.
+"""
 
 import numpy as np
 import pytest
@@ -19,22 +21,37 @@ rng = np.random.default_rng(0)
 class Weights:
     """Random ones, of `k` labels at a layer, kept in a store."""
 
-    def __init__(self, vectors: VectorStore, layer: int, k: int, name: str, action: Action = "stop") -> None:
-        self.weight, self.bias = (rng.normal(size=shape).astype(np.float32) for shape in ((k, HIDDEN), (k,)))
+    def __init__(
+        self, vectors: VectorStore, layer: int, k: int, name: str, action: Action = "stop"
+    ) -> None:
+        self.weight, self.bias = (
+            rng.normal(size=shape).astype(np.float32) for shape in ((k, HIDDEN), (k,))
+        )
         tensors: list[Tensor] = [from_numpy(self.weight), from_numpy(self.bias)]
         for tensor in tensors:
             vectors.put(content_hash(tensor), tensor)
         content = ProbeContent(
-            hook="post_block", layer=layer, tensors=[content_hash(tensor) for tensor in tensors], labels=[str(n) for n in range(k)],
+            hook="post_block",
+            layer=layer,
+            tensors=[content_hash(tensor) for tensor in tensors],
+            labels=[str(n) for n in range(k)],
             thresholds=[None] * k,
-        )  # fmt: skip
-        self.layer, self.probe = layer, StoredProbe(name=name, digest=content.digest, content=content, action=action)
+        )
+        self.layer, self.probe = (
+            layer,
+            StoredProbe(name=name, digest=content.digest, content=content, action=action),
+        )
 
 
 def test_scores_of_a_step_equal_numpy() -> None:
-    """Requests of two sets of probes, whose labels are not in the order of their layers; prompts among tokens that follow one another."""
+    """Requests of two sets of probes, whose labels are not in the order of their layers; prompts
+    among tokens that follow one another.
+    """
     vectors = VectorStore()
-    first = [Weights(vectors, layer, k, str(number)) for number, (layer, k) in enumerate(((2, 1), (0, 3), (2, 2), (1, 1)))]
+    first = [
+        Weights(vectors, layer, k, str(number))
+        for number, (layer, k) in enumerate(((2, 1), (0, 3), (2, 2), (1, 1)))
+    ]
     sets = [first, first[1:2]]
     scorer = Scorer(vectors, HIDDEN, waits=True)
     counts = [1, 4, 1, 1, 2, 1]
@@ -50,8 +67,12 @@ def test_scores_of_a_step_equal_numpy() -> None:
         probes = [each.probe for each in sets[number % 2]]
         (capture,) = probe_captures(probes)
         ports = {("post_block", layer): 2 * layer for layer in capture.sites["post_block"]}
-        recording = Recording(capture, dict(ports), np.isin(np.arange(2 * LAYERS), list(ports.values())))
-        spec = RankSpec(version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes)
+        recording = Recording(
+            capture, dict(ports), np.isin(np.arange(2 * LAYERS), list(ports.values()))
+        )
+        spec = RankSpec(
+            version="", job=str(number), request=0, attempt=1, prompt_tokens=1, probes=probes
+        )
         watches.append(scorer.watch(str(number), spec, [recording]))
         extents.append((recording, Extent(step, np.array([slots[number]]), 0, count)))
     scorer.take(extents, [])
@@ -73,17 +94,33 @@ def test_rows_that_follow_one_another_are_scored_where_they_lie() -> None:
     slab = torch.randn(8, HIDDEN)
     for order in (range(8), [0, 2, 1, 4, 3, 6, 5, 7]):
         scorer = Scorer(vectors, HIDDEN, waits=True)
-        step, made = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED), []
+        step, made = (
+            StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED),
+            [],
+        )
         for slot in order:
             recording = Recording(capture, {("post_block", 0): 0}, np.array([True, False]))
             watch = scorer.watch(
-                "r", RankSpec(version="", job="", request=0, attempt=1, prompt_tokens=1, probes=[weights.probe]), [recording]
+                "r",
+                RankSpec(
+                    version="",
+                    job="",
+                    request=0,
+                    attempt=1,
+                    prompt_tokens=1,
+                    probes=[weights.probe],
+                ),
+                [recording],
             )
             assert watch is not None
             made.append((watch, recording, slot))
-        scorer.take([(recording, Extent(step, np.array([slot]), 0, 1)) for _, recording, slot in made], [])
+        scorer.take(
+            [(recording, Extent(step, np.array([slot]), 0, 1)) for _, recording, slot in made], []
+        )
         for watch, _, slot in made:
-            np.testing.assert_allclose(watch.scores[0], slab[slot].numpy() @ weights.weight.T + weights.bias, atol=1e-5)
+            np.testing.assert_allclose(
+                watch.scores[0], slab[slot].numpy() @ weights.weight.T + weights.bias, atol=1e-5
+            )
 
 
 class Steps:
@@ -92,19 +129,35 @@ class Steps:
     def __init__(self, *actions: Action, streams: bool = False) -> None:
         self._vectors = VectorStore()
         self.scorer = Scorer(self._vectors, HIDDEN, waits=True)
-        self.weights = [Weights(self._vectors, 0, 2, str(number), action) for number, action in enumerate(actions)]
-        self.rows: list[dict[int, np.ndarray]] = [{} for _ in actions]  # of each request: position → its row as it was last
+        self.weights = [
+            Weights(self._vectors, 0, 2, str(number), action)
+            for number, action in enumerate(actions)
+        ]
+        # of each request: position → its row as it was last
+        self.rows: list[dict[int, np.ndarray]] = [{} for _ in actions]
         self.recordings, self.watches = [], []
         for number, each in enumerate(self.weights):
             (capture,) = probe_captures([each.probe])
-            self.recordings.append(Recording(capture, {("post_block", 0): 0}, np.array([True, False])))
-            spec = RankSpec(version="", job="", request=0, attempt=1, prompt_tokens=1, probes=[each.probe], stream_scores=streams)
+            self.recordings.append(
+                Recording(capture, {("post_block", 0): 0}, np.array([True, False]))
+            )
+            spec = RankSpec(
+                version="",
+                job="",
+                request=0,
+                attempt=1,
+                prompt_tokens=1,
+                probes=[each.probe],
+                stream_scores=streams,
+            )
             watch = self.scorer.watch(str(number), spec, [self.recordings[-1]])
             assert watch is not None
             self.watches.append(watch)
 
     def take(self, *windows: tuple[int, int, int], unused: int = 0) -> None:
-        """(request, first position, how many) of one step, whose slab has so many rows that no probe reads."""
+        """(request, first position, how many) of one step, whose slab has so many rows that no
+        probe reads.
+        """
         total = sum(count for _, _, count in windows)
         slab = torch.randn(total + unused, HIDDEN)
         step = StepRows(slab, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), LANDED)
@@ -117,18 +170,25 @@ class Steps:
 
     def assert_scored(self, request: int, positions: int) -> None:
         watch, weights = self.watches[request], self.weights[request]
-        wanted = np.stack([self.rows[request][position] for position in range(positions)]) @ weights.weight.T + weights.bias
+        wanted = (
+            np.stack([self.rows[request][position] for position in range(positions)])
+            @ weights.weight.T
+            + weights.bias
+        )
         assert watch.reached == positions
         np.testing.assert_allclose(watch.scores[:positions], wanted, atol=1e-5)
 
 
 def test_rows_that_nobody_waits_for_are_scored_some_steps_later() -> None:
-    """What is computed again in the meantime (a rejected draft, a preemption) counts as it was last."""
+    """What is computed again in the meantime (a rejected draft, a preemption) counts as it was
+    last.
+    """
     steps = Steps("flag", "none", "flag")
     steps.take((0, 0, 5), (1, 0, 3), (2, 0, 1))
     for position in range(1, 14):
         steps.take((2, position, 1), (0, 4 + position, 1))
-    steps.take((0, 10, 4), (1, 3, 1))  # positions 10 to 13 again, out of order, and others in between
+    # positions 10 to 13 again, out of order, and others in between
+    steps.take((0, 10, 4), (1, 3, 1))
     assert [watch.reached for watch in steps.watches] == [0, 0, 0]
     steps.take((2, 14, 1))
     for request, positions in ((0, 18), (1, 4), (2, 15)):
@@ -147,7 +207,9 @@ def test_a_request_that_is_over_is_scored_and_others_wait_on() -> None:
 
 
 @pytest.mark.parametrize(("action", "streams"), [("stop", False), ("steer", False), ("flag", True)])
-def test_scores_that_somebody_waits_for_are_there_after_the_step(action: Action, streams: bool) -> None:
+def test_scores_that_somebody_waits_for_are_there_after_the_step(
+    action: Action, streams: bool
+) -> None:
     steps = Steps(action, "none", streams=streams)
     steps.take((1, 0, 2), (0, 0, 2))
     steps.assert_scored(0, 2)
@@ -170,7 +232,9 @@ def test_many_rows_are_scored_in_parts() -> None:
     steps.assert_scored(0, 2 * _AT_ONCE // HIDDEN + 3)
 
 
-def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     steps = Steps("flag")
     steps.take((0, 0, 1))
     monkeypatch.setattr("midstream.workers.runner.probes._products", lambda *_: 1 / 0)

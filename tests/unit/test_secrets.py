@@ -47,7 +47,9 @@ def test_a_secret_of_each_kind_is_noticed_where_it_is_written(count: int) -> Non
         "AWS": "AKIA" + random(16, string.ascii_uppercase + string.digits),
         "AWS secret": "aws_secret_access_key = " + random(40, LETTERS + "+"),
         "hub": "hf_" + random(34),
-        "PEM": f"-----BEGIN PRIVATE KEY-----\n{base64.b64encode(secrets.token_bytes(48)).decode()}\n",
+        "PEM": (
+            f"-----BEGIN PRIVATE KEY-----\n{base64.b64encode(secrets.token_bytes(48)).decode()}\n"
+        ),
         "URL": f"redis://user:{random(24)}@redis:6379/0",
         "password": f'password = "{random(40)}"',
     }
@@ -80,7 +82,10 @@ def test_a_secret_in_a_file_that_every_account_can_read_is_refused(opened: Path)
     key.write_text("user:password")
     config.write_text('flower_auth = "user:password"\n')
     files = ({"MIDSTREAM_FLOWER_AUTH_FILE": str(key)}, {"MIDSTREAM_CONFIG": str(config)})
-    reasons = (f"MIDSTREAM_FLOWER_AUTH_FILE={key}: every account", f"MIDSTREAM_CONFIG={config}: contains flower_auth, and every account")
+    reasons = (
+        f"MIDSTREAM_FLOWER_AUTH_FILE={key}: every account",
+        f"MIDSTREAM_CONFIG={config}: contains flower_auth, and every account",
+    )
     for path in (key, config):
         path.chmod(0o644)
     for environment, reason in zip(files, reasons, strict=True):
@@ -89,17 +94,23 @@ def test_a_secret_in_a_file_that_every_account_can_read_is_refused(opened: Path)
     with pytest.raises(SettingsError, match=r"curve_secret_file=.*every account"):
         curve.secret_key(str(key))
     opened.chmod(0o750)
-    assert [load_settings(environment).flower_auth for environment in files] == ["user:password"] * 2, "the folder closes it"
+    assert [load_settings(environment).flower_auth for environment in files] == [
+        "user:password"
+    ] * 2, "the folder closes it"
     opened.chmod(0o755)
     for path in (key, config):
         path.chmod(0o640)
-    assert [load_settings(environment).flower_auth for environment in files] == ["user:password"] * 2
+    assert [load_settings(environment).flower_auth for environment in files] == [
+        "user:password"
+    ] * 2
     config.write_text("max_num_seqs = 4\n")
     config.chmod(0o644)
     assert load_settings({"MIDSTREAM_CONFIG": str(config)}).max_num_seqs == 4, "it holds no secret"
 
 
-def test_the_client_reads_no_key_that_every_account_can_read(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_reads_no_key_that_every_account_can_read(
+    opened: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = opened / "key"
     key.write_text("ms_key")
     key.chmod(0o644)
@@ -112,8 +123,12 @@ def test_the_client_reads_no_key_that_every_account_can_read(opened: Path, monke
     assert wire.headers(None)["authorization"] == "Bearer ms_key"
 
 
-def test_a_secret_of_a_container_may_be_readable_to_all_in_it(opened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose mounts its files read-only, with the mode that they have outside, where their folder is closed."""
+def test_a_secret_of_a_container_may_be_readable_to_all_in_it(
+    opened: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compose mounts its files read-only, with the mode that they have outside, where their folder
+    is closed.
+    """
     key = opened / "key"
     key.write_text("user:password")
     key.chmod(0o444)

@@ -29,7 +29,13 @@ from midstream.schemas.selectors import (
     resolve_sites,
     select,
 )
-from midstream.schemas.specs import StoredCapture, StoredSteering, hashable, steering_digest, steering_rows
+from midstream.schemas.specs import (
+    StoredCapture,
+    StoredSteering,
+    hashable,
+    steering_digest,
+    steering_rows,
+)
 
 NAMES = ["last_prompt", "all_prompt", "all_generated", "all"]
 
@@ -37,21 +43,39 @@ NAMES = ["last_prompt", "all_prompt", "all_generated", "all"]
 def wishes(prompt: int) -> st.SearchStrategy[Any]:
     """Whatever a user may write for a prompt of so many tokens, texts left out."""
     place = st.integers(-prompt, prompt - 1)
-    inside = st.tuples(st.integers(0, prompt - 1), st.integers(1, prompt)).filter(lambda ends: ends[0] < ends[1])
+    inside = st.tuples(st.integers(0, prompt - 1), st.integers(1, prompt)).filter(
+        lambda ends: ends[0] < ends[1]
+    )
     one_range = inside.map(lambda ends: Span(start=ends[0], stop=ends[1]))
     open_range = st.tuples(st.integers(0, 2 * prompt), st.none() | st.integers(1, 30)).map(
         lambda ends: Span(start=ends[0], stop=None if ends[1] is None else ends[0] + ends[1])
     )
-    return st.sampled_from(NAMES) | st.lists(place | one_range, min_size=1, max_size=5) | open_range | place.map(lambda at: Span(start=at))
+    return (
+        st.sampled_from(NAMES)
+        | st.lists(place | one_range, min_size=1, max_size=5)
+        | open_range
+        | place.map(lambda at: Span(start=at))
+    )
 
 
 @pytest.mark.parametrize(
     ("selector", "layers"),
     [
-        ("all", [0, 1, 2, 3, 4]), ("1-3", [1, 2, 3]), ("2-2", [2]), (3, [3]), (-1, [4]), ([4, 0, -5], [0, 4]), ("3", [3]), ("-1", [4]),
-        ("0-1,4", [0, 1, 4]), (" 3 , 1-2, 2 ", [1, 2, 3]), ("-3--1", [2, 3, 4]), ("0--2", [0, 1, 2, 3]), ("-2-4", [3, 4]),
+        ("all", [0, 1, 2, 3, 4]),
+        ("1-3", [1, 2, 3]),
+        ("2-2", [2]),
+        (3, [3]),
+        (-1, [4]),
+        ([4, 0, -5], [0, 4]),
+        ("3", [3]),
+        ("-1", [4]),
+        ("0-1,4", [0, 1, 4]),
+        (" 3 , 1-2, 2 ", [1, 2, 3]),
+        ("-3--1", [2, 3, 4]),
+        ("0--2", [0, 1, 2, 3]),
+        ("-2-4", [3, 4]),
     ],
-)  # fmt: skip
+)
 def test_layer_selectors_resolve_to_sorted_unique_layers(selector, layers) -> None:
     assert resolve_layers(selector, 5) == layers
 
@@ -80,21 +104,33 @@ def test_wrong_layer_selectors_are_refused_with_what_would_be_right(selector, wo
 
 
 def test_overlapping_ranges_are_joined() -> None:
-    assert joined([range(4, 9), range(3), range(2, 5), range(7, 8), range(20, 21), range(30, 30)]) == [*range(9), 20]
+    assert joined(
+        [range(4, 9), range(3), range(2, 5), range(7, 8), range(20, 21), range(30, 30)]
+    ) == [*range(9), 20]
     assert resolve_layers(",".join(["0-99"] * 200 + ["5", "-1"]), 100) == list(range(100))
 
 
 def test_a_position_beyond_the_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="position 10 is out of range: the prompt has positions 0 to 9"):
+    with pytest.raises(
+        ValueError, match="position 10 is out of range: the prompt has positions 0 to 9"
+    ):
         resolve_positions([3, 10], 10)
     with pytest.raises(ValueError, match="-11"):
         resolve_positions([-11], 10)
 
 
 def test_sites_come_in_the_order_of_the_forward_under_our_names() -> None:
-    # field case 8: 12 is the output of block 12 at resid_post and its input at resid_pre, and no other name means either
-    sites = resolve_sites({"resid_post": [12], "hook_mlp_out": "0-1", "resid_pre": 12, "post_attn": -1}, 13)
-    assert list(sites.items()) == [("pre_attn", [12]), ("post_attn", [12]), ("mlp_out", [0, 1]), ("post_block", [12])]
+    # field case 8: 12 is the output of block 12 at resid_post and its input at resid_pre, and no
+    # other name means either
+    sites = resolve_sites(
+        {"resid_post": [12], "hook_mlp_out": "0-1", "resid_pre": 12, "post_attn": -1}, 13
+    )
+    assert list(sites.items()) == [
+        ("pre_attn", [12]),
+        ("post_attn", [12]),
+        ("mlp_out", [0, 1]),
+        ("post_block", [12]),
+    ]
 
 
 def test_every_name_of_transformerlens_means_one_of_our_hooks() -> None:
@@ -114,7 +150,14 @@ def test_every_name_of_transformerlens_means_one_of_our_hooks() -> None:
         "z": ["z"],
         **{
             f"attn.hook_{name}": [hook]
-            for name, hook in {"q": "q_proj", "k": "k_proj", "v": "v", "z": "z", "rot_q": "q", "rot_k": "k"}.items()
+            for name, hook in {
+                "q": "q_proj",
+                "k": "k_proj",
+                "v": "v",
+                "z": "z",
+                "rot_q": "q",
+                "rot_k": "k",
+            }.items()
         },
         "mlp.hook_post": ["mlp_act"],
     }
@@ -124,12 +167,22 @@ def test_every_name_of_transformerlens_means_one_of_our_hooks() -> None:
 @pytest.mark.parametrize(
     ("wanted", "at", "words"),
     [
-        ({"post_block": "all", "resid_post": 1}, ".resid_post", "post_block is given twice: as 'post_block' and as 'resid_post'"),
-        ({"attn_out": 0, "resid_mid": 0}, ".resid_mid", "unknown hook 'resid_mid': the model has attn_out, post_block"),
+        (
+            {"post_block": "all", "resid_post": 1},
+            ".resid_post",
+            "post_block is given twice: as 'post_block' and as 'resid_post'",
+        ),
+        (
+            {"attn_out": 0, "resid_mid": 0},
+            ".resid_mid",
+            "unknown hook 'resid_mid': the model has attn_out, post_block",
+        ),
         ({"attn_out": 9}, ".attn_out", "layer 9 is out of range"),
     ],
 )
-def test_sites_that_the_model_does_not_have_are_refused_by_the_name_that_was_used(wanted, at, words) -> None:
+def test_sites_that_the_model_does_not_have_are_refused_by_the_name_that_was_used(
+    wanted, at, words
+) -> None:
     with pytest.raises(SelectorError, match=words) as refused:
         resolve_sites(wanted, 5, ["attn_out", "post_block"])
     assert refused.value.at == at
@@ -160,7 +213,9 @@ def test_positions_for_prompts_of_every_length_lose_what_is_beyond_the_prompt() 
         ([Span(start=3, stop=9), 8], None),
     ],
 )
-def test_ranges_for_prompts_of_every_length_are_cut_where_a_prompt_of_three_ends(wish, positions) -> None:
+def test_ranges_for_prompts_of_every_length_are_cut_where_a_prompt_of_three_ends(
+    wish, positions
+) -> None:
     cut = cut_positions(wish, 3)
     assert (None if cut == [] else resolve_positions(cut, 3)) == positions
 
@@ -180,14 +235,20 @@ def test_ranges_for_prompts_of_every_length_are_cut_where_a_prompt_of_three_ends
         ([0, Span(start=-2, stop=10), 8, Span(start=7, stop=-1)], [0, 7, 8, 9]),
     ],
 )
-def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_out(wish, positions) -> None:
+def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_out(
+    wish, positions
+) -> None:
     assert resolve_positions(wish, 10) == positions
 
 
 @pytest.mark.parametrize(
     ("wish", "at", "words"),
     [
-        (Span(start=-11), ".start", "position -11 is out of range: the prompt has positions 0 to 9"),
+        (
+            Span(start=-11),
+            ".start",
+            "position -11 is out of range: the prompt has positions 0 to 9",
+        ),
         (Span(start=0, stop=-11), ".stop", "position -11 is out of range: the prompt"),
         (Span(start=8, stop=-2), "", "from 8 up to 8 is empty in a prompt of length 10"),
         ([0, Span(start=8, stop=-5)], "[1]", "is empty"),
@@ -195,7 +256,9 @@ def test_a_range_alone_may_go_on_behind_the_prompt_and_beside_others_is_written_
         ([Span(start=8, stop=11)], "[0].stop", "stops at 11, but the prompt has length 10"),
     ],
 )
-def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_place(wish, at, words) -> None:
+def test_a_range_that_names_nothing_or_leaves_the_prompt_is_refused_with_its_place(
+    wish, at, words
+) -> None:
     with pytest.raises(SelectorError, match=words) as refused:
         resolve_positions(wish, 10)
     assert refused.value.at == at
@@ -223,9 +286,15 @@ def test_a_span_needs_a_text_or_a_range(raw: str, words: str) -> None:
 
 def test_a_span_is_sent_without_the_fields_that_it_does_not_use() -> None:
     """A server without images refuses `"image": null`."""
-    assert [to_json(span) for span in (Span(text="a"), Span(text="a", occurrence=None), Span(stop=3), Span(image=0))] == [
-        b'{"text":"a"}', b'{"text":"a","occurrence":null}', b'{"stop":3}', b'{"image":0}',
-    ]  # fmt: skip
+    assert [
+        to_json(span)
+        for span in (Span(text="a"), Span(text="a", occurrence=None), Span(stop=3), Span(image=0))
+    ] == [
+        b'{"text":"a"}',
+        b'{"text":"a","occurrence":null}',
+        b'{"stop":3}',
+        b'{"image":0}',
+    ]
 
 
 def test_overlapping_ranges_are_written_out_once() -> None:
@@ -239,22 +308,41 @@ def test_overlapping_ranges_are_written_out_once() -> None:
 def test_only_prompt_end_selectors_depend_on_it(prompt: int, data) -> None:
     """What is cached of a prompt may serve a longer one, unless that one is touched elsewhere."""
     resolved = resolve_positions(data.draw(wishes(prompt)), prompt)
-    assert depends_on_prompt(resolved) == (list(select(resolved, 0, 99, prompt)) != list(select(resolved, 0, 99, prompt + 3)))
+    assert depends_on_prompt(resolved) == (
+        list(select(resolved, 0, 99, prompt)) != list(select(resolved, 0, 99, prompt + 3))
+    )
 
 
 def test_a_window_survives_the_way_to_the_ranks_and_has_a_digest_of_its_own() -> None:
-    entry = StoredSteering(layers=[0], hook="post_block", positions=Window(start=5), family="add", tensors=["v"])
+    entry = StoredSteering(
+        layers=[0], hook="post_block", positions=Window(start=5), family="add", tensors=["v"]
+    )
     assert from_msgpack(to_msgpack(entry), StoredSteering) == entry
     assert msgspec.convert(msgspec.to_builtins(entry), StoredSteering) == entry
-    positions: list[Any] = [Window(start=5), Window(start=5, stop=9), Window(start=6), [5, 6, 7, 8], "all"]
+    positions: list[Any] = [
+        Window(start=5),
+        Window(start=5, stop=9),
+        Window(start=6),
+        [5, 6, 7, 8],
+        "all",
+    ]
     others = [msgspec.structs.replace(entry, positions=each) for each in positions]
     assert len({steering_digest([other]) for other in others}) == len(others)
     assert len({hashable(each) for each in positions}) == len(others)
-    assert len(steering_rows([*others, *others])) == len(others), "a row for each, not for each entry"
+    assert len(steering_rows([*others, *others])) == len(others), (
+        "a row for each, not for each entry"
+    )
 
 
-@given(prompt=st.integers(1, 20), generated=st.integers(0, 30), every=st.integers(1, 7), cuts=st.sets(st.integers(1, 49), max_size=6))
-def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(prompt: int, generated: int, every: int, cuts: set[int]) -> None:
+@given(
+    prompt=st.integers(1, 20),
+    generated=st.integers(0, 30),
+    every=st.integers(1, 7),
+    cuts=st.sets(st.integers(1, 49), max_size=6),
+)
+def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(
+    prompt: int, generated: int, every: int, cuts: set[int]
+) -> None:
     capture = StoredCapture(sites={"post_block": [0]}, positions="all", tag="t", every_n=every)
     total = prompt + generated
     edges = sorted({0, total, *(cut for cut in cuts if cut < total)})
@@ -262,11 +350,25 @@ def test_every_nth_generated_token_is_the_same_in_steps_of_any_size(prompt: int,
     assert pieces == [*range(prompt), *range(prompt, total, every)]
 
 
-@given(prompt=st.integers(1, 20), max_tokens=st.integers(1, 30), every=st.integers(1, 7), data=st.data())
-def test_positions_are_counted_as_they_are_selected(prompt: int, max_tokens: int, every: int, data) -> None:
+@given(
+    prompt=st.integers(1, 20),
+    max_tokens=st.integers(1, 30),
+    every=st.integers(1, 7),
+    data=st.data(),
+)
+def test_positions_are_counted_as_they_are_selected(
+    prompt: int, max_tokens: int, every: int, data
+) -> None:
     selector = data.draw(wishes(prompt))
-    capture = StoredCapture(sites={"post_block": [0]}, positions=resolve_positions(selector, prompt), tag="t", every_n=every)
-    assert capture.count_positions(prompt, max_tokens) == len(capture.select(0, prompt + max_tokens - 1, prompt))
+    capture = StoredCapture(
+        sites={"post_block": [0]},
+        positions=resolve_positions(selector, prompt),
+        tag="t",
+        every_n=every,
+    )
+    assert capture.count_positions(prompt, max_tokens) == len(
+        capture.select(0, prompt + max_tokens - 1, prompt)
+    )
 
 
 def test_positions_are_counted_without_listing_them() -> None:
@@ -274,7 +376,9 @@ def test_positions_are_counted_without_listing_them() -> None:
     tracemalloc.start()
     try:
         assert capture.count_positions(5_000_000, 5_000_001) == 7_500_000
-        assert tracemalloc.get_traced_memory()[1] < 100_000, "bytes: a list would be some hundred times as large"
+        assert tracemalloc.get_traced_memory()[1] < 100_000, (
+            "bytes: a list would be some hundred times as large"
+        )
     finally:
         tracemalloc.stop()
 
@@ -285,8 +389,11 @@ def test_positions_are_counted_without_listing_them() -> None:
     cuts=st.lists(st.integers(1, 59), max_size=6),
     data=st.data(),
 )
-def test_windows_of_any_size_select_each_position_exactly_once(prompt: int, generated: int, cuts: list[int], data) -> None:
-    """Chunked prefill and decode steps together select what one step over everything would."""  # field case 9
+def test_windows_of_any_size_select_each_position_exactly_once(
+    prompt: int, generated: int, cuts: list[int], data
+) -> None:
+    # field case 9
+    """Chunked prefill and decode steps together select what one step over everything would."""
     selector = data.draw(wishes(prompt))
     resolved = resolve_positions(selector, prompt)
     total = prompt + generated
@@ -299,5 +406,8 @@ def test_windows_of_any_size_select_each_position_exactly_once(prompt: int, gene
 
 def test_a_hook_that_is_not_served_is_refused_with_its_reason() -> None:
     absent = {"mlp_in": "the certification run did not prove it"}
-    with pytest.raises(SelectorError, match="not served: the certification run did not prove it; the model has pre_attn"):
+    with pytest.raises(
+        SelectorError,
+        match="not served: the certification run did not prove it; the model has pre_attn",
+    ):
         resolve_sites({"mlp_in": "all"}, 4, ["pre_attn", "post_block"], absent)

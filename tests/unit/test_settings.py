@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.settings import FILE_VARIABLE, Settings, SettingsError, load_settings, to_environment
+from midstream.schemas.settings import (
+    FILE_VARIABLE,
+    Settings,
+    SettingsError,
+    load_settings,
+    to_environment,
+)
 
 
 def test_defaults_without_settings() -> None:
@@ -12,7 +18,9 @@ def test_defaults_without_settings() -> None:
 
 
 # field case 22
-@pytest.mark.parametrize(("text", "value"), [("false", False), ("0", False), ("true", True), ("1", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("false", False), ("0", False), ("true", True), ("1", True)]
+)
 def test_a_boolean_in_the_environment_means_what_it_says(text: str, value: bool) -> None:
     assert load_settings({"MIDSTREAM_ENABLE_PREFIX_CACHING": text}).enable_prefix_caching is value
 
@@ -27,16 +35,28 @@ def test_text_that_is_no_boolean_is_refused_and_not_taken_for_true(tmp_path: Pat
         load_settings({FILE_VARIABLE: str(file)})
 
 
-def test_arguments_win_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
+def test_arguments_win_over_the_environment_and_the_environment_over_the_file(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "midstream.toml"
     file.write_text('api_port = 1\nflower_port = 1\nmodel = "a"\n')
-    settings = load_settings({FILE_VARIABLE: str(file), "MIDSTREAM_API_PORT": "2", "MIDSTREAM_FLOWER_PORT": "2"}, api_port=3)
+    settings = load_settings(
+        {FILE_VARIABLE: str(file), "MIDSTREAM_API_PORT": "2", "MIDSTREAM_FLOWER_PORT": "2"},
+        api_port=3,
+    )
     assert (settings.api_port, settings.flower_port, settings.model) == (3, 2, "a")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("API_PORT", "70000"), ("MAX_NUM_SEQS", "0"), ("LEASE_S", "-1"), ("DTYPE", "int8"), ("KV_CACHE_GIB", "much"), ("NO_SUCH", "1")],
+    [
+        ("API_PORT", "70000"),
+        ("MAX_NUM_SEQS", "0"),
+        ("LEASE_S", "-1"),
+        ("DTYPE", "int8"),
+        ("KV_CACHE_GIB", "much"),
+        ("NO_SUCH", "1"),
+    ],
 )
 def test_a_wrong_setting_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(SettingsError, match=f"MIDSTREAM_{name}"):
@@ -49,7 +69,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_child_process_reads_back_the_same_settings() -> None:
-    settings = Settings(model="/models/x", enable_prefix_caching=False, max_model_len=512, lease_s=2.5, runner="v2", log_level="DEBUG")
+    settings = Settings(
+        model="/models/x",
+        enable_prefix_caching=False,
+        max_model_len=512,
+        lease_s=2.5,
+        runner="v2",
+        log_level="DEBUG",
+    )
     assert load_settings(to_environment(settings)) == settings
 
 
@@ -63,7 +90,9 @@ def test_a_child_process_reads_back_the_same_settings() -> None:
         ("artifact_secret_key", "alone", "belong together"),
     ],
 )
-def test_an_artifact_store_that_cannot_be_opened_is_refused(name: str, value: str, why: str) -> None:
+def test_an_artifact_store_that_cannot_be_opened_is_refused(
+    name: str, value: str, why: str
+) -> None:
     with pytest.raises(SettingsError, match=why):
         load_settings({}, **{name: value})
 
@@ -71,8 +100,14 @@ def test_an_artifact_store_that_cannot_be_opened_is_refused(name: str, value: st
 def test_the_uri_of_the_artifact_store_has_endpoint_and_region_and_no_credentials() -> None:
     keys = {"artifact_access_key": "AKID", "artifact_secret_key": "hidden"}
     settings = load_settings(
-        {}, artifact_store="s3://kept/here", artifact_endpoint="http://minio:9000", artifact_region="eu-west-1", **keys
+        {},
+        artifact_store="s3://kept/here",
+        artifact_endpoint="http://minio:9000",
+        artifact_region="eu-west-1",
+        **keys,
     )
-    assert settings.artifacts == "s3://kept/here?endpoint=http%3A%2F%2Fminio%3A9000&region=eu-west-1"
+    assert (
+        settings.artifacts == "s3://kept/here?endpoint=http%3A%2F%2Fminio%3A9000&region=eu-west-1"
+    )
     assert Settings(data_dir="/data").artifacts == "/data/captures"
     assert Settings(artifact_store="/shared/captures").artifacts == "/shared/captures"

@@ -1,4 +1,6 @@
-"""Reads that several callers want at the same time: how many are made, and whether an answer is ever older than its question."""
+"""Reads that several callers want at the same time: how many are made, and whether an answer is
+ever older than its question.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,7 +12,9 @@ from midstream.broker.ledger.watch import SharedReads
 
 
 class Source:
-    """What is read: a number that a read takes a moment to return, as it was when the read began."""
+    """What is read: a number that a read takes a moment to return, as it was when the read
+    began.
+    """
 
     def __init__(self) -> None:
         self.value = self.reads = 0
@@ -25,7 +29,9 @@ class Source:
         return value
 
 
-def run(scenario: Callable[[Source, SharedReads[int]], Coroutine[Any, Any, None]], fresh_s: float = 0.0) -> None:
+def run(
+    scenario: Callable[[Source, SharedReads[int]], Coroutine[Any, Any, None]], fresh_s: float = 0.0
+) -> None:
     async def within() -> None:
         await scenario(Source(), SharedReads(fresh_s))
 
@@ -41,7 +47,9 @@ async def begun(*calls: Coroutine[Any, Any, int]) -> list["asyncio.Task[int]"]:
 
 def test_callers_at_the_same_time_share_a_read_and_later_ones_do_not() -> None:
     async def scenario(source: Source, shared: SharedReads[int]) -> None:
-        tasks = await begun(*(shared.of("key", source.read) for _ in range(50)), shared.of("other", source.read))
+        tasks = await begun(
+            *(shared.of("key", source.read) for _ in range(50)), shared.of("other", source.read)
+        )
         tasks[0].cancel()
         source.go_on.set()
         assert await asyncio.gather(*tasks[1:]) == [0] * 50
@@ -80,7 +88,9 @@ def test_a_failed_read_fails_all_who_share_it_and_no_other(how: str) -> None:
         source.value = -1
         tasks = await begun(*(getattr(shared, how)("key", source.read) for _ in range(3)))
         source.go_on.set()
-        assert [type(found) for found in await asyncio.gather(*tasks, return_exceptions=True)] == [ValueError] * 3
+        assert [type(found) for found in await asyncio.gather(*tasks, return_exceptions=True)] == [
+            ValueError
+        ] * 3
         source.value = 1
         assert await getattr(shared, how)("key", source.read) == 1
 

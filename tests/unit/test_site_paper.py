@@ -22,8 +22,22 @@ WIDTH = 8192
 
 def paper(cache: Path, architecture: int) -> list[dict[str, Any]]:
     script = ROOT / "benchmarks" / "gpu" / "paper.py"
-    arguments = [sys.executable, str(script), "--json", "--widths", str(WIDTH), "--architecture", str(architecture)]
-    done = subprocess.run(arguments, env={**os.environ, "TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, check=False)
+    arguments = [
+        sys.executable,
+        str(script),
+        "--json",
+        "--widths",
+        str(WIDTH),
+        "--architecture",
+        str(architecture),
+    ]
+    done = subprocess.run(
+        arguments,
+        env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[dict[str, Any]] = json.loads(done.stdout)
     assert {each["architecture"] for each in found} == {architecture}
@@ -58,7 +72,9 @@ def test_an_idle_launch_reads_one_number_and_ends(hopper: list[dict[str, Any]]) 
         assert each["idle_instructions"] <= IDLE_INSTRUCTIONS, each
 
 
-def test_only_the_plan_is_read_before_the_launch_before_has_ended(hopper: list[dict[str, Any]]) -> None:
+def test_only_the_plan_is_read_before_the_launch_before_has_ended(
+    hopper: list[dict[str, Any]],
+) -> None:
     assert {each["early_loads"] for each in hopper} == {1}
 
 

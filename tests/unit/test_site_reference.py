@@ -1,4 +1,6 @@
-"""Does the site ops' plain-torch definition do what the design says, and do compilers leave it alone?"""
+"""Does the site ops' plain-torch definition do what the design says, and do compilers leave it
+alone?
+"""
 
 import math
 import re
@@ -40,7 +42,9 @@ WIDTH = 24
 
 @pytest.fixture(autouse=True)
 def same_draws(request: pytest.FixtureRequest) -> None:
-    """Of each test its own, in every run: a draw that is one in a million is found by those who look for it, not by whoever runs all."""
+    """Of each test its own, in every run: a draw that is one in a million is found by those who
+    look for it, not by whoever runs all.
+    """
     begin(request.node.name)
 
 
@@ -52,7 +56,13 @@ def test_the_reference_has_the_property(sentence: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES])
 def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> None:
-    numbers = {"replace": (0.5,), "replace_masked": (0.5,), "add_matched": (0.1,), "ablate": (1.0,), "clamp": (1.0, 50.0, 60.0)}
+    numbers = {
+        "replace": (0.5,),
+        "replace_masked": (0.5,),
+        "add_matched": (0.1,),
+        "ablate": (1.0,),
+        "clamp": (1.0, 50.0, 60.0),
+    }
     does = Does(torch.randn(1, WIDTH), numbers.get(name, ()))
     if name == "lowrank":
         does = lowrank(0.5, *torch.randn(2, 2, WIDTH), torch.randn(2))
@@ -60,7 +70,14 @@ def test_the_kit_detects_a_slightly_wrong_row(name: str, dtype: torch.dtype) -> 
         does = does._replace(vectors=some_of(does.vectors))
     elif name == "feature":
         does = Does(torch.randn(4, WIDTH), (1.0, 50.0, 0.1, 0.2, 1.0))
-    case = Case(SitePlan(WIDTH, [{name: does}], {1: [1]}), torch.randn(3, WIDTH).to(dtype), torch.randn(3, WIDTH).to(dtype), 4, 3, "known")
+    case = Case(
+        SitePlan(WIDTH, [{name: does}], {1: [1]}),
+        torch.randn(3, WIDTH).to(dtype),
+        torch.randn(3, WIDTH).to(dtype),
+        4,
+        3,
+        "known",
+    )
 
     def off(hidden: torch.Tensor, residual: torch.Tensor, *rest: torch.Tensor) -> None:
         reference.pair_site(hidden, residual, *rest)
@@ -77,17 +94,23 @@ def test_sites_that_share_a_launch_give_the_bits_of_one_launch_each() -> None:
 
 def test_the_sites_of_a_launch_edit_the_same_tokens() -> None:
     with pytest.raises(ValueError, match="edit the same tokens with the same rows"):
-        build_group([SitePlan(WIDTH, [{}], {1: [1]}), SitePlan(WIDTH, [{}], {2: [1]})], 4, torch.float32)
+        build_group(
+            [SitePlan(WIDTH, [{}], {1: [1]}), SitePlan(WIDTH, [{}], {2: [1]})], 4, torch.float32
+        )
 
 
 def test_every_family_has_one_formula_and_a_place() -> None:
     assert [PLACE[family.name] for family in FAMILIES] == list(range(len(FAMILIES)))
-    assert set(reference.REWRITES) == {family.name for family in FAMILIES if family.effect == "rewrite"}
+    assert set(reference.REWRITES) == {
+        family.name for family in FAMILIES if family.effect == "rewrite"
+    }
     assert set(reference.SHIFTS) == {family.name for family in FAMILIES if family.effect == "shift"}
     assert list(ORDER) == [family.name for family in FAMILIES]
     for family in FAMILIES:
         assert len(family.scalars) <= SCALARS
-        assert family.scalars or not family.graded, f"{family.name}: its strength is its first scalar, and it has none"
+        assert family.scalars or not family.graded, (
+            f"{family.name}: its strength is its first scalar, and it has none"
+        )
         assert set(family.of_each_term) <= set(family.scalars)
 
 
@@ -98,29 +121,44 @@ def test_norm_match_uses_the_stream_norm_not_the_branch() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_replaced_by_itself_keeps_both_halves_of_its_pair(dtype: torch.dtype) -> None:
-    """The next norm, on CPUs, takes their sum before it is rounded: another pair of the same sum would be another norm."""
+    """The next norm, on CPUs, takes their sum before it is rounded: another pair of the same sum
+    would be another norm.
+    """
     hidden, stream = torch.randn(2, 5, WIDTH).to(dtype)
     own = (hidden + stream)[2:3].float()
-    plan = SitePlan(WIDTH, [{"replace": Does(own, (1.0,))}, {"replace": Does(own, (1.0,)), "add": Does(torch.ones(1, WIDTH))}], {2: [1]})
+    plan = SitePlan(
+        WIDTH,
+        [
+            {"replace": Does(own, (1.0,))},
+            {"replace": Does(own, (1.0,)), "add": Does(torch.ones(1, WIDTH))},
+        ],
+        {2: [1]},
+    )
     case = Case(plan, hidden, stream, 8, 8, f"{dtype}")
     found = run(case, pair_site, single_site)
     assert found.hidden is not None
     assert same_bits(found.hidden, hidden)
     assert same_bits(found.stream, stream)
     other = Case(SitePlan(WIDTH, plan.configurations, {2: [2]}), hidden, stream, 8, 8, f"{dtype}")
-    assert same_bits(run(other, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), "and what comes behind it comes once"
+    assert same_bits(run(other, pair_site, single_site).sum[2], (own[0] + 1).to(dtype)), (
+        "and what comes behind it comes once"
+    )
 
 
 def test_the_entries_of_an_application_hold_what_the_table_says() -> None:
     rotation, weight = torch.randn(2, 3, WIDTH)
-    vectors, scalars = laid_out("lowrank", lowrank(0.5, rotation, weight, torch.tensor([7.0, 8.0, 9.0])))
+    vectors, scalars = laid_out(
+        "lowrank", lowrank(0.5, rotation, weight, torch.tensor([7.0, 8.0, 9.0]))
+    )
     family = FAMILIES[PLACE["lowrank"]]
     assert len(vectors) == family.entries(3) == 6
     assert torch.equal(vectors[::2], rotation)
     assert torch.equal(vectors[1::2], weight)
     assert scalars[0].tolist() == [0.5, 3.0, 7.0, 0.0, 0.0]
     assert scalars[::2, family.column("bias")].tolist() == [7.0, 8.0, 9.0]
-    assert laid_out("replace", Does(vectors[:1], (0.25,)))[1].tolist() == [[0.25, 0.0, 0.0, 0.0, 0.0]]
+    assert laid_out("replace", Does(vectors[:1], (0.25,)))[1].tolist() == [
+        [0.25, 0.0, 0.0, 0.0, 0.0]
+    ]
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.unit])
@@ -142,20 +180,34 @@ def test_a_direction_without_a_length_is_refused(values: list[float]) -> None:
     ("name", "vectors", "scalars", "message"),
     [
         ("add", 2, (), "add takes 1 vectors for each of 1 to 1 terms, not 2"),
-        ("replace_masked", 1, (1.0,), "replace_masked takes 2 vectors for each of 1 to 1 terms, not 1"),
-        ("lowrank", 3, (1.0, 1.0, 0.0), f"lowrank takes 2 vectors for each of 1 to {MAX_RANK} terms, not 3"),
+        (
+            "replace_masked",
+            1,
+            (1.0,),
+            "replace_masked takes 2 vectors for each of 1 to 1 terms, not 1",
+        ),
+        (
+            "lowrank",
+            3,
+            (1.0, 1.0, 0.0),
+            f"lowrank takes 2 vectors for each of 1 to {MAX_RANK} terms, not 3",
+        ),
         ("lowrank", 2 * MAX_RANK + 2, (1.0, 1.0, 0.0), f"not {2 * MAX_RANK + 2}"),
         ("lowrank", 0, (1.0, 0.0, 0.0), "not 0"),
         ("clamp", 1, (1.0, 2.0), r"clamp takes 3 scalars \(strength, low, high\), not \[1, 2\]"),
     ],
 )
-def test_an_application_that_its_family_does_not_have_is_refused(name: str, vectors: int, scalars: tuple[float, ...], message: str) -> None:
+def test_an_application_that_its_family_does_not_have_is_refused(
+    name: str, vectors: int, scalars: tuple[float, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         laid_out(name, Does(torch.ones(vectors, WIDTH), scalars))
 
 
 def test_request_families_equal_kernel_families() -> None:
-    assert ROWS_PER_TOKEN == 2 * specs.MAX_STEERING_ROWS, "as many for everyone's sake as for its request's"
+    assert ROWS_PER_TOKEN == 2 * specs.MAX_STEERING_ROWS, (
+        "as many for everyone's sake as for its request's"
+    )
 
 
 def test_the_columns_of_the_plan_are_distinct() -> None:
@@ -169,7 +221,7 @@ def test_more_rows_on_a_token_than_fit_are_refused() -> None:
         SitePlan(WIDTH, [{}], {2: [1] * 9}).build(4, torch.float32)
 
 
-# -- what compilers see --------------------------------------------------------------------------------------------------
+# -- what compilers see ----------------------------------------------------------------------------
 
 
 def busy_case(*, pair: bool) -> Case:
@@ -187,9 +239,18 @@ def busy_case(*, pair: bool) -> Case:
         },
     ]
     edits = {0: [1], 1: [2, 4], 2: [3], 4: [2], 5: [4]}
-    plan = SitePlan(WIDTH, configurations, edits, before=[0, 1, 3], after=[4, 2], before_row=1, after_row=5)
+    plan = SitePlan(
+        WIDTH, configurations, edits, before=[0, 1, 3], after=[4, 2], before_row=1, after_row=5
+    )
     hidden = torch.randn(6, WIDTH) if pair else None
-    return Case(plan, hidden, torch.randn(6, WIDTH), 9, 8, f"{'pair' if pair else 'single'}, torch seed {torch.initial_seed()}")
+    return Case(
+        plan,
+        hidden,
+        torch.randn(6, WIDTH),
+        9,
+        8,
+        f"{'pair' if pair else 'single'}, torch seed {torch.initial_seed()}",
+    )
 
 
 @pytest.mark.parametrize("pair", [True, False], ids=["pair", "single"])
@@ -217,7 +278,9 @@ class Layer(torch.nn.Module):
 
 
 class PairLayer(Layer):
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.linear(hidden)
         residual = residual * 2
         pair_site(hidden, residual, *self.site())
@@ -236,7 +299,9 @@ class SingleLayer(Layer):
 
 
 class OnlyCaptures(Layer):
-    """Nothing reads what the op wrote: a compiler that did not know about the ring would drop it."""
+    """Nothing reads what the op wrote: a compiler that did not know about the ring would drop
+    it.
+    """
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         single_site(stream * 3, *self.site())
@@ -281,7 +346,10 @@ def test_a_compiled_layer_gives_what_the_eager_one_gives(kind: type[Layer]) -> N
 def test_the_ops_and_the_reference_are_the_same_code_on_the_cpu(dtype: torch.dtype) -> None:
     for pair in (True, False):
         case = random_case(new_seed(), dtype=dtype, width=WIDTH, tokens=9, pair=pair)
-        op, plain = run(case, pair_site, single_site), run(case, reference.pair_site, reference.single_site)
+        op, plain = (
+            run(case, pair_site, single_site),
+            run(case, reference.pair_site, reference.single_site),
+        )
         assert same_bits(op.stream, plain.stream), case.name
         assert same_bits(op.ring, plain.ring), case.name
 
@@ -289,7 +357,9 @@ def test_the_ops_and_the_reference_are_the_same_code_on_the_cpu(dtype: torch.dty
 def test_the_page_on_kernels_and_the_table_of_families_agree_both_ways() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
     told = re.findall(r"^\| `(\w+)` \| (rewrite|shift) \| (.+) \| (.+) \|$", page, re.MULTILINE)
-    assert told == [(family.name, family.effect, family.formula, family.source) for family in FAMILIES]
+    assert told == [
+        (family.name, family.effect, family.formula, family.source) for family in FAMILIES
+    ]
 
 
 class TwoSites(Layer):
@@ -316,11 +386,21 @@ def test_compiled_sites_share_the_ring_without_copies_of_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("configuration", [("add",), ("add", "clamp"), ("ablate",), ()])
-def test_a_run_of_tokens_with_one_row_has_the_bits_of_tokens_taken_one_by_one(dtype: torch.dtype, configuration: tuple[str, ...]) -> None:
+def test_a_run_of_tokens_with_one_row_has_the_bits_of_tokens_taken_one_by_one(
+    dtype: torch.dtype, configuration: tuple[str, ...]
+) -> None:
     generator = torch.Generator().manual_seed(7)
     vector = torch.randn(1, 32, generator=generator)
-    does = {"add": Does(-0.5 * vector), "clamp": Does(vector, (1.0, -0.1, 0.1)), "ablate": Does(vector, (1.0,))}
-    plan = SitePlan(32, [{}, {name: does[name] for name in configuration}], {token: (2,) for token in range(3, 300)})
+    does = {
+        "add": Does(-0.5 * vector),
+        "clamp": Does(vector, (1.0, -0.1, 0.1)),
+        "ablate": Does(vector, (1.0,)),
+    }
+    plan = SitePlan(
+        32,
+        [{}, {name: does[name] for name in configuration}],
+        {token: (2,) for token in range(3, 300)},
+    )
     planned = plan.build(310, dtype)
     assert (int(planned.plan[0, ALIKE]), int(planned.plan[0, ALIKE_FROM])) == (2, 3)
     hidden, residual = (torch.randn(310, 32, generator=generator).to(dtype) for _ in range(2))

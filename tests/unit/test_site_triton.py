@@ -1,4 +1,6 @@
-"""Do the Triton kernels do what the reference does, and do they compile for GPUs? No GPU is needed: Triton interprets, and compiles ahead.
+"""Do the Triton kernels do what the reference does, and do they compile for GPUs?
+
+No GPU is needed: Triton interprets, and compiles ahead.
 
 On a GPU `benchmarks/gpu/stage_kernels.py` asks the same questions.
 """
@@ -25,7 +27,10 @@ OWN = [
     "tensors_with_gaps_are_refused",
 ]
 #: Of many random steps: interpreted, they take 80 seconds.
-RANDOM = ["a_random_step_is_what_the_definition_says", "sites_that_share_a_launch_give_the_bits_of_one_launch_each"]
+RANDOM = [
+    "a_random_step_is_what_the_definition_says",
+    "sites_that_share_a_launch_give_the_bits_of_one_launch_each",
+]
 CERTAIN = [sentence for sentence in (*PROPERTIES, *OWN) if sentence not in RANDOM]
 TESTS = ROOT / "tests"
 
@@ -33,7 +38,11 @@ TESTS = ROOT / "tests"
 def _in_its_own_process(*arguments: str, **environment: str) -> str:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -41,7 +50,9 @@ def _in_its_own_process(*arguments: str, **environment: str) -> str:
 
 def tried(sentences: list[str]) -> dict[str, str | None]:
     """Sentence → what the interpreted kernels did wrong."""
-    answer: dict[str, str | None] = json.loads(_in_its_own_process(str(TESTS / "site_interpreter.py"), *sentences))
+    answer: dict[str, str | None] = json.loads(
+        _in_its_own_process(str(TESTS / "site_interpreter.py"), *sentences)
+    )
     assert answer.keys() == set(sentences)
     return answer
 
@@ -53,7 +64,9 @@ def faults() -> dict[str, str | None]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sentence", CERTAIN)
-def test_the_interpreted_kernels_have_the_property(sentence: str, faults: dict[str, str | None]) -> None:
+def test_the_interpreted_kernels_have_the_property(
+    sentence: str, faults: dict[str, str | None]
+) -> None:
     assert faults[sentence] is None, faults[sentence]
 
 
@@ -63,15 +76,39 @@ def test_the_interpreted_kernels_do_in_random_steps_what_the_reference_does() ->
 
 
 @pytest.mark.long
-def test_the_kernels_compile_once_per_dtype_and_width_for_two_gpu_generations(tmp_path: Path) -> None:
-    """A compilation that depends on the number of tokens or of sites could fall into the capture of a graph."""
-    answer = _in_its_own_process(str(TESTS / "site_compiler.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+def test_the_kernels_compile_once_per_dtype_and_width_for_two_gpu_generations(
+    tmp_path: Path,
+) -> None:
+    """A compilation that depends on the number of tokens or of sites could fall into the capture of
+    a graph.
+    """
+    answer = _in_its_own_process(
+        str(TESTS / "site_compiler.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
+    )
     dtypes, widths = 3, 3
-    assert json.loads(answer) == {architecture: [dtypes * widths] * 3 for architecture in ("80", "90")}
+    assert json.loads(answer) == {
+        architecture: [dtypes * widths] * 3 for architecture in ("80", "90")
+    }
 
 
 def test_the_module_reads_no_values_on_the_host() -> None:
     """A read would wait for the device and cannot be captured in a graph."""
     tree = ast.parse((ROOT / "kernels" / "triton_site.py").read_text())
-    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
-    assert not called & {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "any", "empty", "empty_like", "clone", "contiguous"}
+    called = {
+        node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert not called & {
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "synchronize",
+        "nonzero",
+        "any",
+        "empty",
+        "empty_like",
+        "clone",
+        "contiguous",
+    }

@@ -1,4 +1,6 @@
-"""Sites reach the tensor that the adapter names, eager and traced, in order, and only where the layer is held."""
+"""Sites reach the tensor that the adapter names, eager and traced, in order, and only where the
+layer is held.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -13,7 +15,15 @@ from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLO
 from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
 from midstream.workers.runner import sites as site_module
-from midstream.workers.runner.architectures import PRE_NORM, UNKNOWN, Adapter, Tap, UnsupportedArchitectureError, Variant, _materialised
+from midstream.workers.runner.architectures import (
+    PRE_NORM,
+    UNKNOWN,
+    Adapter,
+    Tap,
+    UnsupportedArchitectureError,
+    Variant,
+    _materialised,
+)
 from midstream.workers.runner.sites import Buffers, Site, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
@@ -39,7 +49,9 @@ class PairLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
         self.self_attn, self.mlp = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, positions: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, positions: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
         else:
@@ -54,7 +66,12 @@ class SingleLayer(nn.Module):
 
     def __init__(self, twin: PairLayer) -> None:
         super().__init__()
-        self.ln_1, self.ln_2, self.attn, self.mlp = twin.input_layernorm, twin.post_attention_layernorm, Branch(twin.self_attn), twin.mlp
+        self.ln_1, self.ln_2, self.attn, self.mlp = (
+            twin.input_layernorm,
+            twin.post_attention_layernorm,
+            Branch(twin.self_attn),
+            twin.mlp,
+        )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         residual = hidden_states
@@ -107,8 +124,12 @@ def toy(kind: str) -> tuple[nn.Module, Adapter]:
     return (pair, PAIR) if kind == "pair" else (SingleModel(pair), SINGLE)
 
 
-def put(model: nn.Module, adapter: Adapter, hooks: tuple[Hook, ...] = HOOKS, always: bool = False) -> tuple[list[Site], Buffers]:
-    return install(model, adapter, SIZES, hooks, dtype=torch.float32, device=torch.device("cpu"), always=always)
+def put(
+    model: nn.Module, adapter: Adapter, hooks: tuple[Hook, ...] = HOOKS, always: bool = False
+) -> tuple[list[Site], Buffers]:
+    return install(
+        model, adapter, SIZES, hooks, dtype=torch.float32, device=torch.device("cpu"), always=always
+    )
 
 
 def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None:
@@ -121,7 +142,10 @@ def capture_all(sites: list[Site], buffers: Buffers, port: Any = BEFORE) -> None
 
 
 def captured(sites: list[Site], buffers: Buffers) -> dict[tuple[Hook, int], torch.Tensor]:
-    return {(site.hook, site.layer): buffers.ring[i * TOKENS : (i + 1) * TOKENS].clone() for i, site in enumerate(sites)}
+    return {
+        (site.hook, site.layer): buffers.ring[i * TOKENS : (i + 1) * TOKENS].clone()
+        for i, site in enumerate(sites)
+    }
 
 
 def launch(sites: list[Site], buffers: Buffers, index: int) -> None:
@@ -132,7 +156,9 @@ def launch(sites: list[Site], buffers: Buffers, index: int) -> None:
         buffers.plan[place, SITE] = place + 1
 
 
-def edit(sites: list[Site], buffers: Buffers, hook: Hook, layer: int, vector: torch.Tensor, token: int) -> None:
+def edit(
+    sites: list[Site], buffers: Buffers, hook: Hook, layer: int, vector: torch.Tensor, token: int
+) -> None:
     """Add `vector` to one row at one site."""
     index = next(i for i, site in enumerate(sites) if (site.hook, site.layer) == (hook, layer))
     launch(sites, buffers, index)
@@ -160,15 +186,23 @@ def test_each_hook_captures_its_named_tensor(kind: str, traced: bool) -> None:
         mid = rows["pre_attn", layer] + rows["attn_out", layer]
         assert torch.allclose(rows["post_attn", layer], mid, atol=1e-6)
         assert torch.allclose(rows["post_block", layer], mid + rows["mlp_out", layer], atol=1e-6)
-        ln_2 = model.layers[layer].post_attention_layernorm if kind == "pair" else model.layers[layer].ln_2
-        assert torch.allclose(rows["mlp_in", layer], type(ln_2).forward(ln_2, rows["post_attn", layer]), atol=1e-6)
+        ln_2 = (
+            model.layers[layer].post_attention_layernorm
+            if kind == "pair"
+            else model.layers[layer].ln_2
+        )
+        assert torch.allclose(
+            rows["mlp_in", layer], type(ln_2).forward(ln_2, rows["post_attn", layer]), atol=1e-6
+        )
     assert torch.equal(rows["pre_attn", 1], rows["post_block", 0])
     assert torch.allclose(rows["post_block", 1], plain)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_an_edit_has_the_same_effect_on_a_deferred_pair_as_on_one_tensor(hook: Hook, traced: bool) -> None:
+def test_an_edit_has_the_same_effect_on_a_deferred_pair_as_on_one_tensor(
+    hook: Hook, traced: bool
+) -> None:
     results = []
     for kind in ("pair", "single"):
         model, adapter = toy(kind)
@@ -184,7 +218,11 @@ def test_an_edit_has_the_same_effect_on_a_deferred_pair_as_on_one_tensor(hook: H
 # field case 3
 @pytest.mark.parametrize("kind", ["pair", "single"])
 def test_an_edit_of_the_stream_reaches_the_branch_that_reads_it_next(kind: str) -> None:
-    for hook, branch in (("pre_attn", "attn_out"), ("post_attn", "mlp_in"), ("post_attn", "mlp_out")):
+    for hook, branch in (
+        ("pre_attn", "attn_out"),
+        ("post_attn", "mlp_in"),
+        ("post_attn", "mlp_out"),
+    ):
         model, adapter = toy(kind)
         sites, buffers = put(model, adapter)
         capture_all(sites, buffers)
@@ -194,12 +232,20 @@ def test_an_edit_of_the_stream_reaches_the_branch_that_reads_it_next(kind: str) 
         buffers.lists[0] = 2
         model(X)
         edited = captured(sites, buffers)
-        assert (edited[branch, 1] != plain[branch, 1]).any(1).tolist() == [False, False, True, False, False]
+        assert (edited[branch, 1] != plain[branch, 1]).any(1).tolist() == [
+            False,
+            False,
+            True,
+            False,
+            False,
+        ]
         assert torch.equal(edited[hook, 1], plain[hook, 1])  # `before` is before
 
 
 def test_after_is_after_the_edits_of_the_site_and_before_those_of_the_next() -> None:
-    """`attn_out` and `post_attn` sit at one module: the branch is edited first, and the stream then holds it."""
+    """`attn_out` and `post_attn` sit at one module: the branch is edited first, and the stream then
+    holds it.
+    """
     model, adapter = toy("pair")
     sites, buffers = put(model, adapter)
     capture_all(sites, buffers)
@@ -207,7 +253,9 @@ def test_after_is_after_the_edits_of_the_site_and_before_those_of_the_next() -> 
     plain = captured(sites, buffers)
     edit(sites, buffers, "attn_out", 0, torch.ones(HIDDEN), token=0)
     index = [(site.hook, site.layer) for site in sites].index(("attn_out", 0))
-    buffers.plan[index, [BEFORE.COUNT, AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor([0, TOKENS, 0, index * TOKENS]).int()
+    buffers.plan[index, [BEFORE.COUNT, AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor(
+        [0, TOKENS, 0, index * TOKENS]
+    ).int()
     model(X)
     edited = captured(sites, buffers)
     assert torch.allclose(edited["attn_out", 0][0], plain["attn_out", 0][0] + 1)
@@ -257,7 +305,9 @@ def test_an_idle_site_calls_nothing_and_a_site_of_a_captured_graph_always_does()
 def test_warm_up_runs_each_op_that_the_model_has_once(
     monkeypatch: pytest.MonkeyPatch, kind: str, hooks: tuple[Hook, ...], wanted: list[str]
 ) -> None:
-    """With the tensors of a step, so that the kernels are compiled for their dtype and width; and no site is busy."""
+    """With the tensors of a step, so that the kernels are compiled for their dtype and width; and
+    no site is busy.
+    """
     ran: list[tuple[str, torch.Size, torch.dtype]] = []
     for name in ("pair", "single"):
         op = getattr(site_module, f"{name}_site")
@@ -269,10 +319,16 @@ def test_warm_up_runs_each_op_that_the_model_has_once(
 
         monkeypatch.setattr(site_module, f"{name}_site", recorded)
     model, adapter = toy(kind)
-    sites, buffers = install(model, adapter, SIZES, hooks, dtype=torch.bfloat16, device=torch.device("cpu"), always=False)
+    sites, buffers = install(
+        model, adapter, SIZES, hooks, dtype=torch.bfloat16, device=torch.device("cpu"), always=False
+    )
     warm_up(sites, buffers)
     assert sorted(ran) == sorted((name, torch.Size([1, HIDDEN]), torch.bfloat16) for name in wanted)
-    assert not any(getattr(buffers, field.name).any() for field in fields(Buffers) if field.name != "capture_slots")
+    assert not any(
+        getattr(buffers, field.name).any()
+        for field in fields(Buffers)
+        if field.name != "capture_slots"
+    )
 
 
 def test_a_forward_that_is_not_traced_writes_to_the_ring_that_is_there_when_it_runs() -> None:
@@ -290,8 +346,11 @@ def test_layers_of_other_stages_have_no_sites_and_the_first_held_one_gets_a_pair
     model.layers[0] = model.layers[1] = nn.Identity()
     sites, buffers = put(model, PAIR, ("pre_attn", "post_block"))
     assert [(site.layer, site.hook, site.kind) for site in sites] == [
-        (2, "pre_attn", "pair"), (2, "post_block", "pair"), (3, "pre_attn", "pair"), (3, "post_block", "pair"),
-    ]  # fmt: skip
+        (2, "pre_attn", "pair"),
+        (2, "post_block", "pair"),
+        (3, "pre_attn", "pair"),
+        (3, "post_block", "pair"),
+    ]
     assert buffers.plan.shape[0] == 4
 
 
@@ -302,7 +361,12 @@ def test_the_first_layer_of_the_model_gets_one_tensor() -> None:
 
 def test_sites_stand_in_the_order_of_layers_and_hooks() -> None:
     sites, _ = put(*toy("single"), ("post_block", "attn_out"))
-    assert [(site.layer, site.hook) for site in sites] == [(0, "attn_out"), (0, "post_block"), (1, "attn_out"), (1, "post_block")]
+    assert [(site.layer, site.hook) for site in sites] == [
+        (0, "attn_out"),
+        (0, "post_block"),
+        (1, "attn_out"),
+        (1, "post_block"),
+    ]
 
 
 def test_nothing_is_planned_in_fresh_buffers() -> None:
@@ -336,7 +400,12 @@ def test_a_model_with_another_structure_is_refused() -> None:
 
 def test_a_hook_that_the_architecture_lacks_is_refused_by_name() -> None:
     model, _ = toy("pair")
-    lacking = Adapter("Toy", Variant("layers", {"pre_attn": Tap("", "input")}, absent={"post_attn": "for a reason"}), HIDDEN, 2)
+    lacking = Adapter(
+        "Toy",
+        Variant("layers", {"pre_attn": Tap("", "input")}, absent={"post_attn": "for a reason"}),
+        HIDDEN,
+        2,
+    )
     with pytest.raises(UnsupportedArchitectureError, match="Toy has no post_attn: for a reason"):
         put(model, lacking, ("pre_attn", "post_attn"))
 
@@ -345,10 +414,13 @@ def test_the_buffers_are_the_arguments_of_the_ops_in_their_order() -> None:
     assert tuple(field.name for field in fields(Buffers)) == ("ring", *Planned._fields)
 
 
-# -- sites that share a launch ---------------------------------------------------------------------------------------------
+# -- sites that share a launch
+# ---------------------------------------------------------------------------------------------
 
 HANDED_ON = Adapter("Toy", Variant("layers", PRE_NORM, hands_on=True), HIDDEN, 2)
-SINGLE_HANDED_ON = Adapter("Toy", Variant("layers", _materialised("attn", "ln_2", "mlp"), hands_on=True), HIDDEN, 2)
+SINGLE_HANDED_ON = Adapter(
+    "Toy", Variant("layers", _materialised("attn", "ln_2", "mlp"), hands_on=True), HIDDEN, 2
+)
 
 
 class Launches(TorchDispatchMode):
@@ -375,8 +447,12 @@ def launches(adapter: Adapter, *, always: bool, layers: int = 2) -> int:
 
 
 def test_launches_of_a_forward_before_and_after() -> None:
-    assert launches(HANDED_ON, always=True, layers=4) == 4 * 3 + 1, "the stream that enters the first layer is a launch of its own"
-    assert launches(HANDED_ON, always=False, layers=4) == 4 * 4, "re-entry begins before pre_attn, which stays alone"
+    assert launches(HANDED_ON, always=True, layers=4) == 4 * 3 + 1, (
+        "the stream that enters the first layer is a launch of its own"
+    )
+    assert launches(HANDED_ON, always=False, layers=4) == 4 * 4, (
+        "re-entry begins before pre_attn, which stays alone"
+    )
     assert launches(PAIR, always=True, layers=4) == 4 * 4, "not known to hand on what a layer gives"
     assert launches(SINGLE_HANDED_ON, always=True, layers=4) == 4 * 5 + 1
     assert launches(SINGLE, always=True, layers=4) == 4 * 6
@@ -384,13 +460,16 @@ def test_launches_of_a_forward_before_and_after() -> None:
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("kind", ["pair", "single"])
-def test_shared_launches_give_the_bits_of_sites_one_by_one(kind: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_launches_give_the_bits_of_sites_one_by_one(
+    kind: str, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every site captures before and after, and adds to some rows."""
     found = []
     for merged in (True, False):
         if not merged:
             monkeypatch.setattr(
-                "midstream.workers.runner.sites.neighbours", lambda variant, hooks, **_: [(hook,) for hook in hooks if hook in variant.taps]
+                "midstream.workers.runner.sites.neighbours",
+                lambda variant, hooks, **_: [(hook,) for hook in hooks if hook in variant.taps],
             )
         model, _ = toy(kind)
         sites, buffers = put(model, HANDED_ON if kind == "pair" else SINGLE_HANDED_ON, always=True)
@@ -400,7 +479,9 @@ def test_shared_launches_give_the_bits_of_sites_one_by_one(kind: str, traced: bo
             edit(sites, buffers, site.hook, site.layer, torch.linspace(-1, 1, HIDDEN), token=2)
             buffers.lists[0] = 2
         for index in range(len(sites)):
-            buffers.plan[index, [AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor([TOKENS, 0, (len(sites) + index) * TOKENS]).int()
+            buffers.plan[index, [AFTER.COUNT, AFTER.START, AFTER.ROW]] = torch.tensor(
+                [TOKENS, 0, (len(sites) + index) * TOKENS]
+            ).int()
         out = (torch.compile(model, fullgraph=True, backend="aot_eager") if traced else model)(X)
         found.append((out, buffers.ring, buffers.counts))
         assert buffers.counts.tolist() == [[1, TOKENS, TOKENS]] * len(sites)

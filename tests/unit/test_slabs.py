@@ -1,4 +1,6 @@
-"""Captured rows come out in position order, each position once; slab memory is bounded, and reused when nobody looks at it."""
+"""Captured rows come out in position order, each position once; slab memory is bounded, and reused
+when nobody looks at it.
+"""
 
 import ctypes
 import gc
@@ -25,7 +27,12 @@ ROW_BYTES = HIDDEN * 4
 
 
 def request_of(number: int = 0, prompt: int = 6, total: int = 8, **options) -> Request:
-    return Request(number, prompt, total, [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)])
+    return Request(
+        number,
+        prompt,
+        total,
+        [StoredCapture(sites={"post_block": [0, 1]}, positions="all", tag="t", **options)],
+    )
 
 
 def test_a_position_computed_twice_is_there_once_as_it_was_computed_last() -> None:
@@ -54,7 +61,8 @@ def request_with(request: Request, total: int) -> Request:
 
 
 def test_rows_beyond_the_last_fed_token_are_left_out() -> None:
-    """A step scheduled ahead, or a rejected draft token, computes rows that are nobody's."""  # field case 7
+    # field case 7
+    """A step scheduled ahead, or a rejected draft token, computes rows that are nobody's."""
     rank = Rank()
     request = rank.admit(request_of())
     rank.step((request, 0, 6))
@@ -70,7 +78,10 @@ def test_a_row_that_is_missing_is_an_error_and_names_the_positions() -> None:
         rank.finish(request)
 
 
-@pytest.mark.parametrize(("stored", "numpy_dtype"), [("float16", "<f2"), ("bfloat16", "<u2"), ("float32", "<f4"), ("model", "<f4")])
+@pytest.mark.parametrize(
+    ("stored", "numpy_dtype"),
+    [("float16", "<f2"), ("bfloat16", "<u2"), ("float32", "<f4"), ("model", "<f4")],
+)
 def test_rows_are_stored_in_the_dtype_that_was_asked_for(stored: str, numpy_dtype: str) -> None:
     rank = Rank()
     request = rank.admit(request_of(prompt=1, total=2, dtype=stored))
@@ -125,7 +136,9 @@ class LateArea:
 
     def take(self, slab: torch.Tensor, rows: int) -> None:
         # As the device does: it writes to an address, and keeps nothing alive.
-        there = torch.frombuffer((ctypes.c_uint8 * slab.nbytes).from_address(slab.data_ptr()), dtype=slab.dtype)
+        there = torch.frombuffer(
+            (ctypes.c_uint8 * slab.nbytes).from_address(slab.data_ptr()), dtype=slab.dtype
+        )
         self.flying.append((there.view(slab.shape), self._ring[:rows].clone(), self._landing))
 
     def land(self) -> None:
@@ -136,7 +149,9 @@ class LateArea:
 
 
 def test_a_copy_that_lands_late_does_not_reach_the_next_slab() -> None:
-    """A request is cancelled right after a step: its slab is dropped while its rows are on their way."""
+    """A request is cancelled right after a step: its slab is dropped while its rows are on their
+    way.
+    """
     rank = Rank(traced=True)
     area = rank.planner._staging._area = LateArea(rank.buffers.ring)  # type: ignore[assignment]
     cancelled = rank.admit(request_of())
@@ -174,7 +189,9 @@ def test_slabs_take_little_more_than_their_rows() -> None:
         pool.collect()
 
 
-def test_page_locked_memory_is_unregistered_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_unregistered_before_it_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Cuda:
         locked: dict[int, int] = {}
 
@@ -199,7 +216,9 @@ def test_page_locked_memory_is_unregistered_before_it_is_unmapped(monkeypatch: p
     assert Cuda.locked == {}
 
 
-def test_memory_that_cannot_be_locked_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_locked_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Cuda:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
             return 2  # cudaErrorMemoryAllocation
@@ -213,7 +232,11 @@ def test_memory_that_cannot_be_locked_is_an_error_that_says_so(monkeypatch: pyte
 
 def test_helper_threads_use_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: told.append((threading.current_thread().name, device)),
+    )
     Mover(partial(begin_helper, torch.device("cuda", 3), False)).close()
     Mover(partial(begin_helper, torch.device("cpu"), False)).close()
     assert told == [("midstream-mover", torch.device("cuda", 3))]
@@ -222,7 +245,10 @@ def test_helper_threads_use_the_device_of_their_rank(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("gives_way", "nice"), [(True, 10), (False, 0)])
 def test_helper_threads_give_way_where_the_model_uses_all_cores(gives_way: bool, nice: int) -> None:
     mover = Mover(partial(begin_helper, torch.device("cpu"), gives_way))
-    assert mover.submit(lambda: os.getpriority(os.PRIO_PROCESS, 0)).result(10) == os.getpriority(os.PRIO_PROCESS, 0) + nice
+    assert (
+        mover.submit(lambda: os.getpriority(os.PRIO_PROCESS, 0)).result(10)
+        == os.getpriority(os.PRIO_PROCESS, 0) + nice
+    )
     mover.close()
 
 
@@ -279,10 +305,14 @@ def test_many_slabs_that_come_back_at_once_cost_little_each() -> None:
 def test_a_long_capture_beside_wide_ones_can_be_moved_to_memory_of_its_own() -> None:
     rank = Rank(capacity=64)
     wide = {hook: [0, 1] for hook in HOOKS}
-    long = rank.admit(Request(0, 2, 40, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")]))
+    long = rank.admit(
+        Request(0, 2, 40, [StoredCapture(sites={"post_block": [1]}, positions="all", tag="t")])
+    )
     rank.step((long, 0, 2))
     for at in range(2, 39):
-        other = rank.admit(Request(at, 30, 31, [StoredCapture(sites=wide, positions="all_prompt", tag="t")]))
+        other = rank.admit(
+            Request(at, 30, 31, [StoredCapture(sites=wide, positions="all_prompt", tag="t")])
+        )
         rank.step((long, at, 1), (other, 0, 30))
     del other
     gc.collect()
@@ -298,7 +328,9 @@ def test_a_long_capture_beside_wide_ones_can_be_moved_to_memory_of_its_own() -> 
     long.total = 41
     finished = rank.finish(long)
     assert finished.positions == list(range(40))
-    assert (rows_of(finished, "post_block", 1) == wanted_rows(long, finished, "post_block", 1)).all()
+    assert (
+        rows_of(finished, "post_block", 1) == wanted_rows(long, finished, "post_block", 1)
+    ).all()
 
 
 def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
@@ -308,7 +340,8 @@ def test_a_step_waits_while_the_writers_are_behind_and_only_then() -> None:
     sizes = [300]
     stuck = Overload("block", 100, lambda: sizes[-1], patience_s=0.02)
     assert not stuck.behind
-    with pytest.raises(TimeoutError, match=r"did not catch up within 0\.02 s"):  # the other ranks do not wait for ever
+    with pytest.raises(TimeoutError, match=r"did not catch up within 0\.02 s"):
+        # the other ranks do not wait for ever
         stuck.wait()
     assert stuck.behind
     sizes.append(100)
@@ -329,8 +362,12 @@ def test_beyond_the_limit_rows_are_spilled_to_disk_and_come_back_whole(tmp_path:
     finished = rank.finish(request)
     assert finished.dropped == ()
     for layer in (0, 1):
-        assert (rows_of(finished, "post_block", layer) == wanted_rows(request, finished, "post_block", layer)).all()
-    assert os.listdir(tmp_path / "spill") == []  # the file has no name: nothing is left when the process ends
+        assert (
+            rows_of(finished, "post_block", layer)
+            == wanted_rows(request, finished, "post_block", layer)
+        ).all()
+    # the file has no name: nothing is left when the process ends
+    assert os.listdir(tmp_path / "spill") == []
 
 
 def test_rows_of_an_accelerator_are_moved_to_the_file_when_they_have_landed(tmp_path: Path) -> None:
@@ -349,7 +386,10 @@ def test_rows_of_an_accelerator_are_moved_to_the_file_when_they_have_landed(tmp_
     assert (rank.slabs.alive, rank.slabs.spilled) == (0, 14 * ROW_BYTES)
     finished = rank.finish(request)
     for layer in (0, 1):
-        assert (rows_of(finished, "post_block", layer) == wanted_rows(request, finished, "post_block", layer)).all()
+        assert (
+            rows_of(finished, "post_block", layer)
+            == wanted_rows(request, finished, "post_block", layer)
+        ).all()
 
 
 def test_where_rows_cannot_be_spilled_it_is_an_error_of_the_step(tmp_path: Path) -> None:
@@ -371,4 +411,6 @@ def test_beyond_the_limit_rows_are_dropped_and_the_result_names_their_positions(
     finished = rank.finish(request)
     assert finished.positions == [0, 1, 2, 3, 6]  # field case 19
     assert finished.dropped == (4, 5)
-    assert (rows_of(finished, "post_block", 0) == wanted_rows(request, finished, "post_block", 0)).all()
+    assert (
+        rows_of(finished, "post_block", 0) == wanted_rows(request, finished, "post_block", 0)
+    ).all()

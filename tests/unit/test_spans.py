@@ -1,4 +1,6 @@
-"""Does a span of the prompt's text name exactly the tokens that spell it, whatever the tokenizer?"""
+"""Does a span of the prompt's text name exactly the tokens that spell it, whatever the
+tokenizer?
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -45,14 +47,34 @@ TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=24).map("".join)
 
 
 def codec_of(tokenizer: Tokenizer) -> Codec:
-    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]))
+    return Codec(
+        TokenizerBundle(
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=None,
+            special_tokens={},
+            eos_token_ids=[],
+        )
+    )
 
 
 def merged_byte_level() -> Tokenizer:
-    """Byte-level BPE with merges across spaces and inside characters, as GPT-2's, Qwen's and Llama 3's."""
+    """Byte-level BPE with merges across spaces and inside characters, as GPT-2's, Qwen's and Llama
+    3's.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ġ", "T"), ("ĠT", "o"), ("Ġ", "Ġ"), ("e", "r"), ("æ", "Ŀ"), ("a", "a"), ("Ã", "©"), ("ð", "Ł")]
-    vocab = {sign: number for number, sign in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    merges = [
+        ("Ġ", "T"),
+        ("ĠT", "o"),
+        ("Ġ", "Ġ"),
+        ("e", "r"),
+        ("æ", "Ŀ"),
+        ("a", "a"),
+        ("Ã", "©"),
+        ("ð", "Ł"),
+    ]
+    vocab = {
+        sign: number for number, sign in enumerate([*alphabet, *("".join(pair) for pair in merges)])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,19 +92,41 @@ def trimmed() -> Tokenizer:
 def trimmed_with_bos() -> Tokenizer:
     tokenizer = merged_byte_level()
     template = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+        single="<s> $A </s>",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")],
     )
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=True), template]
+    )
     return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
-    """`▁` for spaces and bytes for what is not in the vocabulary, as Llama 2's, Mistral's and Gemma's."""
-    signs = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"TheEiflowraisnb12<>/'", "▁T", "▁▁"]
+    """`▁` for spaces and bytes for what is not in the vocabulary, as Llama 2's, Mistral's and
+    Gemma's.
+    """
+    signs = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"TheEiflowraisnb12<>/'",
+        "▁T",
+        "▁▁",
+    ]
     vocab = {sign: number for number, sign in enumerate(dict.fromkeys(signs))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "T"), ("▁", "▁")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[("▁", "T"), ("▁", "▁")],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 
@@ -90,7 +134,11 @@ def byte_fallback() -> Tokenizer:
 KINDS: dict[str, tuple[Callable[[], Tokenizer], Callable[[str], bytes], int]] = {
     "byte level": (merged_byte_level, lambda token: byte_level(token, {"<s>", "</s>"}), 0),
     "trimmed offsets": (trimmed, lambda token: byte_level(token, {"<s>", "</s>"}), 0),
-    "tokens around the text": (trimmed_with_bos, lambda token: byte_level(token, {"<s>", "</s>"}), 1),
+    "tokens around the text": (
+        trimmed_with_bos,
+        lambda token: byte_level(token, {"<s>", "</s>"}),
+        1,
+    ),
     "byte fallback": (byte_fallback, fallback, 0),
 }
 
@@ -113,7 +161,9 @@ def test_words_are_token_text_with_spaces(kind: str, text: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS, data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_span_names_the_tokens_whose_bytes_it_contains(kind: str, text: str, data: st.DataObject) -> None:
+def test_a_span_names_the_tokens_whose_bytes_it_contains(
+    kind: str, text: str, data: st.DataObject
+) -> None:
     make, spell, before = KINDS[kind]
     tokenizer = make()
     start = data.draw(st.integers(0, len(text) - 1))
@@ -137,7 +187,9 @@ def find(text: str, wish: Any) -> Any:
 
 
 def test_spans_and_numbers_mix_into_ascending_positions_that_are_there_once() -> None:
-    assert find("a b a b", [-1, Span(text="a", occurrence=None), 0, Span(text=" b", occurrence=-1)]) == [0, 4, 5, 6]
+    assert find(
+        "a b a b", [-1, Span(text="a", occurrence=None), 0, Span(text=" b", occurrence=-1)]
+    ) == [0, 4, 5, 6]
     assert find("abc", Span(text="b")) == [1]
 
 
@@ -151,13 +203,19 @@ def test_occurrences_are_counted_as_pythons_count_counts_them() -> None:
     [
         ([0, Span(text="x")], "[1].text", "'x' does not occur in the prompt, which begins 'a b a'"),
         (Span(text="x"), ".text", "does not occur in the prompt"),
-        (Span(text="a", occurrence=2), ".occurrence", "'a' occurs 2 times in the prompt: there is no occurrence 2"),
+        (
+            Span(text="a", occurrence=2),
+            ".occurrence",
+            "'a' occurs 2 times in the prompt: there is no occurrence 2",
+        ),
         ([Span(text="b", occurrence=-2)], "[0].occurrence", "'b' occurs once"),
         ([0, 5], "[1]", "position 5 is out of range: the prompt has positions 0 to 4"),
     ],
 )
 # field case 27
-def test_a_span_that_is_not_there_is_refused_with_its_place_and_what_is_there(wish: Any, at: str, words: str) -> None:
+def test_a_span_that_is_not_there_is_refused_with_its_place_and_what_is_there(
+    wish: Any, at: str, words: str
+) -> None:
     with pytest.raises(SelectorError, match=words) as refused:
         find("a b a", wish)
     assert refused.value.at == at
@@ -197,7 +255,13 @@ def torn(codec: Codec, ids: list[int]) -> list[int]:
 def test_a_span_in_token_ids_that_no_text_gives_asks_for_text() -> None:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["the 東京 Tower"], special_tokens=False))
-    wish = ParsedRequest("generate", "m", [ParsedPrompt("prompts[0]", ids)], Sampling(), capture=CaptureSpec(positions=[Span(text="the")]))
+    wish = ParsedRequest(
+        "generate",
+        "m",
+        [ParsedPrompt("prompts[0]", ids)],
+        Sampling(),
+        capture=CaptureSpec(positions=[Span(text="the")]),
+    )
 
     def resolved(token_ids: list[int]) -> PositionSelector:
         (facts,) = facts_of(wish, [StoredPrompt(token_ids=token_ids)], codec)
@@ -220,8 +284,12 @@ def test_a_text_is_searched_for_once_however_many_spans_name_it() -> None:
 
     text = Counted("ab " * 4000)
     mapped = TextMap(text, np.array([[at, at + 1] for at in range(len(text))], np.int32))
-    spans = [Span(text=part, occurrence=number) for part in ("a", "b", "ab") for number in range(4000)]
-    found = resolve_positions([*spans, *[Span(text="a", occurrence=None)] * 4000], len(text), mapped.find)
+    spans = [
+        Span(text=part, occurrence=number) for part in ("a", "b", "ab") for number in range(4000)
+    ]
+    found = resolve_positions(
+        [*spans, *[Span(text="a", occurrence=None)] * 4000], len(text), mapped.find
+    )
     assert found == [at for at in range(len(text)) if text[at] != " "]
     assert calls == 3 * 4001
 

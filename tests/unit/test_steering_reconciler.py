@@ -1,4 +1,7 @@
-"""How does a worker follow what is desired, and what does it do when its ranks are out of step? On fake ranks, Redis played by hand."""
+"""How does a worker follow what is desired, and what does it do when its ranks are out of step?
+
+On fake ranks, Redis played by hand.
+"""
 
 import asyncio
 import contextlib
@@ -13,20 +16,31 @@ import pytest
 from midstream.broker.ledger.steering import Look
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
-from midstream.schemas.steering import Desired, GlobalSteering, Module, Proposal, SteeringTemplate, WorkerSteering
+from midstream.schemas.steering import (
+    Desired,
+    GlobalSteering,
+    Module,
+    Proposal,
+    SteeringTemplate,
+    WorkerSteering,
+)
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.serving.redis_retry import end_tasks
 from midstream.workers.serving.steering import SteeringReconciler
 from midstream.workers.serving.steering_leases import SteeringLease
 
-TENSORS = {content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))}
+TENSORS = {
+    content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(4))
+}
 NAMES = list(TENSORS)
 FAR = 1e12
 
 
 def entry(vector: str) -> SteeringTemplate:
-    return SteeringTemplate(layers=[1], hook="post_block", positions="all", family="add", tensors=[vector])
+    return SteeringTemplate(
+        layers=[1], hook="post_block", positions="all", family="add", tensors=[vector]
+    )
 
 
 def steering(version: int, *vectors: str) -> GlobalSteering:
@@ -34,7 +48,14 @@ def steering(version: int, *vectors: str) -> GlobalSteering:
 
 
 def module(vector: str) -> Module:
-    return Module(name="joy", model="m", digest=f"of {vector[:8]}", entries=[entry(vector)], bytes=32, created=0.0)
+    return Module(
+        name="joy",
+        model="m",
+        digest=f"of {vector[:8]}",
+        entries=[entry(vector)],
+        bytes=32,
+        created=0.0,
+    )
 
 
 class Board:
@@ -49,7 +70,12 @@ class Board:
         self.gone: set[str] = set()
 
     def want(self, **changed: Any) -> None:
-        fields = {"version": self.state.version + 1, "current": self.state.current, "proposal": None, "modules": self.state.modules}
+        fields = {
+            "version": self.state.version + 1,
+            "current": self.state.current,
+            "proposal": None,
+            "modules": self.state.modules,
+        }
         self.state = Desired(**(fields | changed))
 
     def _there(self) -> None:
@@ -64,7 +90,13 @@ class Board:
 
     async def look(self, model: str, worker: str) -> Look:
         self._there()
-        return Look(self.state.version, self.state.proposal.id if self.state.proposal else "", self.asked, self.desync, self.committed)
+        return Look(
+            self.state.version,
+            self.state.proposal.id if self.state.proposal else "",
+            self.asked,
+            self.desync,
+            self.committed,
+        )
 
     async def report(self, report: WorkerSteering) -> None:
         self._there()
@@ -86,10 +118,20 @@ class Worker:
     """A `SteeringReconciler` over two fake ranks, with runs that are leases."""
 
     def __init__(self, directory: Path, **changed: Any) -> None:
-        values = {"data_dir": str(directory), "engine": "fake", "model": "m", "worker_id": "w", "relay_url": "tcp://127.0.0.1:9"}
-        self.settings = Settings(**(values | {"tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed))
+        values = {
+            "data_dir": str(directory),
+            "engine": "fake",
+            "model": "m",
+            "worker_id": "w",
+            "relay_url": "tcp://127.0.0.1:9",
+        }
+        self.settings = Settings(
+            **(values | {"tensor_parallel_size": 2, "steering_poll_s": 0.01} | changed)
+        )
         self.engine, self.board, self.told = FakeEngine(self.settings), Board(), 0
-        self.standing = SteeringReconciler(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]
+        self.standing = SteeringReconciler(
+            self.board, self.engine, self.settings, "boot", self._tell
+        )  # type: ignore[arg-type]
         self.standing.stop_runs = self._stop_runs
         self.runs: list[SteeringLease] = []
         self.stopped: list[str] = []
@@ -146,7 +188,9 @@ def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) -> Non
     async def story(at: Worker) -> None:
         assert (await at.begin()).steering == steering(3, NAMES[0])
         ranks = at.board.reports[-1].ranks
-        assert [(rank.global_version, rank.modules, rank.vectors) for rank in ranks] == [(3, {"joy": module(NAMES[1]).digest}, 2)] * 2
+        assert [(rank.global_version, rank.modules, rank.vectors) for rank in ranks] == [
+            (3, {"joy": module(NAMES[1]).digest}, 2)
+        ] * 2
 
     asyncio.run(early())
     worker(story)
@@ -154,10 +198,17 @@ def test_desired_steering_is_applied_before_the_first_job(tmp_path: Path) -> Non
 
 def test_a_proposal_is_prepared_and_applied_only_after_the_decision(tmp_path: Path) -> None:
     async def story(at: Worker) -> None:
-        at.board.want(version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
+        at.board.want(
+            version=0, proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR)
+        )
         await at.follow()
         report = at.board.reports[-1]
-        assert (report.proposal, report.prepared, report.refusal, report.global_version) == ("p1", True, "", 0)
+        assert (report.proposal, report.prepared, report.refusal, report.global_version) == (
+            "p1",
+            True,
+            "",
+            0,
+        )
         assert [answer.ok for answer in report.applied] == [True, True]
         assert (await at.begin()).steering == GlobalSteering()
         at.board.want(current=steering(1, NAMES[0]))
@@ -167,12 +218,18 @@ def test_a_proposal_is_prepared_and_applied_only_after_the_decision(tmp_path: Pa
     Worker(tmp_path)(story)
 
 
-def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(tmp_path: Path) -> None:
+def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(
+    tmp_path: Path,
+) -> None:
     async def story(at: Worker) -> None:
         at.board.want(proposal=Proposal(id="p1", steering=steering(1, NAMES[0]), deadline=FAR))
         await at.follow()
         report = at.board.reports[-1]
-        assert (report.proposal, report.prepared, report.refusal) == ("p1", False, "rank 1: injected fault")
+        assert (report.proposal, report.prepared, report.refusal) == (
+            "p1",
+            False,
+            "rank 1: injected fault",
+        )
         at.board.want()
         await at.follow()
         assert at.board.reports[-1].proposal == ""
@@ -182,7 +239,9 @@ def test_a_proposal_refused_by_a_rank_names_rank_and_reason_and_frees_tensors(tm
     Worker(tmp_path, fault="prepare:rank=1")(story)
 
 
-def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensors(tmp_path: Path) -> None:
+def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensors(
+    tmp_path: Path,
+) -> None:
     async def story(at: Worker) -> None:
         at.board.want(current=steering(1, NAMES[0]))
         await at.follow()
@@ -198,7 +257,9 @@ def test_an_attempt_keeps_the_global_steering_that_it_began_under_and_its_tensor
     Worker(tmp_path)(story)
 
 
-def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_followed(tmp_path: Path) -> None:
+def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_followed(
+    tmp_path: Path,
+) -> None:
     async def story(at: Worker) -> None:
         at.board.want(current=steering(2, NAMES[0]))
         await at.follow()
@@ -210,7 +271,9 @@ def test_a_redis_that_lost_a_change_and_came_to_the_same_version_again_is_follow
     Worker(tmp_path)(story)
 
 
-def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story(at: Worker) -> None:
         at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
         await at.follow()
@@ -223,8 +286,16 @@ def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zero(tmp_
             assert await at.standing.lease(60)
             at.standing._global.users = 0
         report = at.board.reports[-1]
-        assert (report.state, report.desyncs, report.resyncs, report.version) == ("serving", 2, 2, at.board.state.version)
-        assert {(rank.epoch, rank.global_version, rank.actions, len(rank.modules)) for rank in report.ranks} == {(2, 1, 2, 1)}
+        assert (report.state, report.desyncs, report.resyncs, report.version) == (
+            "serving",
+            2,
+            2,
+            at.board.state.version,
+        )
+        assert {
+            (rank.epoch, rank.global_version, rank.actions, len(rank.modules))
+            for rank in report.ranks
+        } == {(2, 1, 2, 1)}
         assert len({rank.checksum for rank in report.ranks}) == 1
         assert len(at.stopped) == 1
         assert at.board.cleared[-2:] == [1, 2]
@@ -249,7 +320,9 @@ def test_a_disagreement_seen_in_receipts_is_resynced_too(tmp_path: Path) -> None
     Worker(tmp_path)(story)
 
 
-def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(tmp_path: Path) -> None:
+def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equal(
+    tmp_path: Path,
+) -> None:
     async def story(at: Worker) -> None:
         at.engine.on_quarantine("rank 1 kept what it should have dropped")
         assert not at.standing.serving, "at once"
@@ -303,8 +376,13 @@ def test_a_proposal_that_redis_interrupts_leaves_no_tensor_held(tmp_path: Path) 
     Worker(tmp_path)(story)
 
 
-@pytest.mark.parametrize(("fault", "why"), [("fingerprint:rank=1", "tables differ"), ("restart:rank=1", "resync of the ranks failed")])
-def test_an_engine_whose_ranks_stay_different_is_given_up(tmp_path: Path, fault: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("fingerprint:rank=1", "tables differ"), ("restart:rank=1", "resync of the ranks failed")],
+)
+def test_an_engine_whose_ranks_stay_different_is_given_up(
+    tmp_path: Path, fault: str, why: str
+) -> None:
     async def story(at: Worker) -> None:
         at.board.desync = "a disagreement"
         assert why in await at.loop
@@ -339,7 +417,9 @@ def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(tmp_path: P
     Worker(tmp_path)(story)
 
 
-def test_a_resync_waits_until_the_desired_state_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resync_waits_until_the_desired_state_is_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
 
     async def story(at: Worker) -> None:
@@ -355,15 +435,22 @@ def test_a_resync_waits_until_the_desired_state_is_readable(tmp_path: Path, monk
     Worker(tmp_path)(story)
 
 
-def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync(tmp_path: Path) -> None:
-    """The others have accounted for a change and its rollback: they are equal in content, but not in their ledgers."""
+def test_a_commit_that_one_rank_refuses_is_taken_back_and_applied_after_a_resync(
+    tmp_path: Path,
+) -> None:
+    """The others have accounted for a change and its rollback: they are equal in content, but not
+    in their ledgers.
+    """
 
     async def story(at: Worker) -> None:
         at.engine.faults.switch("commit:rank=1,times=1")
         resyncing = asyncio.create_task(at.until("resyncing"))
         at.board.want(current=steering(1, NAMES[0]))
         refused = (await resyncing).applied
-        assert [(answer.ok, answer.message) for answer in refused] == [(True, ""), (False, "injected fault")]
+        assert [(answer.ok, answer.message) for answer in refused] == [
+            (True, ""),
+            (False, "injected fault"),
+        ]
         lease = await at.standing.lease(60)
         assert lease is not None
         assert lease.steering.version == 1
@@ -379,7 +466,9 @@ def test_global_steering_refused_by_a_rank_is_retried_before_any_job(tmp_path: P
         at.board.want(current=steering(1, NAMES[0]), modules={"joy": module(NAMES[1])})
         report = await quarantined
         assert "rank 1: injected fault" in report.detail
-        assert {(rank.global_version, len(rank.modules)) for rank in report.ranks} == {(0, 1)}, "what they did not refuse, they have"
+        assert {(rank.global_version, len(rank.modules)) for rank in report.ranks} == {(0, 1)}, (
+            "what they did not refuse, they have"
+        )
         assert await at.standing.lease(0.05) is None
         at.engine.faults.switch("")
         lease = await at.standing.lease(60)
@@ -389,8 +478,12 @@ def test_global_steering_refused_by_a_rank_is_retried_before_any_job(tmp_path: P
     Worker(tmp_path)(story)
 
 
-def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared(tmp_path: Path) -> None:
-    """Its model came back with fewer layers, or its settings leave a hook out: such entries would be left out in silence."""
+def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared(
+    tmp_path: Path,
+) -> None:
+    """Its model came back with fewer layers, or its settings leave a hook out: such entries would
+    be left out in silence.
+    """
 
     async def story(at: Worker) -> None:
         report = at.board.reports[-1]
@@ -408,7 +501,9 @@ def test_a_worker_that_cannot_apply_the_state_at_start_waits_until_it_is_cleared
     worker(story)
 
 
-def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins_no_job(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_read_the_desired_state_reports_it_and_begins_no_job(
+    tmp_path: Path,
+) -> None:
     async def story(at: Worker) -> None:
         report = at.board.reports[-1]
         assert (report.state, report.detail) == ("quarantined", "stored by another version")
@@ -436,12 +531,17 @@ def test_a_module_refused_by_a_rank_does_not_stop_jobs(tmp_path: Path) -> None:
         at.board.want(modules={"joy": module(NAMES[1])})
         await at.follow()
         assert at.board.reports[-1].ranks[1].modules == {"joy": module(NAMES[1]).digest}
-        assert (at.board.reports[-1].detail, at.board.reports[-1].version) == ("", at.board.state.version)
+        assert (at.board.reports[-1].detail, at.board.reports[-1].version) == (
+            "",
+            at.board.state.version,
+        )
 
     Worker(tmp_path)(story)
 
 
-def test_a_module_whose_tensor_is_gone_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_whose_tensor_is_gone_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.workers.serving.steering.RETRY_S", 0.02)
 
     async def story(at: Worker) -> None:

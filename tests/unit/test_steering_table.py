@@ -1,4 +1,6 @@
-"""Does a rank's steering table hold what requests ask for: the right family at the right place, in the order that is documented?"""
+"""Does a rank's steering table hold what requests ask for: the right family at the right place, in
+the order that is documented?
+"""
 
 import dataclasses
 import zlib
@@ -37,16 +39,37 @@ FORMULAS: dict[Family, tuple[list[float], Any]] = {
     "ablate": ([1.0], lambda s: s - (s @ UNIT)[:, None] * UNIT),
     "feature": (
         [0.5, 2.0, -0.1, 0.2, 0.0],
-        lambda s: s + 0.5 * (2.0 - np.where((p := s @ (V + R[0] + R[1]) - 0.1) > 0.2, p, 0))[:, None] * UNIT,
+        lambda s: (
+            s
+            + 0.5 * (2.0 - np.where((p := s @ (V + R[0] + R[1]) - 0.1) > 0.2, p, 0))[:, None] * UNIT
+        ),
     ),
-    "clamp": ([1.0, -2.0, 3.0], lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT),
+    "clamp": (
+        [1.0, -2.0, 3.0],
+        lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT,
+    ),
 }
 
 
-def entry(rank: Rank, family: Family, *, hook: str = "pre_attn", positions: Any = "all", layers: Sequence[int] = (0,)) -> StoredSteering:
+def entry(
+    rank: Rank,
+    family: Family,
+    *,
+    hook: str = "pre_attn",
+    positions: Any = "all",
+    layers: Sequence[int] = (0,),
+) -> StoredSteering:
     named = {"lowrank": (R, M, B), "replace_masked": (V, MASK), "feature": (V, R[0], R[1], UNIT)}
     tensors = [rank.vector(each) for each in named.get(family, (V,))]
-    return steering(tensors, list(layers), hook, positions, family, FORMULAS[family][0], rank=2 if family == "lowrank" else 0)
+    return steering(
+        tensors,
+        list(layers),
+        hook,
+        positions,
+        family,
+        FORMULAS[family][0],
+        rank=2 if family == "lowrank" else 0,
+    )
 
 
 def left(rank: Rank, edits: Sequence[StoredSteering], hook: str = "pre_attn") -> np.ndarray:
@@ -69,7 +92,9 @@ def test_families_apply_their_formula(family: Family, hook: str) -> None:
     wanted[[2, 4]] = FORMULAS[family][1](stream[[2, 4]])
     assert same(left(rank, [entry(rank, family, hook=hook, positions=[2, 4])], hook), wanted)
     assert not same(wanted, stream)
-    assert (rank.left[hook, 1] == stream_of(1, hook, 1, 0, 6)).all(), "the other layer is left alone"
+    assert (rank.left[hook, 1] == stream_of(1, hook, 1, 0, 6)).all(), (
+        "the other layer is left alone"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -85,12 +110,17 @@ def test_families_are_applied_in_the_documented_order_whatever_the_given_order(s
     assert same(left(rank, edits), wanted)
 
 
-@pytest.mark.parametrize("family", ["add_matched", "ablate", "clamp", "lowrank", "replace", "replace_masked"])
+@pytest.mark.parametrize(
+    "family", ["add_matched", "ablate", "clamp", "lowrank", "replace", "replace_masked"]
+)
 def test_one_family_applies_in_the_order_written(family: Family) -> None:
     rank = Rank()
     first, second = entry(rank, family), entry(rank, family, positions=[1, 2])
     formula = FORMULAS[family][1]
-    once, twice = formula(stream_of(1, "pre_attn", 0, 0, 6)), formula(formula(stream_of(1, "pre_attn", 0, 0, 6)))
+    once, twice = (
+        formula(stream_of(1, "pre_attn", 0, 0, 6)),
+        formula(formula(stream_of(1, "pre_attn", 0, 0, 6))),
+    )
     wanted = np.where(np.isin(np.arange(6), [1, 2])[:, None], twice, once)
     assert same(left(rank, [first, second]), wanted)
 
@@ -98,10 +128,15 @@ def test_one_family_applies_in_the_order_written(family: Family) -> None:
 #: A patch: of these dimensions or (None) all, what is written, how much of it, where.
 PATCHES = st.lists(
     st.tuples(
-        st.one_of(st.none(), st.lists(st.sampled_from([0.0, 1.0]), min_size=HIDDEN, max_size=HIDDEN)),
+        st.one_of(
+            st.none(), st.lists(st.sampled_from([0.0, 1.0]), min_size=HIDDEN, max_size=HIDDEN)
+        ),
         st.sampled_from([-2.0, 0.5, 8.0]),
         st.sampled_from([0.0, 0.5, 1.0]),
-        st.one_of(st.sampled_from(["all", "all_prompt", "last_prompt"]), st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted)),
+        st.one_of(
+            st.sampled_from(["all", "all_prompt", "last_prompt"]),
+            st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted),
+        ),
     ),
     max_size=6,
 )
@@ -116,9 +151,24 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
     for mask, value, alpha, positions in patches:
         target = np.full(HIDDEN, value, dtype=np.float32)
         tensors = [rank.vector(target)] + ([] if mask is None else [rank.vector(np.array(mask))])
-        edits.append(steering(tensors, [0], "pre_attn", positions, "replace" if mask is None else "replace_masked", [alpha]))
-        chosen = {"all": range(6), "all_prompt": range(6), "last_prompt": [5]}[positions] if isinstance(positions, str) else positions
-        here = np.isin(np.arange(6), list(chosen))[:, None] & (np.ones(HIDDEN) if mask is None else np.array(mask)).astype(bool)
+        edits.append(
+            steering(
+                tensors,
+                [0],
+                "pre_attn",
+                positions,
+                "replace" if mask is None else "replace_masked",
+                [alpha],
+            )
+        )
+        chosen = (
+            {"all": range(6), "all_prompt": range(6), "last_prompt": [5]}[positions]
+            if isinstance(positions, str)
+            else positions
+        )
+        here = np.isin(np.arange(6), list(chosen))[:, None] & (
+            np.ones(HIDDEN) if mask is None else np.array(mask)
+        ).astype(bool)
         wanted = np.where(here, (1 - alpha) * wanted + alpha * target, wanted)
     assert same(left(rank, edits), wanted)
 
@@ -126,24 +176,41 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
 def test_a_replacement_of_strength_zero_keeps_the_one_before_it_bit_for_bit() -> None:
     rank = Rank()
     zeros, value = rank.vector(np.full(HIDDEN, -0.0)), rank.vector(np.full(HIDDEN, 3.0))
-    found = left(rank, [steering(zeros, [0], "pre_attn", [2], "replace", [1.0]), steering(value, [0], "pre_attn", [2], "replace", [0.0])])
+    found = left(
+        rank,
+        [
+            steering(zeros, [0], "pre_attn", [2], "replace", [1.0]),
+            steering(value, [0], "pre_attn", [2], "replace", [0.0]),
+        ],
+    )
     assert not found[2].any()
     assert np.signbit(found[2]).all()
 
 
 def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask() -> None:
     def written(*entries: tuple[Family, int]) -> list[list[tuple[Family, list[str]]]]:
-        edits = [steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family) for family, layer in entries]
+        edits = [
+            steering(["v", "m"] if family == "replace_masked" else "v", [layer], family=family)
+            for family, layer in entries
+        ]
         return [[(e.family, e.tensors) for e in row.entries] for row in steering_rows(edits)]
 
-    full, masked, all_of = ("replace", ["v"]), ("replace_masked", ["v", "m"]), ("replace_masked", ["v", ONES])
+    full, masked, all_of = (
+        ("replace", ["v"]),
+        ("replace_masked", ["v", "m"]),
+        ("replace_masked", ["v", ONES]),
+    )
     assert written(("replace", 0), ("replace_masked", 0)) == [[full, masked]]
     assert written(("replace_masked", 0), ("replace", 1)) == [[masked, full]]
     assert written(("replace_masked", 0), ("replace", 0)) == [[masked], [all_of]]
-    assert written(("replace", 0), ("replace_masked", 0), ("replace", 0)) == [[full, masked], [all_of]]
+    assert written(("replace", 0), ("replace_masked", 0), ("replace", 0)) == [
+        [full, masked],
+        [all_of],
+    ]
 
 
-# -- rows of source runs ---------------------------------------------------------------------------------------------------
+# -- rows of source runs
+# --------------------------------------------------------------------------------------------------
 
 RUN_SITES = {"pre_attn": [0, 1], "mlp_out": [1]}
 
@@ -160,28 +227,42 @@ def test_a_patch_writes_the_row_of_a_run_its_mean_or_zeros(tmp_path: Path) -> No
         steering(run_row("mlp_out", 1, 4), [0], "pre_attn", [2], "replace"),
         steering(run_row("pre_attn", 0, None, [1, 3]), [0], "pre_attn", [3], "replace"),
         steering(ZEROS, [0], "pre_attn", [4], "replace"),
-        steering([run_row("pre_attn", 0, 0), rank.vector(MASK)], [0], "pre_attn", [5], "replace_masked"),
+        steering(
+            [run_row("pre_attn", 0, 0), rank.vector(MASK)], [0], "pre_attn", [5], "replace_masked"
+        ),
     ]
     found, stream = left(rank, edits), stream_of(1, "pre_attn", 0, 0, 6)
     assert found[0].tolist() == stream[0].tolist()
     assert found[1].tolist() == values("pre_attn", 0, [4])[0].tolist()
-    assert found[2].tolist() == values("mlp_out", 1, [4])[0].tolist(), "whatever site it is written to"
+    assert found[2].tolist() == values("mlp_out", 1, [4])[0].tolist(), (
+        "whatever site it is written to"
+    )
     assert found[3].tolist() == values("pre_attn", 0, [1, 3]).mean(0).tolist()
     assert found[4].tolist() == [0.0] * HIDDEN
-    assert found[5].tolist() == np.where(MASK == 1, values("pre_attn", 0, [0])[0], stream[5]).tolist()
+    assert (
+        found[5].tolist() == np.where(MASK == 1, values("pre_attn", 0, [0])[0], stream[5]).tolist()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_row_of_a_run_lies_in_the_pool_with_the_bits_that_were_captured(tmp_path: Path, dtype: str) -> None:
+def test_a_row_of_a_run_lies_in_the_pool_with_the_bits_that_were_captured(
+    tmp_path: Path, dtype: str
+) -> None:
     kind = getattr(torch, dtype)
     captured = torch.randn(3, HIDDEN).to(kind)
     captured[1, :2] = torch.tensor([-0.0, torch.finfo(kind).max])
     stored = memoryview(captured.view(torch.uint8).numpy().tobytes())
     rank = Rank(runs_root=tmp_path)
-    rank.runs.put(source_run(tmp_path, {"pre_attn": [0]}, range(3), dtype=dtype, rows=lambda hook, layer: [stored]))
+    rank.runs.put(
+        source_run(
+            tmp_path, {"pre_attn": [0]}, range(3), dtype=dtype, rows=lambda hook, layer: [stored]
+        )
+    )
     rank.buffers = dataclasses.replace(rank.buffers, pool=rank.buffers.pool.to(kind))
     table = RowTable(rank.sites, rank.buffers, rank.vectors, rank.runs)
-    table.acquire(steering_rows([steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace")])[0])
+    table.acquire(
+        steering_rows([steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace")])[0]
+    )
     assert torch.equal(rank.buffers.pool[1].view(torch.uint8), captured[1].view(torch.uint8))
 
 
@@ -195,8 +276,12 @@ def test_only_entries_with_a_local_site_are_resolved(tmp_path: Path) -> None:
     request = rank.admit(Request(1, 6, 7, (), [elsewhere, here]))
     rank.step((request, 0, 6))
     assert rank.left["pre_attn", 1][1].tolist() == values("pre_attn", 1, [1])[0].tolist()
-    with pytest.raises(LookupError, match="no rows of pre_attn of layer 3, which is not on this rank"):
-        rank.table.acquire(steering_rows([steering(run_row("pre_attn", 3, 1), [1], "pre_attn", [1], "replace")])[0])
+    with pytest.raises(
+        LookupError, match="no rows of pre_attn of layer 3, which is not on this rank"
+    ):
+        rank.table.acquire(
+            steering_rows([steering(run_row("pre_attn", 3, 1), [1], "pre_attn", [1], "replace")])[0]
+        )
 
 
 # field case 31
@@ -204,28 +289,53 @@ def test_a_row_of_a_run_that_is_gone_is_refused_and_takes_nothing(tmp_path: Path
     rank = Rank(runs_root=tmp_path)
     run = source_run(tmp_path, RUN_SITES, range(6))
     rank.runs.put(run)
-    edits = [steering(rank.vector(V), [0], "pre_attn"), steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace")]
+    edits = [
+        steering(rank.vector(V), [0], "pre_attn"),
+        steering(run_row("pre_attn", 0, 1), [0], "pre_attn", [1], "replace"),
+    ]
     held = rank.admit(Request(1, 6, 7, (), edits))
     rank.runs.drop([run.key])
     rank.step((held, 0, 6))
-    assert rank.left["pre_attn", 0][1].tolist() == (values("pre_attn", 0, [1])[0] + V).tolist(), "whoever has its row keeps it"
+    assert rank.left["pre_attn", 0][1].tolist() == (values("pre_attn", 0, [1])[0] + V).tolist(), (
+        "whoever has its row keeps it"
+    )
     before = rank.table.used, rank.table.entries_used
     with pytest.raises(LookupError, match=r"source run job_s\.0\.tag is not on this rank"):
-        rank.table.acquire(steering_rows([steering(run_row("pre_attn", 0, 2), [0], "pre_attn", [1], "replace")])[0])
+        rank.table.acquire(
+            steering_rows([steering(run_row("pre_attn", 0, 2), [0], "pre_attn", [1], "replace")])[0]
+        )
     assert (rank.table.used, rank.table.entries_used) == before
 
 
 def test_entries_take_a_row_of_their_own_only_where_order_needs_it() -> None:
     def rows(*written: tuple[Family, Any, int]) -> list[list[Family]]:
-        edits = [steering("v", [layer], "pre_attn", positions, family) for family, positions, layer in written]
+        edits = [
+            steering("v", [layer], "pre_attn", positions, family)
+            for family, positions, layer in written
+        ]
         return [[e.family for e in row.entries] for row in steering_rows(edits)]
 
-    assert rows(("ablate", "all", 0), ("add", "all", 0), ("ablate", "all", 1)) == [["ablate", "add", "ablate"]]
+    assert rows(("ablate", "all", 0), ("add", "all", 0), ("ablate", "all", 1)) == [
+        ["ablate", "add", "ablate"]
+    ]
     assert rows(("ablate", "all", 0), ("ablate", "all", 0)) == [["ablate"], ["ablate"]]
-    assert rows(("ablate", "all", 0), ("ablate", [1], 0), ("add", "all", 0)) == [["ablate", "add"], ["ablate"]]
-    assert rows(("clamp", "all", 0), ("clamp", "all", 0), ("ablate", "all", 0)) == [["clamp"], ["clamp", "ablate"]]
-    assert rows(("replace", "all", 0), ("replace", "all", 0), ("replace", [1], 0)) == [["replace", "replace"], ["replace"]]
-    assert rows(("replace", "all", 0), ("replace", [1], 0), ("replace", "all", 0)) == [["replace"], ["replace"], ["replace"]]
+    assert rows(("ablate", "all", 0), ("ablate", [1], 0), ("add", "all", 0)) == [
+        ["ablate", "add"],
+        ["ablate"],
+    ]
+    assert rows(("clamp", "all", 0), ("clamp", "all", 0), ("ablate", "all", 0)) == [
+        ["clamp"],
+        ["clamp", "ablate"],
+    ]
+    assert rows(("replace", "all", 0), ("replace", "all", 0), ("replace", [1], 0)) == [
+        ["replace", "replace"],
+        ["replace"],
+    ]
+    assert rows(("replace", "all", 0), ("replace", [1], 0), ("replace", "all", 0)) == [
+        ["replace"],
+        ["replace"],
+        ["replace"],
+    ]
     assert rows(("add", "all", 0), ("add", [1], 0), ("add", "all", 0)) == [["add", "add"], ["add"]]
 
 
@@ -273,7 +383,9 @@ def test_row_keys_and_digests_cover_what_affects_the_result() -> None:
     assert len({steering_rows([each])[0].key for each in (base, *others)}) == 8
     assert len({steering_digest([each]) for each in (base, *others)}) == 8
     elsewhere = steering(["v"], [0], "pre_attn", [1], "clamp", [1.0, 0.0, 1.0])
-    assert steering_rows([elsewhere])[0].key == steering_rows([base])[0].key, "where it is applied is not the row's"
+    assert steering_rows([elsewhere])[0].key == steering_rows([base])[0].key, (
+        "where it is applied is not the row's"
+    )
     assert steering_digest([elsewhere]) != steering_digest([base])
 
 
@@ -287,35 +399,81 @@ def test_row_keys_and_digests_cover_what_affects_the_result() -> None:
         ("add", [np.full(HIDDEN, 3e38)], "exceeds the range"),
     ],
 )
-def test_unapplicable_configurations_are_refused_and_take_no_row(family: Family, tensors: list[np.ndarray], words: str) -> None:
+def test_unapplicable_configurations_are_refused_and_take_no_row(
+    family: Family, tensors: list[np.ndarray], words: str
+) -> None:
     rank = Rank()
     names = [rank.vector(values) for values in tensors]
     rank_of = 2 if family == "lowrank" else 0
     with pytest.raises(ValueError, match=words):
-        rank.admit(Request(1, 2, 3, (), [steering(names, [0, 1], "pre_attn", "all", family, scale=2.0, rank=rank_of)]))
+        rank.admit(
+            Request(
+                1,
+                2,
+                3,
+                (),
+                [steering(names, [0, 1], "pre_attn", "all", family, scale=2.0, rank=rank_of)],
+            )
+        )
     assert (rank.table.used, rank.table.entries_used) == (0, 0)
     assert not rank.buffers.site_rows.any()
 
 
 def test_a_full_table_refuses_and_changes_nothing() -> None:
     rank = Rank()
-    rank.admit(Request(1, 2, 3, (), [entry(rank, "lowrank", hook=hook, layers=[0, 1]) for hook in ("pre_attn", "mlp_in", "mlp_out")]))
-    before = [tensor.clone() for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows)]
+    rank.admit(
+        Request(
+            1,
+            2,
+            3,
+            (),
+            [
+                entry(rank, "lowrank", hook=hook, layers=[0, 1])
+                for hook in ("pre_attn", "mlp_in", "mlp_out")
+            ],
+        )
+    )
+    before = [
+        tensor.clone()
+        for tensor in (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows)
+    ]
     wide = rank.vector(RNG.normal(size=(27, HIDDEN)))
     with pytest.raises(RuntimeError, match="54 steering entries needed, 52 of 64 free"):
         rank.admit(
-            Request(2, 2, 3, (), [steering([wide, wide, rank.vector(np.ones(27))], [0, 1], "post_block", "all", "lowrank", rank=27)])
+            Request(
+                2,
+                2,
+                3,
+                (),
+                [
+                    steering(
+                        [wide, wide, rank.vector(np.ones(27))],
+                        [0, 1],
+                        "post_block",
+                        "all",
+                        "lowrank",
+                        rank=27,
+                    )
+                ],
+            )
         )
     assert rank.table.used == 1
-    for tensor, was in zip((rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows), before, strict=True):
+    for tensor, was in zip(
+        (rank.buffers.pool, rank.buffers.scalars, rank.buffers.site_rows), before, strict=True
+    ):
         assert torch.equal(tensor, was)
 
 
-# -- the pool --------------------------------------------------------------------------------------------------------------
+# -- the pool
+# --------------------------------------------------------------------------------------------------
 
 CAPACITY, ROWS, SITES = 24, 6, 3
 #: A row: its runs' lengths, by (site, family).
-A_ROW = st.dictionaries(st.tuples(st.integers(0, SITES - 1), st.integers(0, len(FAMILIES) - 1)), st.integers(1, 8), max_size=5)
+A_ROW = st.dictionaries(
+    st.tuples(st.integers(0, SITES - 1), st.integers(0, len(FAMILIES) - 1)),
+    st.integers(1, 8),
+    max_size=5,
+)
 #: What happens: that row is written, or (None) erased.
 HISTORY = st.lists(st.tuples(st.integers(1, ROWS), st.one_of(st.none(), A_ROW)), max_size=40)
 
@@ -336,7 +494,9 @@ def test_rows_added_and_removed_in_any_order_fit_and_keep_their_content(history:
         shared: dict[int, Any] = {}  # places that hold an even number of entries hold the same ones
         for place, count in shape.items():
             alone = (
-                torch.full((count, HIDDEN), 1.0 + number) + torch.arange(count)[:, None] / 16 + place[0] / 4,
+                torch.full((count, HIDDEN), 1.0 + number)
+                + torch.arange(count)[:, None] / 16
+                + place[0] / 4,
                 torch.full((count, SCALARS), 100.0 * number + place[1]),
             )
             content[place] = alone if count % 2 else shared.setdefault(count, alone)
@@ -356,11 +516,15 @@ def test_rows_added_and_removed_in_any_order_fit_and_keep_their_content(history:
 
 
 def entries_of(content: dict[tuple[int, int], Any]) -> int:
-    return sum(len(vectors) for vectors, _ in {id(what): what for what in content.values()}.values())
+    return sum(
+        len(vectors) for vectors, _ in {id(what): what for what in content.values()}.values()
+    )
 
 
 def check(pool: EntryPool, buffers: Any, held: dict[int, Any]) -> None:
-    """Each row's runs are where its sites are told, only places of a row that hold the same share entries, everything else is zero."""
+    """Each row's runs are where its sites are told, only places of a row that hold the same share
+    entries, everything else is zero.
+    """
     mine = torch.zeros(1 + CAPACITY, dtype=torch.bool)
     named = torch.zeros_like(buffers.site_rows, dtype=torch.bool)
     for row, content in held.items():
@@ -389,7 +553,9 @@ def test_gaps_are_closed_only_when_a_row_would_not_fit_behind_the_last() -> None
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
     pool = EntryPool(buffers)
     for row in (1, 2, 3):
-        eight = {(0, PLACE["lowrank"]): (torch.full((8, HIDDEN), float(row)), torch.zeros(8, SCALARS))}
+        eight = {
+            (0, PLACE["lowrank"]): (torch.full((8, HIDDEN), float(row)), torch.zeros(8, SCALARS))
+        }
         pool.write(row, joined(eight, HIDDEN, torch.float32, pinned=False))
     pool.erase(2)
     assert int(buffers.site_rows[0, PLACE["lowrank"], 3]) == 17

@@ -1,4 +1,6 @@
-"""Each runner's adapter gives a step's rows and logits as they lie in the batch, with and without draft tokens."""
+"""Each runner's adapter gives a step's rows and logits as they lie in the batch, with and without
+draft tokens.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,8 @@ import pytest
 from midstream.workers.runner import process
 from midstream.workers.runner.step import RequestRows, StepView
 
-#: Request → (first position, tokens, drafts among them). The second is the last token of a prompt, padded with placeholder drafts.
+#: Request → (first position, tokens, drafts among them). The second is the last token of a prompt,
+#: padded with placeholder drafts.
 STEP = {"chunk": (0, 5, 0), "padded": (9, 4, 3), "drafted": (20, 3, 2), "plain": (30, 1, 0)}
 VIEW = StepView(
     [
@@ -40,7 +43,8 @@ def v1(adapters: Any) -> StepView:
 
     class Runner:
         input_batch = SimpleNamespace(
-            req_ids=[*STEP, None], num_computed_tokens_cpu=np.array([first for first, _, _ in STEP.values()] + [0])
+            req_ids=[*STEP, None],
+            num_computed_tokens_cpu=np.array([first for first, _, _ in STEP.values()] + [0]),
         )
 
         def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> str:
@@ -49,7 +53,10 @@ def v1(adapters: Any) -> StepView:
     made = type("Made", (adapters.V1Adapter, Runner), {})()
     made.midstream = Plane()
     drafts = {name: [-1] * count for name, (_, _, count) in STEP.items() if count}
-    assert made._prepare_inputs(SimpleNamespace(scheduled_spec_decode_tokens=drafts), counts) == "prepared"
+    assert (
+        made._prepare_inputs(SimpleNamespace(scheduled_spec_decode_tokens=drafts), counts)
+        == "prepared"
+    )
     return made.midstream.view
 
 
@@ -58,7 +65,8 @@ def v2(adapters: Any) -> StepView:
     batch = SimpleNamespace(
         num_reqs=len(STEP),
         req_ids=list(STEP),
-        num_scheduled_tokens=np.array([*(count for _, count, _ in STEP.values()), 0, 0]),  # padded for a graph
+        # padded for a graph
+        num_scheduled_tokens=np.array([*(count for _, count, _ in STEP.values()), 0, 0]),
         num_computed_tokens_np=np.array([first for first, _, _ in STEP.values()]),
         cu_num_logits_np=np.array([0, *np.cumsum(samples)]),
     )

@@ -10,7 +10,8 @@ def test_nested_waits_are_cancelled() -> None:
     async def main() -> None:
         async def stubborn() -> None:
             for _ in range(4):
-                with contextlib.suppress(asyncio.CancelledError):  # it is lost, as asyncio.wait_for may before Python 3.12
+                with contextlib.suppress(asyncio.CancelledError):
+                    # it is lost, as asyncio.wait_for may before Python 3.12
                     await asyncio.sleep(3600)
 
         async def waiting(inner: "asyncio.Task[None]") -> None:

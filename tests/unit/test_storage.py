@@ -1,4 +1,6 @@
-"""A published blob is whole, in place and inside the root; a failed group leaves nothing behind; a segment survives a crash."""
+"""A published blob is whole, in place and inside the root; a failed group leaves nothing behind; a
+segment survives a crash.
+"""
 
 import errno
 import json
@@ -42,31 +44,46 @@ def opened(root: Path, key: str = "tag/segments/w.0.seg") -> FileSegment:
 
 def requests(root: Path) -> list[int]:
     """Of the blobs that the segment's index names."""
-    return [entry.manifest.request for entry in read_entries(open_store(root), "tag/segments/w.0.jsonl")]
+    return [
+        entry.manifest.request for entry in read_entries(open_store(root), "tag/segments/w.0.jsonl")
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_groups_of_any_size_are_readable_and_carry_their_checksum(tmp_path: Path, count: int) -> None:
+def test_groups_of_any_size_are_readable_and_carry_their_checksum(
+    tmp_path: Path, count: int
+) -> None:
     files = [pending(f"tag/job{n}/p0000.a1.pp0.safetensors", rows=n + 1) for n in range(count)]
     publish(tmp_path, files)
     for n, (key, one) in enumerate(files):
         path = tmp_path / key
         raw = path.read_bytes()
         assert (len(raw), zlib.crc32(raw)) == (one.size, one.crc32)
-        np.testing.assert_array_equal(load_file(path)["post_block.2"], values("post_block", 2, range(n + 1)))
+        np.testing.assert_array_equal(
+            load_file(path)["post_block.2"], values("post_block", 2, range(n + 1))
+        )
         beside = json.loads(path.with_suffix(".json").read_text())
-        assert (beside["file"], beside["bytes"], beside["crc32"]) == (path.name, one.size, one.crc32)
+        assert (beside["file"], beside["bytes"], beside["crc32"]) == (
+            path.name,
+            one.size,
+            one.crc32,
+        )
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 # field case 47
 def test_rows_lie_in_files_as_raw_bytes(tmp_path: Path) -> None:
     publish(tmp_path, [pending("tag/job/p.safetensors", rows=1000)])
-    assert values("post_block", 3, range(1000)).tobytes() in (tmp_path / "tag/job/p.safetensors").read_bytes()
+    assert (
+        values("post_block", 3, range(1000)).tobytes()
+        in (tmp_path / "tag/job/p.safetensors").read_bytes()
+    )
 
 
 # field case 40
-@pytest.mark.parametrize("path", ["../out.safetensors", "/etc/out.safetensors", "tag/../../out.safetensors", ""])
+@pytest.mark.parametrize(
+    "path", ["../out.safetensors", "/etc/out.safetensors", "tag/../../out.safetensors", ""]
+)
 def test_a_path_that_leaves_the_root_is_refused(tmp_path: Path, path: str) -> None:
     root = tmp_path / "captures"
     root.mkdir()
@@ -110,22 +127,32 @@ class Order:
 
 
 # field case 22
-def test_contents_are_synced_before_the_rename_and_directories_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order in which a power cut cannot leave a name without its content, or a reported file without its name."""
+def test_contents_are_synced_before_the_rename_and_directories_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which a power cut cannot leave a name without its content, or a reported file
+    without its name.
+    """
     monkeypatch.setattr(file_store, "_SYNC_SINGLY", 100)
     order = Order(monkeypatch)
     publish(tmp_path, [pending("tag/job/p.safetensors")])
     steps = [step for step in order.seen if step[0] != "write"]
     assert [kind for kind, _ in steps[:4]] == ["fsync", "fsync", "rename", "rename"]
     assert all(path.endswith(".tmp") for _, path in steps[:2])
-    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "job")} <= {path for _, path in steps[4:]}
+    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "job")} <= {
+        path for _, path in steps[4:]
+    }
 
 
 # field case 22
-def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = Order(monkeypatch)
     segment = opened(tmp_path)
-    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "segments")} <= {path for _, path in order.seen}
+    assert {str(tmp_path), str(tmp_path / "tag"), str(tmp_path / "tag" / "segments")} <= {
+        path for _, path in order.seen
+    }
     order.seen.clear()
     blobs.append(segment, [blob(request) for request in range(30)])
     segment.close()
@@ -135,17 +162,25 @@ def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(tmp_path: P
 
 
 # field case 46
-def test_many_files_cost_two_round_trips_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_cost_two_round_trips_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     syncfs = file_store._syncfs
-    monkeypatch.setattr(file_store, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor)))
+    monkeypatch.setattr(
+        file_store, "_syncfs", lambda descriptor: (calls.append("syncfs"), syncfs(descriptor))
+    )
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
     publish(tmp_path, [pending(f"tag/job{n}/p.safetensors") for n in range(50)])
     assert calls == ["syncfs", "syncfs"]
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwritev", lambda descriptor, buffers, offset: os.pwrite(descriptor, buffers[0][:7], offset))
+    monkeypatch.setattr(
+        os,
+        "pwritev",
+        lambda descriptor, buffers, offset: os.pwrite(descriptor, buffers[0][:7], offset),
+    )
     key, one = pending("tag/job/p.safetensors", rows=9)
     publish(tmp_path, [(key, one)])
     assert zlib.crc32((tmp_path / key).read_bytes()) == one.crc32
@@ -161,11 +196,15 @@ def test_blobs_of_a_segment_begin_at_pages_and_are_whole_files(tmp_path: Path) -
     assert [offset % SEGMENT_ALIGNMENT for offset in offsets] == [0, 0, 0]
     raw = (tmp_path / "tag/segments/w.0.seg").read_bytes()
     entries = list(read_entries(open_store(tmp_path), "tag/segments/w.0.jsonl"))
-    assert [(entry.file, entry.offset, entry.manifest.request) for entry in entries] == [("w.0.seg", at, n) for n, at in enumerate(offsets)]
+    assert [(entry.file, entry.offset, entry.manifest.request) for entry in entries] == [
+        ("w.0.seg", at, n) for n, at in enumerate(offsets)
+    ]
     for entry in entries:
         part = raw[entry.offset : entry.offset + entry.bytes]
         assert zlib.crc32(part) == entry.crc32
-        np.testing.assert_array_equal(load(part)["post_block.3"], values("post_block", 3, entry.manifest.positions))
+        np.testing.assert_array_equal(
+            load(part)["post_block.3"], values("post_block", 3, entry.manifest.positions)
+        )
 
 
 @pytest.mark.parametrize("cut", [1, 40, 300])
@@ -191,7 +230,9 @@ def test_a_segment_that_is_there_is_never_appended_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [".seg", ".jsonl"])
-def test_a_group_that_cannot_be_appended_leaves_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_group_that_cannot_be_appended_leaves_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     segment = opened(tmp_path)
     blobs.append(segment, [blob(0)])
     before = {path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()}
@@ -206,14 +247,18 @@ def test_a_group_that_cannot_be_appended_leaves_no_byte(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
         blobs.append(segment, [blob(1), blob(2)])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()} == before
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "tag/segments").iterdir()
+    } == before
     monkeypatch.undo()
     assert segment.usable
     blobs.append(segment, [blob(3)])
     assert requests(tmp_path) == [0, 3]
 
 
-def test_after_a_failed_sync_a_segment_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_sync_a_segment_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel reports a lost write once; the next sync would succeed without it."""
     segment = opened(tmp_path)
 
@@ -235,7 +280,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB; needs the right to mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True).returncode != 0:
+    if (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True
+        ).returncode
+        != 0
+    ):
         pytest.skip("file systems cannot be mounted here")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
@@ -243,7 +293,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def short_files() -> Iterator[None]:
-    """Files of this process may not grow beyond 64 KiB: the kernel's own refusal, for everybody to have."""
+    """Files of this process may not grow beyond 64 KiB: the kernel's own refusal, for everybody to
+    have.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     yield
@@ -272,9 +324,14 @@ def test_a_segment_on_a_full_disk_takes_back_what_did_not_fit(small_disk: Path) 
 
 
 # field case 19
-def test_a_file_that_may_not_grow_raises_and_leaves_nothing(tmp_path: Path, short_files: None) -> None:
+def test_a_file_that_may_not_grow_raises_and_leaves_nothing(
+    tmp_path: Path, short_files: None
+) -> None:
     with pytest.raises(OSError, match="File too large"):
-        publish(tmp_path, [pending("tag/job/small.safetensors"), pending("tag/job/large.safetensors", rows=4000)])
+        publish(
+            tmp_path,
+            [pending("tag/job/small.safetensors"), pending("tag/job/large.safetensors", rows=4000)],
+        )
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

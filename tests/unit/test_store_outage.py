@@ -1,4 +1,6 @@
-"""Does a capture wait for a bucket that takes nothing, fail when the bucket refuses it alone, and is each request counted?"""
+"""Does a capture wait for a bucket that takes nothing, fail when the bucket refuses it alone, and
+is each request counted?
+"""
 
 import re
 from pathlib import Path
@@ -39,16 +41,23 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     return made
 
 
-@pytest.mark.parametrize("kind", ["503", "500 InternalError", "cut", "403 SignatureDoesNotMatch", "507 XMinioStorageFull"])
+@pytest.mark.parametrize(
+    "kind",
+    ["503", "500 InternalError", "cut", "403 SignatureDoesNotMatch", "507 XMinioStorageFull"],
+)
 @pytest.mark.parametrize("layout", ["segment", "packed"])
-def test_while_the_store_takes_nothing_no_capture_is_tried_alone(s3: FaultProxy, bucket: S3Store, kind: str, layout: str) -> None:
+def test_while_the_store_takes_nothing_no_capture_is_tried_alone(
+    s3: FaultProxy, bucket: S3Store, kind: str, layout: str
+) -> None:
     consumer = filesystem(bucket)
     captures = [finished(f"job_{n}", layout=layout) for n in range(20)]
     assert bucket.trouble() == ""  # and that is known for a while
     s3.fault(kind, "PUT")
     s3.seen.clear()
     assert [outcome.away for outcome in consumer.consume(captures)] == [True] * 20
-    assert len({re.sub(r"\?.*", "", line) for line in s3.seen if line.startswith("PUT")}) <= 42, "the group once, and a test write"
+    assert len({re.sub(r"\?.*", "", line) for line in s3.seen if line.startswith("PUT")}) <= 42, (
+        "the group once, and a test write"
+    )
     s3.seen.clear()
     assert all(outcome.away for outcome in consumer.consume(captures))
     assert s3.count("PUT") <= 1, "the next group is not tried before a test write succeeds"
@@ -61,10 +70,17 @@ def test_while_the_store_takes_nothing_no_capture_is_tried_alone(s3: FaultProxy,
 def test_what_the_store_refuses_alone_fails_alone(s3: FaultProxy, bucket: S3Store) -> None:
     s3.fault("403 AccessDenied", "PUT .*job_1/")
     outcomes = filesystem(bucket).consume([finished(f"job_{n}", layout="packed") for n in range(4)])
-    assert [(bool(outcome.error), outcome.away) for outcome in outcomes] == [(False, False), (True, False), (False, False), (False, False)]
+    assert [(bool(outcome.error), outcome.away) for outcome in outcomes] == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (False, False),
+    ]
 
 
-def test_a_group_of_which_two_get_no_answer_is_not_tried_further(s3: FaultProxy, bucket: S3Store) -> None:
+def test_a_group_of_which_two_get_no_answer_is_not_tried_further(
+    s3: FaultProxy, bucket: S3Store
+) -> None:
     s3.fault("503", "PUT .*job_")
     outcomes = filesystem(bucket).consume([finished(f"job_{n}", layout="packed") for n in range(9)])
     assert all(outcome.away for outcome in outcomes)
@@ -72,7 +88,9 @@ def test_a_group_of_which_two_get_no_answer_is_not_tried_further(s3: FaultProxy,
     assert s3.count("PUT .*job_0/") == s3.count("PUT .*job_1/") == 2 * first
 
 
-def test_receipts_say_that_the_store_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy, bucket: S3Store) -> None:
+def test_receipts_say_that_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy, bucket: S3Store
+) -> None:
     desk = Desk(tmp_path, monkeypatch, into=bucket)
     s3.fault("503", "PUT")
     desk.submit(capture(), request=0)
@@ -80,17 +98,38 @@ def test_receipts_say_that_the_store_is_away(tmp_path: Path, monkeypatch: pytest
     while desk.writer.busy():
         pass
     late = Receipt(
-        "1", "w", "b", "job_x", 2, 1, 0, 1, tp=0, pp=0, step=1, actions=0, checksum="0" * 16, status="error", kind="capture_failed"
+        "1",
+        "w",
+        "b",
+        "job_x",
+        2,
+        1,
+        0,
+        1,
+        tp=0,
+        pp=0,
+        step=1,
+        actions=0,
+        checksum="0" * 16,
+        status="error",
+        kind="capture_failed",
     )
     desk.writer.submit(WriteJob(late))  # given up by a step that waited for the writers
     s3.faults.clear()
     s3_store._troubles.forget(bucket)
     desk.submit(capture(), request=3)
     kinds = {request: (receipt.status, receipt.kind) for request, receipt in desk.close().items()}
-    assert kinds == {0: ("error", STORE_AWAY), 1: ("error", STORE_AWAY), 2: ("error", STORE_AWAY), 3: ("ok", "")}
+    assert kinds == {
+        0: ("error", STORE_AWAY),
+        1: ("error", STORE_AWAY),
+        2: ("error", STORE_AWAY),
+        3: ("ok", ""),
+    }
 
 
-def test_requests_are_counted_with_outcomes_retries_bytes_and_times(s3: FaultProxy, bucket: S3Store, tally: Tally) -> None:
+def test_requests_are_counted_with_outcomes_retries_bytes_and_times(
+    s3: FaultProxy, bucket: S3Store, tally: Tally
+) -> None:
     s3.fault("503", "PUT", times=1)
     bucket.put("a/x", b"12345")
     with pytest.raises(FileNotFoundError):
@@ -113,7 +152,10 @@ def test_an_upload_in_parts_is_counted_once_with_its_bytes(bucket: S3Store, tall
     writer = bucket.writer()
     writer.append("a/big", [bytes(3 * s3_store.PART)])
     writer.commit()
-    assert (tally.read()["upload"].outcomes, tally.read()["upload"].bytes) == ({"ok": 1}, 3 * s3_store.PART)
+    assert (tally.read()["upload"].outcomes, tally.read()["upload"].bytes) == (
+        {"ok": 1},
+        3 * s3_store.PART,
+    )
 
 
 def test_metrics_add_this_process_and_its_ranks(tally: Tally, bucket: S3Store) -> None:
@@ -129,9 +171,12 @@ def test_metrics_add_this_process_and_its_ranks(tally: Tally, bucket: S3Store) -
     assert 'midstream_store_seconds_count{operation="put"} 2.0' in text
 
 
-def test_segments_of_a_bucket_stay_small_enough_to_be_rewritten(monkeypatch: pytest.MonkeyPatch, s3: FaultProxy, bucket: S3Store) -> None:
+def test_segments_of_a_bucket_stay_small_enough_to_be_rewritten(
+    monkeypatch: pytest.MonkeyPatch, s3: FaultProxy, bucket: S3Store
+) -> None:
     monkeypatch.setattr(s3_store, "REWRITTEN", 64 << 10)
-    captures = [finished(f"job_{n}", layout="segment", positions=range(500)) for n in range(6)]  # 10,000 bytes of rows each
+    # 10,000 bytes of rows each
+    captures = [finished(f"job_{n}", layout="segment", positions=range(500)) for n in range(6)]
     captures.append(finished("job_large", layout="segment", positions=range(4000)))
     outcomes = filesystem(bucket).consume(captures)
     assert [outcome.error for outcome in outcomes] == [""] * 7
@@ -143,10 +188,14 @@ def test_segments_of_a_bucket_stay_small_enough_to_be_rewritten(monkeypatch: pyt
     s3.seen.clear()
     retention.delete(bucket, ["job_large"])
     large = outcomes[-1].files[0].path
-    assert s3.count(rf"(GET|PUT) .*{large}(\?|$)") == 0, "a segment of one job is removed without being read"
+    assert s3.count(rf"(GET|PUT) .*{large}(\?|$)") == 0, (
+        "a segment of one job is removed without being read"
+    )
     with pytest.raises(FileNotFoundError):
         bucket.stat(large)
     retention.delete(bucket, ["job_0"])
     with pytest.raises(Exception, match="job_0"):
         CaptureReader(bucket, "job_0")
-    assert all(check.ok for n in range(1, 6) for check in CaptureReader(bucket, f"job_{n}").verify())
+    assert all(
+        check.ok for n in range(1, 6) for check in CaptureReader(bucket, f"job_{n}").verify()
+    )

@@ -1,4 +1,6 @@
-"""A long capture is written while its request runs: the file equals one written at the end, and memory holds a window of it."""
+"""A long capture is written while its request runs: the file equals one written at the end, and
+memory holds a window of it.
+"""
 
 import errno
 import gc
@@ -34,27 +36,39 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return narrow(tmp_path, monkeypatch)
 
 
-def narrow(folder: Path, monkeypatch: pytest.MonkeyPatch, window: int = 8 * ROWS, **options: Any) -> Rig:
+def narrow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, window: int = 8 * ROWS, **options: Any
+) -> Rig:
     """A rank that holds a window of 8 positions, and lets rows go one position at a time."""
     rig = Rig(folder, **{"row_store_mib": 0} | options)
     monkeypatch.setattr(rig.plane._streams, "_window", window)
     return rig
 
 
-def long(number: int = 1, prompt: int = 20, total: int = 50, most: int = 40, **options: Any) -> Request:
-    capture = StoredCapture(**{"sites": WIDE, "positions": "all", "tag": "t", "layout": "packed"} | options)  # type: ignore[arg-type]
+def long(
+    number: int = 1, prompt: int = 20, total: int = 50, most: int = 40, **options: Any
+) -> Request:
+    capture = StoredCapture(
+        **{"sites": WIDE, "positions": "all", "tag": "t", "layout": "packed"} | options
+    )  # type: ignore[arg-type]
     return Request(number, prompt, total, [capture], max_tokens=most)
 
 
 def run(rig: Rig, request: Request, steps: Sequence[tuple[int, int]] = ()) -> None:
-    """The steps given as (first position, count), or the prompt in two and each generated token in its own."""
+    """The steps given as (first position, count), or the prompt in two and each generated token in
+    its own.
+    """
     half = request.prompt_tokens // 2
     single = [(at, 1) for at in range(request.prompt_tokens, request.total - 1)]
-    for number, (first, count) in enumerate(steps or [(0, half), (half, request.prompt_tokens - half), *single]):
+    for number, (first, count) in enumerate(
+        steps or [(0, half), (half, request.prompt_tokens - half), *single]
+    ):
         rig.step((request, first, count), new=[] if number else [request])
 
 
-def check(rig: Rig, request: Request, positions: Sequence[int] | None = None, sites: Any = None) -> None:
+def check(
+    rig: Rig, request: Request, positions: Sequence[int] | None = None, sites: Any = None
+) -> None:
     """The request's file holds exactly these rows, as our reader and safetensors' see it."""
     wanted = list(range(request.total - 1)) if positions is None else list(positions)
     reader = rig.reader(request)
@@ -98,7 +112,14 @@ def wait_for(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"layout": "per_file"}, {"layout": "segment"}, {"dtype": "bfloat16"}, {"consumers": ["filesystem", "logging"]}]
+    "options",
+    [
+        {},
+        {"layout": "per_file"},
+        {"layout": "segment"},
+        {"dtype": "bfloat16"},
+        {"consumers": ["filesystem", "logging"]},
+    ],
 )
 @pytest.mark.parametrize("total", [59, 50, 21])
 def test_a_streamed_file_equals_one_written_at_the_end(
@@ -114,7 +135,9 @@ def test_a_streamed_file_equals_one_written_at_the_end(
         (receipt,) = rig.receipts()
         assert receipt.status == "ok"
         reader = rig.reader(request)
-        rows = {(hook, layer): reader.array(layer, hook).tobytes() for hook in HOOKS for layer in (0, 1)}
+        rows = {
+            (hook, layer): reader.array(layer, hook).tobytes() for hook in HOOKS for layer in (0, 1)
+        }
         found.append((rows, reader.positions(), reader.token_ids(), len(receipt.files)))
     assert found[0] == found[1]
 
@@ -159,7 +182,9 @@ def test_scattered_positions_lie_together(rig: Rig) -> None:
     check(rig, request, [*range(20), *range(20, 49, 3)], {"post_block": [0, 1]})
 
 
-def test_dropped_positions_are_holes_that_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_positions_are_holes_that_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = narrow(tmp_path, monkeypatch, capture_overload="drop")
     request = long()
     run(rig, request, [(0, 20), (20, 1), (21, 1)])
@@ -176,7 +201,9 @@ def test_dropped_positions_are_holes_that_are_closed(tmp_path: Path, monkeypatch
     check(rig, request, [position for position in range(49) if position not in (22, 23)])
 
 
-def test_rows_of_an_unfinished_block_stay_until_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = narrow(tmp_path, monkeypatch, row_store_mib=1)
     rig.plane.block_size = 16
     first, second = long(1, prompt=40, total=42, most=10), long(2, prompt=40, total=42, most=10)
@@ -185,18 +212,28 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(tmp_path: Path, monke
     wait_for(rig)
     rig.step((first, 10, 30), keeping=Keeping(keep=[block]))
     rig.step((first, 40, 1))
-    rig.step((second, 16, 24), new=[second], keeping=Keeping(serve=[block._replace(request_id="2")]), cached=16)
+    rig.step(
+        (second, 16, 24),
+        new=[second],
+        keeping=Keeping(serve=[block._replace(request_id="2")]),
+        cached=16,
+    )
     rig.step((second, 40, 1))
     rig.step(finished=[first, second])
     receipts = rig.receipts()
-    assert [(receipt.status, receipt.files[0].reused) for receipt in receipts] == [("ok", 0), ("ok", 16 * 12)]
+    assert [(receipt.status, receipt.files[0].reused) for receipt in receipts] == [
+        ("ok", 0),
+        ("ok", 16 * 12),
+    ]
     check(rig, first)
     rows = rig.reader(second).array(1, "post_block")
     assert (rows[:16] == stream_of(1, "post_block", 1, 0, 16)).all()
     assert (rows[16:] == stream_of(2, "post_block", 1, 16, 25)).all()
 
 
-def test_a_store_without_drafts_gets_the_rows_from_a_scratch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_drafts_gets_the_rows_from_a_scratch_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = narrow(tmp_path, monkeypatch)
     monkeypatch.setattr(rig.plane._streams, "_store", MemoryStore())
     request = long()
@@ -210,7 +247,9 @@ def test_a_store_without_drafts_gets_the_rows_from_a_scratch_file(tmp_path: Path
     assert os.listdir(tmp_path / "spill") == []
 
 
-def test_a_full_disk_fails_the_capture_and_nothing_else(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails_the_capture_and_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -250,9 +289,15 @@ def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     assert not [path for path in (rig.directory / "captures").rglob("*") if path.is_file()]
 
 
-def test_values_that_are_not_finite_are_counted_in_streamed_rows(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stored dtype cannot hold; a row that is computed again counts as it was computed last."""
-    huge = StoredCapture(sites={"post_block": [1]}, positions="all", tag="t", dtype="float16", layout="packed")
+def test_values_that_are_not_finite_are_counted_in_streamed_rows(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the stored dtype cannot hold; a row that is computed again counts as it was computed
+    last.
+    """
+    huge = StoredCapture(
+        sites={"post_block": [1]}, positions="all", tag="t", dtype="float16", layout="packed"
+    )
     request = Request(400, 20, 50, [huge], max_tokens=40)  # its rows are beyond 65504
     rig.plane._streams._window = 20
     run(rig, request)
@@ -261,7 +306,9 @@ def test_values_that_are_not_finite_are_counted_in_streamed_rows(rig: Rig, monke
     assert (receipt.status, receipt.files[0].non_finite) == ("ok", 49)
 
 
-def test_a_failed_commit_is_tried_again_with_a_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_commit_is_tried_again_with_a_copy(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file without a name gets one once."""
     from midstream.storage import file_store
 
@@ -293,11 +340,16 @@ def test_a_failed_commit_is_tried_again_with_a_copy(rig: Rig, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_streamed_rows_equal_those_of_any_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_streamed_rows_equal_those_of_any_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Several requests, random chunks, drafts that are rejected, preemptions."""
     rng = np.random.default_rng(seed)
     rig = narrow(tmp_path, monkeypatch, int(rng.integers(1, 10)) * ROWS)
-    requests = [long(number, prompt=int(rng.integers(5, 30)), total=int(rng.integers(40, 60)), most=60) for number in range(1, 4)]
+    requests = [
+        long(number, prompt=int(rng.integers(5, 30)), total=int(rng.integers(40, 60)), most=60)
+        for number in range(1, 4)
+    ]
     at = {request.number: 0 for request in requests}
     begun: set[int] = set()
     while any(at[request.number] < request.total - 1 for request in requests):
@@ -308,8 +360,14 @@ def test_streamed_rows_equal_those_of_any_schedule(tmp_path: Path, monkeypatch: 
                 continue
             if first and rng.random() < 0.03:
                 first = 0  # preempted
-            count = int(rng.integers(1, 9)) if first < request.prompt_tokens else int(rng.integers(1, 4))
-            taken = count if first + count <= request.prompt_tokens else int(rng.integers(1, count + 1))
+            count = (
+                int(rng.integers(1, 9))
+                if first < request.prompt_tokens
+                else int(rng.integers(1, 4))
+            )
+            taken = (
+                count if first + count <= request.prompt_tokens else int(rng.integers(1, count + 1))
+            )
             windows.append((request, first, count))
             at[request.number] = first + taken
         new = [request for request, _, _ in windows if request.number not in begun]
@@ -322,10 +380,16 @@ def test_streamed_rows_equal_those_of_any_schedule(tmp_path: Path, monkeypatch: 
         check(rig, request)
 
 
-def test_the_header_has_room_for_the_longest_manifest(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
-    """A request that captures all that it may, with the largest token ids and every row not finite."""
+def test_the_header_has_room_for_the_longest_manifest(
+    monkeypatch: pytest.MonkeyPatch, rig: Rig
+) -> None:
+    """A request that captures all that it may, with the largest token ids and every row not
+    finite.
+    """
     request = long(total=59)
-    monkeypatch.setattr(streams, "_LARGEST", 2000)  # a digit more than needed: no slack hides a mistake
+    monkeypatch.setattr(
+        streams, "_LARGEST", 2000
+    )  # a digit more than needed: no slack hides a mistake
     run(rig, request)
     rig.step(finished=[request])
     assert [receipt.status for receipt in rig.receipts()] == ["ok"]
@@ -335,11 +399,16 @@ def test_the_header_has_room_for_the_longest_manifest(monkeypatch: pytest.Monkey
 def test_a_capture_within_the_window_does_not_stream(rig: Rig) -> None:
     short, unbounded = long(1, prompt=4, total=6, most=4), long(2, most=0)
     rig.step((short, 0, 4), (unbounded, 0, 20), new=[short, unbounded])
-    assert [request_recording(rig, request).stream for request in (short, unbounded)] == [None, None]
+    assert [request_recording(rig, request).stream for request in (short, unbounded)] == [
+        None,
+        None,
+    ]
     assert torch.is_tensor(request_recording(rig, unbounded).runs[0].step.slab)
 
 
-def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy) -> None:
+def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: FaultProxy
+) -> None:
     uri = s3_kit.uri(s3)
     rig = narrow(tmp_path, monkeypatch, capture_root=uri)
     request = long()
@@ -350,6 +419,13 @@ def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(tmp_path: Path, mon
     assert (receipt.status, receipt.files[0].rows) == ("ok", 49 * 12)
     reader = CaptureReader(uri, f"j{request.number}")
     for hook in HOOKS:
-        np.testing.assert_array_equal(reader.array(1, hook), stream_of(request.number, hook, 1, 0, request.total)[:49])
+        np.testing.assert_array_equal(
+            reader.array(1, hook), stream_of(request.number, hook, 1, 0, request.total)[:49]
+        )
     assert all(check.ok for check in reader.verify())
-    assert not [path for folder in ("captures", "spill") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert not [
+        path
+        for folder in ("captures", "spill")
+        for path in (tmp_path / folder).rglob("*")
+        if path.is_file()
+    ]

@@ -1,4 +1,7 @@
-"""Does one process get started, understood and stopped as the supervisor promises? With real processes, without a stack."""
+"""Does one process get started, understood and stopped as the supervisor promises?
+
+With real processes, without a stack.
+"""
 
 import errno
 import fcntl
@@ -21,9 +24,13 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings, SettingsError, load_settings
 
 
-def child(tmp_path: Path, code: str, stop_timeout_s: float = 5.0, longest_pause_s: float = 4.0) -> Child:
+def child(
+    tmp_path: Path, code: str, stop_timeout_s: float = 5.0, longest_pause_s: float = 4.0
+) -> Child:
     log = tmp_path / "logs" / "part.log"
-    return Child("part", [sys.executable, "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s)
+    return Child(
+        "part", [sys.executable, "-c", code], dict(os.environ), log, stop_timeout_s, longest_pause_s
+    )
 
 
 def run(part: Child) -> Child:
@@ -36,19 +43,32 @@ def run(part: Child) -> Child:
 # --- Settings on their way to the children ---
 
 
-def test_each_process_has_a_metrics_port_of_its_own_counted_from_the_setting(tmp_path: Path) -> None:
+def test_each_process_has_a_metrics_port_of_its_own_counted_from_the_setting(
+    tmp_path: Path,
+) -> None:
     stack = Supervisor(Settings(data_dir=str(tmp_path), metrics_port=9100))
-    ports = {name: stack._metrics_port(name).get("MIDSTREAM_METRICS_PORT") for name in ("relay", "worker", "callbacks", "api")}
+    ports = {
+        name: stack._metrics_port(name).get("MIDSTREAM_METRICS_PORT")
+        for name in ("relay", "worker", "callbacks", "api")
+    }
     assert ports == {"relay": "9100", "worker": "9101", "callbacks": "9102", "api": None}
     assert Supervisor(Settings(data_dir=str(tmp_path)))._metrics_port("worker") == {}
 
 
-def test_settings_reach_a_child_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_reach_a_child_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MIDSTREAM_MAX_WAIT_S", "1")
     config = tmp_path / "midstream.toml"
     config.write_text('model_name = "from-file"')
     monkeypatch.setenv("MIDSTREAM_CONFIG", str(config))
-    settings = Settings(data_dir=str(tmp_path), max_wait_s=7.5, enable_prefix_caching=False, model="some/model", max_model_len=64)
+    settings = Settings(
+        data_dir=str(tmp_path),
+        max_wait_s=7.5,
+        enable_prefix_caching=False,
+        model="some/model",
+        max_model_len=64,
+    )
     environment = child_environment(settings)
     assert load_settings(environment) == settings
     assert environment["PATH"] == os.environ["PATH"]
@@ -56,13 +76,26 @@ def test_settings_reach_a_child_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_a_secret_goes_to_the_child_alone_that_needs_it(tmp_path: Path) -> None:
     stack = Supervisor(Settings(data_dir=str(tmp_path), admin_key="a", flower_auth="u:p"))
-    found = {name: stack._environment(name) for name in ("api", "worker", "relay", "callbacks", "flower")}
-    assert [name for name, environment in found.items() if "MIDSTREAM_ADMIN_KEY" in environment] == ["api"]
-    assert [name for name, environment in found.items() if "MIDSTREAM_FLOWER_AUTH" in environment] == ["flower"]
+    found = {
+        name: stack._environment(name) for name in ("api", "worker", "relay", "callbacks", "flower")
+    }
+    assert [
+        name for name, environment in found.items() if "MIDSTREAM_ADMIN_KEY" in environment
+    ] == ["api"]
+    assert [
+        name for name, environment in found.items() if "MIDSTREAM_FLOWER_AUTH" in environment
+    ] == ["flower"]
 
 
 def test_the_ready_message_shows_no_password(tmp_path: Path) -> None:
-    stack = Supervisor(load_settings({}, data_dir=str(tmp_path), redis_url="redis://10.0.0.7:6379/0", redis_password="hunter2"))
+    stack = Supervisor(
+        load_settings(
+            {},
+            data_dir=str(tmp_path),
+            redis_url="redis://10.0.0.7:6379/0",
+            redis_password="hunter2",
+        )
+    )
     assert "redis redis://:***@10.0.0.7:6379/0" in stack.ready_line()
     assert "hunter2" not in stack.ready_line()
 
@@ -77,7 +110,9 @@ def test_a_taken_port_is_replaced_with_a_notice(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        settings = prepare(Settings(engine="fake", api_port=taken, flower_port=0), tmp_path, said.append)
+        settings = prepare(
+            Settings(engine="fake", api_port=taken, flower_port=0), tmp_path, said.append
+        )
     assert settings.api_port not in (0, taken)
     assert settings.flower_port != 0
     assert settings.relay_url.startswith("tcp://127.0.0.1:")
@@ -86,7 +121,12 @@ def test_a_taken_port_is_replaced_with_a_notice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("host", "url"),
-    [("::1", "http://[::1]:9"), ("::", "http://127.0.0.1:9"), ("0.0.0.0", "http://127.0.0.1:9"), ("a.example", "http://a.example:9")],
+    [
+        ("::1", "http://[::1]:9"),
+        ("::", "http://127.0.0.1:9"),
+        ("0.0.0.0", "http://127.0.0.1:9"),
+        ("a.example", "http://a.example:9"),
+    ],
 )
 def test_the_printed_address_is_reachable(host: str, url: str) -> None:
     assert Supervisor(Settings(api_host=host, api_port=9)).url == url
@@ -100,7 +140,9 @@ def has_loopback_of_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_loopback_of_ipv6(), reason="this machine has no loopback of IPv6")
 def test_a_port_is_found_on_the_loopback_of_ipv6_as_well(tmp_path: Path) -> None:
-    assert prepare(Settings(engine="fake", api_host="::1", api_port=0), tmp_path, print).api_port > 0
+    assert (
+        prepare(Settings(engine="fake", api_host="::1", api_port=0), tmp_path, print).api_port > 0
+    )
 
 
 def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path: Path) -> None:
@@ -108,16 +150,26 @@ def test_a_folder_without_a_checkpoint_is_refused_by_the_settings_name(tmp_path:
         prepare(Settings(model=str(tmp_path)), tmp_path, print)
 
 
-def test_a_draft_models_folder_is_made_absolute_and_must_hold_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_models_folder_is_made_absolute_and_must_hold_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "head").mkdir()
     with pytest.raises(SettingsError, match=r"draft_model='\./head': no checkpoint found"):
-        prepare(Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0), tmp_path, print)
+        prepare(
+            Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0),
+            tmp_path,
+            print,
+        )
     (tmp_path / "head" / "config.json").write_text("{}")
-    settings = prepare(Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0), tmp_path, print)
+    settings = prepare(
+        Settings(engine="fake", draft_model="./head", api_port=0, flower_port=0), tmp_path, print
+    )
     assert settings.draft_model == str(tmp_path / "head")
     there = Settings(model=str(tmp_path), draft_model="org/head")
-    assert child_environment(there).get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE"), "the hub has the head"
+    assert child_environment(there).get("HF_HUB_OFFLINE") == os.environ.get("HF_HUB_OFFLINE"), (
+        "the hub has the head"
+    )
 
 
 # --- One child ---
@@ -125,8 +177,14 @@ def test_a_draft_models_folder_is_made_absolute_and_must_hold_a_checkpoint(tmp_p
 
 #: What the engine's processes and the worker print when the engine does not start.
 ENGINE_FAILED = [
-    "(EngineCore pid=3) ERROR 11-20 20:49:31 [core.py:900] Exception: WorkerProc initialization failed",
-    "worker failed: the engine did not start: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    (
+        "(EngineCore pid=3) ERROR 11-20 20:49:31 [core.py:900] Exception: WorkerProc "
+        "initialization failed"
+    ),
+    (
+        "worker failed: the engine did not start: Engine core initialization failed. "
+        "See root cause above. Failed core proc(s): {}"
+    ),
 ]
 RANK = "(Worker pid=4) ERROR 11-20 20:49:30 [multiproc_executor.py:953] "
 #: Case → the lines that a process printed before it ended, and the one reported as the reason.
@@ -136,7 +194,11 @@ ENDINGS = {
         "worker failed: GPT-J is not supported",
     ),
     "a reason that refers to lines above it": (
-        [f"{RANK}    raise RuntimeError(", f"{RANK}RuntimeError: Cannot find any model weights with `m`", *ENGINE_FAILED],
+        [
+            f"{RANK}    raise RuntimeError(",
+            f"{RANK}RuntimeError: Cannot find any model weights with `m`",
+            *ENGINE_FAILED,
+        ],
         "RuntimeError: Cannot find any model weights with `m`",
     ),
     "an exception without a message": (
@@ -155,14 +217,21 @@ ENDINGS = {
 @pytest.mark.parametrize("case", ENDINGS)
 def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) -> None:
     lines, reason = ENDINGS[case]
-    part = run(child(tmp_path, f"import sys; [print(line, flush=True) for line in {lines!r}]; sys.exit(3)"))
+    part = run(
+        child(tmp_path, f"import sys; [print(line, flush=True) for line in {lines!r}]; sys.exit(3)")
+    )
     assert part.exit_code == 3
     assert part.last_words() == reason
 
 
 def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:
-    part = run(child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)"))
-    assert (part.ending, part.last_words()) == ("SIGKILL", "it was killed, possibly by the kernel for lack of memory")
+    part = run(
+        child(tmp_path, "import os; print('all is well', flush=True); os.kill(os.getpid(), 9)")
+    )
+    assert (part.ending, part.last_words()) == (
+        "SIGKILL",
+        "it was killed, possibly by the kernel for lack of memory",
+    )
 
 
 def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
@@ -174,7 +243,10 @@ def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path) -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('deaf', flush=True); time.sleep(600)"
+    )
     part = child(tmp_path, code, stop_timeout_s=0.2)
     part.start()
     assert wait_for(lambda: "deaf" in part.output(), 60)
@@ -185,7 +257,10 @@ def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path
 
 
 def test_processes_left_by_a_dead_child_are_ended(tmp_path: Path) -> None:
-    spawn = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)"
+    spawn = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import "
+        "time; time.sleep(600)']).pid, flush=True)"
+    )
     part = run(child(tmp_path, spawn))
     orphan, session = int(part.output()), part.pid
     assert session is not None
@@ -215,7 +290,9 @@ time.sleep(600)
     assert wait_for(lambda: birth(pid) != born, 60)
 
 
-def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pause_before_a_restart_grows_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "BACKOFF_S", (200.0, 500.0))
     part = child(tmp_path, "raise SystemExit(1)", longest_pause_s=500.0)
     pauses = []
@@ -228,14 +305,18 @@ def test_the_pause_before_a_restart_grows_and_is_kept(tmp_path: Path, monkeypatc
     assert pauses == [200.0, 400.0, 500.0]
 
 
-def test_a_child_that_ran_long_restarts_without_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ran_long_restarts_without_delay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = child(tmp_path, "raise SystemExit(1)")
     pauses = []
     for healthy_after in (60.0, 60.0, 60.0, 60.0, -1.0, 60.0):
         monkeypatch.setattr(processes, "HEALTHY_AFTER_S", healthy_after)
         run(part)
         pauses.append(part.died())
-    assert pauses == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0], "a part that is killed again and again is away for seconds"
+    assert pauses == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0], (
+        "a part that is killed again and again is away for seconds"
+    )
     stack = Supervisor(Settings(data_dir=str(tmp_path)), say=lambda line: None)
     assert {part.name: part.longest_pause_s for part in stack._make_children()}["api"] == 4.0
 
@@ -251,7 +332,9 @@ def test_a_start_that_fails_ends_no_supervisor(tmp_path: Path) -> None:
     assert not part.due
 
 
-def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -264,14 +347,20 @@ def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(tmp_path: Pa
         monkeypatch.setattr(supervisor, "probe", lambda folder, trouble=trouble: trouble)
         stack._unwritten = True  # there is no directory to write to
         stack.tend()
-    assert [line.split(":")[0] for line in said] == ["disk full", f"{tmp_path}/data is writable again", "disk read-only"]
+    assert [line.split(":")[0] for line in said] == [
+        "disk full",
+        f"{tmp_path}/data is writable again",
+        "disk read-only",
+    ]
     (tmp_path / "data").mkdir()
     stack.tend()
     assert supervisor.read_state(tmp_path / "data")["pid"] == os.getpid()
 
 
 def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
     try:
         born = birth(other.pid)
         assert end_leftover(other.pid, born + 1) is False  # a later process that got the same pid
@@ -289,21 +378,33 @@ def test_a_leftover_is_ended_only_if_it_is_the_same_process() -> None:
 def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) -> None:
     with (tmp_path / supervisor.LOCK_FILE).open("a") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        (tmp_path / STATE_FILE).write_text(json.dumps({"pid": 4711, "url": "http://127.0.0.1:8321"}))
-        with pytest.raises(MidstreamError, match=r"in use.*pid 4711, http://127\.0\.0\.1:8321") as caught:
-            Supervisor(Settings(engine="fake", data_dir=str(tmp_path)), say=lambda line: None).start()
+        (tmp_path / STATE_FILE).write_text(
+            json.dumps({"pid": 4711, "url": "http://127.0.0.1:8321"})
+        )
+        with pytest.raises(
+            MidstreamError, match=r"in use.*pid 4711, http://127\.0\.0\.1:8321"
+        ) as caught:
+            Supervisor(
+                Settings(engine="fake", data_dir=str(tmp_path)), say=lambda line: None
+            ).start()
     assert caught.value.kind == "conflict"
     assert caught.value.field == "data_dir"
-    assert json.loads((tmp_path / STATE_FILE).read_text())["pid"] == 4711, "the first one's notes are its own"
+    assert json.loads((tmp_path / STATE_FILE).read_text())["pid"] == 4711, (
+        "the first one's notes are its own"
+    )
 
 
 def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path) -> None:
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    left = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
     try:
         state = {"pid": 1, "processes": {"relay": [left.pid, birth(left.pid)]}}
         (tmp_path / STATE_FILE).write_text(json.dumps(state))
         said: list[str] = []
-        stack = Supervisor(Settings(engine="fake", data_dir=str(tmp_path), model="/nowhere"), say=said.append)
+        stack = Supervisor(
+            Settings(engine="fake", data_dir=str(tmp_path), model="/nowhere"), say=said.append
+        )
         stack._take_lock()
         stack.stop()
         assert left.wait(60) == -signal.SIGTERM
@@ -316,7 +417,9 @@ def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path) -> None:
 def test_unrecorded_leftovers_of_a_supervisor_are_ended(tmp_path: Path) -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     ours, others = (
-        subprocess.Popen(sleep, env={**os.environ, processes.MARK: str(folder)}, start_new_session=True)
+        subprocess.Popen(
+            sleep, env={**os.environ, processes.MARK: str(folder)}, start_new_session=True
+        )
         for folder in (tmp_path, tmp_path / "others")
     )
     try:
@@ -327,7 +430,9 @@ def test_unrecorded_leftovers_of_a_supervisor_are_ended(tmp_path: Path) -> None:
         stack.stop()
         assert ours.wait(60) == -signal.SIGTERM
         assert others.poll() is None
-        assert said == [f"stopped a process (pid {ours.pid}), left over from a killed `midstream up`"]
+        assert said == [
+            f"stopped a process (pid {ours.pid}), left over from a killed `midstream up`"
+        ]
     finally:
         for left in (ours, others):
             left.kill()
@@ -340,7 +445,9 @@ def test_waiting_for_children_times_out() -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_redis_that_is_unreachable_does_not_end_the_search_for_a_first_key(tmp_path: Path) -> None:
+def test_a_redis_that_is_unreachable_does_not_end_the_search_for_a_first_key(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     settings = Settings(data_dir=str(tmp_path), auth="keys", redis_url="redis://127.0.0.1:1/0")
     Supervisor(settings, say=said.append)._say_how_to_make_a_key()

@@ -1,10 +1,20 @@
-"""Is the number in a cell the metric that was asked for? Worked out by hand, and refused where it would mean nothing."""
+"""Is the number in a cell the metric that was asked for?
+
+Worked out by hand, and refused where it would mean nothing.
+"""
 
 import math
 
 import pytest
 
-from midstream.broker.ledger.sweep_metrics import Grades, grades, in_nats, noise_floor, recovered, useless_baseline
+from midstream.broker.ledger.sweep_metrics import (
+    Grades,
+    grades,
+    in_nats,
+    noise_floor,
+    recovered,
+    useless_baseline,
+)
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.sweep_units import nodes_of
 from midstream.schemas.sweeps import StoredPair
@@ -17,16 +27,31 @@ GRADED = [[-1.0, -3.0], [-0.5]]
 
 def receipt(rank: int, node: int = 0, **changes: object) -> Receipt:
     fields: dict[str, object] = {
-        "version": "0", "worker": "w", "boot": "b", "job": "j", "request": node, "attempt": 1, "rank": rank, "world": 4, "tp": rank % 2,
-        "pp": rank // 2, "step": 1, "actions": 1, "checksum": f"{rank // 2}", "status": "ok",
+        "version": "0",
+        "worker": "w",
+        "boot": "b",
+        "job": "j",
+        "request": node,
+        "attempt": 1,
+        "rank": rank,
+        "world": 4,
+        "tp": rank % 2,
+        "pp": rank // 2,
+        "step": 1,
+        "actions": 1,
+        "checksum": f"{rank // 2}",
+        "status": "ok",
         "graded": GRADED[node] if rank == 2 else [],
-    }  # fmt: skip
+    }
     return Receipt(**(fields | changes))  # type: ignore[arg-type]
 
 
 def told(**changes: object) -> list[list[Receipt]]:
     """Of both nodes the receipts of four ranks; rank 3's of the second with some changes."""
-    return [[receipt(rank, node, **(changes if (rank, node) == (3, 1) else {})) for rank in range(4)] for node in range(2)]
+    return [
+        [receipt(rank, node, **(changes if (rank, node) == (3, 1) else {})) for rank in range(4)]
+        for node in range(2)
+    ]
 
 
 def test_an_answer_of_several_tokens_has_the_sum_of_its_log_probabilities() -> None:
@@ -35,10 +60,15 @@ def test_an_answer_of_several_tokens_has_the_sum_of_its_log_probabilities() -> N
 
 
 def test_the_divergence_follows_the_token_ids_of_the_first_node() -> None:
-    assert grades(PAIR, nodes_of(PAIR), [[-1.0, -3.0, 0.25], [-0.5]], compared=True) == Grades(-1.5, -3.0, 0.25)
+    assert grades(PAIR, nodes_of(PAIR), [[-1.0, -3.0, 0.25], [-0.5]], compared=True) == Grades(
+        -1.5, -3.0, 0.25
+    )
 
 
-@pytest.mark.parametrize("graded", [[[-1.0], [-0.5]], [[-1.0, -3.0], []], [[-1.0, math.nan], [-0.5]], [[-1.0, -math.inf], [-0.5]]])
+@pytest.mark.parametrize(
+    "graded",
+    [[[-1.0], [-0.5]], [[-1.0, -3.0], []], [[-1.0, math.nan], [-0.5]], [[-1.0, -math.inf], [-0.5]]],
+)
 # field case 33
 def test_missing_answer_logprobs_give_no_value(graded: list[list[float]]) -> None:
     with pytest.raises(ValueError, match=r"requested|not finite"):
@@ -47,7 +77,12 @@ def test_missing_answer_logprobs_give_no_value(graded: list[list[float]]) -> Non
 
 def test_each_metric_is_made_of_its_parts() -> None:
     full, alone = Grades(-1.5, -3.0, 0.25), Grades(-1.5, None)
-    assert [in_nats(metric, full) for metric in ("logprob", "logit_diff", "recovered", "kl")] == [-1.5, 1.5, 1.5, 0.25]
+    assert [in_nats(metric, full) for metric in ("logprob", "logit_diff", "recovered", "kl")] == [
+        -1.5,
+        1.5,
+        1.5,
+        0.25,
+    ]
     assert in_nats("recovered", alone) == -1.5
     with pytest.raises(ValueError, match="logit_diff"):
         in_nats("logit_diff", alone)
@@ -70,8 +105,12 @@ def test_the_noise_floor_is_the_largest_change_in_the_metrics_units() -> None:
 def test_a_baseline_is_useless_below_a_tenth_of_a_nat_or_ten_times_the_noise() -> None:
     assert useless_baseline(1.0, 1.2, []) == ""
     assert useless_baseline(1.0, 1.2, [1.01, 0.99]) == ""
-    assert "1.0000 nats for the patched prompt and 1.0500 for the other, a difference of 0.0500" in useless_baseline(1.0, 1.05, [])
-    assert "0.3000 are needed (a no-op patch changes the value by 0.0300)" in useless_baseline(1.0, 1.2, [1.03])
+    assert (
+        "1.0000 nats for the patched prompt and 1.0500 for the other, a difference of 0.0500"
+    ) in useless_baseline(1.0, 1.05, [])
+    assert "0.3000 are needed (a no-op patch changes the value by 0.0300)" in useless_baseline(
+        1.0, 1.2, [1.03]
+    )
 
 
 def test_a_unit_counts_when_all_ranks_confirm_it() -> None:
@@ -89,7 +128,9 @@ def test_a_unit_counts_when_all_ranks_confirm_it() -> None:
     ],
 )
 # field case 31
-def test_a_unit_one_rank_does_not_confirm_has_no_value(changes: dict[str, object], why: str) -> None:
+def test_a_unit_one_rank_does_not_confirm_has_no_value(
+    changes: dict[str, object], why: str
+) -> None:
     with pytest.raises(UnverifiedUnit, match=why):
         verdict(PAIR, nodes_of(PAIR), told(**changes), 4, compared=False)
 

@@ -1,4 +1,6 @@
-"""The order of a row's dimensions by how far two prompts differ in them, read from the files of all ranks."""
+"""The order of a row's dimensions by how far two prompts differ in them, read from the files of all
+ranks.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,13 @@ def blob(folder: Path, name: str, rows: np.ndarray, columns: list[int]) -> RunFi
     fields = {field.name: field for field in msgspec.structs.fields(Manifest)}
     manifest = msgspec.convert(
         {
-            name: {} if str(field.type).startswith("dict") else [] if str(field.type).startswith("list") else "" if field.type is str else 0
+            name: {}
+            if str(field.type).startswith("dict")
+            else []
+            if str(field.type).startswith("list")
+            else ""
+            if field.type is str
+            else 0
             for name, field in fields.items()
             if field.required
         },
@@ -29,14 +37,20 @@ def blob(folder: Path, name: str, rows: np.ndarray, columns: list[int]) -> RunFi
     )
     manifest.format, manifest.row, manifest.columns = FORMAT, RowShape(1, 4), columns
     part = rows[:, columns[0] : columns[1]].astype("<f4")
-    raw = encode_header([("mlp_act.2", "F32", list(part.shape), part.nbytes)], manifest) + part.tobytes()
+    raw = (
+        encode_header([("mlp_act.2", "F32", list(part.shape), part.nbytes)], manifest)
+        + part.tobytes()
+    )
     (folder / name).write_bytes(raw)
     return RunFile(path=name, offset=0, bytes=len(raw), crc32=0)
 
 
 def run(folder: Path, key: str, rows: np.ndarray, positions: list[int]) -> RunFiles:
-    files = [blob(folder, f"{key}.1", rows, [2, 4]), blob(folder, f"{key}.0", rows, [0, 2])]  # in no order
-    return RunFiles(key=key, sites={"mlp_act": [2]}, positions=positions, hidden_size=0, bytes=1, files=files)
+    # in no order
+    files = [blob(folder, f"{key}.1", rows, [2, 4]), blob(folder, f"{key}.0", rows, [0, 2])]
+    return RunFiles(
+        key=key, sites={"mlp_act": [2]}, positions=positions, hidden_size=0, bytes=1, files=files
+    )
 
 
 def test_the_order_is_of_the_sum_over_places_with_the_ranks_columns_joined(tmp_path: Path) -> None:
@@ -48,6 +62,9 @@ def test_the_order_is_of_the_sum_over_places_with_the_ranks_columns_joined(tmp_p
 
 
 def test_a_site_that_is_in_no_file_is_named(tmp_path: Path) -> None:
-    runs = run(tmp_path, "base", np.zeros((1, 4)), [0]), run(tmp_path, "source", np.zeros((1, 4)), [0])
+    runs = (
+        run(tmp_path, "base", np.zeros((1, 4)), [0]),
+        run(tmp_path, "source", np.zeros((1, 4)), [0]),
+    )
     with pytest.raises(ValueError, match="base has no rows of mlp_act of layer 3"):
         order_by_difference(open_store(str(tmp_path)), *runs, [("mlp_act", 3)], [(0, 0)], 1)

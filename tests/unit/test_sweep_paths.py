@@ -1,4 +1,6 @@
-"""Paths of a sweep: which layers are on them, what is held, what each pass is asked, and which fields are refused."""
+"""Paths of a sweep: which layers are on them, what is held, what each pass is asked, and which
+fields are refused.
+"""
 
 from typing import Any
 
@@ -21,11 +23,31 @@ TO_LOGITS = {"receivers": "logits"}
 
 def path_of(**path: Any) -> StoredSweep:
     hooks = path.pop("hooks", ["attn_out"])
-    return plan(info=INFO, axis="together", hooks=hooks, layers=path.pop("layers", "all"), path=path, noise=1).sweep
+    return plan(
+        info=INFO,
+        axis="together",
+        hooks=hooks,
+        layers=path.pop("layers", "all"),
+        path=path,
+        noise=1,
+    ).sweep
 
 
 def asks(sweep: StoredSweep) -> SweepRequests:
-    return SweepRequests(Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep), 1, INFO, True)
+    return SweepRequests(
+        Job(
+            id="job_1",
+            kind="sweep",
+            model="m",
+            prompts=[],
+            sampling=Sampling(),
+            created=0.0,
+            sweep=sweep,
+        ),
+        1,
+        INFO,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,10 +76,17 @@ def test_a_site_is_reached_from_what_is_computed_before_it_and_not_from_itself()
 
 def test_only_layers_on_the_path_are_swept() -> None:
     assert path_of(**TO_LOGITS).layers == [0, 1, 2, 3]
-    assert path_of(receivers=[{"layer": 2, "hook": "mlp_out"}, {"layer": 0, "hook": "attn_out"}]).layers == [0, 1, 2]
+    assert path_of(
+        receivers=[{"layer": 2, "hook": "mlp_out"}, {"layer": 0, "hook": "attn_out"}]
+    ).layers == [0, 1, 2]
     assert path_of(sender={"layer": 1, "hook": "mlp_out"}).layers == [2, 3]
     refused = refusal(
-        pair(), info=INFO, axis="together", hooks=["attn_out"], layers=[1, 2], path={"sender": {"layer": 1, "hook": "mlp_out"}}
+        pair(),
+        info=INFO,
+        axis="together",
+        hooks=["attn_out"],
+        layers=[1, 2],
+        path={"sender": {"layer": 1, "hook": "mlp_out"}},
     )
     assert (refused.field, refused.allowed) == ("layers", "all, or some of 2")
 
@@ -67,20 +96,33 @@ def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
     made = asks(sweep)
     cell = next(unit for unit in made.units.cells(0) if unit.layer == 2)
     (ask,) = made.patched(cell)
-    rows = [(entry.hook, entry.layers[0], parse_row(entry.tensors[0]).key.split(".")[2]) for entry in ask.steering]
-    assert set(rows) == {("attn_out", 2, "source"), ("attn_out", 3, "base"), ("mlp_out", 2, "base"), ("mlp_out", 3, "base")}
+    rows = [
+        (entry.hook, entry.layers[0], parse_row(entry.tensors[0]).key.split(".")[2])
+        for entry in ask.steering
+    ]
+    assert set(rows) == {
+        ("attn_out", 2, "source"),
+        ("attn_out", 3, "base"),
+        ("mlp_out", 2, "base"),
+        ("mlp_out", 3, "base"),
+    }
     assert ask.entry is not None
     assert ask.entry.layer == 2
     assert made.units.width == 1
 
 
 def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second() -> None:
-    sweep = path_of(receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}], frozen=["attn"])
+    sweep = path_of(
+        receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}],
+        frozen=["attn"],
+    )
     made = asks(sweep)
     cell = next(unit for unit in made.units.cells(0) if unit.layer == 1)
     first, (second,) = made.first(cell), made.patched(cell)
     assert (first.request, second.request) == (cell.number * 2 + 1, cell.number * 2)
-    assert [(dict(capture.sites), capture.at) for capture in first.captures] == [({"attn_out": [3], "mlp_out": [1]}, "before")]
+    assert [(dict(capture.sites), capture.at) for capture in first.captures] == [
+        ({"attn_out": [3], "mlp_out": [1]}, "before")
+    ]
     held = {(entry.hook, entry.layers[0]) for entry in first.steering if "base" in entry.tensors[0]}
     assert held == {("attn_out", 2), ("attn_out", 3)}
     assert {parse_row(entry.tensors[0])._replace(position=0) for entry in second.steering} == {
@@ -93,21 +135,41 @@ def test_a_sender_is_one_first_pass_for_all_cells_of_a_pair() -> None:
     made = asks(sweep)
     sender = made.units.sender(0)
     assert sender is not None
-    assert [(dict(capture.sites)) for capture in made.first(sender).captures] == [{"mlp_out": [1, 2, 3]}]
+    assert [(dict(capture.sites)) for capture in made.first(sender).captures] == [
+        {"mlp_out": [1, 2, 3]}
+    ]
     cells = [made.patched(cell)[0] for cell in made.units.cells(0)]
-    assert {parse_row(entry.tensors[0]).key for ask in cells for entry in ask.steering} == {made.first_key(sender)}
-    numbers = [made.units.base(0), made.units.source(0), sender, *made.units.noise(0), *made.units.cells(0)]
+    assert {parse_row(entry.tensors[0]).key for ask in cells for entry in ask.steering} == {
+        made.first_key(sender)
+    }
+    numbers = [
+        made.units.base(0),
+        made.units.source(0),
+        sender,
+        *made.units.noise(0),
+        *made.units.cells(0),
+    ]
     assert [unit.number for unit in numbers] == list(range(len(numbers)))
 
 
 def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
-    """The sender's at the first pass, from the other prompt's counterpart; a cell's or receiver's at the second. Frozen rows are whole."""
+    """The sender's at the first pass, from the other prompt's counterpart; a cell's or receiver's
+    at the second. Frozen rows are whole.
+    """
     shapes = {hook: RowShape(heads=2, width=4) for hook in ("z", "q")}
     info = model(hooks=[*INFO.hooks, *shapes], inside=shapes)
 
     def requests(**fields: Any) -> tuple[SweepRequests, StoredSweep]:
         sweep = plan(info=info, noise=1, **fields).sweep
-        job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep)
+        job = Job(
+            id="job_1",
+            kind="sweep",
+            model="m",
+            prompts=[],
+            sampling=Sampling(),
+            created=0.0,
+            sweep=sweep,
+        )
         return SweepRequests(job, 1, info, True), sweep
 
     def written(ask: EngineRequest, kind: str) -> dict[tuple[str, int], set[str]]:
@@ -117,22 +179,47 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
             row = parse_row(entry.tensors[0])
             assert (row.hook, [row.layer]) == (entry.hook, entry.layers)
             if row.key.split(".")[2] == kind:
-                found.setdefault((row.hook, row.layer), set()).add(entry.tensors[1].partition(":")[2] if len(entry.tensors) > 1 else "")
+                found.setdefault((row.hook, row.layer), set()).add(
+                    entry.tensors[1].partition(":")[2] if len(entry.tensors) > 1 else ""
+                )
         return found
 
-    made, stored = requests(axis="head", hooks=["q"], path={"sender": {"layer": 1, "hook": "z", "head": 1}})
+    made, stored = requests(
+        axis="head", hooks=["q"], path={"sender": {"layer": 1, "hook": "z", "head": 1}}
+    )
     sender = made.units.sender(0)
     assert sender is not None
     first = made.first(sender)
     assert written(first, "source") == {("z", 1): {"4-7"}}
-    assert written(first, "base") == {("attn_out", 2): {""}, ("attn_out", 3): {""}, **{("mlp_out", layer): {""} for layer in (1, 2, 3)}}
-    places = {(entry.positions[0], parse_row(entry.tensors[0]).position) for entry in first.steering if ".source" in entry.tensors[0]}
+    assert written(first, "base") == {
+        ("attn_out", 2): {""},
+        ("attn_out", 3): {""},
+        **{("mlp_out", layer): {""} for layer in (1, 2, 3)},
+    }
+    places = {
+        (entry.positions[0], parse_row(entry.tensors[0]).position)
+        for entry in first.steering
+        if ".source" in entry.tensors[0]
+    }
     assert places == set(stored.pairs[0].sender)
-    held = {(entry.positions[0], parse_row(entry.tensors[0]).position) for entry in first.steering if ".base" in entry.tensors[0]}
+    held = {
+        (entry.positions[0], parse_row(entry.tensors[0]).position)
+        for entry in first.steering
+        if ".base" in entry.tensors[0]
+    }
     assert held == {(place, place) for place in range(min(places)[0], len(stored.pairs[0].base))}
-    cells = [(cell.column, written(made.patched(cell)[0], "first")) for cell in made.units.cells(0) if made.units.patched(cell)[0] == [3]]
+    cells = [
+        (cell.column, written(made.patched(cell)[0], "first"))
+        for cell in made.units.cells(0)
+        if made.units.patched(cell)[0] == [3]
+    ]
     assert cells == [(0, {("q", 3): {"0-3"}}), (1, {("q", 3): {"4-7"}})]
-    made, _ = requests(axis="together", hooks=["mlp_out"], layers=[1], path={"receivers": [{"layer": 2, "hook": "q", "head": 0}]})
+    made, _ = requests(
+        axis="together",
+        hooks=["mlp_out"],
+        layers=[1],
+        path={"receivers": [{"layer": 2, "hook": "q", "head": 0}]},
+    )
     assert written(made.patched(next(iter(made.units.cells(0))))[0], "first") == {("q", 2): {"0-3"}}
 
 
@@ -141,21 +228,40 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
     [
         ({"path": {}}, "path", "either a `sender` or `receivers`"),
         ({"path": {"receivers": []}}, "path.receivers", "length >= 1"),
-        ({"path": {"receivers": [{"layer": 4, "hook": "mlp_out"}]}}, "path.receivers[0].layer", "out of range"),
-        ({"path": {"receivers": [{"layer": 3, "hook": "mlp_out", "head": 0}]}}, "path.receivers[0].head", "has no heads"),
-        ({"path": {"sender": {"layer": 0, "hook": "mlp_out", "head": 0}}}, "path.sender.head", "has no heads"),
+        (
+            {"path": {"receivers": [{"layer": 4, "hook": "mlp_out"}]}},
+            "path.receivers[0].layer",
+            "out of range",
+        ),
+        (
+            {"path": {"receivers": [{"layer": 3, "hook": "mlp_out", "head": 0}]}},
+            "path.receivers[0].head",
+            "has no heads",
+        ),
+        (
+            {"path": {"sender": {"layer": 0, "hook": "mlp_out", "head": 0}}},
+            "path.sender.head",
+            "has no heads",
+        ),
         ({"path": TO_LOGITS | {"frozen": []}}, "path.frozen", "length >= 1"),
         ({"path": TO_LOGITS, "alpha": 0.5}, "alpha", "not valid with path"),
         ({"path": TO_LOGITS, "mask": "0"}, "mask", "not valid with path"),
         ({"path": {"sender": {"layer": 3, "hook": "mlp_out"}}}, "path", "there is no path"),
         (
-            {"path": {"sender": {"layer": 0, "hook": "mlp_out"}}, "axis": "neuron", "neurons": {"each": 1}, "layers": "1-3"},
+            {
+                "path": {"sender": {"layer": 0, "hook": "mlp_out"}},
+                "axis": "neuron",
+                "neurons": {"each": 1},
+                "layers": "1-3",
+            },
             "neurons",
             "first pass",
         ),
     ],
 )
-def test_what_is_no_path_is_refused_by_its_field(fields: dict[str, Any], field: str, words: str) -> None:
+def test_what_is_no_path_is_refused_by_its_field(
+    fields: dict[str, Any], field: str, words: str
+) -> None:
     try:
         plan(pair(), info=INFO, hooks=["attn_out"], **fields)
     except msgspec.ValidationError as error:
@@ -172,6 +278,9 @@ def test_a_model_that_does_not_serve_a_branch_cannot_hold_it() -> None:
 
 
 def test_a_path_needs_two_prompts_and_answers_of_one_token() -> None:
-    assert refusal(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS).field == "ablation"
+    assert (
+        refusal(ablated(), info=INFO, ablation="zeros", metric="logprob", path=TO_LOGITS).field
+        == "ablation"
+    )
     refused = refusal(pair(answer=" Paris the"), info=INFO, path=TO_LOGITS)
     assert (refused.field, "2 tokens" in refused.detail) == ("pairs[0].answer", True)

@@ -23,19 +23,47 @@ from midstream.schemas.sweep_units import Units
 from midstream.schemas.sweeps import SweepRequest
 from midstream.schemas.tensors import Tensor, to_numpy
 
-#: A token for each word with the space before it; " of" and "Paris" written as one word are one token, as in a BPE.
-VOCABULARY = ["<unk>", "<bos>", "The", " Eiffel", " Tower", " Colosseum", " is", " in", " of", " Paris", " Rome", " France", "Paris",
-              " ofParis", " the", " old"]  # fmt: skip
+#: A token for each word with the space before it; " of" and "Paris" written as one word are one
+#: token, as in a BPE.
+VOCABULARY = [
+    "<unk>",
+    "<bos>",
+    "The",
+    " Eiffel",
+    " Tower",
+    " Colosseum",
+    " is",
+    " in",
+    " of",
+    " Paris",
+    " Rome",
+    " France",
+    "Paris",
+    " ofParis",
+    " the",
+    " old",
+]
 LAYERS, HIDDEN = 4, 8
 CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
 
 
 def codec() -> Codec:
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[^ ]+"), "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
     tokenizer.add_special_tokens(["<bos>"])
-    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]))
+    return Codec(
+        TokenizerBundle(
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=None,
+            special_tokens={},
+            eos_token_ids=[],
+        )
+    )
 
 
 CODEC = codec()
@@ -43,10 +71,18 @@ CODEC = codec()
 
 def model(**changes: Any) -> ModelInfo:
     facts: dict[str, Any] = {
-        "name": "m", "version": __version__, "architecture": "LlamaForCausalLM", "num_layers": LAYERS, "hidden_size": HIDDEN,
-        "vocab_size": len(VOCABULARY), "max_model_len": 32, "dtype": "float32", "hooks": ["pre_attn", "attn_out", "post_block"],
-        "tokenizer": "", "grades": True,
-    }  # fmt: skip
+        "name": "m",
+        "version": __version__,
+        "architecture": "LlamaForCausalLM",
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "vocab_size": len(VOCABULARY),
+        "max_model_len": 32,
+        "dtype": "float32",
+        "hooks": ["pre_attn", "attn_out", "post_block"],
+        "tokenizer": "",
+        "grades": True,
+    }
     return ModelInfo(**(facts | changes))
 
 
@@ -59,11 +95,19 @@ def ablated(**fields: Any) -> dict[str, Any]:
 
 
 def plan(
-    *pairs: dict[str, Any], info: ModelInfo | None = None, global_steering: GlobalSteering | None = None, limits: Any = None, **fields: Any
+    *pairs: dict[str, Any],
+    info: ModelInfo | None = None,
+    global_steering: GlobalSteering | None = None,
+    limits: Any = None,
+    **fields: Any,
 ) -> Planned:
-    request = msgspec.convert({"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest)
+    request = msgspec.convert(
+        {"model": "m", "pairs": list(pairs) or [pair()], **fields}, SweepRequest
+    )
     settings = Settings(**(limits or {}))
-    return asyncio.run(plan_sweep(request, info or model(), CODEC, settings, global_steering or GlobalSteering()))
+    return asyncio.run(
+        plan_sweep(request, info or model(), CODEC, settings, global_steering or GlobalSteering())
+    )
 
 
 def refusal(*pairs: dict[str, Any], **fields: Any) -> MidstreamError:
@@ -73,7 +117,8 @@ def refusal(*pairs: dict[str, Any], **fields: Any) -> MidstreamError:
     return refused.value
 
 
-# --- What it comes to ------------------------------------------------------------------------------------------------------
+# --- What it comes to
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() -> None:
@@ -83,11 +128,20 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     assert stored.base_tokens == ["<bos>", "The", " Colosseum", " is", " in"]
     assert stored.source_tokens == ["<bos>", "The", " Eiffel", " Tower", " is", " in"]
     assert [(column.label, column.places) for column in stored.columns] == [
-        ("<bos>", [(0, 0)]), ("The", [(1, 1)]), (" Colosseum", []), (" is", [(3, 4)]), (" in", [(4, 5)]),
-    ]  # fmt: skip
+        ("<bos>", [(0, 0)]),
+        ("The", [(1, 1)]),
+        (" Colosseum", []),
+        (" is", [(3, 4)]),
+        (" in", [(4, 5)]),
+    ]
     assert "' Eiffel Tower'" in stored.columns[2].reason
     assert any("' Colosseum'" in note for note in stored.notes)
-    assert (sweep.hooks, sweep.layers, sweep.num_cells, blobs) == (["post_block"], [0, 1, 2, 3], 20, {})
+    assert (sweep.hooks, sweep.layers, sweep.num_cells, blobs) == (
+        ["post_block"],
+        [0, 1, 2, 3],
+        20,
+        {},
+    )
 
 
 def test_noising_patches_the_clean_prompt_with_reversed_alignment() -> None:
@@ -101,7 +155,9 @@ def test_noising_patches_the_clean_prompt_with_reversed_alignment() -> None:
 def test_an_ablation_patches_the_clean_prompt_without_another() -> None:
     sweep, _ = plan(ablated(), ablation="zeros", metric="logit_diff")
     assert sweep.pairs[0].source == []
-    assert [column.places for column in sweep.pairs[0].columns] == [[(place, -1)] for place in range(6)]
+    assert [column.places for column in sweep.pairs[0].columns] == [
+        [(place, -1)] for place in range(6)
+    ]
 
 
 def test_answers_are_tokenised_after_the_prompt() -> None:
@@ -113,17 +169,31 @@ def test_answers_are_tokenised_after_the_prompt() -> None:
 
 
 def test_prompts_of_token_ids_are_read_as_the_text_that_they_are() -> None:
-    text, ids = plan().sweep.pairs[0], plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[1, 2, 5, 6, 7])).sweep.pairs[0]
+    text, ids = (
+        plan().sweep.pairs[0],
+        plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[1, 2, 5, 6, 7])).sweep.pairs[0],
+    )
     assert ids == text
-    spelled = plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[0, 2, 5, 6, 7], positions=[-1])).sweep.pairs[0]
+    spelled = plan(
+        pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[0, 2, 5, 6, 7], positions=[-1])
+    ).sweep.pairs[0]
     assert spelled.base_tokens[:3] == ["<unk>", "The", " Colosseum"]
 
 
 def test_columns_are_the_positions_that_are_named_of_the_prompt_that_is_patched() -> None:
     stored = plan(pair(positions=[-1, {"text": "The"}, {"start": 3, "stop": 4}])).sweep.pairs[0]
-    assert [(column.label, column.places) for column in stored.columns] == [("The", [(1, 1)]), (" is", [(3, 4)]), (" in", [(4, 5)])]
-    assert [column.label for column in plan(positions={"start": -2}).sweep.pairs[0].columns] == [" is", " in"]
-    assert [column.label for column in plan(positions="last_prompt").sweep.pairs[0].columns] == [" in"]
+    assert [(column.label, column.places) for column in stored.columns] == [
+        ("The", [(1, 1)]),
+        (" is", [(3, 4)]),
+        (" in", [(4, 5)]),
+    ]
+    assert [column.label for column in plan(positions={"start": -2}).sweep.pairs[0].columns] == [
+        " is",
+        " in",
+    ]
+    assert [column.label for column in plan(positions="last_prompt").sweep.pairs[0].columns] == [
+        " in"
+    ]
 
 
 def test_spans_are_columns_with_their_names() -> None:
@@ -139,22 +209,43 @@ def test_spans_are_columns_with_their_names() -> None:
     ]  # fmt: skip
     assert "no counterpart" in stored.columns[2].reason
     assert any("span 'subject'" in note and "left out" in note for note in stored.notes)
-    assert plan(pair(spans=spans[:1])).sweep.pairs[0].notes == [note for note in stored.notes if note.startswith("span 'subject'")]
+    assert plan(pair(spans=spans[:1])).sweep.pairs[0].notes == [
+        note for note in stored.notes if note.startswith("span 'subject'")
+    ]
     noised = plan(pair(spans=spans), direction="noise").sweep.pairs[0]
     assert [column.places for column in noised.columns] == [[(3, 2)], [(4, 3), (5, 4)], []]
-    alone = plan(ablated(spans=[{"name": "s", "clean": {"text": "Eiffel Tower"}}]), ablation="mean", metric="logprob").sweep.pairs[0]
+    alone = plan(
+        ablated(spans=[{"name": "s", "clean": {"text": "Eiffel Tower"}}]),
+        ablation="mean",
+        metric="logprob",
+    ).sweep.pairs[0]
     assert alone.columns[0].places == [(2, -1), (3, -1)]
 
 
 def test_a_pairs_alignment_overrides_the_sweeps() -> None:
     pairs = plan(pair(alignment=[(3, 2), (-1, -1)]), pair(), alignment="right").sweep.pairs
     assert [column.places for column in pairs[0].columns] == [[], [], [(2, 3)], [], [(4, 5)]]
-    assert [column.places for column in pairs[1].columns] == [[(place, place + 1)] for place in range(5)]
+    assert [column.places for column in pairs[1].columns] == [
+        [(place, place + 1)] for place in range(5)
+    ]
 
 
 def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
-    sweep, blobs = plan(hooks=["resid_pre", "attn_out"], layers="1-2,-1", mask="0-1,-1", alpha=0.5, noise=2, metric="logprob")
-    assert (sweep.hooks, sweep.layers, sweep.alpha, sweep.noise, sweep.metric) == (["pre_attn", "attn_out"], [1, 2, 3], 0.5, 2, "logprob")
+    sweep, blobs = plan(
+        hooks=["resid_pre", "attn_out"],
+        layers="1-2,-1",
+        mask="0-1,-1",
+        alpha=0.5,
+        noise=2,
+        metric="logprob",
+    )
+    assert (sweep.hooks, sweep.layers, sweep.alpha, sweep.noise, sweep.metric) == (
+        ["pre_attn", "attn_out"],
+        [1, 2, 3],
+        0.5,
+        2,
+        "logprob",
+    )
     (name,) = blobs
     assert sweep.mask == name
     assert to_numpy(from_msgpack(blobs[name], Tensor)).tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
@@ -163,8 +254,17 @@ def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
 
 
 def test_notes_explain_easily_misread_settings() -> None:
-    joined = plan(ablated(clean="The Eiffel ,", answer=" Paris of", foil=" Rome"), ablation="zeros", metric="kl").sweep.pairs[0]
-    assert joined.notes == ["kl covers the first token after the prompt; the answer's log-probability covers all of its 2 tokens"]
+    joined = plan(
+        ablated(clean="The Eiffel ,", answer=" Paris of", foil=" Rome"),
+        ablation="zeros",
+        metric="kl",
+    ).sweep.pairs[0]
+    assert joined.notes == [
+        (
+            "kl covers the first token after the prompt; the answer's log-probability "
+            "covers all of its 2 tokens"
+        )
+    ]
 
 
 def test_windows_are_neighbours_among_the_sweeps_own_layers_and_columns() -> None:
@@ -172,12 +272,15 @@ def test_windows_are_neighbours_among_the_sweeps_own_layers_and_columns() -> Non
     units = Units(sweep)
     cells = {(unit.layer, unit.column): unit for unit in units.cells(0)}
     assert units.patched(cells[0, 0]) == ([0, 2], [(0, 0), (1, 1)]), "cut off at the edge"
-    assert units.patched(cells[1, 3]) == ([2, 3], [(3, 4), (4, 5)]), "without the column that is skipped"
+    assert units.patched(cells[1, 3]) == ([2, 3], [(3, 4), (4, 5)]), (
+        "without the column that is skipped"
+    )
     assert units.patched(cells[2, 1]) == ([3], [(0, 0), (1, 1)])
     assert units.patched(cells[1, 2]) == ([2, 3], []), "skipped itself"
 
 
-# --- What is refused ---------------------------------------------------------------------------------------------------------
+# --- What is refused
+# --------------------------------------------------------------------------------------------------
 
 SPAN = {"name": "s", "clean": [1]}
 
@@ -188,21 +291,56 @@ SPAN = {"name": "s", "clean": [1]}
         # what needs or excludes something else
         ([pair(corrupt=None)], {}, "pairs[0].corrupt", "is required"),
         ([pair()], {"ablation": "zeros", "metric": "logprob"}, "pairs[0].corrupt", "one prompt"),
-        ([ablated(alignment="left")], {"ablation": "zeros", "metric": "logprob"}, "pairs[0].alignment", "one prompt"),
-        ([ablated()], {"ablation": "zeros", "metric": "logprob", "alignment": "left"}, "alignment", "one prompt"),
-        ([ablated()], {"ablation": "mean", "metric": "logprob", "direction": "noise"}, "direction", "one prompt"),
+        (
+            [ablated(alignment="left")],
+            {"ablation": "zeros", "metric": "logprob"},
+            "pairs[0].alignment",
+            "one prompt",
+        ),
+        (
+            [ablated()],
+            {"ablation": "zeros", "metric": "logprob", "alignment": "left"},
+            "alignment",
+            "one prompt",
+        ),
+        (
+            [ablated()],
+            {"ablation": "mean", "metric": "logprob", "direction": "noise"},
+            "direction",
+            "one prompt",
+        ),
         ([ablated()], {"ablation": "zeros"}, "metric", "two prompts"),
         ([pair(), pair(answer=None)], {}, "pairs[1].answer", "is required"),
         ([pair(foil=None)], {"metric": "logit_diff"}, "pairs[0].foil", "is required"),
-        ([pair(spans=[SPAN], positions=[0])], {}, "pairs[0].positions", "is not valid together with spans"),
-        ([pair(spans=[SPAN])], {"window": {"positions": 2}}, "window.positions", "a window applies to columns"),
+        (
+            [pair(spans=[SPAN], positions=[0])],
+            {},
+            "pairs[0].positions",
+            "is not valid together with spans",
+        ),
+        (
+            [pair(spans=[SPAN])],
+            {"window": {"positions": 2}},
+            "window.positions",
+            "a window applies to columns",
+        ),
         ([pair(spans=[])], {}, "pairs[0].spans", "is empty"),
         ([pair(spans=[SPAN, SPAN])], {}, "pairs[0].spans[1].name", "twice"),
         ([pair(spans=[{"name": "", "clean": [1]}])], {}, "pairs[0].spans[0].name", "is empty"),
-        ([pair(spans=[SPAN]), pair(spans=[{"name": "t", "clean": [1]}])], {}, "pairs[1].spans", "columns t"),
+        (
+            [pair(spans=[SPAN]), pair(spans=[{"name": "t", "clean": [1]}])],
+            {},
+            "pairs[1].spans",
+            "columns t",
+        ),
         ([pair(positions=[1]), pair(spans=[SPAN])], {}, "pairs[1].spans", "and others do not"),
         ([pair(spans=[SPAN]), pair(positions=[1])], {}, "pairs[1].spans", "and others do not"),
-        ([ablated(spans=[SPAN | {"corrupt": [1]}])], {"ablation": "zeros", "metric": "kl"}, "pairs[0].spans[0].corrupt", "one prompt"),
+        (
+            [ablated(spans=[SPAN | {"corrupt": [1]}])],
+            {"ablation": "zeros", "metric": "kl"},
+            "pairs[0].spans[0].corrupt",
+            "one prompt",
+        ),
         # the model
         ([pair()], {"hooks": ["post_attn"]}, "hooks[0]", "unknown hook"),
         ([pair()], {"hooks": ["pre_attn", "resid_pre"]}, "hooks[1]", "already listed"),
@@ -219,32 +357,94 @@ SPAN = {"name": "s", "clean": [1]}
         ([pair(answer=" Paris" * 33)], {}, "pairs[0].answer", "33 tokens"),
         ([pair(foil=[9])], {}, "pairs[0].foil", "same tokens as the answer"),
         ([pair(foil=" Paris France")], {}, "pairs[0].foil", "is a prefix of"),
-        ([pair(clean="The of", answer="Paris")], {}, "pairs[0].answer", "ends in 'The' ' of', and with it in 'The' ' ofParis'"),
+        (
+            [pair(clean="The of", answer="Paris")],
+            {},
+            "pairs[0].answer",
+            "ends in 'The' ' of', and with it in 'The' ' ofParis'",
+        ),
         # columns
         ([pair(positions=[0, 5])], {}, "pairs[0].positions[1]", "out of range: the prompt has"),
         ([pair()], {"positions": [-6]}, "positions[0]", "pairs[0]: position -6 is out of range"),
         ([pair()], {"positions": {"start": 5}}, "positions.start", "out of range: the prompt has"),
-        ([pair()], {"positions": {"start": 1, "stop": 6}}, "positions.stop", "position 5 is out of range"),
+        (
+            [pair()],
+            {"positions": {"start": 1, "stop": 6}},
+            "positions.stop",
+            "position 5 is out of range",
+        ),
         ([pair()], {"positions": []}, "positions", "no position given"),
         ([pair()], {"positions": "all"}, "positions", "generates none"),
-        ([pair(positions=[{"text": "Eiffel"}])], {}, "pairs[0].positions[0].text", "does not occur in the prompt"),
+        (
+            [pair(positions=[{"text": "Eiffel"}])],
+            {},
+            "pairs[0].positions[0].text",
+            "does not occur in the prompt",
+        ),
         ([pair(positions=[2])], {}, "pairs[0].positions", "nothing that can be patched"),
-        ([pair(spans=[SPAN | {"corrupt": [9]}])], {}, "pairs[0].spans[0].corrupt[0]", "out of range: the prompt has"),
-        ([pair(spans=[{"name": "s", "clean": [{"text": "Eiffel"}]}])], {}, "pairs[0].spans", "no counterpart"),
-        ([pair(alignment=[(0, 0), (1, 9)])], {}, "pairs[0].alignment[1][1]", "out of range: the corrupt prompt"),
+        (
+            [pair(spans=[SPAN | {"corrupt": [9]}])],
+            {},
+            "pairs[0].spans[0].corrupt[0]",
+            "out of range: the prompt has",
+        ),
+        (
+            [pair(spans=[{"name": "s", "clean": [{"text": "Eiffel"}]}])],
+            {},
+            "pairs[0].spans",
+            "no counterpart",
+        ),
+        (
+            [pair(alignment=[(0, 0), (1, 9)])],
+            {},
+            "pairs[0].alignment[1][1]",
+            "out of range: the corrupt prompt",
+        ),
         ([pair(), pair(corrupt="The Colosseum is")], {}, "pairs", "pairs[0] 5, pairs[1] 4"),
         # limits
         ([pair()], {"window": {"layers": 5}}, "window.layers", "exceeds the number of layers"),
-        ([pair()], {"window": {"positions": 6}}, "window.positions", "exceeds the number of positions"),
-        ([pair()], {"limits": {"sweep_cells": 19}}, "pairs", "20 cells (1 pair × 1 hook × 4 layers × 5 columns)"),
-        ([pair()], {"info": model(max_model_len=6)}, "pairs[0].clean", "has 6 tokens, followed by 1 more"),
-        ([pair(answer=[9, 9, 9])], {"info": model(max_model_len=7), "direction": "noise"}, "pairs[0].clean", "followed by 3 more"),
+        (
+            [pair()],
+            {"window": {"positions": 6}},
+            "window.positions",
+            "exceeds the number of positions",
+        ),
+        (
+            [pair()],
+            {"limits": {"sweep_cells": 19}},
+            "pairs",
+            "20 cells (1 pair × 1 hook × 4 layers × 5 columns)",
+        ),
+        (
+            [pair()],
+            {"info": model(max_model_len=6)},
+            "pairs[0].clean",
+            "has 6 tokens, followed by 1 more",
+        ),
+        (
+            [pair(answer=[9, 9, 9])],
+            {"info": model(max_model_len=7), "direction": "noise"},
+            "pairs[0].clean",
+            "followed by 3 more",
+        ),
         ([pair()], {"info": model(capture_row_limit=7)}, "layers", "8 rows in one engine step"),
-        ([pair()], {"info": model(steering_rows=2), "window": {"positions": 5}}, "window", "needs 4 rows"),
-        ([pair()], {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]}, "window", "needs 8 entries"),
+        (
+            [pair()],
+            {"info": model(steering_rows=2), "window": {"positions": 5}},
+            "window",
+            "needs 4 rows",
+        ),
+        (
+            [pair()],
+            {"info": model(steering_entries=3), "window": {"layers": 4}, "mask": [0]},
+            "window",
+            "needs 8 entries",
+        ),
     ],
-)  # fmt: skip
-def test_invalid_sweeps_are_refused_by_field(pairs: list[dict[str, Any]], fields: dict[str, Any], field: str, words: str) -> None:
+)
+def test_invalid_sweeps_are_refused_by_field(
+    pairs: list[dict[str, Any]], fields: dict[str, Any], field: str, words: str
+) -> None:
     # field case 34, 36
     error = refusal(*pairs, **fields)
     assert error.field == field
@@ -268,21 +468,38 @@ def test_costly_alignments_are_refused_before_running() -> None:
 
 def test_text_that_has_other_tokens_behind_the_other_prompt_is_refused() -> None:
     """Here "bc" is one token, but only behind an "a"."""
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "bc": 3, "x": 4}, unk_token="x"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"a": 0, "b": 1, "c": 2, "bc": 3, "x": 4}, unk_token="x")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?<=a)bc|."), "isolated")
-    split = Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, eos_token_ids=[]))
-    prompts = [ReadPrompt([token], [word], split.map_ids([token])) for token, word in ((0, "a"), (4, "x"))]
+    split = Codec(
+        TokenizerBundle(
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=None,
+            special_tokens={},
+            eos_token_ids=[],
+        )
+    )
+    prompts = [
+        ReadPrompt([token], [word], split.map_ids([token])) for token, word in ((0, "a"), (4, "x"))
+    ]
     (glued,) = asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts[:1])], model(), split))
     assert glued.ids == [3]
-    assert glued.note == "foil 'bc' continues the prompt's last word: begin it with a space if it is a separate word"
-    assert asyncio.run(continue_prompts([("f", "bc", prompts[1:])], model(), split))[0].ids == [1, 2]
+    assert glued.note == (
+        "foil 'bc' continues the prompt's last word: begin it with a space if it is a separate word"
+    )
+    assert asyncio.run(continue_prompts([("f", "bc", prompts[1:])], model(), split))[0].ids == [
+        1,
+        2,
+    ]
     with pytest.raises(MidstreamError) as refused:
         asyncio.run(continue_prompts([("pairs[0].foil", "bc", prompts)], model(), split))
     assert refused.value.field == "pairs[0].foil"
     assert "'bc' and 'b' 'c'" in refused.value.detail
 
 
-# --- Long texts ----------------------------------------------------------------------------------------------------------------
+# --- Long texts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_each_distinct_text_of_a_sweep_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +513,9 @@ def test_each_distinct_text_of_a_sweep_is_tokenised_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(Codec, "encode_here", noting)
     monkeypatch.setattr(Codec, "map_text", None)  # which would tokenise in this process
     pairs = plan(*[pair(positions=[-1])] * 5).sweep.pairs
-    assert len(seen) == len(set(seen)) == 8, "two prompts, with and without special tokens, and with each answer"
+    assert len(seen) == len(set(seen)) == 8, (
+        "two prompts, with and without special tokens, and with each answer"
+    )
     assert all(one == pairs[0] for one in pairs)
 
 
@@ -309,14 +528,18 @@ def test_each_distinct_text_of_a_sweep_is_tokenised_once(monkeypatch: pytest.Mon
         ([pair(clean=[11] * 20)], "pairs[0].clean"),  # its text
     ],
 )
-def test_a_sweep_of_too_much_text_is_refused(monkeypatch: pytest.MonkeyPatch, pairs: list[dict[str, Any]], field: str) -> None:
+def test_a_sweep_of_too_much_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pairs: list[dict[str, Any]], field: str
+) -> None:
     monkeypatch.setattr(sweep_prompts, "MAX_SWEEP_TEXT", 130)
     monkeypatch.setattr(Codec, "encodings", None)  # nothing is tokenised before
     error = refusal(*pairs)
     assert (error.field, "130 characters" in error.detail) == (field, True)
 
 
-def test_text_longer_than_the_model_is_refused_by_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_longer_than_the_model_is_refused_by_its_field(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def strict(self: Codec, texts: list[str], special: bool, offsets: bool) -> Any:
         found = self.encode_here(texts, special, offsets)
         for index, one in enumerate(found):
@@ -335,11 +558,14 @@ def test_columns_beyond_the_cell_limit_are_not_built() -> None:
     assert (error.field, error.detail) == ("pairs", "the sweep has more than 20 cells")
 
 
-# --- Room ----------------------------------------------------------------------------------------------------------------------
+# --- Room
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_cells_room_is_that_of_its_widest_window() -> None:
-    assert room_of_cell(plan(window={"layers": 2, "positions": 3}).sweep) == (2, 4), "<bos> The | Colosseum is skipped"
+    assert room_of_cell(plan(window={"layers": 2, "positions": 3}).sweep) == (2, 4), (
+        "<bos> The | Colosseum is skipped"
+    )
     assert room_of_cell(plan(window={"layers": 2, "positions": 5}, mask=[0]).sweep) == (4, 16)
     spans = [{"name": "s", "clean": "all_prompt"}]
     ablation = plan(ablated(spans=spans), ablation="zeros", metric="logprob", mask=[0]).sweep
@@ -353,18 +579,32 @@ def test_a_cells_room_is_that_of_its_widest_window() -> None:
         ({"hooks": ["attn_out"]}, {"sweep_entry": False}, 4),
         ({"hooks": ["attn_out", "pre_attn", "post_block"], "layers": [0, 1]}, {}, 3 * 2),
         ({"ablation": "mean", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {}, 3 * 4),
-        ({"ablation": "zeros", "metric": "kl", "hooks": ["attn_out", "post_block"]}, {"sweep_entry": False}, 4),
+        (
+            {"ablation": "zeros", "metric": "kl", "hooks": ["attn_out", "post_block"]},
+            {"sweep_entry": False},
+            4,
+        ),
     ],
 )
-def test_rows_that_the_prompts_give_fit_the_capture_buffer(fields: dict[str, Any], limits: dict[str, Any], rows: int) -> None:
+def test_rows_that_the_prompts_give_fit_the_capture_buffer(
+    fields: dict[str, Any], limits: dict[str, Any], rows: int
+) -> None:
     asked = ablated() if "ablation" in fields else pair()
     assert plan(asked, info=model(capture_row_limit=rows), limits=limits, **fields)
-    assert f" {rows} rows" in refusal(asked, info=model(capture_row_limit=rows - 1), limits=limits, **fields).detail
+    assert (
+        f" {rows} rows"
+        in refusal(asked, info=model(capture_row_limit=rows - 1), limits=limits, **fields).detail
+    )
 
 
 def test_global_steering_counts_in_a_sweeps_room() -> None:
     info = model(steering_rows=4)
     assert plan(info=info, window={"positions": 5})
-    template = SteeringTemplate(layers=[0], hook="post_block", positions="all", family="add", tensors=["t"])
+    template = SteeringTemplate(
+        layers=[0], hook="post_block", positions="all", family="add", tensors=["t"]
+    )
     steered = GlobalSteering(version=1, entries=[template])
-    assert "of which global steering takes 1" in refusal(info=info, window={"positions": 5}, global_steering=steered).detail
+    assert (
+        "of which global steering takes 1"
+        in refusal(info=info, window={"positions": 5}, global_steering=steered).detail
+    )

@@ -1,4 +1,6 @@
-"""Do a sweep's records become the grids that were asked for, quickly, and with a reason for every hole?"""
+"""Do a sweep's records become the grids that were asked for, quickly, and with a reason for every
+hole?
+"""
 
 import time
 
@@ -13,19 +15,34 @@ SKIPPED = Column(label="x", places=[], reason="it stands alone")
 
 
 def pair(columns: int = 3) -> StoredPair:
-    places = [Column(label=f"t{place}", places=[(place, place + 1)]) for place in range(columns - 1)]
-    return StoredPair(base=[1] * 9, source=[2] * 9, columns=[*places, SKIPPED], answer=[5], foil=[6], notes=["shifted by one"])
+    places = [
+        Column(label=f"t{place}", places=[(place, place + 1)]) for place in range(columns - 1)
+    ]
+    return StoredPair(
+        base=[1] * 9,
+        source=[2] * 9,
+        columns=[*places, SKIPPED],
+        answer=[5],
+        foil=[6],
+        notes=["shifted by one"],
+    )
 
 
 def sweep(pairs: int = 2, **changes: object) -> StoredSweep:
     fields: dict[str, object] = {
-        "pairs": [pair()] * pairs, "hooks": ["post_block", "attn_out"], "layers": [3, 5], "metric": "recovered", "direction": "denoise",
+        "pairs": [pair()] * pairs,
+        "hooks": ["post_block", "attn_out"],
+        "layers": [3, 5],
+        "metric": "recovered",
+        "direction": "denoise",
         "noise": 2,
-    }  # fmt: skip
+    }
     return StoredSweep(**(fields | changes))  # type: ignore[arg-type]
 
 
-def records(asked: StoredSweep, values: dict[tuple[int, int, int, int], float | str]) -> dict[int, UnitRecord]:
+def records(
+    asked: StoredSweep, values: dict[tuple[int, int, int, int], float | str]
+) -> dict[int, UnitRecord]:
     """`values`: (pair, hook, layer, column), as indices → its value, or why it has none."""
     units = Units(asked)
     found = {}
@@ -41,7 +58,10 @@ def records(asked: StoredSweep, values: dict[tuple[int, int, int, int], float | 
 def test_grids_hold_values_in_place_and_null_elsewhere() -> None:
     asked = sweep()
     result = sweep_result(asked, records(asked, {(0, 0, 1, 0): 0.5, (1, 1, 0, 1): -2.0}), None)
-    assert result.pairs[0].grids == {"post_block": [[None] * 3, [0.5, None, None]], "attn_out": [[None] * 3, [None] * 3]}
+    assert result.pairs[0].grids == {
+        "post_block": [[None] * 3, [0.5, None, None]],
+        "attn_out": [[None] * 3, [None] * 3],
+    }
     assert result.pairs[1].grids["attn_out"] == [[None, -2.0, None], [None] * 3]
     assert (result.pairs[0].labels, result.pairs[0].positions, result.pairs[0].notes) == (
         ["t0", "t1", "x"],
@@ -52,7 +72,9 @@ def test_grids_hold_values_in_place_and_null_elsewhere() -> None:
 
 def test_mean_and_spread_are_over_the_pairs_that_have_a_value_there() -> None:
     asked = sweep(pairs=3)
-    found = records(asked, {(0, 0, 0, 0): 1.0, (1, 0, 0, 0): 2.0, (2, 0, 0, 0): 6.0, (1, 0, 0, 1): 4.0})
+    found = records(
+        asked, {(0, 0, 0, 0): 1.0, (1, 0, 0, 0): 2.0, (2, 0, 0, 0): 6.0, (1, 0, 0, 1): 4.0}
+    )
     result = sweep_result(asked, found, None)
     assert result.mean["post_block"][0] == [3.0, 4.0, None]
     assert result.spread["post_block"][0] == [pytest.approx(7**0.5), None, None]
@@ -60,9 +82,25 @@ def test_mean_and_spread_are_over_the_pairs_that_have_a_value_there() -> None:
 
 def test_missing_cells_are_grouped_by_reason() -> None:
     asked = sweep(pairs=1)
-    found = records(asked, {(0, 0, 0, 2): "alone", (0, 0, 1, 2): "alone", (0, 1, 0, 2): "alone", (0, 1, 1, 2): "lost", (0, 0, 0, 0): 1.0})
-    skipped = [(hole.hook, hole.layers, hole.column, hole.reason) for hole in sweep_result(asked, found, None).skipped]
-    assert skipped == [("post_block", [3, 5], 2, "alone"), ("attn_out", [3], 2, "alone"), ("attn_out", [5], 2, "lost")]
+    found = records(
+        asked,
+        {
+            (0, 0, 0, 2): "alone",
+            (0, 0, 1, 2): "alone",
+            (0, 1, 0, 2): "alone",
+            (0, 1, 1, 2): "lost",
+            (0, 0, 0, 0): 1.0,
+        },
+    )
+    skipped = [
+        (hole.hook, hole.layers, hole.column, hole.reason)
+        for hole in sweep_result(asked, found, None).skipped
+    ]
+    assert skipped == [
+        ("post_block", [3, 5], 2, "alone"),
+        ("attn_out", [3], 2, "alone"),
+        ("attn_out", [5], 2, "lost"),
+    ]
 
 
 def test_the_summary_counts_cells_and_tells_baselines_and_noise() -> None:
@@ -70,7 +108,10 @@ def test_the_summary_counts_cells_and_tells_baselines_and_noise() -> None:
     units = Units(asked)
     found = records(asked, {(0, 0, 0, 2): "alone", (0, 0, 0, 0): 1.0})
     base = UnitRecord(unit=units.base(0).number, value=-4.0, logprob=-5.0, foil_logprob=-1.0)
-    noise = {unit.number: UnitRecord(unit=unit.number, value=value) for unit, value in zip(units.noise(0), (0.01, -0.02), strict=True)}
+    noise = {
+        unit.number: UnitRecord(unit=unit.number, value=value)
+        for unit, value in zip(units.noise(0), (0.01, -0.02), strict=True)
+    }
     found |= {base.unit: base} | noise
     summary = sweep_summary(asked, found, 2.5)
     assert (summary.cells, summary.skipped, summary.total, summary.seconds) == (1, 1, 12, 2.5)
@@ -91,10 +132,16 @@ def test_cells_skipped_in_advance_are_in_the_start_event() -> None:
 
 def test_twenty_thousand_cells_are_assembled_in_one_pass() -> None:
     asked = sweep(pairs=2, layers=list(range(50)))
-    asked = StoredSweep(**{name: getattr(asked, name) for name in asked.__struct_fields__} | {"pairs": [pair(100)] * 2})
+    asked = StoredSweep(
+        **{name: getattr(asked, name) for name in asked.__struct_fields__}
+        | {"pairs": [pair(100)] * 2}
+    )
     assert asked.num_cells == 20_000
     first = Units(asked).first_cell
-    found = {first + number: UnitRecord(unit=first + number, value=float(number)) for number in range(asked.num_cells)}
+    found = {
+        first + number: UnitRecord(unit=first + number, value=float(number))
+        for number in range(asked.num_cells)
+    }
     began = time.process_time()
     encoded = to_json(sweep_result(asked, found, 1.0))
     assert time.process_time() - began < 3  # measured: 0.014

@@ -33,30 +33,59 @@ INFO = make_info(Settings(model="m"), TOKENIZER, make_bundle(TOKENIZER))
 
 def sweep(**changes: object) -> StoredSweep:
     fields: dict[str, object] = {
-        "pairs": [PAIR, PAIR], "hooks": ["post_block", "attn_out"], "layers": [0, 1, 3], "metric": "logit_diff", "direction": "denoise",
+        "pairs": [PAIR, PAIR],
+        "hooks": ["post_block", "attn_out"],
+        "layers": [0, 1, 3],
+        "metric": "logit_diff",
+        "direction": "denoise",
         "noise": 3,
-    }  # fmt: skip
+    }
     return StoredSweep(**(fields | changes))  # type: ignore[arg-type]
 
 
 def asks(asked: StoredSweep, enters: bool = True) -> SweepRequests:
-    job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=asked)
+    job = Job(
+        id="job_1",
+        kind="sweep",
+        model="m",
+        prompts=[],
+        sampling=Sampling(),
+        created=0.0,
+        sweep=asked,
+    )
     return SweepRequests(job, 2, INFO, enters)
 
 
-def rows(asked: StoredSweep, hook: int, layer: int, column: int, node: int = 0) -> list[tuple[str, list[int], list[int], str]]:
-    """(hook, layers, positions, where the row is from) of each patch of a cell of the first pair."""
+def rows(
+    asked: StoredSweep, hook: int, layer: int, column: int, node: int = 0
+) -> list[tuple[str, list[int], list[int], str]]:
+    """(hook, layers, positions, where the row is from) of each patch of a cell of the first
+    pair.
+    """
     made = asks(asked)
-    unit = next(u for u in made.units.cells(0) if (u.hook, u.layer, u.column) == (hook, layer, column))
-    return [(e.hook, e.layers, list(e.positions), e.tensors[0]) for e in made.patched(unit)[node].steering]  # type: ignore[arg-type]
+    unit = next(
+        u for u in made.units.cells(0) if (u.hook, u.layer, u.column) == (hook, layer, column)
+    )
+    return [
+        (e.hook, e.layers, list(e.positions), e.tensors[0])
+        for e in made.patched(unit)[node].steering
+    ]  # type: ignore[arg-type]
 
 
 def test_units_and_requests_are_numbered_once_each() -> None:
-    asked = sweep(pairs=[StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7], foil=[6]), PAIR])
+    asked = sweep(
+        pairs=[StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7], foil=[6]), PAIR]
+    )
     units = Units(asked)
-    every = [unit for pair in range(2) for unit in (units.base(pair), units.source(pair), *units.noise(pair), *units.cells(pair))]
+    every = [
+        unit
+        for pair in range(2)
+        for unit in (units.base(pair), units.source(pair), *units.noise(pair), *units.cells(pair))
+    ]
     assert [unit.number for unit in sorted(every)] == list(range(2 * (2 + 3) + asked.num_cells))
-    requests = [units.request(unit, node) for unit in every for node in range(len(units.nodes[unit.pair]))]
+    requests = [
+        units.request(unit, node) for unit in every for node in range(len(units.nodes[unit.pair]))
+    ]
     assert len(set(requests)) == len(requests)
     assert max(requests) < units.requests
     assert all(units.cell(unit.number) == (unit if unit.kind == "cell" else None) for unit in every)
@@ -67,10 +96,19 @@ def test_units_and_requests_are_numbered_once_each() -> None:
     [
         {},
         {"ablation": "zeros", "pairs": [StoredPair(base=BASE, source=[], columns=COLUMNS)]},
-        {"pairs": [StoredPair(base=BASE, source=SOURCE, columns=[COLUMNS[2]] * 4, answer=[5], foil=[6]), PAIR]},
+        {
+            "pairs": [
+                StoredPair(
+                    base=BASE, source=SOURCE, columns=[COLUMNS[2]] * 4, answer=[5], foil=[6]
+                ),
+                PAIR,
+            ]
+        },
     ],
 )
-def test_a_sweep_counts_the_tokens_of_every_request_that_it_sends(changes: dict[str, object]) -> None:
+def test_a_sweep_counts_the_tokens_of_every_request_that_it_sends(
+    changes: dict[str, object],
+) -> None:
     answered = StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7, 8], foil=[6])
     asked = sweep(**({"pairs": [answered, PAIR]} | changes))
     made, sent = asks(asked), []
@@ -84,16 +122,30 @@ def test_a_sweep_counts_the_tokens_of_every_request_that_it_sends(changes: dict[
 
 def test_a_cell_is_patched_with_the_other_prompts_rows_at_the_aligned_positions() -> None:
     run = "run:job_1.1.source"
-    assert rows(sweep(), 1, 2, 1) == [("attn_out", [3], [1], f"{run}:attn_out:3:1"), ("attn_out", [3], [2], f"{run}:attn_out:3:3")]
+    assert rows(sweep(), 1, 2, 1) == [
+        ("attn_out", [3], [1], f"{run}:attn_out:3:1"),
+        ("attn_out", [3], [2], f"{run}:attn_out:3:3"),
+    ]
 
 
 def test_windows_are_clipped_at_the_ends() -> None:
     places = rows(sweep(window=PatchWindow(layers=2, positions=3)), 0, 0, 1)
-    assert [(layers, positions) for _, layers, positions, _ in places] == [([at], [to]) for to in (0, 1, 2) for at in (0, 1)]
+    assert [(layers, positions) for _, layers, positions, _ in places] == [
+        ([at], [to]) for to in (0, 1, 2) for at in (0, 1)
+    ]
 
 
 def test_sweep_requests_use_the_tenants_prefix_cache_scope() -> None:
-    job = Job(id="job_1", kind="sweep", model="m", prompts=[], sampling=Sampling(), created=0.0, sweep=sweep(), tenant="acme")
+    job = Job(
+        id="job_1",
+        kind="sweep",
+        model="m",
+        prompts=[],
+        sampling=Sampling(),
+        created=0.0,
+        sweep=sweep(),
+        tenant="acme",
+    )
     made = SweepRequests(job, 2, INFO, True)
     unit = next(iter(made.units.cells(0)))
     assert {ask.tenant for ask in made.patched(unit)} == {"acme"}
@@ -116,14 +168,23 @@ def test_noise_is_the_prompts_own_row_at_the_same_place() -> None:
     for unit in made.units.noise(0):
         for entry in made.patched(unit)[0].steering:
             row = parse_row(entry.tensors[0])
-            assert (row.key, row.hook, [row.layer], [row.position]) == ("job_1.0.base", entry.hook, entry.layers, entry.positions)
+            assert (row.key, row.hook, [row.layer], [row.position]) == (
+                "job_1.0.base",
+                entry.hook,
+                entry.layers,
+                entry.positions,
+            )
 
 
 def test_a_mask_and_an_alpha_are_part_of_every_patch() -> None:
     made = asks(sweep(mask="f" * 64, alpha=0.25))
     for unit in (made.units.noise(0)[0], next(made.units.cells(0))):
         (entry, *_) = made.patched(unit)[0].steering
-        assert (entry.family, entry.tensors[1], entry.numbers) == ("replace_masked", "f" * 64, [0.25])
+        assert (entry.family, entry.tensors[1], entry.numbers) == (
+            "replace_masked",
+            "f" * 64,
+            [0.25],
+        )
 
 
 def test_a_forward_begins_at_the_lowest_layer_that_is_patched() -> None:
@@ -145,7 +206,12 @@ def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> 
     for enters in (True, False):
         made = asks(sweep(), enters=enters)
         (base,) = made.control(made.units.base(0))
-        found = [ask for unit in (*made.units.noise(0), *made.units.cells(0)) if unit.column != 2 for ask in made.patched(unit)]
+        found = [
+            ask
+            for unit in (*made.units.noise(0), *made.units.cells(0))
+            if unit.column != 2
+            for ask in made.patched(unit)
+        ]
         assert {ask.base for ask in found} == {base.keep_blocks} == {"job_1.0.base"}
         assert any(ask.entry is not None for ask in found) == enters
     job = msgspec.structs.replace(made._job)
@@ -158,12 +224,17 @@ def test_without_entry_only_the_rows_that_are_needed_are_captured() -> None:
     made = asks(sweep(), enters=False)
     (base,), (source,) = made.control(made.units.base(0)), made.control(made.units.source(0))
     assert set(base.captures[0].sites) == {"post_block"}
-    assert (source.captures[0].sites, source.captures[0].positions) == ({"post_block": [0, 1, 3], "attn_out": [0, 1, 3]}, [0, 1, 3, 4])
+    assert (source.captures[0].sites, source.captures[0].positions) == (
+        {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]},
+        [0, 1, 3, 4],
+    )
     assert (source.token_ids, source.captured) == (SOURCE, {"base": 2, "source": 2})
 
 
 def test_an_answer_of_several_tokens_is_a_request_for_each_beginning_of_it() -> None:
-    asked = sweep(pairs=[StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7], foil=[5, 8])])
+    asked = sweep(
+        pairs=[StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7], foil=[5, 8])]
+    )
     made = asks(asked)
     first, second = made.patched(next(u for u in made.units.cells(0) if u.layer == 1))
     assert (first.token_ids, second.token_ids) == (BASE, [*BASE, 5])
@@ -172,19 +243,30 @@ def test_an_answer_of_several_tokens_is_a_request_for_each_beginning_of_it() -> 
     assert (first.grade.token_ids, second.grade.token_ids) == ([5], [7, 8])
     assert first.entry is not None
     assert second.entry is not None
-    assert (first.entry.run, second.entry.run) == ("job_1.0.base", "job_1.1.base"), "each begins with the rows of its own tokens"
+    assert (first.entry.run, second.entry.run) == ("job_1.0.base", "job_1.1.base"), (
+        "each begins with the rows of its own tokens"
+    )
     assert first.steering == second.steering
     assert made.runs(0) == ["job_1.0.base", "job_1.1.base", "job_1.2.source"]
 
 
 def test_kl_compares_everything_with_the_clean_prompt() -> None:
-    for changes, clean in (({}, "source"), ({"direction": "noise"}, "base"), ({"ablation": "zeros"}, "base")):
+    for changes, clean in (
+        ({}, "source"),
+        ({"direction": "noise"}, "base"),
+        ({"ablation": "zeros"}, "base"),
+    ):
         made = asks(sweep(metric="kl", **changes))
-        grades = {unit.kind: made.control(unit)[0].grade for unit in (made.units.base(0), made.units.source(0))}
+        grades = {
+            unit.kind: made.control(unit)[0].grade
+            for unit in (made.units.base(0), made.units.source(0))
+        }
         grades["cell"] = made.patched(next(made.units.cells(0)))[0].grade
         for kind, grade in grades.items():
             assert grade is not None
-            assert (grade.keep, grade.against) == (("job_1.2.0", "") if kind == clean else ("", "job_1.2.0"))
+            assert (grade.keep, grade.against) == (
+                ("job_1.2.0", "") if kind == clean else ("", "job_1.2.0")
+            )
 
 
 def test_the_files_of_a_run_are_those_of_its_request_and_tag() -> None:
@@ -193,45 +275,101 @@ def test_the_files_of_a_run_are_those_of_its_request_and_tag() -> None:
     def told(request: int, tag: str, pp: int) -> Receipt:
         file = CapturedFile(path=f"{tag}/{request}.{pp}", bytes=100, crc32=pp, rows=1, tag=tag)
         return Receipt(
-            version="0", worker="w", boot="b", job="job_1", request=request, attempt=1, rank=pp, world=2, tp=0, pp=pp, step=1, actions=0,
-            checksum="0", status="ok", files=[file],
-        )  # fmt: skip
+            version="0",
+            worker="w",
+            boot="b",
+            job="job_1",
+            request=request,
+            attempt=1,
+            rank=pp,
+            world=2,
+            tp=0,
+            pp=pp,
+            step=1,
+            actions=0,
+            checksum="0",
+            status="ok",
+            files=[file],
+        )
 
-    receipts = [told(request, tag, pp) for request, tag in ((0, "base"), (1, "source")) for pp in range(2)]
+    receipts = [
+        told(request, tag, pp) for request, tag in ((0, "base"), (1, "source")) for pp in range(2)
+    ]
     files = made.files(0, "job_1.1.source", receipts)
     assert [file.path for file in files.files] == ["source/1.0", "source/1.1"]
-    assert (files.positions, files.hidden_size, files.bytes) == ([0, 1, 3, 4], INFO.hidden_size, 200)
+    assert (files.positions, files.hidden_size, files.bytes) == (
+        [0, 1, 3, 4],
+        INFO.hidden_size,
+        200,
+    )
     assert files.sites == {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]}
 
 
-@pytest.mark.parametrize("changes", [{}, {"noise": 0}, {"ablation": "mean"}, {"ablation": "zeros", "noise": 0}], ids=str)
-@pytest.mark.parametrize(("then", "now"), [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "changes", [{}, {"noise": 0}, {"ablation": "mean"}, {"ablation": "zeros", "noise": 0}], ids=str
+)
+@pytest.mark.parametrize(
+    ("then", "now"), [(True, False), (False, True), (True, True), (False, False)]
+)
 def test_an_attempt_on_another_kind_of_engine_goes_on_with_the_runs_that_there_are(
     changes: dict[str, object], then: bool, now: bool
 ) -> None:
-    """A run that is said to hold more than was captured is refused by the ranks, and no cell would have a value."""
+    """A run that is said to hold more than was captured is refused by the ranks, and no cell would
+    have a value.
+    """
     former, made = asks(sweep(**changes), then), asks(sweep(**changes), now)
     unit = former.units.base(0)
     (asked,) = former.control(unit)
     made.control(unit)
     files = [
-        CapturedFile(path="p", bytes=9, crc32=0, rows=1, tag=capture.tag, positions=len(capture.select(0, 4, 4)), sites=dict(capture.sites))
+        CapturedFile(
+            path="p",
+            bytes=9,
+            crc32=0,
+            rows=1,
+            tag=capture.tag,
+            positions=len(capture.select(0, 4, 4)),
+            sites=dict(capture.sites),
+        )
         for capture in asked.captures
     ]
     told = Receipt(
-        version="0", worker="w", boot="b", job="job_1", request=0, attempt=1, rank=0, world=1, tp=0, pp=0, step=1, actions=0, checksum="0",
-        status="ok", files=files,
-    )  # fmt: skip
+        version="0",
+        worker="w",
+        boot="b",
+        job="job_1",
+        request=0,
+        attempt=1,
+        rank=0,
+        world=1,
+        tp=0,
+        pp=0,
+        step=1,
+        actions=0,
+        checksum="0",
+        status="ok",
+        files=files,
+    )
     made.take_over(0, [told])
-    assert [key for key in made.runs(0) if key.endswith(".base")] == ["job_1.0.base"] * bool(asked.captures)
+    assert [key for key in made.runs(0) if key.endswith(".base")] == ["job_1.0.base"] * bool(
+        asked.captures
+    )
     for capture in asked.captures:
         run = made.files(0, "job_1.0.base", [told])
         assert (run.sites, run.positions) == (capture.sites, list(capture.select(0, 4, 4)))
-    entered = {ask.entry is not None for cell in made.units.cells(0) if cell.layer for ask in made.patched(cell)}
-    assert entered == {then and now}, "a forward begins only with rows that were kept, and where it may"
-    assert asks(sweep(**changes), now).control(unit)[0].captures == made.control(made.units.base(1))[0].captures, (
-        "other pairs are asked anew"
+    entered = {
+        ask.entry is not None
+        for cell in made.units.cells(0)
+        if cell.layer
+        for ask in made.patched(cell)
+    }
+    assert entered == {then and now}, (
+        "a forward begins only with rows that were kept, and where it may"
     )
+    assert (
+        asks(sweep(**changes), now).control(unit)[0].captures
+        == made.control(made.units.base(1))[0].captures
+    ), "other pairs are asked anew"
 
 
 def test_a_cell_of_any_span_and_window_takes_one_place_of_a_token() -> None:
@@ -244,17 +382,37 @@ def test_a_cell_of_any_span_and_window_takes_one_place_of_a_token() -> None:
 
 
 def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field() -> None:
-    """Its job was accepted for a larger `max_model_len`, which also has room for one token that is generated."""
+    """Its job was accepted for a larger `max_model_len`, which also has room for one token that is
+    generated.
+    """
 
-    def job(kind: Literal["generate", "sweep"], asked: StoredSweep | None = None, prompts: Sequence[list[int]] = ()) -> Job:
+    def job(
+        kind: Literal["generate", "sweep"],
+        asked: StoredSweep | None = None,
+        prompts: Sequence[list[int]] = (),
+    ) -> Job:
         stored = [StoredPrompt(token_ids=ids) for ids in prompts]
-        return Job(id="job_1", kind=kind, model="m", prompts=stored, sampling=Sampling(), created=0.0, sweep=asked)
+        return Job(
+            id="job_1",
+            kind=kind,
+            model="m",
+            prompts=stored,
+            sampling=Sampling(),
+            created=0.0,
+            sweep=asked,
+        )
 
     long_answer = msgspec.structs.replace(PAIR, foil=[6, 7, 8])  # asked behind its first two tokens
-    cases = [(job("sweep", sweep()), 5), (job("sweep", sweep(pairs=[long_answer])), 7), (job("generate", prompts=[SOURCE]), 5)]
+    cases = [
+        (job("sweep", sweep()), 5),
+        (job("sweep", sweep(pairs=[long_answer])), 7),
+        (job("generate", prompts=[SOURCE]), 5),
+    ]
     for asked, tokens in cases:
         check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))
-        with pytest.raises(MidstreamError, match=f"has {tokens} tokens, which leaves no room to generate") as refused:
+        with pytest.raises(
+            MidstreamError, match=f"has {tokens} tokens, which leaves no room to generate"
+        ) as refused:
             check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens))
         assert refused.value.kind == "prompt_too_long"
         assert refused.value.field == ("prompts[0]" if asked.sweep is None else "pairs[0]")

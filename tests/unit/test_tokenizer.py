@@ -1,4 +1,6 @@
-"""Does the API make the same token ids of text and conversations as the engine's own libraries would?"""
+"""Does the API make the same token ids of text and conversations as the engine's own libraries
+would?
+"""
 
 import asyncio
 from typing import Any
@@ -20,16 +22,28 @@ MESSAGES = [
 
 #: What chat templates in the wild use, each in a few lines.
 TEMPLATES = {
-    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "chatml": "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "blocks trimmed": "{{ bos_token }}\n{% for message in messages %}\n    {% if message.role == 'user' %}\n"
+    "blocks trimmed": "{{ bos_token }}\n{% for message in messages %}\n    {% if message.role == "
+    "'user' %}\n"
     "U: {{ message.content | trim }}\n"
     "    {% endif %}\n{% endfor %}\n",
-    "json": "{% for message in messages %}{{ message | tojson }}{{ message.content | tojson(indent=2) }}{% endfor %}",
-    "loop controls": "{% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ message.content }}{% endfor %}",
-    "generation marks": "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "json": (
+        "{% for message in messages %}{{ message | tojson }}{{ message.content | "
+        "tojson(indent=2) }}{% endfor %}"
+    ),
+    "loop controls": (
+        "{% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ "
+        "message.content }}{% endfor %}"
+    ),
+    "generation marks": "{% for message in messages %}{% if message.role == 'assistant' %}{% "
+    "generation %}{{ message.content }}"
     "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}",
-    "no tools": "{% if tools is none and documents is none %}plain{% endif %}{% if x is not defined %} undefined{% endif %}",
+    "no tools": (
+        "{% if tools is none and documents is none %}plain{% endif %}{% if x is not "
+        "defined %} undefined{% endif %}"
+    ),
     "namespace": "{% set n = namespace(found=0) %}{% for m in messages %}"
     "{% set n.found = n.found + 1 %}{% endfor %}{{ n.found }}{{ eos_token }}",
 }
@@ -37,22 +51,37 @@ TEMPLATES = {
 
 def make_codec(template: str | None, **changes: Any) -> Codec:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={sign: index for index, sign in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={sign: index for index, sign in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     for name, arguments in changes.items():
         getattr(tokenizer, name)(**arguments)
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Codec(TokenizerBundle(tokenizer_json=tokenizer.to_str(), chat_template=template, special_tokens=tokens, eos_token_ids=[257]))
+    return Codec(
+        TokenizerBundle(
+            tokenizer_json=tokenizer.to_str(),
+            chat_template=template,
+            special_tokens=tokens,
+            eos_token_ids=[257],
+        )
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_chat_template_renders_as_transformers_renders_it(name: str) -> None:
     template = TEMPLATES[name]
     (wanted,), _ = render_jinja_template(
-        conversations=[MESSAGES], chat_template=template, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+        conversations=[MESSAGES],
+        chat_template=template,
+        add_generation_prompt=True,
+        bos_token="<s>",
+        eos_token="</s>",
     )
     assert make_codec(template).render(MESSAGES) == wanted
 
@@ -103,7 +132,9 @@ def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
         ("{% if %}", "broken"),
     ],
 )
-def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(template: str | None, reason: str) -> None:
+def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(
+    template: str | None, reason: str
+) -> None:
     with pytest.raises(MidstreamError, match=reason) as refused:
         make_codec(template).render(MESSAGES)
     assert (refused.value.status, refused.value.field) == (400, "messages")
@@ -111,15 +142,28 @@ def test_a_conversation_the_template_refuses_is_a_bad_request_about_messages(tem
 
 # field case 42
 @pytest.mark.parametrize(
-    "content", ["{{ 7 * 7 }}", "{% for x in range(9) %}x{% endfor %}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
+    "content",
+    [
+        "{{ 7 * 7 }}",
+        "{% for x in range(9) %}x{% endfor %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
 )
 def test_chat_messages_are_not_rendered_as_templates(content: str) -> None:
-    assert make_codec("{{ messages[0].content }}").render([{"role": "user", "content": content}]) == content
+    assert (
+        make_codec("{{ messages[0].content }}").render([{"role": "user", "content": content}])
+        == content
+    )
 
 
 # field case 42
 @pytest.mark.parametrize(
-    "attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__['x'] }}"]
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['x'] }}",
+    ],
 )
 def test_chat_templates_run_in_a_sandbox(attack: str) -> None:
     with pytest.raises(MidstreamError) as refused:

@@ -1,4 +1,6 @@
-"""Tokenising processes: the same ids as in this process, refusals that name the text, and a new process after one that died."""
+"""Tokenising processes: the same ids as in this process, refusals that name the text, and a new
+process after one that died.
+"""
 
 import asyncio
 import os
@@ -27,7 +29,12 @@ def here(texts: list[str], special_tokens: bool) -> list[Sequence[int]]:
     return [array("i", found.ids.tobytes()) for found in PLAIN.encode_here(texts, special_tokens)]
 
 
-def use(check: Callable[[Helpers, Codec], Coroutine[Any, Any, None]], limit: int = LIMIT, bundle: Any = BUNDLE, **settings: Any) -> None:
+def use(
+    check: Callable[[Helpers, Codec], Coroutine[Any, Any, None]],
+    limit: int = LIMIT,
+    bundle: Any = BUNDLE,
+    **settings: Any,
+) -> None:
     async def run() -> None:
         async def fetch() -> bytes:
             return to_msgpack(bundle)
@@ -49,7 +56,9 @@ def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process() -> 
         assert await codec.encode(texts, special_tokens=True) == here(texts, True)
         text = PLAIN.render(messages)
         assert await codec.encode_chat(messages) == (here([text], False)[0], text)
-        assert len(helpers._all) == 1, "the second question went to the process that knew the tokenizer"
+        assert len(helpers._all) == 1, (
+            "the second question went to the process that knew the tokenizer"
+        )
 
     use(check, 500_000)
 
@@ -79,7 +88,8 @@ def test_template_errors_cross_from_the_tokeniser_process() -> None:
 
 def test_a_template_that_never_ends_costs_a_bounded_time_and_the_next_is_served() -> None:
     endless = (
-        "{% if messages[0].content[0] == 'a' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+        "{% if messages[0].content[0] == 'a' %}{% for a in range(99999) %}{% for b in "
+        "range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     )
 
     async def check(helpers: Helpers, codec: Codec) -> None:
@@ -88,7 +98,11 @@ def test_a_template_that_never_ends_costs_a_bounded_time_and_the_next_is_served(
         assert (await codec.encode_chat([{"role": "user", "content": "b" * 5000}]))[1] == ""
         assert len(helpers._all) == 1
 
-    use(check, bundle=msgspec.structs.replace(BUNDLE, chat_template=endless), tokenizer_timeout_s=0.5)
+    use(
+        check,
+        bundle=msgspec.structs.replace(BUNDLE, chat_template=endless),
+        tokenizer_timeout_s=0.5,
+    )
 
 
 def test_a_dead_tokeniser_process_is_replaced() -> None:
@@ -116,7 +130,10 @@ def test_requests_over_the_queue_limit_get_retry_after(monkeypatch: pytest.Monke
     monkeypatch.setattr(tokenizer_pool, "MAX_WAITING", 2)
 
     async def check(_: Helpers, codec: Codec) -> None:
-        made = await asyncio.gather(*(codec.encode(["hello " * 2000], special_tokens=False) for _ in range(5)), return_exceptions=True)
+        made = await asyncio.gather(
+            *(codec.encode(["hello " * 2000], special_tokens=False) for _ in range(5)),
+            return_exceptions=True,
+        )
         refused = [one for one in made if isinstance(one, MidstreamError)]
         assert [error.kind for error in refused] == ["overloaded"] * 2
         assert len([one for one in made if isinstance(one, list)]) == 3

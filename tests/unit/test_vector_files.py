@@ -1,4 +1,6 @@
-"""Vectors in other tools' files: read as what the tools mean, written as the tools read them, and refused where anything is wrong."""
+"""Vectors in other tools' files: read as what the tools mean, written as the tools read them, and
+refused where anything is wrong.
+"""
 
 import base64
 import contextlib
@@ -67,7 +69,9 @@ def control_vector(path: Path, directions: dict[int, np.ndarray], **keys: str) -
 
 def sites(specs: list[SteeringSpec]) -> dict[Any, Any]:
     """Layer → vector as numbers."""
-    return {spec.layers: to_numpy(spec.vector).tolist() for spec in specs if spec.vector is not None}
+    return {
+        spec.layers: to_numpy(spec.vector).tolist() for spec in specs if spec.vector is not None
+    }
 
 
 # --- GGUF ---
@@ -76,7 +80,9 @@ def sites(specs: list[SteeringSpec]) -> dict[Any, Any]:
 def test_directions_of_a_gguf_file_are_at_the_layers_of_their_names(tmp_path: Path) -> None:
     path = control_vector(tmp_path / "joy.gguf", {14: JOY, 3: CALM, 0: -JOY}, method="pca")
     specs = vectors.read(path)
-    assert [(spec.layers, spec.hook, spec.op, spec.scale) for spec in specs] == [(n, None, None, None) for n in (0, 3, 14)]
+    assert [(spec.layers, spec.hook, spec.op, spec.scale) for spec in specs] == [
+        (n, None, None, None) for n in (0, 3, 14)
+    ]
     assert sites(specs) == {0: (-JOY).tolist(), 3: CALM.tolist(), 14: JOY.tolist()}
 
 
@@ -86,7 +92,10 @@ def test_half_precision_directions_keep_their_bits(tmp_path: Path) -> None:
 
 
 def test_the_gguf_library_reads_what_is_written(tmp_path: Path) -> None:
-    specs = [SteeringSpec(layers=7, vector=from_numpy(JOY)), SteeringSpec(layers=2, vector=from_numpy(CALM))]
+    specs = [
+        SteeringSpec(layers=7, vector=from_numpy(JOY)),
+        SteeringSpec(layers=2, vector=from_numpy(CALM)),
+    ]
     vectors.write(tmp_path / "both.gguf", specs, model="tiny")
     reader = gguf.GGUFReader(tmp_path / "both.gguf")
     assert {tensor.name: tensor.data.tobytes() for tensor in reader.tensors} == {
@@ -94,8 +103,16 @@ def test_the_gguf_library_reads_what_is_written(tmp_path: Path) -> None:
         "direction.2": CALM.tobytes(),
     }
     assert {tensor.tensor_type for tensor in reader.tensors} == {gguf.GGMLQuantizationType.F32}
-    fields = {name: reader.fields[name].contents() for name in reader.fields if "." in name and not name.startswith("GGUF")}
-    assert fields == {"general.architecture": "controlvector", "controlvector.model_hint": "tiny", "controlvector.layer_count": 2}
+    fields = {
+        name: reader.fields[name].contents()
+        for name in reader.fields
+        if "." in name and not name.startswith("GGUF")
+    }
+    assert fields == {
+        "general.architecture": "controlvector",
+        "controlvector.model_hint": "tiny",
+        "controlvector.layer_count": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -103,14 +120,31 @@ def test_the_gguf_library_reads_what_is_written(tmp_path: Path) -> None:
     [
         (lambda raw: raw[:30], "it ends early"),
         (lambda raw: raw[:-1], "it ends early"),
-        (lambda raw: raw.replace(b"controlvector", b"llamallamalla"), "general.architecture is 'llamallamalla'; valid: 'controlvector'"),
-        (lambda raw: raw.replace(b"direction.3", b"direction.x"), "'direction.x' is not a direction"),
+        (
+            lambda raw: raw.replace(b"controlvector", b"llamallamalla"),
+            "general.architecture is 'llamallamalla'; valid: 'controlvector'",
+        ),
+        (
+            lambda raw: raw.replace(b"direction.3", b"direction.x"),
+            "'direction.x' is not a direction",
+        ),
         (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "version"),
         (lambda raw: raw[:8] + struct.pack("<Q", 1 << 40) + raw[16:], "1099511627776 tensors"),
         (lambda raw: raw[:16] + struct.pack("<Q", 1 << 40) + raw[24:], "1099511627776 keys"),
-        (lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 1, 1 << 30, 0)), "1073741824 elements"),
-        (lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 1, 8, 2)), "ggml type 2; valid: F32"),
-        (lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 2, 8, 0)), "2 dimensions"),
+        (
+            lambda raw: raw.replace(
+                struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 1, 1 << 30, 0)
+            ),
+            "1073741824 elements",
+        ),
+        (
+            lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 1, 8, 2)),
+            "ggml type 2; valid: F32",
+        ),
+        (
+            lambda raw: raw.replace(struct.pack("<IQI", 1, 8, 0), struct.pack("<IQI", 2, 8, 0)),
+            "2 dimensions",
+        ),
     ],
 )
 def test_a_wrong_gguf_file_is_refused(change: Any, says: str) -> None:
@@ -137,13 +171,20 @@ def test_a_gguf_file_with_two_directions_for_a_layer_is_refused() -> None:
         (torch.from_numpy(np.stack([JOY, CALM])), "4,9", {4: JOY, 9: CALM}),
         ({3: torch.from_numpy(JOY), 1: torch.from_numpy(CALM)}, None, {1: CALM, 3: JOY}),
         ({"layer_3": torch.from_numpy(JOY), "layer_1": torch.from_numpy(CALM)}, 3, {3: JOY}),
-        ({"direction.3": torch.from_numpy(JOY), "direction.20": torch.from_numpy(CALM)}, "0-9", {3: JOY}),
+        (
+            {"direction.3": torch.from_numpy(JOY), "direction.20": torch.from_numpy(CALM)},
+            "0-9",
+            {3: JOY},
+        ),
         ({"resid_post.3": torch.from_numpy(JOY)}, None, {3: JOY}),
-        (torch.from_numpy(np.stack([JOY, CALM])).T[:, 1], 2, {2: CALM}),  # a view with strides and an offset
+        # a view with strides and an offset
+        (torch.from_numpy(np.stack([JOY, CALM])).T[:, 1], 2, {2: CALM}),
         (torch.from_numpy(JOY.astype(np.float64)), 2, {2: JOY}),
     ],
 )
-def test_torch_files_are_read_without_torch(value: Any, layers: Any, expected: dict[Any, np.ndarray]) -> None:
+def test_torch_files_are_read_without_torch(
+    value: Any, layers: Any, expected: dict[Any, np.ndarray]
+) -> None:
     for protocol in (2, 4):
         specs = files.from_bytes(saved(value, pickle_protocol=protocol), layers)
         assert sites(specs) == {layer: vector.tolist() for layer, vector in expected.items()}
@@ -153,7 +194,9 @@ def test_torch_files_are_read_without_torch(value: Any, layers: Any, expected: d
 def test_half_precision_torch_tensors_keep_their_bits(dtype: torch.dtype) -> None:
     tensor = torch.from_numpy(JOY).to(dtype)
     (spec,) = files.from_bytes(saved(tensor), 3)
-    assert spec.vector == Tensor(dtype=str(dtype)[6:], shape=[8], data=tensor.view(torch.int16).numpy().tobytes())  # type: ignore[arg-type]
+    assert spec.vector == Tensor(
+        dtype=str(dtype)[6:], shape=[8], data=tensor.view(torch.int16).numpy().tobytes()
+    )  # type: ignore[arg-type]
 
 
 def test_a_state_dict_of_pyreft_is_a_low_rank_entry() -> None:
@@ -171,8 +214,10 @@ def test_torch_loads_what_is_written_with_weights_only() -> None:
     ]
     found = torch.load(io.BytesIO(files.to_bytes(specs, "pt")), weights_only=True)
     assert {name: value.numpy().tolist() for name, value in found.items()} == {
-        "mlp_out.2": JOY.tolist(), "mlp_out.7": JOY.tolist(), "post_block.3": (CALM * np.float32(2)).tolist()
-    }  # fmt: skip
+        "mlp_out.2": JOY.tolist(),
+        "mlp_out.7": JOY.tolist(),
+        "post_block.3": (CALM * np.float32(2)).tolist(),
+    }
 
 
 class Evil:
@@ -196,10 +241,15 @@ class Evil:
         (torch.zeros(1).expand(1 << 20), "contiguous"),
         (torch.full((4,), torch.nan), "not finite"),
         (torch.zeros(2, 2, 2), "shape"),
-        ({"weight": torch.zeros(2, 4), "rotate_layer": torch.zeros(4, 2)}, "its LoReFT has rotate_layer, weight; valid"),
+        (
+            {"weight": torch.zeros(2, 4), "rotate_layer": torch.zeros(4, 2)},
+            "its LoReFT has rotate_layer, weight; valid",
+        ),
     ],
 )
-def test_torch_files_of_other_things_are_refused(value: Any, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_files_of_other_things_are_refused(
+    value: Any, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match=says):
         files.from_bytes(saved(value), 1)
     assert capsys.readouterr().out == ""
@@ -236,16 +286,29 @@ def npz(**arrays: np.ndarray) -> bytes:
 
 
 def test_npz_files_name_layers_sites_or_fields() -> None:
-    assert sites(files.from_bytes(npz(**{"3": JOY, "12": CALM}))) == {3: JOY.tolist(), 12: CALM.tolist()}
-    assert [spec.hook for spec in files.from_bytes(npz(**{"mlp_out.3": JOY, "resid_pre.3": CALM}))] == ["pre_attn", "mlp_out"]
-    (spec,) = files.from_bytes(npz(rotation=np.ones((2, 8)), weight=np.ones((2, 8)), bias=np.zeros(2)), 3, op="lowrank")
-    assert (spec.layers, spec.op, spec.rotation) == (3, "lowrank", from_numpy(np.ones((2, 8), np.float32)))
+    assert sites(files.from_bytes(npz(**{"3": JOY, "12": CALM}))) == {
+        3: JOY.tolist(),
+        12: CALM.tolist(),
+    }
+    assert [
+        spec.hook for spec in files.from_bytes(npz(**{"mlp_out.3": JOY, "resid_pre.3": CALM}))
+    ] == ["pre_attn", "mlp_out"]
+    (spec,) = files.from_bytes(
+        npz(rotation=np.ones((2, 8)), weight=np.ones((2, 8)), bias=np.zeros(2)), 3, op="lowrank"
+    )
+    assert (spec.layers, spec.op, spec.rotation) == (
+        3,
+        "lowrank",
+        from_numpy(np.ones((2, 8), np.float32)),
+    )
 
 
 def declaring(shape: tuple[int, ...], values: bytes = b"") -> bytes:
     """A `.npy` file whose header declares `shape`, float32, with these bytes."""
     out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, {"descr": "<f4", "fortran_order": False, "shape": shape})  # type: ignore[no-untyped-call]
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": "<f4", "fortran_order": False, "shape": shape}
+    )  # type: ignore[no-untyped-call]
     return out.getvalue() + values
 
 
@@ -253,14 +316,26 @@ ZEROS = 72 << 20  # more than a file may have
 
 BOMBS: dict[str, Callable[[], bytes]] = {
     "npy that declares 256 MiB": lambda: declaring((1 << 26,)),
-    "npz that declares 256 MiB": lambda: zipped({"3.npy": declaring((1 << 26,))}, zipfile.ZIP_DEFLATED),
-    "npz of zeros": lambda: zipped({"3.npy": declaring((ZEROS // 4,), bytes(ZEROS))}, zipfile.ZIP_DEFLATED),
-    "torch file of zeros": lambda: zipped({"a/data.pkl": b"\x80\x02}.", "a/data/0": bytes(ZEROS)}, zipfile.ZIP_DEFLATED),
+    "npz that declares 256 MiB": lambda: zipped(
+        {"3.npy": declaring((1 << 26,))}, zipfile.ZIP_DEFLATED
+    ),
+    "npz of zeros": lambda: zipped(
+        {"3.npy": declaring((ZEROS // 4,), bytes(ZEROS))}, zipfile.ZIP_DEFLATED
+    ),
+    "torch file of zeros": lambda: zipped(
+        {"a/data.pkl": b"\x80\x02}.", "a/data/0": bytes(ZEROS)}, zipfile.ZIP_DEFLATED
+    ),
     "pickle with a memo of 2^31": lambda: zipped({"a/data.pkl": b"\x80\x02}r\xff\xff\xff\x7f."}),
     "pickle of a text of 4 GiB": lambda: zipped({"a/data.pkl": b"\x80\x02X\xff\xff\xff\xff."}),
-    "gguf text of 2^60": lambda: b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 1 << 60),
-    "gguf array of 2^60": lambda: b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 1 << 60),
-    "zstd of zeros": lambda: json.dumps(lens(JOY[None], [3], data=base64.b64encode(zstandard.compress(bytes(ZEROS))).decode())).encode(),
+    "gguf text of 2^60": lambda: (
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", 1 << 60)
+    ),
+    "gguf array of 2^60": lambda: (
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 1 << 60)
+    ),
+    "zstd of zeros": lambda: json.dumps(
+        lens(JOY[None], [3], data=base64.b64encode(zstandard.compress(bytes(ZEROS))).decode())
+    ).encode(),
 }
 
 
@@ -280,15 +355,23 @@ def test_a_small_file_that_declares_much_takes_no_memory(name: str) -> None:
 
 def repeated(name: str) -> bytes:
     """An archive with a member twice."""
-    return zipped({f"{name}.npy": declaring((8,), JOY.tobytes()), "x.npy": b""}).replace(b"x.npy", f"{name}.npy".encode())
+    return zipped({f"{name}.npy": declaring((8,), JOY.tobytes()), "x.npy": b""}).replace(
+        b"x.npy", f"{name}.npy".encode()
+    )
 
 
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
         (lambda: repeated("3"), "has a member twice"),
-        (lambda: zipped({f"{number}.npy": b"" for number in range(MAX_FILE_TENSORS + 100)}), f"more than {MAX_FILE_TENSORS} members"),
-        (lambda: zipped({"a/data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED), "torch.save does not do that"),
+        (
+            lambda: zipped({f"{number}.npy": b"" for number in range(MAX_FILE_TENSORS + 100)}),
+            f"more than {MAX_FILE_TENSORS} members",
+        ),
+        (
+            lambda: zipped({"a/data.pkl": b"\x80\x02}."}, zipfile.ZIP_DEFLATED),
+            "torch.save does not do that",
+        ),
         (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes()[:-4])}), "its|it is"),
         (lambda: zipped({"3.npy": declaring((8,), JOY.tobytes())})[:-30], "its archive is damaged"),
     ],
@@ -299,14 +382,18 @@ def test_a_wrong_archive_is_refused(raw: Callable[[], bytes], says: str) -> None
         files.from_bytes(raw(), 1)
 
 
-def test_a_file_beyond_its_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_beyond_its_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.save(tmp_path / "joy.npy", JOY)
     monkeypatch.setattr(files, "MAX_VECTOR_FILE", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         vectors.read(tmp_path / "joy.npy", 3)
 
 
-@pytest.mark.parametrize("raw", [b"", b"joy", b"\x00" * 64, b"PK\x03\x04", b"[]", b"{}", b"[1]", numpy_file.MAGIC])
+@pytest.mark.parametrize(
+    "raw", [b"", b"joy", b"\x00" * 64, b"PK\x03\x04", b"[]", b"{}", b"[1]", numpy_file.MAGIC]
+)
 def test_what_is_in_no_format_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"it is|its |has"):
         files.from_bytes(raw, 3)
@@ -315,7 +402,9 @@ def test_what_is_in_no_format_is_refused(raw: bytes) -> None:
 # --- vllm-lens ---
 
 
-def lens(activations: np.ndarray, layers: list[int], data: str | None = None, **given: Any) -> dict[str, Any]:
+def lens(
+    activations: np.ndarray, layers: list[int], data: str | None = None, **given: Any
+) -> dict[str, Any]:
     """A SteeringVector as its `model_dump` gives it."""
     tensor = {
         "data": data or base64.b64encode(zstandard.compress(activations.tobytes(), 1)).decode(),
@@ -324,24 +413,50 @@ def lens(activations: np.ndarray, layers: list[int], data: str | None = None, **
         "shape": list(activations.shape),
         "compression": "zstd",
     }
-    return {"activations": tensor, "layer_indices": layers, "scale": 2.0, "norm_match": False, "position_indices": None, **given}
+    return {
+        "activations": tensor,
+        "layer_indices": layers,
+        "scale": 2.0,
+        "norm_match": False,
+        "position_indices": None,
+        **given,
+    }
 
 
 def test_steering_vectors_of_vllm_lens_are_one_entry_per_layer() -> None:
-    specs = files.from_bytes(json.dumps(lens(np.stack([JOY, CALM]), [15, 20], norm_match=True)).encode())
-    assert [(spec.layers, spec.scale, spec.norm_match, spec.positions) for spec in specs] == [(15, 2.0, True, None), (20, 2.0, True, None)]
+    specs = files.from_bytes(
+        json.dumps(lens(np.stack([JOY, CALM]), [15, 20], norm_match=True)).encode()
+    )
+    assert [(spec.layers, spec.scale, spec.norm_match, spec.positions) for spec in specs] == [
+        (15, 2.0, True, None),
+        (20, 2.0, True, None),
+    ]
     assert sites(specs) == {15: JOY.tolist(), 20: CALM.tolist()}
 
 
 @pytest.mark.parametrize(("positions", "expected"), [(None, [[0], [1]]), ([5, 9], [[5], [9]])])
 def test_vectors_by_position_are_one_entry_per_position(positions: Any, expected: Any) -> None:
-    specs = files.from_bytes(json.dumps([lens(np.stack([JOY, CALM])[None], [15], position_indices=positions)]).encode())
-    assert [(spec.layers, spec.positions) for spec in specs] == [(15, expected[0]), (15, expected[1])]
-    assert [to_numpy(spec.vector).tolist() for spec in specs if spec.vector] == [JOY.tolist(), CALM.tolist()]
+    specs = files.from_bytes(
+        json.dumps([lens(np.stack([JOY, CALM])[None], [15], position_indices=positions)]).encode()
+    )
+    assert [(spec.layers, spec.positions) for spec in specs] == [
+        (15, expected[0]),
+        (15, expected[1]),
+    ]
+    assert [to_numpy(spec.vector).tolist() for spec in specs if spec.vector] == [
+        JOY.tolist(),
+        CALM.tolist(),
+    ]
 
 
 def test_a_steering_vector_saved_with_torch_is_read() -> None:
-    value = {"activations": torch.from_numpy(JOY)[None], "layer_indices": [4], "scale": 3.0, "norm_match": False, "position_indices": None}
+    value = {
+        "activations": torch.from_numpy(JOY)[None],
+        "layer_indices": [4],
+        "scale": 3.0,
+        "norm_match": False,
+        "position_indices": None,
+    }
     (spec,) = files.from_bytes(saved(value))
     assert (spec.layers, spec.scale, spec.vector) == (4, 3.0, from_numpy(JOY))
 
@@ -363,19 +478,30 @@ def test_a_wrong_steering_vector_is_refused(change: dict[str, Any], says: str) -
 
 # --- Round trips ---
 
-_VECTORS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=4, max_size=4).map(
-    lambda values: np.array(values, np.float32)
+_VECTORS = st.lists(
+    st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=4, max_size=4
+).map(lambda values: np.array(values, np.float32))
+
+
+@given(
+    st.dictionaries(st.integers(1, 200), _VECTORS, min_size=1, max_size=6),
+    st.sampled_from(list(vectors.FORMATS)),
 )
-
-
-@given(st.dictionaries(st.integers(1, 200), _VECTORS, min_size=1, max_size=6), st.sampled_from(list(vectors.FORMATS)))
-def test_vectors_round_trip_through_every_format_bit_for_bit(directions: dict[int, np.ndarray], form: str) -> None:
-    specs = [SteeringSpec(layers=layer, vector=from_numpy(vector)) for layer, vector in directions.items()]
+def test_vectors_round_trip_through_every_format_bit_for_bit(
+    directions: dict[int, np.ndarray], form: str
+) -> None:
+    specs = [
+        SteeringSpec(layers=layer, vector=from_numpy(vector))
+        for layer, vector in directions.items()
+    ]
     found = files.from_bytes(files.to_bytes(specs, form))
-    assert {spec.layers: spec.vector for spec in found} == {spec.layers: spec.vector for spec in specs}
-    assert {(spec.hook or "post_block", spec.scale or 1.0, spec.op or "add", spec.positions or "all") for spec in found} == {
-        ("post_block", 1.0, "add", "all")
+    assert {spec.layers: spec.vector for spec in found} == {
+        spec.layers: spec.vector for spec in specs
     }
+    assert {
+        (spec.hook or "post_block", spec.scale or 1.0, spec.op or "add", spec.positions or "all")
+        for spec in found
+    } == {("post_block", 1.0, "add", "all")}
 
 
 @pytest.mark.parametrize(
@@ -400,7 +526,10 @@ def test_what_a_format_cannot_hold_is_refused(spec: dict[str, Any], form: str, s
 def test_a_scale_and_norm_match_are_kept_where_the_format_has_them() -> None:
     spec = SteeringSpec(layers=[3, 5], vector=from_numpy(JOY), scale=0.1, norm_match=True)
     found = files.from_bytes(files.to_bytes([spec], "vllm-lens"))
-    assert found == [SteeringSpec(layers=layer, vector=from_numpy(JOY), scale=0.1, norm_match=True) for layer in (3, 5)]
+    assert found == [
+        SteeringSpec(layers=layer, vector=from_numpy(JOY), scale=0.1, norm_match=True)
+        for layer in (3, 5)
+    ]
 
 
 # --- On the command line ---
@@ -417,12 +546,16 @@ def test_a_scale_and_norm_match_are_kept_where_the_format_has_them() -> None:
         ("one.pt:15:4", [(15, 4.0)]),
     ],
 )
-def test_files_are_named_with_layers_and_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Any) -> None:
+def test_files_are_named_with_layers_and_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     control_vector(Path("joy.gguf"), {3: JOY, 14: CALM})
     Path("one.pt").write_bytes(saved(torch.from_numpy(JOY)))
     entries = options.parse_steering([text])
-    assert [(entry.layers, entry.scale) for entry in entries if isinstance(entry, SteeringSpec)] == expected
+    assert [
+        (entry.layers, entry.scale) for entry in entries if isinstance(entry, SteeringSpec)
+    ] == expected
 
 
 @pytest.mark.parametrize(
@@ -437,11 +570,15 @@ def test_files_are_named_with_layers_and_scale(tmp_path: Path, monkeypatch: pyte
         ("rows.pt:all", "2 rows: name as many layers"),
     ],
 )
-def test_layers_that_do_not_fit_a_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+def test_layers_that_do_not_fit_a_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     control_vector(Path("joy.gguf"), {3: JOY, 14: CALM})
     Path("one.pt").write_bytes(saved(torch.from_numpy(JOY)))
     Path("rows.pt").write_bytes(saved(torch.zeros(2, 8)))
-    Path("joy.safetensors").write_bytes(module_files.to_bytes([SteeringSpec(layers=3, hook="post_block", vector=from_numpy(JOY))]))
+    Path("joy.safetensors").write_bytes(
+        module_files.to_bytes([SteeringSpec(layers=3, hook="post_block", vector=from_numpy(JOY))])
+    )
     with pytest.raises(MidstreamError, match=says):
         options.parse_steering([text])

@@ -12,13 +12,18 @@ from midstream.schemas.settings import Settings
 from midstream.workers.engine import vllm_options
 from midstream.workers.engine.vllm_options import engine_options, scheduler_class
 
-ASYNC, SYNC = (f"midstream.workers.runner.scheduler.{name}" for name in ("MidstreamAsyncScheduler", "MidstreamScheduler"))
+ASYNC, SYNC = (
+    f"midstream.workers.runner.scheduler.{name}"
+    for name in ("MidstreamAsyncScheduler", "MidstreamScheduler")
+)
 
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A platform that says nothing of scheduling, and has Triton."""
-    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda *_: None))
+    monkeypatch.setattr(
+        type(current_platform), "check_and_update_config", classmethod(lambda *_: None)
+    )
     monkeypatch.setattr(vllm_config, "HAS_TRITON", True)
     monkeypatch.setattr(vllm_options, "current_platform", SimpleNamespace(is_cpu=lambda: False))
 
@@ -26,7 +31,13 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize(
     ("runner", "stages", "under_way", "scheduler"),
-    [("v1", 1, 2, ASYNC), ("v2", 1, 2, ASYNC), ("v1", 2, 2, SYNC), ("v2", 2, 3, ASYNC), ("v2", 4, 5, ASYNC)],
+    [
+        ("v1", 1, 2, ASYNC),
+        ("v2", 1, 2, ASYNC),
+        ("v1", 2, 2, SYNC),
+        ("v2", 2, 3, ASYNC),
+        ("v2", 4, 5, ASYNC),
+    ],
 )
 def test_steps_overlap_where_vllm_supports_it(
     monkeypatch: pytest.MonkeyPatch, runner: str, stages: int, under_way: int, scheduler: str
@@ -34,15 +45,21 @@ def test_steps_overlap_where_vllm_supports_it(
     """Stages lost it with the v2 runner, which keeps one step more under way than it has stages."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "v2" else "0")
     options = engine_options(Settings(model="/models/x", pipeline_parallel_size=stages))
-    parallel = ParallelConfig(pipeline_parallel_size=options["pipeline_parallel_size"], distributed_executor_backend="mp")
+    parallel = ParallelConfig(
+        pipeline_parallel_size=options["pipeline_parallel_size"], distributed_executor_backend="mp"
+    )
     scheduling = SchedulerConfig.default_factory(async_scheduling=options.get("async_scheduling"))
     made = VllmConfig(parallel_config=parallel, scheduler_config=scheduling)
     assert made.max_concurrent_batches == under_way
     assert scheduler_class(made) == scheduler
 
 
-@pytest.mark.parametrize(("stages", "drafts", "scheduler"), [(1, False, ASYNC), (2, False, SYNC), (1, True, SYNC)])
-def test_one_stage_on_a_cpu_runs_the_scheduler_of_accelerators(stages: int, drafts: bool, scheduler: str) -> None:
+@pytest.mark.parametrize(
+    ("stages", "drafts", "scheduler"), [(1, False, ASYNC), (2, False, SYNC), (1, True, SYNC)]
+)
+def test_one_stage_on_a_cpu_runs_the_scheduler_of_accelerators(
+    stages: int, drafts: bool, scheduler: str
+) -> None:
     made: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),

@@ -43,7 +43,8 @@ def test_a_tensor_whose_bytes_do_not_fill_its_shape_is_refused() -> None:
 
 
 def test_bfloat16_is_widened_exactly() -> None:
-    bits = np.array([0x3F80, 0xC000, 0x0001, 0x7F80], dtype=np.uint16)  # 1, -2, the smallest subnormal, infinity
+    # 1, -2, the smallest subnormal, infinity
+    bits = np.array([0x3F80, 0xC000, 0x0001, 0x7F80], dtype=np.uint16)
     assert bfloat16_to_float32(bits).tolist() == [1.0, -2.0, 2.0**-133, float("inf")]
 
 
@@ -56,13 +57,42 @@ def test_rank_specs_survive_the_engine_rpc_unchanged() -> None:
         attempt=2,
         prompt_tokens=5,
         steering=[
-            StoredSteering(layers=[3], hook="pre_attn", positions=[0, 4], family="replace", tensors=["ab" * 32], scale=1.5, numbers=[0.5]),
-            StoredSteering(layers=[0], hook="mlp_out", positions="all", family="lowrank", tensors=["a", "b", "c"], numbers=[1.0], rank=7),
+            StoredSteering(
+                layers=[3],
+                hook="pre_attn",
+                positions=[0, 4],
+                family="replace",
+                tensors=["ab" * 32],
+                scale=1.5,
+                numbers=[0.5],
+            ),
+            StoredSteering(
+                layers=[0],
+                hook="mlp_out",
+                positions="all",
+                family="lowrank",
+                tensors=["a", "b", "c"],
+                numbers=[1.0],
+                rank=7,
+            ),
         ],
         requests={"t": 3},
         captures=[
-            StoredCapture(sites={"pre_attn": [0], "post_block": [1, 2]}, positions="all", tag="t", every_n=3, at="after", dtype="float32"),
-            StoredCapture(sites={"mlp_out": [2]}, positions=[1, 4], tag="global", layout="segment", consumers=["memory", "logging"]),
+            StoredCapture(
+                sites={"pre_attn": [0], "post_block": [1, 2]},
+                positions="all",
+                tag="t",
+                every_n=3,
+                at="after",
+                dtype="float32",
+            ),
+            StoredCapture(
+                sites={"mlp_out": [2]},
+                positions=[1, 4],
+                tag="global",
+                layout="segment",
+                consumers=["memory", "logging"],
+            ),
         ],
         digest="cd" * 32,
         first_affected=0,
@@ -90,7 +120,10 @@ def leaves(value: Any) -> list[Any]:
         (b'{"model": "m", "prompts": []}', r"\$\.prompts"),
         (b'{"model": "m", "prompts": ["a"], "capture": {"tag": "../x"}}', r"\$\.capture\.tag"),
         (b'{"model": "m", "prompts": ["a"], "capture": {"hook": "nowhere"}}', r"\$\.capture\.hook"),
-        (b'{"model": "m", "prompts": ["a"], "sampling": {"temperature": -1}}', r"\$\.sampling\.temperature"),
+        (
+            b'{"model": "m", "prompts": ["a"], "sampling": {"temperature": -1}}',
+            r"\$\.sampling\.temperature",
+        ),
     ],
 )
 # field case 27, 40
@@ -115,7 +148,12 @@ def test_every_state_has_a_row_of_successors_and_the_terminal_ones_have_none() -
 
 def test_every_record_of_the_vocabulary_refuses_unknown_fields() -> None:
     records = [
-        kind for module in (jobs, specs) for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        kind
+        for module in (jobs, specs)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     ]
     assert records
-    assert [kind.__name__ for kind in records if not kind.__struct_config__.forbid_unknown_fields] == []
+    assert [
+        kind.__name__ for kind in records if not kind.__struct_config__.forbid_unknown_fields
+    ] == []

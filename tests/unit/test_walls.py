@@ -1,4 +1,7 @@
-"""Do the folders import only what lies below them, and does the tree hold only what belongs there? (design: arrows go down)"""
+"""Do the folders import only what lies below them, and does the tree hold only what belongs there?
+
+(design: arrows go down)
+"""
 
 import ast
 import re
@@ -15,13 +18,15 @@ from tree import PACKAGES, ROOT, imports_of, sources, tracked
 ALLOWED: dict[str, set[str]] = {
     "schemas": set(),
     "kernels": {"schemas"},
-    "storage": {"schemas"},  # artifacts are written and deleted by the service, and read by the client too
+    # artifacts are written and deleted by the service, and read by the client too
+    "storage": {"schemas"},
     "broker": {"schemas", "storage"},
     "workers": {"broker", "kernels", "schemas", "storage"},
     "api": {"broker", "schemas", "storage"},
     "client": {"schemas", "storage"},
 }
-#: Modules of the client that start the stack on this machine, or prepare it: they may reach further, inside functions only.
+#: Modules of the client that start the stack on this machine, or prepare it: they may reach
+#: further, inside functions only.
 STARTERS = {
     "client/stack/supervisor.py", "client/stack/doctor.py", "client/stack/plan.py",
     "client/cli/main.py", "client/cli/acl.py", "client/cli/curve.py", "client/cli/keys.py",
@@ -30,11 +35,27 @@ STARTERS = {
 LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py", "client/inspect_provider.py"}
 STARTERS_MAY = {"broker", "workers"}
 
-#: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by side. Each may import what stands
-#: below it, in any way: at its top, inside functions, or for types.
+#: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by
+#: side. Each may import what stands below it, in any way: at its top, inside functions, or for
+#: types.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "broker": ("callbacks flower health relay", "receipts webhooks", "ledger", "queue artifacts", "ops"),
-    "api": ("__main__", "app", "openapi", "routes", "responses", "context", "resolve operations", "web"),
+    "broker": (
+        "callbacks flower health relay",
+        "receipts webhooks",
+        "ledger",
+        "queue artifacts",
+        "ops",
+    ),
+    "api": (
+        "__main__",
+        "app",
+        "openapi",
+        "routes",
+        "responses",
+        "context",
+        "resolve operations",
+        "web",
+    ),
     "client": (
         "__main__",
         "cli inspect_provider",
@@ -46,7 +67,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "values probes",
         "notebook durations extras frames images",
     ),
-    "workers": ("__main__ remote follower", "app", "serving", "engines demo_model", "fake", "engine", "runner"),
+    "workers": (
+        "__main__ remote follower",
+        "app",
+        "serving",
+        "engines demo_model",
+        "fake",
+        "engine",
+        "runner",
+    ),
 }
 
 #: Package → the folders (or single modules) that may import it at all.
@@ -65,15 +94,43 @@ OWNERS: dict[str, set[str]] = {
 LAZY_ONLY = {"workers/demo_model.py"}
 
 #: Formats that run code when they are read. Torch's own reader is among them.
-CODE_CARRIERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+CODE_CARRIERS = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+}
 
 TOP_LEVEL = {
     *PACKAGES,
-    "tests", "benchmarks", "examples", "docs", "requirements", ".ci",
-    "__init__.py", "lens.py",
-    "py.typed", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md", ".gitignore",
-    "compose.yaml", "compose", "deploy", "Dockerfile", ".dockerignore", ".env", "mkdocs.yml",
-}  # fmt: skip
+    "tests",
+    "benchmarks",
+    "examples",
+    "docs",
+    "requirements",
+    ".ci",
+    "__init__.py",
+    "lens.py",
+    "py.typed",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    ".gitignore", ".git-blame-ignore-revs",
+    "compose.yaml",
+    "compose",
+    "deploy",
+    "Dockerfile",
+    ".dockerignore",
+    ".env",
+    "mkdocs.yml",
+}
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
@@ -83,9 +140,22 @@ def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
         name = str(path.relative_to(ROOT))
         for found in imports_of(path):
             parts = found.module.split(".")
-            if parts[0] != "midstream" or len(parts) < 2 or parts[1] not in PACKAGES or found.typing:
+            if (
+                parts[0] != "midstream"
+                or len(parts) < 2
+                or parts[1] not in PACKAGES
+                or found.typing
+            ):
                 continue
-            may = ALLOWED[folder] | {folder} | (STARTERS_MAY if name in LOADED_LATE or (name in STARTERS and found.lazy) else set())
+            may = (
+                ALLOWED[folder]
+                | {folder}
+                | (
+                    STARTERS_MAY
+                    if name in LOADED_LATE or (name in STARTERS and found.lazy)
+                    else set()
+                )
+            )
             if parts[1] not in may:
                 wrong.append(f"{found.where} imports {found.module}")
     assert wrong == []
@@ -93,7 +163,9 @@ def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
 
 def module_name(path: Path) -> str:
     """`broker/relay.py` → `midstream.broker.relay`, a folder's `__init__.py` → the folder."""
-    return ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+    return ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    )
 
 
 def room_of(module: str) -> str:
@@ -133,8 +205,15 @@ def test_inside_the_package_our_own_imports_are_relative() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sources(*PACKAGES)
         for node in ast.walk(ast.parse(path.read_text()))
-        if (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "midstream")
-        or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "midstream" for alias in node.names))
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "midstream"
+        )
+        or (
+            isinstance(node, ast.Import)
+            and any(alias.name.split(".")[0] == "midstream" for alias in node.names)
+        )
     ]
     assert wrong == []
 
@@ -166,18 +245,33 @@ def test_no_module_imports_pickle_or_its_kin() -> None:
 
 
 def refuses_pickle(call: ast.Call) -> bool:
-    return any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "False" for keyword in call.keywords)
+    return any(
+        keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "False"
+        for keyword in call.keywords
+    )
 
 
 # field case 42
 def test_no_code_calls_eval_or_unsafe_loaders() -> None:
-    forbidden = re.compile(r"(torch|joblib)\.(load|save)|(np|numpy)\.load|eval|exec|yaml\.(unsafe_|full_)?load")
+    forbidden = re.compile(
+        r"(torch|joblib)\.(load|save)|(np|numpy)\.load|eval|exec|yaml\.(unsafe_|full_)?load"
+    )
     wrong = []
     for path in sources(*PACKAGES):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and forbidden.fullmatch(ast.unparse(node.func)) and not refuses_pickle(node):
-                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}")
-            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            if (
+                isinstance(node, ast.Call)
+                and forbidden.fullmatch(ast.unparse(node.func))
+                and not refuses_pickle(node)
+            ):
+                wrong.append(
+                    f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}"
+                )
+            if (
+                isinstance(node, ast.keyword)
+                and node.arg == "allow_pickle"
+                and ast.unparse(node.value) != "False"
+            ):
                 wrong.append(f"{path.relative_to(ROOT)}:{node.value.lineno} allows pickle")
             if isinstance(node, ast.Constant) and node.value in CODE_CARRIERS:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} names {node.value}")
@@ -197,7 +291,9 @@ LIGHT = {
 @pytest.mark.parametrize("package", LIGHT)
 def test_importing_every_module_of_a_light_package_loads_nothing_heavy(package: str) -> None:
     modules = [
-        ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        )
         for path in sources(package.split(".")[1])
         if path.name != "__main__.py" and str(path.relative_to(ROOT)) not in LOADED_LATE
     ]
@@ -210,13 +306,23 @@ def test_importing_the_workers_tasks_does_not_load_the_edge() -> None:
 
 def test_a_worker_with_the_fake_engine_starts_without_torch() -> None:
     """It takes a second of a core; the system tests start more than a hundred of them."""
-    assert loaded_by(["midstream.workers.app", "midstream.workers.fake.engine"]) & {"torch", "vllm", "transformers"} == set()
+    assert (
+        loaded_by(["midstream.workers.app", "midstream.workers.fake.engine"])
+        & {"torch", "vllm", "transformers"}
+        == set()
+    )
 
 
 def loaded_by(modules: list[str]) -> set[str]:
     """Top-level packages in `sys.modules` after a fresh interpreter imported `modules`."""
-    program = f"import sys\nfor name in {modules!r}: __import__(name)\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd="/")
+    program = (
+        f"import sys\nfor name in {modules!r}: "
+        f"__import__(name)\nprint(*sorted({{name.split('.')[0] for name in "
+        f"sys.modules}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd="/"
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return set(done.stdout.split())
 
@@ -226,12 +332,17 @@ def test_the_top_level_holds_only_agreed_entries() -> None:
 
 
 def test_every_folder_of_the_package_is_packaged() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    there = {".".join(["midstream", *path.parent.relative_to(ROOT).parts]) for path in sources(*PACKAGES)} | {"midstream"}
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    there = {
+        ".".join(["midstream", *path.parent.relative_to(ROOT).parts]) for path in sources(*PACKAGES)
+    } | {"midstream"}
     assert listed == there
 
 
-#: Hosts that serve packages, and folders that exist on one machine only. In pieces, so that this file names none either.
+#: Hosts that serve packages, and folders that exist on one machine only. In pieces, so that this
+#: file names none either.
 FOREIGN = re.compile(
     "|".join(
         [
@@ -263,13 +374,16 @@ def test_no_file_is_larger_than_a_source_file_should_be() -> None:
 
 
 def test_a_docstring_begins_with_a_statement() -> None:
-    """The first sentence of a module, class or function says what it is; a question leaves the reader to find the answer."""
+    """The first sentence of a module, class or function says what it is; a question leaves the
+    reader to find the answer.
+    """
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = [
         f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {first}"
         for path in sources(*PACKAGES)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, described) and (first := (ast.get_docstring(node) or "").partition("\n")[0])
+        if isinstance(node, described)
+        and (first := (ast.get_docstring(node) or "").partition("\n")[0])
         if "?" in first.partition(". ")[0]
     ]
     assert wrong == []
@@ -286,7 +400,14 @@ def test_names_of_tests_fit_in_eighty_characters() -> None:
 
 
 def test_the_working_directory_does_not_expose_our_packages_under_other_names() -> None:
-    """transformers imports `kernels` where it finds one; our ops must not be registered by that, nor twice."""
-    script = "import kernels, torch; assert not hasattr(torch.ops.midstream, 'pair_site'); import midstream.kernels as ours; ours.pair_site"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    """transformers imports `kernels` where it finds one; our ops must not be registered by that,
+    nor twice.
+    """
+    script = (
+        "import kernels, torch; assert not hasattr(torch.ops.midstream, 'pair_site'); "
+        "import midstream.kernels as ours; ours.pair_site"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr

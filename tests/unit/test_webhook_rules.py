@@ -10,8 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.broker.webhooks.http import SECRET_PREFIX, CheckedBackend, Poster, TargetRefused, signature
-from midstream.broker.webhooks.schedule import JITTER, LADDER_S, RETRY_AFTER_MAX_S, due_again, retry_after
+from midstream.broker.webhooks.http import (
+    SECRET_PREFIX,
+    CheckedBackend,
+    Poster,
+    TargetRefused,
+    signature,
+)
+from midstream.broker.webhooks.schedule import (
+    JITTER,
+    LADDER_S,
+    RETRY_AFTER_MAX_S,
+    due_again,
+    retry_after,
+)
 from midstream.broker.webhooks.sender import TENANT_SLOTS
 from midstream.broker.webhooks.targets import refusal, url_fault
 from midstream.schemas.errors import MidstreamError
@@ -98,24 +110,65 @@ def test_the_signature_is_that_of_the_standards_own_example() -> None:
 
 #: By the registries of special-purpose addresses: what is nobody's receiver.
 SPECIAL = [
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24",
-    "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
-    "168.63.129.16/32", "::/128", "::1/128", "::/96", "::ffff:0:0/96", "64:ff9b:1::/48", "100::/64", "100:0:0:1::/64",
-    "2001::/23", "2001::/32", "2001:db8::/32", "2002::/16", "3fff::/20", "5f00::/16", "fc00::/7", "fd00:ec2::254/128", "fe80::/10",
-    "fec0::/10", "ff00::/8",
-]  # fmt: skip
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.88.99.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+    "168.63.129.16/32",
+    "::/128",
+    "::1/128",
+    "::/96",
+    "::ffff:0:0/96",
+    "64:ff9b:1::/48",
+    "100::/64",
+    "100:0:0:1::/64",
+    "2001::/23",
+    "2001::/32",
+    "2001:db8::/32",
+    "2002::/16",
+    "3fff::/20",
+    "5f00::/16",
+    "fc00::/7",
+    "fd00:ec2::254/128",
+    "fe80::/10",
+    "fec0::/10",
+    "ff00::/8",
+]
 
 
 @pytest.mark.parametrize("network", SPECIAL)
 def test_no_address_of_a_special_network_is_called(network: str) -> None:  # field case 41
     found = IPv6Network(network) if ":" in network else IPv4Network(network)
     chance = random.Random(network)
-    for address in (found[0], found[-1], *(found[chance.randrange(found.num_addresses)] for _ in range(20))):
+    for address in (
+        found[0],
+        found[-1],
+        *(found[chance.randrange(found.num_addresses)] for _ in range(20)),
+    ):
         assert refusal(address), f"{address} would be called"
 
 
 @pytest.mark.parametrize(
-    "address", ["1.1.1.1", "8.8.8.8", "93.184.215.14", "2606:4700:4700::1111", "2a00:1450:4001::8a", "64:ff9b::808:808"]
+    "address",
+    [
+        "1.1.1.1",
+        "8.8.8.8",
+        "93.184.215.14",
+        "2606:4700:4700::1111",
+        "2a00:1450:4001::8a",
+        "64:ff9b::808:808",
+    ],
 )
 def test_public_addresses_are_called(address: str) -> None:
     assert refusal(ip_address(address)) is None
@@ -124,12 +177,29 @@ def test_public_addresses_are_called(address: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "169.254.169.254", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "168.63.129.16", "fd00:ec2::254",
-        "2002:a9fe:a9fe::", "2002:a9fe:a9fe::1", "::169.254.169.254", "::ffff:0:a9fe:a9fe", "64:ff9b:1::a9fe:a9fe",
-        "2001:0:a9fe:a9fe::", "2001:0:102:304:0:0:5601:5601", "2606:4700::5efe:169.254.169.254", "fe80::200:5efe:a9fe:a9fe",
-        "2002:a83f:8110::", "::100.100.100.200", "192.0.0.192", "::ffff:192.0.0.192", "169.254.170.23", "fd00:ec2::23", "fe80::a9fe:a9fe",
+        "169.254.169.254",
+        "::ffff:169.254.169.254",
+        "64:ff9b::a9fe:a9fe",
+        "168.63.129.16",
+        "fd00:ec2::254",
+        "2002:a9fe:a9fe::",
+        "2002:a9fe:a9fe::1",
+        "::169.254.169.254",
+        "::ffff:0:a9fe:a9fe",
+        "64:ff9b:1::a9fe:a9fe",
+        "2001:0:a9fe:a9fe::",
+        "2001:0:102:304:0:0:5601:5601",
+        "2606:4700::5efe:169.254.169.254",
+        "fe80::200:5efe:a9fe:a9fe",
+        "2002:a83f:8110::",
+        "::100.100.100.200",
+        "192.0.0.192",
+        "::ffff:192.0.0.192",
+        "169.254.170.23",
+        "fd00:ec2::23",
+        "fe80::a9fe:a9fe",
     ],
-)  # fmt: skip
+)
 def test_cloud_metadata_is_blocked_even_with_private_allowed(address: str) -> None:  # field case 41
     assert refusal(ip_address(address), allow_private=True)
     assert refusal(ip_address("127.0.0.1"), allow_private=True) is None
@@ -152,7 +222,8 @@ def test_allowed_ipv4_addresses_are_global(address: IPv4Address) -> None:  # fie
 
 
 @given(st.ip_addresses(v=4))
-def test_an_ipv4_address_is_not_smuggled_inside_an_ipv6_address(inner: IPv4Address) -> None:  # field case 41
+def test_an_ipv4_address_is_not_smuggled_inside_an_ipv6_address(inner: IPv4Address) -> None:
+    # field case 41
     number = int(inner)
     assert refusal(IPv6Address((0xFFFF << 32) | number))  # mapped
     assert refusal(IPv6Address(number))  # compatible
@@ -169,33 +240,76 @@ def test_only_global_unicast_ipv6_is_allowed(address: IPv6Address) -> None:  # f
 @pytest.mark.parametrize(
     "url",
     [
-        "ftp://example.com/", "file:///etc/passwd", "gopher://example.com", "//example.com/x", "example.com/hook", "",
-        "http://", "http:///x", "https://user@example.com/", "https://user:secret@example.com/", "https://example.com/#part",
-        "https://example.com/\n", "https://exa mple.com/", "https://bücher.example/", "http://example.com\\@127.0.0.1/", "https://example.com:0/",
-        "https://example.com:99999/", "https://[::1/", "https://[v1.x]/", "http://exa|mple.com/", "http://-x.com/",
+        "ftp://example.com/",
+        "file:///etc/passwd",
+        "gopher://example.com",
+        "//example.com/x",
+        "example.com/hook",
+        "",
+        "http://",
+        "http:///x",
+        "https://user@example.com/",
+        "https://user:secret@example.com/",
+        "https://example.com/#part",
+        "https://example.com/\n",
+        "https://exa mple.com/",
+        "https://bücher.example/",
+        "http://example.com\\@127.0.0.1/",
+        "https://example.com:0/",
+        "https://example.com:99999/",
+        "https://[::1/",
+        "https://[v1.x]/",
+        "http://exa|mple.com/",
+        "http://-x.com/",
         f"http://{'a.' * 130}com/",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("allow", [False, True], ids=["public only", "private allowed"])
-def test_a_url_that_is_wrong_in_itself_is_refused_whatever_is_allowed(url: str, allow: bool) -> None:
+def test_a_url_that_is_wrong_in_itself_is_refused_whatever_is_allowed(
+    url: str, allow: bool
+) -> None:
     assert url_fault(url, allow)
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        "http://127.0.0.1/", "http://127.0.0.1:8321/v1/jobs", "http://10.1.2.3/", "http://169.254.169.253/", "http://0.0.0.0/",
-        "http://[::1]/", "http://[::]/", "http://[fe80::1]/", "http://[::ffff:127.0.0.1]/", "http://[64:ff9b::7f00:1]/", "http://localhost/",
-        "http://LOCALHOST:80/", "http://x.localhost./", "http://100.100.100.201/",
+        "http://127.0.0.1/",
+        "http://127.0.0.1:8321/v1/jobs",
+        "http://10.1.2.3/",
+        "http://169.254.169.253/",
+        "http://0.0.0.0/",
+        "http://[::1]/",
+        "http://[::]/",
+        "http://[fe80::1]/",
+        "http://[::ffff:127.0.0.1]/",
+        "http://[64:ff9b::7f00:1]/",
+        "http://localhost/",
+        "http://LOCALHOST:80/",
+        "http://x.localhost./",
+        "http://100.100.100.201/",
     ],
-)  # fmt: skip
-def test_a_private_address_in_a_url_is_refused_unless_it_is_allowed(url: str) -> None:  # field case 41
+)
+def test_a_private_address_in_a_url_is_refused_unless_it_is_allowed(url: str) -> None:
+    # field case 41
     assert "webhook_allow_private" in (url_fault(url, False) or "")
     assert url_fault(url, True) is None
 
 
 # What the C library would read as 127.0.0.1, and the standard library would not.
-@pytest.mark.parametrize("host", ["127.1", "2130706433", "0x7f000001", "0177.0.0.1", "127.0.0.1.", "0x7f.1", "1.2.3.400", "127.0.0.01"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "0177.0.0.1",
+        "127.0.0.1.",
+        "0x7f.1",
+        "1.2.3.400",
+        "127.0.0.01",
+    ],
+)
 def test_disguised_ipv4_addresses_are_refused(host: str) -> None:  # field case 41
     assert "IPv4" in (url_fault(f"http://{host}/", False) or "")
 
@@ -222,7 +336,9 @@ def test_errors_do_not_reveal_internal_addresses() -> None:
         return ["10.11.12.13"]
 
     with pytest.raises(TargetRefused, match=r"^wiki\.corp resolves to an address that is private$"):
-        asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("wiki.corp", 443))
+        asyncio.run(
+            CheckedBackend(allow_private=False, resolve=found).connect_tcp("wiki.corp", 443)
+        )
     with pytest.raises(TargetRefused, match=r"^10\.0\.0\.1 is private$"):
         asyncio.run(CheckedBackend(allow_private=False, resolve=found).connect_tcp("10.0.0.1", 443))
 
@@ -237,7 +353,10 @@ def test_unresolvable_names_do_not_block_other_lookups(monkeypatch: pytest.Monke
 
     async def main() -> None:
         poster = Poster(allow_private=False, timeout_s=120)
-        slow = [asyncio.create_task(poster._look_up(f"slow{number}.example", 443)) for number in range(TENANT_SLOTS)]
+        slow = [
+            asyncio.create_task(poster._look_up(f"slow{number}.example", 443))
+            for number in range(TENANT_SLOTS)
+        ]
         try:
             assert await asyncio.wait_for(poster._look_up("quick.example", 443), 60) == ["1.1.1.1"]
             assert not any(task.done() for task in slow)
@@ -255,7 +374,9 @@ def test_callback_events_default_to_every_end_once_each() -> None:
     told = callback_of(Handling(callback_url="https://a.example"))
     assert told is not None
     assert told.events == list(ENDS)
-    told = callback_of(Handling(callback_url="https://a.example", callback_events=["job.failed", "job.failed"]))
+    told = callback_of(
+        Handling(callback_url="https://a.example", callback_events=["job.failed", "job.failed"])
+    )
     assert told is not None
     assert told.events == ["job.failed"]
 

@@ -1,4 +1,6 @@
-"""Are the bytes that processes of different versions exchange still the same, and are former ones still read?"""
+"""Are the bytes that processes of different versions exchange still the same, and are former ones
+still read?
+"""
 
 import ast
 import json
@@ -19,7 +21,10 @@ from midstream.schemas.settings import Settings
 
 KEPT: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 NAMES = sorted(encoders())
-HOW = "they have changed: if that is meant, run `python tests/unit/wire_samples.py`, and see that older peers can live with it"
+HOW = (
+    "they have changed: if that is meant, run `python tests/unit/wire_samples.py`, "
+    "and see that older peers can live with it"
+)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "Frame"])
@@ -29,7 +34,11 @@ def test_encoded_samples_equal_the_golden_bytes(name: str) -> None:
 
 def reader(name: str) -> Callable[[bytes], Any]:
     kind, _ = encoders()[name]
-    return (lambda raw: from_msgpack(raw, kind)) if kind in MSGPACK else (lambda raw: from_json(raw, kind))
+    return (
+        (lambda raw: from_msgpack(raw, kind))
+        if kind in MSGPACK
+        else (lambda raw: from_json(raw, kind))
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,7 +56,9 @@ def test_bytes_of_former_versions_decode(name: str) -> None:
 
 
 def test_golden_bytes_include_former_versions() -> None:
-    assert {"Job", "Receipt", "ModelInfo", "WorkerInfo"} & {name for name in NAMES if KEPT[name]["former"]}
+    assert {"Job", "Receipt", "ModelInfo", "WorkerInfo"} & {
+        name for name in NAMES if KEPT[name]["former"]
+    }
 
 
 @pytest.mark.parametrize("kind", list(frames.Kind), ids=lambda kind: kind.name)
@@ -67,14 +78,24 @@ def decoded_types() -> Iterator[tuple[str, str]]:
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func).rpartition(".")[2]
-            told = [keyword.value for keyword in node.keywords if keyword.arg == "type" and called == "decode"]
+            told = [
+                keyword.value
+                for keyword in node.keywords
+                if keyword.arg == "type" and called == "decode"
+            ]
             if called in ("from_msgpack", "from_json") and len(node.args) == 2:
                 told.append(node.args[1])
             elif called == "Decoder" and node.args:
                 told.append(node.args[0])
             for wanted in told:
-                names = {one.id for one in ast.walk(wanted) if isinstance(one, ast.Name) and one.id[0].isupper()}
-                yield from ((f"{path.relative_to(ROOT)}:{node.lineno}", name) for name in names - {"Any"})
+                names = {
+                    one.id
+                    for one in ast.walk(wanted)
+                    if isinstance(one, ast.Name) and one.id[0].isupper()
+                }
+                yield from (
+                    (f"{path.relative_to(ROOT)}:{node.lineno}", name) for name in names - {"Any"}
+                )
 
 
 def test_every_struct_that_is_read_from_a_wire_or_from_redis_is_among_the_samples() -> None:
@@ -93,7 +114,14 @@ def test_the_samples_fill_every_field() -> None:
 
 def test_jobs_without_new_fields_keep_their_old_bytes() -> None:
     # So an older worker, which refuses fields that it does not know, can still run it.
-    assert set(msgspec.msgpack.decode(to_msgpack(small(Job)))) == {"id", "kind", "model", "prompts", "sampling", "created"}
+    assert set(msgspec.msgpack.decode(to_msgpack(small(Job)))) == {
+        "id",
+        "kind",
+        "model",
+        "prompts",
+        "sampling",
+        "created",
+    }
 
 
 @pytest.mark.parametrize("kind", [ModelInfo, WorkerInfo])
@@ -117,6 +145,10 @@ def test_a_message_of_the_queue_carries_a_job_id_and_nothing_else() -> None:
         {},
         {"callbacks": None, "errbacks": None, "chain": None, "chord": None},
     )
-    assert (message.headers["id"], message.headers["task"], message.headers["lang"]) == ("job_1", "midstream.generate", "py")
+    assert (message.headers["id"], message.headers["task"], message.headers["lang"]) == (
+        "job_1",
+        "midstream.generate",
+        "py",
+    )
     assert app.conf.task_serializer == "json"
     app.close()

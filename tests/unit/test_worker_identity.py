@@ -21,11 +21,15 @@ def test_an_id_becomes_a_plain_file_name() -> None:
     assert with_worker_id(Settings(worker_id="../a b@c")).worker_id == "..-a-b-c"
 
 
-def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(
+    tmp_path: Path,
+) -> None:
     settings = Settings(data_dir=str(tmp_path), worker_id="w1")
     hold = (
-        "import sys, time; from midstream.schemas.settings import Settings; from midstream.workers.engine.identity import WorkerLock\n"
-        f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); print('held', flush=True); time.sleep(600)"
+        "import sys, time; from midstream.schemas.settings import Settings; from "
+        "midstream.workers.engine.identity import WorkerLock\n"
+        f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); "
+        "print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
     try:

@@ -1,4 +1,6 @@
-"""Does every finished request get the receipt that says what became of its captures, whatever else goes wrong?"""
+"""Does every finished request get the receipt that says what became of its captures, whatever else
+goes wrong?
+"""
 
 import gc
 import logging
@@ -32,7 +34,14 @@ MEMORY_LIMIT = 4096
 class Desk:
     """A writer over a real outbox that no relay answers; the receipts are read as it gets them."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, threads: int = 1, into: ArtifactStore | None = None, **store: int):
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        threads: int = 1,
+        into: ArtifactStore | None = None,
+        **store: int,
+    ):
         self.store = into or open_store(folder / "captures")
         self.receipts: list[Receipt] = []
         self.outbox = Outbox(folder / "outbox", "w", 0, "tcp://127.0.0.1:9")
@@ -45,11 +54,29 @@ class Desk:
         monkeypatch.setattr(self.outbox, "append", appended)
         self.fail = False
         config = StoreConfig(self.store, "w.boot.0", **store)
-        self.writer = Writer(config, self.outbox, threads, MEMORY_LIMIT, fail_writes=lambda: self.fail)
+        self.writer = Writer(
+            config, self.outbox, threads, MEMORY_LIMIT, fail_writes=lambda: self.fail
+        )
 
-    def submit(self, *builds: Callable[[], FinishedCapture], request: int = 0, status: str = "ok") -> None:
+    def submit(
+        self, *builds: Callable[[], FinishedCapture], request: int = 0, status: str = "ok"
+    ) -> None:
         receipt = Receipt(
-            "1", "w", "boot", "job_x", request, 1, 0, 1, tp=0, pp=0, step=1, actions=0, checksum="0" * 16, status=status, message=""
+            "1",
+            "w",
+            "boot",
+            "job_x",
+            request,
+            1,
+            0,
+            1,
+            tp=0,
+            pp=0,
+            step=1,
+            actions=0,
+            checksum="0" * 16,
+            status=status,
+            message="",
         )
         self.writer.submit(WriteJob(receipt, builds, 100))
 
@@ -77,9 +104,15 @@ def broken() -> FinishedCapture:
 def test_a_receipt_says_ok_when_its_files_are_there(desk: Desk) -> None:
     desk.submit(capture())
     receipt = desk.close()[0]
-    assert (receipt.status, receipt.message, [(told.name, told.ok) for told in receipt.consumed]) == ("ok", "", [("filesystem", True)])
+    assert (
+        receipt.status,
+        receipt.message,
+        [(told.name, told.ok) for told in receipt.consumed],
+    ) == ("ok", "", [("filesystem", True)])
     assert [file.rows for file in receipt.files] == [6]
-    np.testing.assert_array_equal(CaptureReader(desk.store, "job_x").array(2), values("post_block", 2, [0, 1, 2]))
+    np.testing.assert_array_equal(
+        CaptureReader(desk.store, "job_x").array(2), values("post_block", 2, [0, 1, 2])
+    )
 
 
 def test_a_request_without_captures_is_reported_at_once(desk: Desk) -> None:
@@ -88,16 +121,23 @@ def test_a_request_without_captures_is_reported_at_once(desk: Desk) -> None:
     desk.close()
 
 
-def test_several_captures_go_each_to_its_own_consumers(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_captures_go_each_to_its_own_consumers(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    desk.submit(capture(consumers=["memory", "filesystem"], tag="mine"), capture(consumers=["logging"], tag="global", dtype="float32"))
+    desk.submit(
+        capture(consumers=["memory", "filesystem"], tag="mine"),
+        capture(consumers=["logging"], tag="global", dtype="float32"),
+    )
     receipt = desk.close()[0]
     assert receipt.status == "ok"
     assert [told.name for told in receipt.consumed] == ["memory", "filesystem", "logging"]
     assert [file.tag for file in receipt.files] == ["mine"]
     reader = CaptureReader.from_bytes(receipt.consumed[0].rows)
     np.testing.assert_array_equal(reader.array(3), values("post_block", 3, [0, 1, 2]))
-    (line,) = [record.getMessage() for record in caplog.records if "captured job=" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "captured job=" in record.getMessage()
+    ]
     first, last = np.linalg.norm(values("post_block", 2, [0, 2]), axis=1)
     assert "job=job_x request=0 tag=global pp=0 positions=3 hidden=5 dtype=float32" in line
     assert f"post_block.2 {first:.4g} … {last:.4g}" in line
@@ -105,9 +145,20 @@ def test_several_captures_go_each_to_its_own_consumers(desk: Desk, caplog: pytes
 
 def test_the_logging_consumer_defaults_to_stderr() -> None:
     """As in a rank's process: vLLM sets up its own loggers only."""
-    code = "from midstream.workers.runner.consumers import Logging; from capture_kit import finished; Logging().consume([finished()])"
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": paths})
+    code = (
+        "from midstream.workers.runner.consumers import Logging; from capture_kit "
+        "import finished; Logging().consume([finished()])"
+    )
+    paths = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     assert "INFO midstream.captures: captured job=job_x request=0" in done.stderr
 
 
@@ -116,13 +167,27 @@ def test_the_logging_consumer_defaults_to_stderr() -> None:
     ("build", "status", "said"),
     [
         (broken, "error", "failed: positions [3] were not recorded"),
-        (capture(positions=range(500), consumers=["memory", "logging"]), "error", "4096 (4 KiB, memory_limit_kib)"),
+        (
+            capture(positions=range(500), consumers=["memory", "logging"]),
+            "error",
+            "4096 (4 KiB, memory_limit_kib)",
+        ),
         (capture(consumers=["nobody"]), "error", "rank 0 has no such consumer"),
-        (capture(consumers=["filesystem", "nobody"]), "partial", "consumer nobody failed: rank 0 has no such consumer"),
-        (capture(positions=[0, 9], dropped=(4, 5)), "partial", "positions dropped under overload: 4, 5 (2 in total)"),
+        (
+            capture(consumers=["filesystem", "nobody"]),
+            "partial",
+            "consumer nobody failed: rank 0 has no such consumer",
+        ),
+        (
+            capture(positions=[0, 9], dropped=(4, 5)),
+            "partial",
+            "positions dropped under overload: 4, 5 (2 in total)",
+        ),
     ],
 )
-def test_failed_or_dropped_captures_are_never_ok(desk: Desk, build: Callable[[], FinishedCapture], status: str, said: str) -> None:
+def test_failed_or_dropped_captures_are_never_ok(
+    desk: Desk, build: Callable[[], FinishedCapture], status: str, said: str
+) -> None:
     desk.submit(build)
     receipt = desk.close()[0]
     assert receipt.status == status
@@ -145,13 +210,20 @@ def test_an_earlier_error_keeps_its_reason(desk: Desk) -> None:
 
 
 # field case 20
-def test_one_capture_that_fails_neither_fails_nor_holds_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_capture_that_fails_neither_fails_nor_holds_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = Desk(tmp_path, monkeypatch, threads=2)
     for request in range(40):
         bad = request % 5 == 2
-        desk.submit(*([capture(request=request), broken] if bad else [capture(request=request)]), request=request)
+        desk.submit(
+            *([capture(request=request), broken] if bad else [capture(request=request)]),
+            request=request,
+        )
     receipts = desk.close()
-    assert {request for request, receipt in receipts.items() if receipt.status == "error"} == set(range(2, 40, 5))
+    assert {request for request, receipt in receipts.items() if receipt.status == "error"} == set(
+        range(2, 40, 5)
+    )
     assert all(receipts[request].status == "ok" for request in range(40) if request % 5 != 2)
     assert CaptureReader(desk.store, "job_x").requests() == list(range(40))
 
@@ -190,7 +262,10 @@ def test_memory_captures_up_to_the_limit_are_returned(desk: Desk, dtype: str) ->
     """Neither the blob's header nor the manifest in it counts."""
     fit = MEMORY_LIMIT // memory_bytes(1, 2, HIDDEN, dtype)
     for positions in (fit, fit + 1):
-        desk.submit(capture(positions=range(positions), consumers=["memory"], dtype=dtype), request=positions)
+        desk.submit(
+            capture(positions=range(positions), consumers=["memory"], dtype=dtype),
+            request=positions,
+        )
     receipts = desk.close()
     assert (receipts[fit].status, receipts[fit + 1].status) == ("ok", "error")
     assert CaptureReader.from_bytes(receipts[fit].consumed[0].rows).positions() == list(range(fit))
@@ -270,12 +345,16 @@ filesystem = capture_plugin_of_the_tests:shadow
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package as pip leaves it: a module, and its entry points in a dist-info folder."""
+    """An installed package as pip leaves it: a module, and its entry points in a dist-info
+    folder.
+    """
     site = tmp_path / "site"
     info = site / "capture_plugin_of_the_tests-1.0.dist-info"
     info.mkdir(parents=True)
     (site / "capture_plugin_of_the_tests.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: capture-plugin-of-the-tests\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: capture-plugin-of-the-tests\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(site))
     installed.cache_clear()
@@ -284,21 +363,40 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("capture_plugin_of_the_tests", None)
 
 
-def test_consumers_of_installed_packages_are_found_and_broken_ones_left_out(plugin: None, caplog: pytest.LogCaptureFixture) -> None:
-    assert available() == ["filesystem", "memory", "logging", "altering", "careless", "counting", "leaving", "raising"]
+def test_consumers_of_installed_packages_are_found_and_broken_ones_left_out(
+    plugin: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert available() == [
+        "filesystem",
+        "memory",
+        "logging",
+        "altering",
+        "careless",
+        "counting",
+        "leaving",
+        "raising",
+    ]
     assert available() == available()
     told = [record.getMessage() for record in caplog.records]
     for name in ("unmakeable", "exiting", "missing", "nowhere", "filesystem"):
         assert len([line for line in told if f"capture consumer {name} " in line]) == 1
 
 
-def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_consumer_gets_the_captures_that_name_it(
+    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = Desk(tmp_path, monkeypatch)
     for request in range(5):
-        desk.submit(capture(request=request, consumers=["filesystem", "counting"]), capture(tag="other"), request=request)
+        desk.submit(
+            capture(request=request, consumers=["filesystem", "counting"]),
+            capture(tag="other"),
+            request=request,
+        )
     receipts = desk.close()
     seen = sys.modules["capture_plugin_of_the_tests"].SEEN  # type: ignore[attr-defined]
-    assert sorted(seen) == [(f"capture tag of job job_x request {request}", 6) for request in range(5)]
+    assert sorted(seen) == [
+        (f"capture tag of job job_x request {request}", 6) for request in range(5)
+    ]
     assert [receipts[request].status for request in range(5)] == ["ok", "ok", "ok", "partial", "ok"]
     assert "tag: consumer counting failed: unwanted" in receipts[3].message
     assert [(told.name, told.ok, told.message) for told in receipts[3].consumed] == [
@@ -306,7 +404,10 @@ def test_an_installed_consumer_gets_the_captures_that_name_it(plugin: None, tmp_
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "said"), [("raising", "an odd request"), ("careless", "NoneType"), ("leaving", "SystemExit")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("raising", "an odd request"), ("careless", "NoneType"), ("leaving", "SystemExit")],
+)
 def test_a_failing_consumer_does_not_affect_others(
     plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
 ) -> None:
@@ -338,16 +439,27 @@ def test_a_consumer_that_calls_exit_is_asked_again_the_next_time(plugin: None) -
 
 
 @pytest.mark.parametrize("reused", [False, True])
-def test_a_consumer_cannot_modify_anothers_capture(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool) -> None:
-    """Neither in what the others get, before or after it, nor in rows that serve a later request, too."""
-    store = {(hook, layer): bytearray(values(hook, layer, [0, 1, 2]).tobytes()) for hook, layer in (("post_block", 2), ("post_block", 3))}
+def test_a_consumer_cannot_modify_anothers_capture(
+    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
+) -> None:
+    """Neither in what the others get, before or after it, nor in rows that serve a later request,
+    too.
+    """
+    store = {
+        (hook, layer): bytearray(values(hook, layer, [0, 1, 2]).tobytes())
+        for hook, layer in (("post_block", 2), ("post_block", 3))
+    }
 
     before = {site: bytes(rows) for site, rows in store.items()}
     made: list[FinishedCapture] = []
 
     def build() -> FinishedCapture:
         kept = {"rows": lambda hook, layer: [memoryview(store[hook, layer])]} if reused else {}
-        made.append(finished(consumers=["altering", "counting", "memory", "filesystem"], dtype="float32", **kept))
+        made.append(
+            finished(
+                consumers=["altering", "counting", "memory", "filesystem"], dtype="float32", **kept
+            )
+        )
         return made[-1]
 
     desk = Desk(tmp_path, monkeypatch)
@@ -363,7 +475,9 @@ def test_a_consumer_cannot_modify_anothers_capture(plugin: None, tmp_path: Path,
     assert [rows for _, rows in sys.modules["capture_plugin_of_the_tests"].SEEN] == [6, 6]  # type: ignore[attr-defined]
 
 
-def test_built_in_consumers_take_precedence(plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_consumers_take_precedence(
+    plugin: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that rows are durable and on their way whatever an installed one does."""
     order: list[str] = []
     desk = Desk(tmp_path, monkeypatch)
@@ -406,7 +520,9 @@ def test_a_hung_consumer_is_skipped_until_it_answers() -> None:
     assert hanging.calls == 2
 
 
-def test_row_memory_is_freed_once_the_receipt_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_memory_is_freed_once_the_receipt_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk = Desk(tmp_path, monkeypatch)
     made: list[weakref.ref[FinishedCapture]] = []
 

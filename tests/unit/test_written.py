@@ -8,12 +8,18 @@ from midstream.broker.ledger.aof_barrier import Barrier
 from midstream.broker.ops.redis_availability import LossyRedis
 
 
-def told(size: int, held_back: int, base: int = 100, syncing: bool = True, status: str = "ok") -> dict[str, Any]:
+def told(
+    size: int, held_back: int, base: int = 100, syncing: bool = True, status: str = "ok"
+) -> dict[str, Any]:
     """`INFO persistence`, as much of it as matters here."""
     return {
-        "aof_enabled": 1, "aof_current_size": size, "aof_buffer_length": held_back, "aof_base_size": base,
-        "aof_pending_bio_fsync": int(syncing), "aof_last_write_status": status,
-    }  # fmt: skip
+        "aof_enabled": 1,
+        "aof_current_size": size,
+        "aof_buffer_length": held_back,
+        "aof_base_size": base,
+        "aof_pending_bio_fsync": int(syncing),
+        "aof_last_write_status": status,
+    }
 
 
 def test_without_a_log_the_barrier_passes_only_where_that_is_allowed() -> None:

@@ -29,7 +29,9 @@ def test_an_address_has_its_wrong_keys_of_each_minute(clock: list[float]) -> Non
         clock[0] += 61.0
 
 
-def test_the_addresses_that_are_remembered_are_bounded(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_addresses_that_are_remembered_are_bounded(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wrong_keys, "REMEMBERED", 10)
     wrong = WrongKeys()
     for number in range(100):
@@ -54,5 +56,8 @@ def test_addresses_of_one_client_are_counted_together(alike: tuple[str, str]) ->
 
 
 def test_addresses_of_several_clients_are_counted_apart() -> None:
-    names = [network_of(address) for address in ("192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1", "")]
+    names = [
+        network_of(address)
+        for address in ("192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8:0:1::1", "")
+    ]
     assert not any(one == other for one, other in itertools.combinations(names, 2))

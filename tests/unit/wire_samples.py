@@ -1,7 +1,8 @@
-"""One small and one full value of everything that our processes send each other or keep in Redis, the same on every machine.
+"""One small and one full value of everything that our processes send each other or keep in Redis,
+the same on every machine.
 
-`python tests/unit/wire_samples.py` writes `tests/data/wire.json` anew; bytes that change are kept there as those of a former version,
-which must stay readable.
+`python tests/unit/wire_samples.py` writes `tests/data/wire.json` anew; bytes that change are kept
+there as those of a former version, which must stay readable.
 """
 
 import json
@@ -18,7 +19,15 @@ from midstream.broker.receipts.frames import Hello, Kind, Refusal
 from midstream.schemas.base import to_json, to_msgpack
 from midstream.schemas.errors import Problem
 from midstream.schemas.handling import Callback
-from midstream.schemas.harvests import HarvestPlan, HarvestSource, PartFile, PartManifest, PlanFile, StoredHarvest, UnitEntry
+from midstream.schemas.harvests import (
+    HarvestPlan,
+    HarvestSource,
+    PartFile,
+    PartManifest,
+    PlanFile,
+    StoredHarvest,
+    UnitEntry,
+)
 from midstream.schemas.jobs import Event, Job, Output
 from midstream.schemas.keys import Key, Tenant
 from midstream.schemas.lens import TunedLens
@@ -39,15 +48,53 @@ from midstream.schemas.webhooks import DeliveryAttempt
 
 FILE = Path(__file__).parents[1] / "data" / "wire.json"
 
-#: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need not be named.
+#: What crosses a wire or lies in Redis, and how it is written there. What is inside of these need
+#: not be named.
 MSGPACK: tuple[Any, ...] = (
-    Receipt, LostRange, Hello, Refusal, Job, Output, RankSpec, Run, RunFiles, UnitRecord, Module, Proposal, GlobalSteering,
-    WorkerSteering, Tensor, TokenizerBundle, Key, Tenant, Lora, LensPart, FeaturesPart, ReaderPart, Probe, Sae,
-    TunedLens, StoredHarvest, UnitEntry, HarvestPlan, Session,
-)  # fmt: skip
+    Receipt,
+    LostRange,
+    Hello,
+    Refusal,
+    Job,
+    Output,
+    RankSpec,
+    Run,
+    RunFiles,
+    UnitRecord,
+    Module,
+    Proposal,
+    GlobalSteering,
+    WorkerSteering,
+    Tensor,
+    TokenizerBundle,
+    Key,
+    Tenant,
+    Lora,
+    LensPart,
+    FeaturesPart,
+    ReaderPart,
+    Probe,
+    Sae,
+    TunedLens,
+    StoredHarvest,
+    UnitEntry,
+    HarvestPlan,
+    Session,
+)
 JSON: tuple[Any, ...] = (
-    ModelInfo, WorkerInfo, Event, Problem, Callback, DeliveryAttempt, LoraUse, Out, PartFile, PlanFile, PartManifest, SweepRequest,
-)  # fmt: skip
+    ModelInfo,
+    WorkerInfo,
+    Event,
+    Problem,
+    Callback,
+    DeliveryAttempt,
+    LoraUse,
+    Out,
+    PartFile,
+    PlanFile,
+    PartManifest,
+    SweepRequest,
+)
 
 #: Where a value is bound by more than its type.
 CHOSEN: dict[tuple[str, str], Any] = {
@@ -79,7 +126,9 @@ TEXTS = {"name": "alpha", "tenant": "team", "id": "0123456789ab", "tag": "t", "s
 
 
 def full(kind: Any) -> Any:
-    """A value with every field set to something that is not its default, where its type has such a thing."""
+    """A value with every field set to something that is not its default, where its type has such a
+    thing.
+    """
     return _struct(kind, all_fields=True)
 
 
@@ -93,7 +142,11 @@ def _struct(kind: Any, all_fields: bool) -> Any:
     for field in shapes.type_info(kind).fields:  # type: ignore[union-attr]
         if field.required or all_fields:
             key = (kind.__name__, field.name)
-            values[field.name] = CHOSEN[key] if key in CHOSEN else _value(field.type, field.name, all_fields, field.default)
+            values[field.name] = (
+                CHOSEN[key]
+                if key in CHOSEN
+                else _value(field.type, field.name, all_fields, field.default)
+            )
     return kind(**values)
 
 
@@ -122,7 +175,11 @@ def _value(shape: Any, name: str, all_fields: bool, default: Any = msgspec.NODEF
         case shapes.TupleType():
             return tuple(_value(item, name, all_fields) for item in shape.item_types)
         case shapes.DictType():
-            return {_value(shape.key_type, "key", all_fields): _value(shape.value_type, name, all_fields)}
+            return {
+                _value(shape.key_type, "key", all_fields): _value(
+                    shape.value_type, name, all_fields
+                )
+            }
         case shapes.StructType():
             return _struct(shape.cls, all_fields)
         case shapes.UnionType():
@@ -134,14 +191,23 @@ def _value(shape: Any, name: str, all_fields: bool, default: Any = msgspec.NODEF
 
 def encoders() -> dict[str, tuple[Any, Callable[[Any], bytes]]]:
     """Name → what it is, and how it is written."""
-    return {kind.__name__: (kind, to_msgpack) for kind in MSGPACK} | {kind.__name__: (kind, to_json) for kind in JSON}
+    return {kind.__name__: (kind, to_msgpack) for kind in MSGPACK} | {
+        kind.__name__: (kind, to_json) for kind in JSON
+    }
 
 
 def written() -> dict[str, dict[str, str]]:
-    """What this version writes: name → {small, full}, as hex digits; of a frame, kind → its bytes."""
-    found = {name: {"small": encode(small(kind)).hex(), "full": encode(full(kind)).hex()} for name, (kind, encode) in encoders().items()}
+    """What this version writes: name → {small, full}, as hex digits; of a frame, kind → its
+    bytes.
+    """
+    found = {
+        name: {"small": encode(small(kind)).hex(), "full": encode(full(kind)).hex()}
+        for name, (kind, encode) in encoders().items()
+    }
     epoch = "0123456789abcdef" * 2
-    return found | {"Frame": {kind.name: frames.pack(kind, epoch, 7, b"payload").hex() for kind in Kind}}
+    return found | {
+        "Frame": {kind.name: frames.pack(kind, epoch, 7, b"payload").hex() for kind in Kind}
+    }
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Tiny configs of any class of transformers: its own config class, with the sizes that `SIZES` says for each field it has.
+"""Tiny configs of any class of transformers: its own config class, with the sizes that `SIZES` says
+for each field it has.
 
 What no rule by field name says is an entry of `OWN`.
 """
@@ -129,8 +130,17 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": 1,
 }
 #: Null in a fresh config, and set in every released one; other nulls mean something.
-FILLED = frozenset({"head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"})
-#: Parts of the names of parameters that are made smaller: attention without a scale, or a sharp one, multiplies every rounding.
+FILLED = frozenset(
+    {
+        "head_dim",
+        "num_key_value_heads",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+    }
+)
+#: Parts of the names of parameters that are made smaller: attention without a scale, or a sharp
+#: one, multiplies every rounding.
 TAMED: Mapping[str, Mapping[str, float]] = {
     "Glm4MoeLiteForCausalLM": {"q_b_proj": 0.3},
     "Gemma4ForCausalLM": {"q_norm": 0.3},
@@ -177,26 +187,56 @@ def rope(sections: list[int], share: float = 1.0, **more: Any) -> dict[str, Any]
     return {"rope_parameters": rope | ({"partial_rotary_factor": share} if share != 1 else {})}
 
 
-#: vLLM's CPU experts take the router's weight on their input for one expert only; positions say which layers attend in chunks.
-_LLAMA4: dict[str, Any] = {"num_experts_per_tok": 1, "layer_types": ["chunked_attention"] * 3 + ["full_attention"]}
-#: As released models with latent attention have it. Plain rotary positions are wrong in vLLM's CPU kernel: see `fidelity`.
+#: vLLM's CPU experts take the router's weight on their input for one expert only; positions say
+#: which layers attend in chunks.
+_LLAMA4: dict[str, Any] = {
+    "num_experts_per_tok": 1,
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+}
+#: As released models with latent attention have it. Plain rotary positions are wrong in vLLM's CPU
+#: kernel: see `fidelity`.
 YARN: dict[str, Any] = {
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32.0,
-        "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
     }
-}  # fmt: skip
-#: Architecture → fields of its text config that no rule gives right, with the reason beside them; None takes the field out.
+}
+#: Architecture → fields of its text config that no rule gives right, with the reason beside them;
+#: None takes the field out.
 OWN: Mapping[str, Mapping[str, Any]] = {
     # vLLM reads fields of the released configs that transformers' class does not have.
-    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "AfmoeForCausalLM": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "Glm4MoeForCausalLM": {"head_dim": 32},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1, **YARN},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "route_norm": True, "expert_hidden_dim": 96, "qk_norm": True},
+    "HYV3ForCausalLM": {
+        "first_k_dense_replace": 1,
+        "route_norm": True,
+        "expert_hidden_dim": 96,
+        "qk_norm": True,
+    },
     "PhiMoEForCausalLM": {"attention_bias": True},
-    "Lfm2ForCausalLM": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention"] * 2},
+    "Lfm2ForCausalLM": {
+        "block_dim": HIDDEN,
+        "conv_dim": HIDDEN,
+        "layer_types": ["conv", "full_attention"] * 2,
+    },
     "MiniMaxM2ForCausalLM": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "LongcatFlashForCausalLM": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
     "Llama4ForCausalLM": _LLAMA4,
     "Llama4ForConditionalGeneration": _LLAMA4,
     # Sizes that vLLM derives in another way.
@@ -205,7 +245,10 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     # Fresh configs have none.
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     # vLLM has experts without a gate on GPUs only.
-    "NemotronHForCausalLM": {"time_step_min": 1e-8, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "NemotronHForCausalLM": {
+        "time_step_min": 1e-8,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    },
     # transformers normalises all groups at once.
     "Mamba2ForCausalLM": {"n_groups": 1},
     "HrmTextForCausalLM": {"num_layers_per_stack": 2, "H_cycles": 1, "L_cycles": 1},
@@ -214,12 +257,23 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "Cohere2MoeForCausalLM": {"sliding_window": 4096},
     "Cohere2VisionForConditionalGeneration": {"sliding_window": 4096},
     # vLLM computes it without latent attention, so that any rank does.
-    "MiniCPM3ForCausalLM": {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "qk_head_dim": 64, "head_dim": 32},
+    "MiniCPM3ForCausalLM": {
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "qk_head_dim": 64,
+        "head_dim": 32,
+    },
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1, **YARN},
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **YARN},
     "AXK1ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", **YARN},
     "Glm4vForConditionalGeneration": {**rope([2, 3, 3], 0.5), "attention_bias": True},
-    "Glm4vMoeForConditionalGeneration": {**rope([2, 1, 1], 0.25), "head_dim": 32, "attention_bias": True, "use_qk_norm": False},
+    "Glm4vMoeForConditionalGeneration": {
+        **rope([2, 1, 1], 0.25),
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": False,
+    },
     "Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True},
     "GlmOcrForConditionalGeneration": rope([4, 6, 6]),
     "PaddleOCRVLForConditionalGeneration": rope([4, 6, 6]),
@@ -257,7 +311,9 @@ def has_class(architecture: str) -> bool:
 def tiny_config(architecture: str, **more: Any) -> PretrainedConfig:
     """transformers' config of that class, tiny. `more`: fields of its text config."""
     kind = model_class(architecture).config_class
-    config = kind(**shrunk(kind(), {**OWN.get(architecture, {}), **more}, True), architectures=[architecture])
+    config = kind(
+        **shrunk(kind(), {**OWN.get(architecture, {}), **more}, True), architectures=[architecture]
+    )
     return config
 
 
@@ -265,18 +321,27 @@ def shrunk(config: PretrainedConfig, own: Mapping[str, Any], text: bool) -> dict
     """The arguments of the config class."""
     given: dict[str, Any] = {}
     text_config = config.get_text_config() if text else None
-    nested = {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}
+    nested = {
+        name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)
+    }
     if text and getattr(config, "vision_config", 1) is None:  # vLLM's class needs one
         nested["vision_config"] = config.sub_configs["vision_config"]()
     for name, value in nested.items():
         if name.startswith("_"):
             continue
         holds = text and (value is text_config or value.get_text_config() is text_config)
-        given[name] = {**shrunk(value, own if holds else {}, holds), **({"model_type": value.model_type} if value.model_type else {})}
+        given[name] = {
+            **shrunk(value, own if holds else {}, holds),
+            **({"model_type": value.model_type} if value.model_type else {}),
+        }
     if text_config is not config and text:
         return given | _token_ids(config)
     if not text:
-        return given | {name: value for name, value in ENCODER.items() if getattr(config, name, None) is not None and name not in given}
+        return given | {
+            name: value
+            for name, value in ENCODER.items()
+            if getattr(config, name, None) is not None and name not in given
+        }
     return given | _text(config, nested) | dict(own)
 
 
@@ -285,18 +350,44 @@ ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 def _token_ids(config: PretrainedConfig) -> dict[str, Any]:
     """Ids outside the vocabulary are moved to its end."""
-    names = [name for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)]
-    return {name: VOCABULARY - 1 - place for place, name in enumerate(sorted(names)) if name not in ENDS}
+    names = [
+        name
+        for name, value in config.to_dict().items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    ]
+    return {
+        name: VOCABULARY - 1 - place for place, name in enumerate(sorted(names)) if name not in ENDS
+    }
 
 
 def _text(config: PretrainedConfig, nested: Mapping[str, Any]) -> dict[str, Any]:
     fields = {**config.to_dict()}
     own_head = fields.get("head_dim") is not None or fields.get("qk_nope_head_dim") is not None
-    heads = {name: 4 if own_head else 2 for name in ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")}
-    heads |= {name: 2 if own_head else 1 for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")}
+    heads = {
+        name: 4 if own_head else 2
+        for name in (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "swa_num_attention_heads",
+        )
+    }
+    heads |= {
+        name: 2 if own_head else 1
+        for name in (
+            "num_key_value_heads",
+            "num_kv_heads",
+            "swa_num_key_value_heads",
+            "num_query_groups",
+        )
+    }
     if fields.get("kv_lora_rank") is not None:
-        heads |= {"num_key_value_heads": 4, "head_dim": SIZES["qk_rope_head_dim"]}  # of what is rotated
-    given = {name: 0 for name in ("bos_token_id", "pad_token_id") if isinstance(fields.get(name), int)} | {
+        # of what is rotated
+        heads |= {"num_key_value_heads": 4, "head_dim": SIZES["qk_rope_head_dim"]}
+    given = {
+        name: 0 for name in ("bos_token_id", "pad_token_id") if isinstance(fields.get(name), int)
+    } | {
         name: value
         for name, value in {**SIZES, **heads}.items()
         if name in fields and name not in nested and (fields[name] is not None or name in FILLED)
@@ -304,11 +395,18 @@ def _text(config: PretrainedConfig, nested: Mapping[str, Any]) -> dict[str, Any]
     for name, value in fields.items():
         if (name.endswith("_types") and isinstance(value, list)) or name == "layers_block_type":
             given[name] = _mixed(value, name)
-    if fields.get("num_hidden_layers") is None and "num_hidden_layers" not in given and "num_layers" in fields:
+    if (
+        fields.get("num_hidden_layers") is None
+        and "num_hidden_layers" not in given
+        and "num_layers" in fields
+    ):
         given["num_layers"] = 2
     rope = fields.get("rope_parameters") or {}
     if sections := rope.get("mrope_section"):
-        given["rope_parameters"] = {**rope, "mrope_section": _sections(sections, rope.get("partial_rotary_factor", 1.0))}
+        given["rope_parameters"] = {
+            **rope,
+            "mrope_section": _sections(sections, rope.get("partial_rotary_factor", 1.0)),
+        }
     return given | {name: value for name, value in _token_ids(config).items() if name not in given}
 
 
@@ -320,7 +418,9 @@ def _sections(sections: list[int], share: float) -> list[int]:
 
 
 def _mixed(types: list[str], name: str) -> list[str]:
-    """`LAYERS` layers with every kind of the list among them, the commoner kind first; a dense layer comes once."""
+    """`LAYERS` layers with every kind of the list among them, the commoner kind first; a dense
+    layer comes once.
+    """
     kinds = list(dict.fromkeys(types))
     if name == "mlp_layer_types" and set(kinds) == {"dense", "sparse"}:
         return ["dense", *["sparse"] * (LAYERS - 1)]
@@ -330,6 +430,16 @@ def _mixed(types: list[str], name: str) -> list[str]:
 
 
 def checkpoint(architecture: str, path: Path, **more: Any) -> Path:
-    """Write a tiny checkpoint of that class to `path`, unless it is there; returns `path`. `more`: fields of its text config."""
+    """Write a tiny checkpoint of that class to `path`, unless it is there; returns `path`.
+
+    `more`: fields of its text config.
+    """
     seed = zlib.crc32(architecture.encode())
-    return write(path, model_class(architecture), tiny_config(architecture, **more), architecture, seed, TAMED.get(architecture, {}))
+    return write(
+        path,
+        model_class(architecture),
+        tiny_config(architecture, **more),
+        architecture,
+        seed,
+        TAMED.get(architecture, {}),
+    )

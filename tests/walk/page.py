@@ -38,17 +38,28 @@ def _lines(results: Mapping[str, Result]) -> Iterable[str]:
         outcome: [result for result in results.values() if result.outcome == outcome]
         for outcome in ("served", "laws", "differs", "refused", "not made")
     }
-    versions = Counter((result.vllm, result.transformers) for result in results.values()).most_common()
-    shown = "; ".join(f"{count} with vLLM {vllm} and transformers {transformers}" for (vllm, transformers), count in versions)
+    versions = Counter(
+        (result.vllm, result.transformers) for result in results.values()
+    ).most_common()
+    shown = "; ".join(
+        f"{count} with vLLM {vllm} and transformers {transformers}"
+        for (vllm, transformers), count in versions
+    )
     yield f"{len(results)} classes tried: {shown}."
     count = len(distinct(of["served"]))
-    yield f"{len(of['served'])} are served with rows equal to transformers': {count} distinct classes of vLLM and its backend."
+    yield (
+        f"{len(of['served'])} are served with rows equal to transformers': {count} "
+        "distinct classes of vLLM and its backend."
+    )
     yield from ("", "## Served, equal to transformers", "", *HEAD)
     yield from map(_served, of["served"])
     yield from ("", "## Served, proven by their laws alone", "")
     yield (
-        f"transformers has no class for {len(of['laws']) + sum(result.alone for result in of['refused'])} names of the registry, and so "
-        f"nothing to compare with. {len(of['laws'])} of them are served: {len(distinct(of['laws']))} distinct classes."
+        "transformers has no class for "
+        f"{len(of['laws']) + sum(result.alone for result in of['refused'])} names of "
+        "the registry, and so "
+        f"nothing to compare with. {len(of['laws'])} of them are served: "
+        f"{len(distinct(of['laws']))} distinct classes."
     )
     yield from ("", *HEAD, *map(_served, of["laws"]))
     yield from ("", "The others of these names are refused:", "", *REASONS)
@@ -73,13 +84,27 @@ def _served(result: Result) -> str:
         *([result.note] if result.note else []),
         *([f"config: {config_class(result.name)}"] if result.alone else []),
     ]
-    figure = "" if result.figure is None else f"{result.figure:.1e}" if result.dtype == "float32" else f"{result.figure:.2f} (bf16)"
-    return f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | {result.laws or ''} | {_cell('; '.join(notes))} |"
+    figure = (
+        ""
+        if result.figure is None
+        else f"{result.figure:.1e}"
+        if result.dtype == "float32"
+        else f"{result.figure:.2f} (bf16)"
+    )
+    return (
+        f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | "
+        f"{result.laws or ''} | {_cell('; '.join(notes))} |"
+    )
 
 
 def _cell(text: str, known: bool = True, alone: bool = False) -> str:
     """The reason in our words, or without the names of Python's exceptions."""
     shown = (known and in_our_words(text, alone)) or re.sub(
-        r"^([\w.]*(Error|Exception|Uncertified): |the engine did not start: |model: (\w+: )?)+", "", text
+        (
+            r"^([\w.]*(Error|Exception|Uncertified): |the engine did not start: |model: "
+            r"(\w+: )?)+"
+        ),
+        "",
+        text,
     )
     return shown.replace("|", "\\|").replace("\n", " ")

@@ -36,10 +36,17 @@ def middle(client: Client) -> int:
 def prepare(client: Client) -> None:
     """The module `sea` of the README, and a probe of the same texts."""
     layer = middle(client)
-    job = client.run(prompts=SEA + LAND, model=client.models()[0], max_tokens=1, capture={"layers": layer, "positions": "all_prompt"})
+    job = client.run(
+        prompts=SEA + LAND,
+        model=client.models()[0],
+        max_tokens=1,
+        capture={"layers": layer, "positions": "all_prompt"},
+    )
     rows = client.capture(job.id)
     means = [rows.array(layer, request=number)[1:].mean(0) for number in range(4)]
-    client.register_module("sea", [{"layers": layer, "vector": (means[0] + means[1] - means[2] - means[3]) / 2}])
+    client.register_module(
+        "sea", [{"layers": layer, "vector": (means[0] + means[1] - means[2] - means[3]) / 2}]
+    )
     texts = [row for number in range(4) for row in rows.array(layer, request=number)[1:]]
     labels = [int(number < 2) for number in range(4) for _ in rows.array(layer, request=number)[1:]]
     client.register_probe("water", fit(texts, labels), layer=layer, labels=["water"])
@@ -58,7 +65,9 @@ def playground(page: Page) -> None:
     page.get_by_role("button", name="Run").click()
     for title in ("Baseline", "Steered"):
         expect(page.get_by_role("region", name=title)).to_contain_text("finished")
-        expect(page.get_by_role("region", name=title).get_by_role("group", name="prompt")).to_be_visible()
+        expect(
+            page.get_by_role("region", name=title).get_by_role("group", name="prompt")
+        ).to_be_visible()
 
 
 def form(page: Page) -> None:
@@ -111,7 +120,11 @@ SHOTS = {
 
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        up = Up(Path(folder) / "data", engine=os.environ.get("MIDSTREAM_ENGINE", "vllm"), model_name=None)
+        up = Up(
+            Path(folder) / "data",
+            engine=os.environ.get("MIDSTREAM_ENGINE", "vllm"),
+            model_name=None,
+        )
         try:
             url = up.ready(600.0)
             with Client(url) as client:
@@ -121,13 +134,18 @@ def main(names: list[str]) -> None:
             for name, shot in SHOTS.items():
                 if names and name not in names:
                     continue
-                page = browser.new_page(viewport={"width": shot.size[0], "height": shot.size[1]}, color_scheme=shot.scheme)
+                page = browser.new_page(
+                    viewport={"width": shot.size[0], "height": shot.size[1]},
+                    color_scheme=shot.scheme,
+                )
                 page.goto(f"{url}/#/{shot.view}")
                 expect(page.get_by_text("1 of 1 healthy")).to_be_visible()
                 shot.do(page)
                 time.sleep(1)  # the feed's next event
                 taken = Image.open(io.BytesIO(page.screenshot(full_page=shot.whole))).convert("RGB")
-                taken.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(IMAGES / f"{name}.png", optimize=True)
+                taken.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+                    IMAGES / f"{name}.png", optimize=True
+                )
                 page.close()
         finally:
             up.close()

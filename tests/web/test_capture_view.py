@@ -18,12 +18,18 @@ PROMPT = "the sky is"
 
 @pytest.fixture(scope="module")
 def shown(site: Site) -> str:
-    """A finished capture of two prompts at two hooks, of which the module `sea` has a vector at layers 1 and 2."""
+    """A finished capture of two prompts at two hooks, of which the module `sea` has a vector at
+    layers 1 and 2.
+    """
     module(site.alice, "sea", [1, 2])
     job = site.alice.submit(
         (PROMPT, "hello"),
         sampling={"max_tokens": 4},
-        capture={"hooks": {"post_block": "all", "pre_attn": [1]}, "positions": "all", "tag": "mine"},
+        capture={
+            "hooks": {"post_block": "all", "pre_attn": [1]},
+            "positions": "all",
+            "tag": "mine",
+        },
     )
     site.alice.wait(job)
     return job
@@ -52,11 +58,15 @@ def test_a_capture_is_run_from_the_form_and_shown(site: Site, visit: Visit) -> N
     visit.log_in(site.alice, "capture")
     page = visit.page
     sent: list[str] = []
-    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.on(
+        "request", lambda request: sent.append(request.url) if request.method == "POST" else None
+    )
     page.get_by_label("Prompt").fill(PROMPT)
     expect(page.get_by_label("post_block")).to_be_checked()
     with held(site):
-        page.get_by_role("button", name="Capture", exact=True).evaluate("button => (button.click(), button.click(), null)")
+        page.get_by_role("button", name="Capture", exact=True).evaluate(
+            "button => (button.click(), button.click(), null)"
+        )
         expect(page.get_by_role("status").filter(has_text="The job is")).to_be_visible()
     expect(chip(visit, 0)).to_have_text("t")
     job = re.search(r"job_\w+", page.url)
@@ -67,7 +77,9 @@ def test_a_capture_is_run_from_the_form_and_shown(site: Site, visit: Visit) -> N
     assert sent == [f"{site.url}/v1/jobs"], "a double click sends once"
 
 
-def test_keys_and_the_slider_move_over_tokens_and_layers(site: Site, visit: Visit, shown: str) -> None:
+def test_keys_and_the_slider_move_over_tokens_and_layers(
+    site: Site, visit: Visit, shown: str
+) -> None:
     visit.log_in(site.alice, f"capture/{shown}")
     norms = site.alice.get(f"/v1/captures/{shown}/norms")["norms"]
     group = visit.page.get_by_role("group", name="norm by token and layer")
@@ -94,7 +106,9 @@ def test_the_table_has_the_numbers_of_the_api(site: Site, visit: Visit, shown: s
     rows = visit.page.locator(".plain tbody tr")
     expect(rows).to_have_count(len(found["positions"]))
     cells = rows.nth(3).locator("td").all_inner_texts()
-    assert [float(cell) for cell in cells[1:]] == [float(rounded(layer[3])) for layer in found["norms"]]
+    assert [float(cell) for cell in cells[1:]] == [
+        float(rounded(layer[3])) for layer in found["norms"]
+    ]
     visit.check_accessible()
 
 
@@ -114,7 +128,9 @@ def test_tokens_are_coloured_by_cosine_to_a_module(site: Site, visit: Visit, sho
     visit.check_accessible()
 
 
-def test_prompts_and_hooks_are_chosen_and_downloaded(site: Site, visit: Visit, shown: str, tmp_path: Path) -> None:
+def test_prompts_and_hooks_are_chosen_and_downloaded(
+    site: Site, visit: Visit, shown: str, tmp_path: Path
+) -> None:
     visit.log_in(site.alice, f"capture/{shown}")
     page = visit.page
     page.get_by_label("Prompt").select_option("1")
@@ -129,7 +145,9 @@ def test_prompts_and_hooks_are_chosen_and_downloaded(site: Site, visit: Visit, s
         page.get_by_role("link", name="These numbers").click()
     begun.value.save_as(tmp_path / "norms.json")
     numbers: dict[str, Any] = json.loads((tmp_path / "norms.json").read_text())
-    np.testing.assert_array_equal(np.array(numbers["norms"][0], np.float32), np.linalg.norm(rows["pre_attn.1"], axis=1))
+    np.testing.assert_array_equal(
+        np.array(numbers["norms"][0], np.float32), np.linalg.norm(rows["pre_attn.1"], axis=1)
+    )
     page.get_by_text("Files", exact=True).click()
     names = [file["name"] for file in site.alice.get(f"/v1/captures/{shown}")["files"]]
     for name in names:
@@ -138,9 +156,15 @@ def test_prompts_and_hooks_are_chosen_and_downloaded(site: Site, visit: Visit, s
 
 @pytest.mark.parametrize(
     ("label", "text", "expected"),
-    [("Layers", "0-9", "layer"), ("Tokens to generate", "100000", "limit of 4096"), ("Tag", "a/b", "pattern")],
+    [
+        ("Layers", "0-9", "layer"),
+        ("Tokens to generate", "100000", "limit of 4096"),
+        ("Tag", "a/b", "pattern"),
+    ],
 )
-def test_an_error_of_the_capture_form_is_at_its_field(site: Site, visit: Visit, label: str, text: str, expected: str) -> None:
+def test_an_error_of_the_capture_form_is_at_its_field(
+    site: Site, visit: Visit, label: str, text: str, expected: str
+) -> None:
     visit.allow("400")
     visit.log_in(site.alice, "capture")
     visit.page.get_by_label(label).fill(text)
@@ -177,7 +201,10 @@ def test_a_cancelled_capture_ends_the_wait(site: Site, visit: Visit) -> None:
     visit.allow("404|409|410")
     with held(site):
         job = site.alice.submit(capture={"layers": "all"})
-        until(lambda: site.alice.get(f"/v1/jobs/{job}")["state"] == "running" or None, "the job to run")
+        until(
+            lambda: site.alice.get(f"/v1/jobs/{job}")["state"] == "running" or None,
+            "the job to run",
+        )
         visit.log_in(site.alice, f"capture/{job}")
         expect(visit.page.get_by_text("The job is running …")).to_be_visible()
         site.alice.post(f"/v1/jobs/{job}/cancel")
@@ -185,7 +212,9 @@ def test_a_cancelled_capture_ends_the_wait(site: Site, visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_capture_view_fits_a_phone_and_is_accessible(browser: Browser, site: Site, shown: str, scheme: str) -> None:
+def test_the_capture_view_fits_a_phone_and_is_accessible(
+    browser: Browser, site: Site, shown: str, scheme: str
+) -> None:
     with visiting(browser, site.url, NARROW, scheme) as visit:
         visit.log_in(site.alice, "capture")
         expect(visit.page.get_by_role("link", name=shown)).to_be_visible()

@@ -1,4 +1,6 @@
-"""Does the playground show what the API answers: two streams at once, steered by sliders, coloured, stopped, copied?"""
+"""Does the playground show what the API answers: two streams at once, steered by sliders, coloured,
+stopped, copied?
+"""
 
 import base64
 import json
@@ -23,11 +25,18 @@ PATHS = re.compile(r"/v1/(chat/)?completions$")
 
 def tensor(*rows: list[float]) -> dict[str, Any]:
     values = np.array(rows if len(rows) > 1 else rows[0], "<f4")
-    return {"dtype": "float32", "shape": list(values.shape), "data": base64.b64encode(values.tobytes()).decode()}
+    return {
+        "dtype": "float32",
+        "shape": list(values.shape),
+        "data": base64.b64encode(values.tobytes()).decode(),
+    }
 
 
 def module(user: User, name: str, layers: list[int] | None = None) -> None:
-    entry = {"layers": layers or [2], "vector": tensor([float(len(name) + n) for n in range(HIDDEN)])}
+    entry = {
+        "layers": layers or [2],
+        "vector": tensor([float(len(name) + n) for n in range(HIDDEN)]),
+    }
     user.http.put(f"/v1/steering/modules/{name}", json={"steering": [entry]}).raise_for_status()
 
 
@@ -35,7 +44,11 @@ def module(user: User, name: str, layers: list[int] | None = None) -> None:
 def _registered(site: Site) -> None:
     module(site.alice, "sea")
     module(site.alice, "land", [1, 3])
-    body = {"weight": tensor([1.0] * HIDDEN, [2.0] * HIDDEN), "layer": 3, "labels": ["calm", "angry"]}
+    body = {
+        "weight": tensor([1.0] * HIDDEN, [2.0] * HIDDEN),
+        "layer": 3,
+        "labels": ["calm", "angry"],
+    }
     site.operator.http.put("/v1/probes/tone", json=body).raise_for_status()
 
 
@@ -50,7 +63,9 @@ def add(page: Page, name: str, scale: float) -> None:
     page.get_by_role("button", name=f"Add {name}", exact=True).click()
     page.get_by_label(f"Scale of {name}, as a number").fill(str(scale))
     page.get_by_label(f"Scale of {name}, as a number").press("Tab")
-    expect(page.locator("pre[data-code]")).to_contain_text(f'{{"module": "{name}", "scale": {scale:g}}}')
+    expect(page.locator("pre[data-code]")).to_contain_text(
+        f'{{"module": "{name}", "scale": {scale:g}}}'
+    )
 
 
 def pane(page: Page, title: str) -> Locator:
@@ -74,22 +89,31 @@ def job_of(page: Page, title: str) -> str:
 def said(page: Page, title: str, text: str) -> None:
     """Wait until a side has said exactly this, blanks and line ends too."""
     page.wait_for_function(
-        "([side, text]) => document.querySelector(`[data-side=${side}]`)?.textContent === text", arg=[title.lower(), text]
+        ("([side, text]) => document.querySelector(`[data-side=${side}]`)?.textContent === text"),
+        arg=[title.lower(), text],
     )
 
 
 def answer(site: Site, **body: Any) -> str:
-    return str(site.alice.post("/v1/completions", **{**FIELDS, "prompt": PROMPT, **body})["choices"][0]["text"])
+    return str(
+        site.alice.post("/v1/completions", **{**FIELDS, "prompt": PROMPT, **body})["choices"][0][
+            "text"
+        ]
+    )
 
 
 def sent(visit: Visit) -> list[dict[str, Any]]:
     """Bodies of the completions that the page asks for from now on."""
     found: list[dict[str, Any]] = []
-    visit.page.on("request", lambda request: found.append(request.post_data_json) if PATHS.search(request.url) else None)
+    visit.page.on(
+        "request",
+        lambda request: found.append(request.post_data_json) if PATHS.search(request.url) else None,
+    )
     return found
 
 
-# --- Two streams ----------------------------------------------------------------------------------------------------------------------
+# --- Two streams
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke
@@ -98,7 +122,9 @@ def test_the_baseline_and_the_steered_stream_run_side_by_side(site: Site, visit:
     bodies = sent(visit)
     add(page, "sea", 2.5)
     with held(site):
-        page.get_by_role("button", name="Run").evaluate("button => (button.click(), button.click(), null)")
+        page.get_by_role("button", name="Run").evaluate(
+            "button => (button.click(), button.click(), null)"
+        )
         for title in ("Baseline", "Steered"):
             expect(pane(page, title)).to_contain_text("generating …")
         site.let(8)
@@ -108,7 +134,10 @@ def test_the_baseline_and_the_steered_stream_run_side_by_side(site: Site, visit:
     for title, steering in (("Baseline", []), ("Steered", [{"module": "sea", "scale": 2.5}])):
         expect(pane(page, title)).to_contain_text("finished: length, 12 tokens")
         said(page, title, answer(site, steering=steering))
-    assert [body.get("steering", []) for body in bodies] == [[], [{"module": "sea", "scale": 2.5}]], "a double click sends once"
+    assert [body.get("steering", []) for body in bodies] == [
+        [],
+        [{"module": "sea", "scale": 2.5}],
+    ], "a double click sends once"
     visit.check_accessible()
 
 
@@ -119,7 +148,10 @@ def test_sliders_set_the_scales_of_several_modules(site: Site, visit: Visit) -> 
     add(page, "land", 7.5)
     bodies = sent(visit)
     run(page)
-    assert bodies[1]["steering"] == [{"module": "sea", "scale": -3}, {"module": "land", "scale": 7.5}]
+    assert bodies[1]["steering"] == [
+        {"module": "sea", "scale": -3},
+        {"module": "land", "scale": 7.5},
+    ]
     said(page, "Steered", answer(site, steering=bodies[1]["steering"]))
     page.get_by_role("button", name="Remove land").click()
     page.get_by_label("Scale of sea", exact=True).fill("0")
@@ -136,7 +168,9 @@ def test_a_chat_has_the_systems_message_and_the_users(site: Site, visit: Visit) 
     run(page)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPT}]
     for title, steering in (("Baseline", []), ("Steered", [{"module": "sea", "scale": 2}])):
-        found = site.alice.post("/v1/chat/completions", **FIELDS, messages=messages, steering=steering)
+        found = site.alice.post(
+            "/v1/chat/completions", **FIELDS, messages=messages, steering=steering
+        )
         said(page, title, found["choices"][0]["message"]["content"])
 
 
@@ -151,7 +185,9 @@ def test_numbers_are_typed_a_key_at_a_time(site: Site, visit: Visit) -> None:
     bodies = sent(visit)
     page.get_by_role("button", name="Run").click()
     visit.until(lambda: len(bodies) == 2, "both requests")
-    assert [(body["max_tokens"], body["temperature"], body["seed"]) for body in bodies] == [(64, 0.75, 9007199254740991)] * 2
+    assert [(body["max_tokens"], body["temperature"], body["seed"]) for body in bodies] == [
+        (64, 0.75, 9007199254740991)
+    ] * 2
 
 
 def test_more_modules_than_fit_are_searched(site: Site, visit: Visit) -> None:
@@ -174,13 +210,21 @@ def test_more_modules_than_fit_are_searched(site: Site, visit: Visit) -> None:
     expect(page.get_by_role("button", name="Add sea")).to_have_count(0)  # it is another tenant's
 
 
-# --- Colours --------------------------------------------------------------------------------------------------------------------------
+# --- Colours
+# --------------------------------------------------------------------------------------------------
 
 
 def values(page: Page, title: str) -> dict[int, float | None]:
     """Position → what the chip says."""
-    chips = pane(page, title).locator(".chip").evaluate_all("chips => chips.map(chip => [chip.dataset.position, chip.title])")
-    return {int(position): None if said.endswith("none") else float(said.rpartition(": ")[2]) for position, said in chips}
+    chips = (
+        pane(page, title)
+        .locator(".chip")
+        .evaluate_all("chips => chips.map(chip => [chip.dataset.position, chip.title])")
+    )
+    return {
+        int(position): None if said.endswith("none") else float(said.rpartition(": ")[2])
+        for position, said in chips
+    }
 
 
 def test_tokens_are_coloured_by_a_probe_while_they_come(site: Site, visit: Visit) -> None:
@@ -200,8 +244,12 @@ def test_tokens_are_coloured_by_a_probe_while_they_come(site: Site, visit: Visit
         expect(pane(page, title).locator(".chip")).to_have_count(first + TOKENS)
         found = values(page, title)
         last = first + TOKENS - 1
-        assert found == {**{position: position + 1 for position in range(last)}, last: None}, "the last token is never fed back"
-        words = pane(page, title).get_by_role("group", name="output").locator(".chip").all_inner_texts()
+        assert found == {**{position: position + 1 for position in range(last)}, last: None}, (
+            "the last token is never fed back"
+        )
+        words = (
+            pane(page, title).get_by_role("group", name="output").locator(".chip").all_inner_texts()
+        )
         steering = [{"module": "sea", "scale": 2}] if title == "Steered" else []
         assert "".join(words).replace("·", " ") == answer(site, steering=steering)
     page.get_by_label("show values").check()
@@ -216,19 +264,28 @@ def test_tokens_are_coloured_by_their_projection_on_a_module(site: Site, visit: 
     bodies = sent(visit)
     run(page)
     expect(pane(page, "Steered").locator(".chip")).to_have_count(len(PROMPT) + TOKENS)
-    again = site.alice.post("/v1/completions", **{key: value for key, value in bodies[1].items() if not key.startswith("stream")})
+    again = site.alice.post(
+        "/v1/completions",
+        **{key: value for key, value in bodies[1].items() if not key.startswith("stream")},
+    )
     norms = site.alice.get(f"/v1/captures/{again['id']}/norms", module="land")
-    expected = [float(f"{norm * cosine:.4g}") for norm, cosine in zip(norms["norms"][0], norms["cosines"][0], strict=True)]
+    expected = [
+        float(f"{norm * cosine:.4g}")
+        for norm, cosine in zip(norms["norms"][0], norms["cosines"][0], strict=True)
+    ]
     found = list(values(page, "Steered").values())
     assert found[:-1] == pytest.approx(expected, rel=1e-3)
     assert found[-1] is None
     assert bodies[1]["capture"]["hooks"] == {"post_block": [3]}
     job = job_of(page, "Steered")
-    assert site.alice.http.get(f"/v1/captures/{job}").status_code == 410, "rows that were for the colours alone are deleted"
+    assert site.alice.http.get(f"/v1/captures/{job}").status_code == 410, (
+        "rows that were for the colours alone are deleted"
+    )
     visit.check_accessible()
 
 
-# --- Ends -----------------------------------------------------------------------------------------------------------------------------
+# --- Ends
+# --------------------------------------------------------------------------------------------------
 
 
 def test_stop_cancels_both_jobs(site: Site, visit: Visit) -> None:
@@ -250,7 +307,10 @@ def test_stop_cancels_both_jobs(site: Site, visit: Visit) -> None:
 def test_leaving_the_view_closes_its_streams(site: Site, visit: Visit) -> None:
     page = opened(site, visit)
     closed: list[str] = []
-    page.on("requestfailed", lambda request: closed.append(request.url) if PATHS.search(request.url) else None)
+    page.on(
+        "requestfailed",
+        lambda request: closed.append(request.url) if PATHS.search(request.url) else None,
+    )
     with held(site):
         page.get_by_role("button", name="Run").click()
         for title in ("Baseline", "Steered"):
@@ -263,13 +323,21 @@ def test_leaving_the_view_closes_its_streams(site: Site, visit: Visit) -> None:
 def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> None:
     card = site.alice.get("/v1/models")["data"][0]
     visit.page.route(
-        re.compile(r"/v1/models$"), lambda route: route.fulfill(json={"object": "list", "data": [card, {**card, "id": "other"}]})
+        re.compile(r"/v1/models$"),
+        lambda route: route.fulfill(
+            json={"object": "list", "data": [card, {**card, "id": "other"}]}
+        ),
     )
-    visit.page.route(re.compile(r"model=other"), lambda route: route.fulfill(json={"modules": [], "probes": []}))
+    visit.page.route(
+        re.compile(r"model=other"), lambda route: route.fulfill(json={"modules": [], "probes": []})
+    )
     page = opened(site, visit)
     add(page, "sea", 2)
     closed: list[str] = []
-    page.on("requestfailed", lambda request: closed.append(request.url) if PATHS.search(request.url) else None)
+    page.on(
+        "requestfailed",
+        lambda request: closed.append(request.url) if PATHS.search(request.url) else None,
+    )
     with held(site):
         page.get_by_role("button", name="Run").click()
         for title in ("Baseline", "Steered"):
@@ -285,14 +353,21 @@ def test_another_models_late_answer_is_not_shown(site: Site, visit: Visit) -> No
     expect(page.get_by_role("button", name="Run")).to_be_enabled()
 
 
-# --- Errors ---------------------------------------------------------------------------------------------------------------------------
+# --- Errors
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("label", "text", "said"),
-    [("Tokens", "100000", "exceeds the model's limit of 4096"), ("Temperature", "3", "2"), ("Seed", "1.5", "int")],
+    [
+        ("Tokens", "100000", "exceeds the model's limit of 4096"),
+        ("Temperature", "3", "2"),
+        ("Seed", "1.5", "int"),
+    ],
 )
-def test_an_error_of_the_playground_is_at_its_field(site: Site, visit: Visit, label: str, text: str, said: str) -> None:
+def test_an_error_of_the_playground_is_at_its_field(
+    site: Site, visit: Visit, label: str, text: str, said: str
+) -> None:
     visit.allow("400")
     page = opened(site, visit)
     page.get_by_label(label, exact=True).fill(text)
@@ -313,7 +388,9 @@ def test_a_module_that_is_gone_is_named_at_its_slider(site: Site, visit: Visit) 
     add(page, "brief", 1)
     site.alice.http.delete("/v1/steering/modules/brief").raise_for_status()
     page.get_by_role("button", name="Run").click()
-    expect(page.get_by_role("group", name="Module brief").get_by_role("alert")).to_contain_text("unknown module 'brief'")
+    expect(page.get_by_role("group", name="Module brief").get_by_role("alert")).to_contain_text(
+        "unknown module 'brief'"
+    )
 
 
 def test_a_limit_names_itself_and_the_wait(site: Site, visit: Visit) -> None:
@@ -328,11 +405,14 @@ def test_a_limit_names_itself_and_the_wait(site: Site, visit: Visit) -> None:
     expect(refused).to_contain_text(re.compile(r"Try again in \d+ s"))
 
 
-# --- Code -----------------------------------------------------------------------------------------------------------------------------
+# --- Code
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["plain", "chat"])
-def test_the_copied_code_runs_and_gives_the_steered_text(site: Site, visit: Visit, mode: str) -> None:
+def test_the_copied_code_runs_and_gives_the_steered_text(
+    site: Site, visit: Visit, mode: str
+) -> None:
     page = opened(site, visit)
     prompt = 'it\'s a "sky"\n$HOME `id` \\ END'
     if mode == "chat":
@@ -344,13 +424,25 @@ def test_the_copied_code_runs_and_gives_the_steered_text(site: Site, visit: Visi
     page.get_by_label("Colour tokens by").select_option("tone: calm")
     run(page)
     steered = site.alice.get(f"/v1/jobs/{job_of(page, 'Steered')}/result")["outputs"][0]["text"]
-    environment = {**os.environ, "MIDSTREAM_API_KEY": site.alice.key, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "MIDSTREAM_API_KEY": site.alice.key,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     environment["COLUMNS"] = "200"
     for language in ("Python", "curl", "CLI"):
         page.get_by_role("tab", name=language, exact=True).click()
         code = page.locator(f'pre[data-code="{language}"]').evaluate("it => it.textContent")
         command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-c", code]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
+        ran = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
+        )
         assert ran.returncode == 0, f"{language}: {ran.stderr}"
         if language == "curl":
             choice = json.loads(ran.stdout)["choices"][0]
@@ -360,7 +452,9 @@ def test_the_copied_code_runs_and_gives_the_steered_text(site: Site, visit: Visi
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_playground_fits_a_phone_and_is_accessible(browser: Browser, site: Site, scheme: str) -> None:
+def test_the_playground_fits_a_phone_and_is_accessible(
+    browser: Browser, site: Site, scheme: str
+) -> None:
     with visiting(browser, site.url, NARROW, scheme) as visit:
         page = opened(site, visit)
         add(page, "sea", 2)

@@ -1,4 +1,6 @@
-"""The page's sweeps: a form that shows aligned tokens, heatmaps that fill while cells arrive, closer looks, exports."""
+"""The page's sweeps: a form that shows aligned tokens, heatmaps that fill while cells arrive,
+closer looks, exports.
+"""
 
 import csv
 import io
@@ -21,11 +23,22 @@ from midstream.schemas.base import from_json, to_json
 from midstream.schemas.sweep_views import SweepView
 from midstream.schemas.sweeps import SweepRequest
 
-PAIR = {"clean": "The Eiffel Tower is in", "corrupt": "The Colosseum is in", "answer": "P", "foil": "R"}
-BODY: dict[str, Any] = {"model": MODEL, "pairs": [PAIR], "hooks": ["resid_pre", "attn_out"], "metric": "logit_diff"}
+PAIR = {
+    "clean": "The Eiffel Tower is in",
+    "corrupt": "The Colosseum is in",
+    "answer": "P",
+    "foil": "R",
+}
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "pairs": [PAIR],
+    "hooks": ["resid_pre", "attn_out"],
+    "metric": "logit_diff",
+}
 LAYERS, TOKENS = 4, len(PAIR["corrupt"])  # of the fake engine; a token is a character
 CELLS = 2 * LAYERS * TOKENS
-#: Steps of the engine: enough for some cells after the ten that measure the unpatched prompts and the noise; and for more, but not all.
+#: Steps of the engine: enough for some cells after the ten that measure the unpatched prompts and
+#: the noise; and for more, but not all.
 SOME, MORE = 30, 60
 
 
@@ -58,7 +71,9 @@ def shown(visit: Visit, site: Site, job_id: str) -> Locator:
 
 
 def drawn(page: Page) -> dict[str, int]:
-    """How many cells of all heatmaps have the colour of their value, are hatched, and are empty, by their pixels."""
+    """How many cells of all heatmaps have the colour of their value, are hatched, and are empty, by
+    their pixels.
+    """
     found: dict[str, int] = page.evaluate(
         """async () => {
           const { colour } = await import("/page/lib/heatmap.js");
@@ -83,24 +98,34 @@ def drawn(page: Page) -> dict[str, int]:
 
 def settled(page: Page, **wanted: int) -> None:
     """Wait until so many cells are drawn so."""
-    until(lambda: True if {name: drawn(page)[name] for name in wanted} == wanted else None, f"cells {wanted}, not {drawn(page)}")
+    until(
+        lambda: True if {name: drawn(page)[name] for name in wanted} == wanted else None,
+        f"cells {wanted}, not {drawn(page)}",
+    )
 
 
 def table_of(page: Page) -> list[list[str]]:
     """The values of the table, tokens by layers."""
     rows: list[list[str]] = page.evaluate(
-        "[...document.querySelectorAll('.grid-table tbody tr')].map((row) => [...row.cells].slice(1).map((cell) => cell.textContent))"
+        "[...document.querySelectorAll('.grid-table tbody tr')].map((row) => "
+        "[...row.cells].slice(1).map((cell) => cell.textContent))"
     )
     return rows
 
 
-# --- The form --------------------------------------------------------------------------------------------------------------------
+# --- The form
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke
 def test_an_example_is_aligned_before_it_runs_and_is_sent_once(site: Site, visit: Visit) -> None:
     bodies: list[str] = []
-    visit.page.on("request", lambda request: bodies.append(request.post_data or "") if request.url.endswith("/v1/sweeps") else None)
+    visit.page.on(
+        "request",
+        lambda request: (
+            bodies.append(request.post_data or "") if request.url.endswith("/v1/sweeps") else None
+        ),
+    )
     visit.log_in(site.alice, "sweep")
     visit.page.get_by_role("button", name="Try an example").click()
     planned = visit.page.get_by_role("region", name="What will run")
@@ -121,29 +146,52 @@ def test_an_example_is_aligned_before_it_runs_and_is_sent_once(site: Site, visit
 def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) -> None:
     visit.log_in(site.alice, "sweep")
     fill(visit.page, PAIR)
-    plan = site.alice.post("/v1/sweeps/plan", **{**BODY, "hooks": ["post_block"], "metric": "recovered"})["pairs"][0]
+    plan = site.alice.post(
+        "/v1/sweeps/plan", **{**BODY, "hooks": ["post_block"], "metric": "recovered"}
+    )["pairs"][0]
     table = visit.page.locator(".aligned table")
     expect(table).to_be_visible()
     columns: list[list[str | None]] = table.evaluate(
         """(table) => [...table.rows].map(
              (row) => [...row.cells].slice(1).map((cell) => (cell.className === "gap" ? null : cell.className)))"""
     )
-    linked = [n for n, (one, other) in enumerate(zip(*columns, strict=True)) if {one, other} <= {"same", "swapped"}]
+    linked = [
+        n
+        for n, (one, other) in enumerate(zip(*columns, strict=True))
+        if {one, other} <= {"same", "swapped"}
+    ]
     above, below = ([n for n, cell in enumerate(row) if cell is not None] for row in columns)
     places = [(above.index(n), below.index(n)) for n in linked]
-    assert places == sorted((column["sources"][0], column["positions"][0]) for column in plan["columns"] if column["positions"])
-    assert (len(above), len(below)) == (len(PAIR["clean"]), len(PAIR["corrupt"])), "no token is left out"
-    expect(visit.page.locator(".planned .note")).to_have_text([f"Note: {note}" for note in plan["notes"]])
+    assert places == sorted(
+        (column["sources"][0], column["positions"][0])
+        for column in plan["columns"]
+        if column["positions"]
+    )
+    assert (len(above), len(below)) == (len(PAIR["clean"]), len(PAIR["corrupt"])), (
+        "no token is left out"
+    )
+    expect(visit.page.locator(".planned .note")).to_have_text(
+        [f"Note: {note}" for note in plan["notes"]]
+    )
 
 
 def fill(page: Page, pair: dict[str, str]) -> None:
-    """The answer comes last: without it the server is not asked, so what is planned is planned for the whole pair."""
-    for label, name in (("Clean prompt", "clean"), ("Corrupt prompt", "corrupt"), ("Foil", "foil"), ("Answer", "answer")):
+    """The answer comes last: without it the server is not asked, so what is planned is planned for
+    the whole pair.
+    """
+    for label, name in (
+        ("Clean prompt", "clean"),
+        ("Corrupt prompt", "corrupt"),
+        ("Foil", "foil"),
+        ("Answer", "answer"),
+    ):
         page.get_by_label(label, exact=True).fill(pair[name])
 
 
 def test_a_form_opened_before_a_model_is_served_gets_it_later(site: Site, visit: Visit) -> None:
-    visit.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []}))
+    visit.page.route(
+        "**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []})
+    )
     visit.log_in(site.alice, "sweep")
     visit.page.get_by_role("button", name="Try an example").click()
     expect(visit.page.get_by_text("No model is served yet")).to_be_visible()
@@ -153,8 +201,12 @@ def test_a_form_opened_before_a_model_is_served_gets_it_later(site: Site, visit:
 
 
 @pytest.mark.parametrize("view", ["capture", "playground"])
-def test_other_forms_opened_before_a_model_is_served_get_it_later(site: Site, visit: Visit, view: str) -> None:
-    visit.page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []}))
+def test_other_forms_opened_before_a_model_is_served_get_it_later(
+    site: Site, visit: Visit, view: str
+) -> None:
+    visit.page.route(
+        "**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": []})
+    )
     visit.log_in(site.alice, view)
     expect(visit.page.get_by_text("No model is served.")).to_be_visible()
     visit.page.unroute("**/v1/models")
@@ -170,7 +222,9 @@ def test_other_forms_opened_before_a_model_is_served_get_it_later(site: Site, vi
         ("pairs[0].corrupt", PAIR["clean"], "nothing to compare"),
     ],
 )
-def test_an_error_of_the_server_is_shown_at_its_field(site: Site, visit: Visit, field: str, wrong: str, words: str) -> None:
+def test_an_error_of_the_server_is_shown_at_its_field(
+    site: Site, visit: Visit, field: str, wrong: str, words: str
+) -> None:
     visit.allow("400")
     visit.log_in(site.alice, "sweep")
     fill(visit.page, PAIR)
@@ -187,7 +241,9 @@ def test_an_error_of_the_server_is_shown_at_its_field(site: Site, visit: Visit, 
     expect(control).not_to_have_attribute("aria-invalid", "true")
 
 
-def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(site: Site, visit: Visit) -> None:
+def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(
+    site: Site, visit: Visit
+) -> None:
     pairs = [{**PAIR, "alignment": [[-1, -1], [-2, -2]]}]
     asked = {
         **BODY,
@@ -200,7 +256,9 @@ def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(site: S
     }
     view = swept(site, **asked)
     shown(visit, site, view.job.id)
-    with visit.page.expect_request(lambda request: request.url.endswith("/v1/sweeps/plan")) as planned:
+    with visit.page.expect_request(
+        lambda request: request.url.endswith("/v1/sweeps/plan")
+    ) as planned:
         visit.page.get_by_role("link", name="Another like it").click()
     assert from_json(planned.value.post_data or "", SweepRequest) == view.request
     expect(visit.page.locator(".planned")).to_contain_text("2 hook points, 2 layers, 2 columns")
@@ -212,7 +270,8 @@ def test_another_like_it_keeps_names_of_hooks_positions_and_other_fields(site: S
     expect(visit.page).not_to_have_url(re.compile("like="))
 
 
-# --- The heatmaps ----------------------------------------------------------------------------------------------------------------
+# --- The heatmaps
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke
@@ -229,10 +288,22 @@ def test_heatmaps_are_filled_while_the_sweep_runs(site: Site, visit: Visit) -> N
         assert drawn(visit.page)["empty"] > 0, "not all have come"
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded")
     view = seen(site, job_id)
-    settled(visit.page, right=view.result.summary.cells, hatched=view.result.summary.skipped, empty=0, wrong=0)
+    settled(
+        visit.page,
+        right=view.result.summary.cells,
+        hatched=view.result.summary.skipped,
+        empty=0,
+        wrong=0,
+    )
     visit.page.reload()
     expect(visit.page.locator(".cells canvas").first).to_be_visible()
-    settled(visit.page, right=view.result.summary.cells, hatched=view.result.summary.skipped, empty=0, wrong=0)
+    settled(
+        visit.page,
+        right=view.result.summary.cells,
+        hatched=view.result.summary.skipped,
+        empty=0,
+        wrong=0,
+    )
 
 
 def test_a_held_sweep_is_cancelled_and_keeps_its_cells(site: Site, visit: Visit) -> None:
@@ -244,7 +315,11 @@ def test_a_held_sweep_is_cancelled_and_keeps_its_cells(site: Site, visit: Visit)
         expect(visit.page.locator(".sweep-state")).to_have_attribute("data-state", "cancelled")
     summary = seen(site, job_id).result.summary
     assert 0 < summary.cells < CELLS - summary.skipped
-    left = {"right": summary.cells, "hatched": summary.skipped, "empty": CELLS - summary.cells - summary.skipped}
+    left = {
+        "right": summary.cells,
+        "hatched": summary.skipped,
+        "empty": CELLS - summary.cells - summary.skipped,
+    }
     settled(visit.page, **left)
     expect(visit.page.get_by_role("button", name="Cancel")).to_have_count(0)
     visit.page.reload()
@@ -270,7 +345,11 @@ def test_keys_move_over_cells_whose_values_are_read_out(site: Site, visit: Visit
 
 def test_a_cell_without_a_value_says_why(site: Site, visit: Visit) -> None:
     view = swept(site)
-    [reason] = {skipped.reason for skipped in view.result.skipped if skipped.column == view.result.skipped[0].column}
+    [reason] = {
+        skipped.reason
+        for skipped in view.result.skipped
+        if skipped.column == view.result.skipped[0].column
+    }
     first = shown(visit, site, view.job.id)
     assert drawn(visit.page)["hatched"] == view.result.summary.skipped > 0
     first.focus()
@@ -288,7 +367,9 @@ def test_hovering_a_cell_shows_token_layer_value_and_noise(site: Site, visit: Vi
     first.locator("canvas").hover(position={"x": box["left"] + 2, "y": box["top"] + 2})
     value = view.result.pairs[0].grids["pre_attn"][3][2]
     assert value is not None
-    expect(first.locator(".tip")).to_contain_text(re.compile(rf"layer 3, e 2: {re.escape(f'{value:.3f}'.replace('-', '−'))} ± "))
+    expect(first.locator(".tip")).to_contain_text(
+        re.compile(rf"layer 3, e 2: {re.escape(f'{value:.3f}'.replace('-', '−'))} ± ")
+    )
 
 
 def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) -> None:
@@ -307,14 +388,22 @@ def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) 
     assert site.alice.wait(new)["state"] == "succeeded"
     closer = seen(site, new)
     expect(visit.page.locator(".sweep-state")).to_contain_text("succeeded: 4 of 4 cells")
-    assert (closer.result.hooks, closer.result.layers, closer.result.pairs[0].positions) == (["pre_attn"], [0, 1, 2, 3], [[0]])
+    assert (closer.result.hooks, closer.result.layers, closer.result.pairs[0].positions) == (
+        ["pre_attn"],
+        [0, 1, 2, 3],
+        [[0]],
+    )
 
 
-def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(site: Site, visit: Visit) -> None:
+def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(
+    site: Site, visit: Visit
+) -> None:
     view = swept(site)
     first = shown(visit, site, view.job.id)
     canvas = first.locator("canvas")
-    corner, other = (canvas.evaluate("(canvas, at) => canvas.heatmap.box(...at)", at) for at in ([0, 1], [1, 2]))
+    corner, other = (
+        canvas.evaluate("(canvas, at) => canvas.heatmap.box(...at)", at) for at in ([0, 1], [1, 2])
+    )
     place = canvas.bounding_box()
     assert place is not None
     visit.page.mouse.move(place["x"] + corner["left"] + 2, place["y"] + corner["top"] + 2)
@@ -326,16 +415,33 @@ def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(site: Site, v
     expect(look).to_contain_text("4 cells")
     visit.page.get_by_role("button", name="Close", exact=True).click()
     expect(first).to_be_focused()
-    for key in ("Home", "ArrowUp", "ArrowUp", "Shift+ArrowRight", "Shift+ArrowDown", "Shift+ArrowDown", "Enter"):
+    for key in (
+        "Home",
+        "ArrowUp",
+        "ArrowUp",
+        "Shift+ArrowRight",
+        "Shift+ArrowDown",
+        "Shift+ArrowDown",
+        "Enter",
+    ):
         visit.page.keyboard.press(key)
     expect(look).to_contain_text("layers 0 to 1, T 0 to e 2")
     expect(look).to_contain_text("6 cells")
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"direction": "noise"}, {"ablation": "zeros"}, {"pairs": [PAIR, PAIR | {"foil": "S"}]}, {"axis": "together"}]
+    "changes",
+    [
+        {},
+        {"direction": "noise"},
+        {"ablation": "zeros"},
+        {"pairs": [PAIR, PAIR | {"foil": "S"}]},
+        {"axis": "together"},
+    ],
 )
-def test_a_closer_look_is_the_one_of_the_python_client(site: Site, visit: Visit, changes: dict[str, Any]) -> None:
+def test_a_closer_look_is_the_one_of_the_python_client(
+    site: Site, visit: Visit, changes: dict[str, Any]
+) -> None:
     if "ablation" in changes:
         changes = {**changes, "pairs": [{name: PAIR[name] for name in ("clean", "answer", "foil")}]}
     view = swept(site, layers=[0, 2, 3], **changes)
@@ -345,7 +451,11 @@ def test_a_closer_look_is_the_one_of_the_python_client(site: Site, visit: Visit,
     last = len(view.result.pairs[0].labels) - 1
     for layers, columns in (([0, 1], [max(0, last - 1), last]), ([2, 2], [0, last])):
         numbers = range(view.result.layers[layers[0]], view.result.layers[layers[1]] + 1)
-        region = Region(hooks=["attn_out"], layers=list(numbers), columns=list(range(columns[0], columns[1] + 1)))
+        region = Region(
+            hooks=["attn_out"],
+            layers=list(numbers),
+            columns=list(range(columns[0], columns[1] + 1)),
+        )
         pairs, fields = study._closer(region, None, None, None, {})
         made = visit.page.evaluate(
             """async ([view, part]) => (await import("/page/lib/sweep_request.js")).closer(view.request, view.result, part)""",
@@ -363,15 +473,22 @@ def test_pairs_are_shown_as_a_mean_or_one_by_one(site: Site, visit: Visit) -> No
 
     def wanted(grid: list[list[float | None]]) -> list[list[str]]:
         columns: list[tuple[float | None, ...]] = list(zip(*grid, strict=True))
-        return [["none" if value is None else f"{value:.3f}".replace("-", "−") for value in row] for row in columns]
+        return [
+            ["none" if value is None else f"{value:.3f}".replace("-", "−") for value in row]
+            for row in columns
+        ]
 
     until(lambda: table_of(visit.page) == wanted(view.result.mean["pre_attn"]) or None, "the mean")
     visit.page.get_by_label("Pairs").select_option("1")
     expect(visit.page.locator(".sweep-title")).to_contain_text("foil “S”")
-    until(lambda: table_of(visit.page) == wanted(view.result.pairs[1].grids["pre_attn"]) or None, "the second pair")
+    until(
+        lambda: table_of(visit.page) == wanted(view.result.pairs[1].grids["pre_attn"]) or None,
+        "the second pair",
+    )
 
 
-# --- What can be taken away --------------------------------------------------------------------------------------------------------
+# --- What can be taken away
+# --------------------------------------------------------------------------------------------------
 
 
 def downloaded(visit: Visit, name: str) -> Path:
@@ -386,10 +503,16 @@ def test_exports_are_the_grid_of_the_server(site: Site, visit: Visit) -> None:
     shown(visit, site, view.job.id)
     rows = list(csv.DictReader(io.StringIO(downloaded(visit, "CSV").read_text(), newline="")))
     wanted = records(view.result)
-    assert [float(row["value"]) if row["value"] else None for row in rows] == [record["value"] for record in wanted]
+    assert [float(row["value"]) if row["value"] else None for row in rows] == [
+        record["value"] for record in wanted
+    ]
     names = ("hook", "label", "reason")
-    assert [[row[name] for name in names] for row in rows] == [[record[name] for name in names] for record in wanted]
-    assert [(int(row["layer"]), int(row["column"])) for row in rows] == [(record["layer"], record["column"]) for record in wanted]
+    assert [[row[name] for name in names] for row in rows] == [
+        [record[name] for name in names] for record in wanted
+    ]
+    assert [(int(row["layer"]), int(row["column"])) for row in rows] == [
+        (record["layer"], record["column"]) for record in wanted
+    ]
     study = PatchStudy.load(downloaded(visit, "JSON"))
     assert (study.job, study.request, study.result) == (view.job.id, view.request, view.result)
     picture = downloaded(visit, "PNG").read_bytes()
@@ -399,36 +522,57 @@ def test_exports_are_the_grid_of_the_server(site: Site, visit: Visit) -> None:
 
 @pytest.mark.parametrize("language", ["Python", "curl", "CLI"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"pairs": [PAIR | {"clean": 'It\'s "so" $HOME\\n `is` in', "positions": [-1]}]}], ids=["plain", "quoted"]
+    "changes",
+    [{}, {"pairs": [PAIR | {"clean": 'It\'s "so" $HOME\\n `is` in', "positions": [-1]}]}],
+    ids=["plain", "quoted"],
 )
-def test_the_copied_code_runs_the_same_sweep(site: Site, visit: Visit, language: str, changes: dict[str, Any]) -> None:
+def test_the_copied_code_runs_the_same_sweep(
+    site: Site, visit: Visit, language: str, changes: dict[str, Any]
+) -> None:
     view = swept(site, **changes)
     shown(visit, site, view.job.id)
     visit.page.get_by_role("tab", name=language, exact=True).click()
     code = visit.page.locator(f'pre[data-code="{language}"]').inner_text()
-    environment = {**os.environ, "MIDSTREAM_API_KEY": site.alice.key, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "MIDSTREAM_API_KEY": site.alice.key,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-c", code]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
+    ran = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
     assert ran.returncode == 0, ran.stderr
     newest = site.alice.get("/v1/jobs", limit=1)["jobs"][0]["id"]
     assert newest != view.job.id
     assert seen(site, newest).request == view.request
 
 
-# --- What goes wrong ----------------------------------------------------------------------------------------------------------------
+# --- What goes wrong
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_unreadable_result_is_a_problem_and_not_an_empty_page(site: Site, visit: Visit) -> None:
     view = swept(site)
     visit.page.route(
         f"**/v1/sweeps/{view.job.id}",
-        lambda route: route.fulfill(json={"job": {}, "request": None, "result": {"pairs": []}, "last_event": ""}),
+        lambda route: route.fulfill(
+            json={"job": {}, "request": None, "result": {"pairs": []}, "last_event": ""}
+        ),
     )
     visit.log_in(site.alice, f"sweep/{view.job.id}")
     expect(visit.page.get_by_role("alert")).to_contain_text("This sweep cannot be shown")
 
 
-def test_a_view_that_fails_shows_a_problem_until_another_is_opened(site: Site, visit: Visit) -> None:
+def test_a_view_that_fails_shows_a_problem_until_another_is_opened(
+    site: Site, visit: Visit
+) -> None:
     view = json.loads(to_json(swept(site)))
     broken = {**view, "job": None}
     visit.page.route(f"**/v1/sweeps/{view['job']['id']}", lambda route: route.fulfill(json=broken))
@@ -459,10 +603,13 @@ def test_leaving_the_view_ends_its_stream(site: Site, visit: Visit) -> None:
             shown(visit, site, job_id)
         visit.page.goto(f"{site.url}/#/jobs")
         expect(visit.page.get_by_role("heading", name="Jobs")).to_be_visible()
-        visit.until(lambda: any(f"{job_id}/events" in url for url in ended), "the end of the stream")
+        visit.until(
+            lambda: any(f"{job_id}/events" in url for url in ended), "the end of the stream"
+        )
 
 
-# --- For everybody, on every screen --------------------------------------------------------------------------------------------------
+# --- For everybody, on every screen
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -500,7 +647,9 @@ def test_the_views_of_sweeps_fit_a_phone(site: Site, browser: Browser) -> None:
 
 
 def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visit: Visit) -> None:
-    """Cells come in bursts without end, far more than 60 a second: keys are handled meanwhile, and each frame draws once, what changed."""
+    """Cells come in bursts without end, far more than 60 a second: keys are handled meanwhile, and
+    each frame draws once, what changed.
+    """
     visit.log_in(site.alice, "jobs")
     visit.page.evaluate(
         """async () => {
@@ -528,10 +677,20 @@ def test_a_fast_stream_of_cells_stalls_neither_frames_nor_input(site: Site, visi
     )
     for count in range(1, 11):
         visit.page.keyboard.press("ArrowDown")
-        visit.page.wait_for_function("(count) => told.keys >= count && map.frames >= 3 * count && told.updates >= 300 * count", arg=count)
-    told = visit.page.evaluate("(told.going = false, { ...told, drawn: map.drawn, maps: map.frames })")
+        visit.page.wait_for_function(
+            (
+                "(count) => told.keys >= count && map.frames >= 3 * count && told.updates >= "
+                "300 * count"
+            ),
+            arg=count,
+        )
+    told = visit.page.evaluate(
+        "(told.going = false, { ...told, drawn: map.drawn, maps: map.frames })"
+    )
     assert told["keys"] == 10
     # Each key was pressed after so many updates; two may fall between the same bursts.
-    assert all(at >= 300 * before for before, at in enumerate(told["keysAt"])), "keys are handled between the updates"
+    assert all(at >= 300 * before for before, at in enumerate(told["keysAt"])), (
+        "keys are handled between the updates"
+    )
     assert told["maps"] <= told["frames"] + 1, "drawn at most once for each frame"
     assert told["drawn"] <= 40 * 60 + told["updates"], "a frame draws what has changed, not all"

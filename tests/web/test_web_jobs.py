@@ -13,7 +13,11 @@ from web_kit import MODEL, NARROW, WIDE, Site, User, Visit, held, until, visitin
 from midstream.broker.ledger.jobs import Ledger, new_job_id
 from midstream.schemas.base import now
 
-VECTOR = {"dtype": "float32", "shape": [8], "data": base64.b64encode(struct.pack("<8f", *[0.5] * 8)).decode()}
+VECTOR = {
+    "dtype": "float32",
+    "shape": [8],
+    "data": base64.b64encode(struct.pack("<8f", *[0.5] * 8)).decode(),
+}
 CAPTURE = {"layers": [1, 2], "positions": "all_prompt", "tag": "mine"}
 
 
@@ -32,7 +36,9 @@ def test_a_row_opens_with_the_keyboard_and_shows_the_job(site: Site, visit: Visi
     details = visit.page.locator("section.details")
     result = site.alice.get(f"/v1/jobs/{job}/result")
     expect(details.locator('[data-part="prompt"]')).to_have_text(["the sky is", "grass is"])
-    expect(details.locator('[data-part="output"]')).to_have_text([output["text"] for output in result["outputs"]])
+    expect(details.locator('[data-part="output"]')).to_have_text(
+        [output["text"] for output in result["outputs"]]
+    )
     expect(details).to_contain_text("All ranks agree")
     expect(details).to_contain_text(result["determinism"]["stages"][0]["ranks"][0]["checksum"])
     expect(details).to_contain_text(result["capture_results"]["files"][0]["path"])
@@ -56,10 +62,30 @@ def test_copied_code_sends_the_same_request(site: Site, visit: Visit, kind: str)
     user = site.user(f"copy-{kind}")
     prompt = 'it\'s "5 $HOME" \\ é 😀\nJSON'
     bodies = {
-        "job": ("/v1/jobs", {"prompts": [prompt], "sampling": {"max_tokens": 3}, "capture": CAPTURE, "metadata": {"why": "test"}}),
-        "completion": ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "steering": [{"layers": 1, "vector": VECTOR}]}),
-        "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3}),
-        "sweep": ("/v1/sweeps", {"pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}], "layers": [1]}),
+        "job": (
+            "/v1/jobs",
+            {
+                "prompts": [prompt],
+                "sampling": {"max_tokens": 3},
+                "capture": CAPTURE,
+                "metadata": {"why": "test"},
+            },
+        ),
+        "completion": (
+            "/v1/completions",
+            {"prompt": prompt, "max_tokens": 3, "steering": [{"layers": 1, "vector": VECTOR}]},
+        ),
+        "chat": (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+        ),
+        "sweep": (
+            "/v1/sweeps",
+            {
+                "pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}],
+                "layers": [1],
+            },
+        ),
     }
     path, body = bodies[kind]
     answer = user.http.post(path, json={"model": MODEL, **body})
@@ -76,8 +102,19 @@ def test_copied_code_sends_the_same_request(site: Site, visit: Visit, kind: str)
         code = visit.page.locator(f'pre[data-code="{name}"]').text_content()
         assert code
         assert user.key not in code
-        path_first = {**environment, "PATH": f"{os.path.dirname(sys.executable)}:{environment['PATH']}"}
-        ran = subprocess.run(command, input=code, env=path_first, capture_output=True, text=True, timeout=300, check=False)
+        path_first = {
+            **environment,
+            "PATH": f"{os.path.dirname(sys.executable)}:{environment['PATH']}",
+        }
+        ran = subprocess.run(
+            command,
+            input=code,
+            env=path_first,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert ran.returncode == 0, f"{name}:\n{code}\n{ran.stdout}\n{ran.stderr}"
         [new] = {job["id"] for job in user.get("/v1/jobs")["jobs"]} - before
         again = user.get(f"/v1/jobs/{new}/request")
@@ -88,7 +125,9 @@ def test_copied_code_sends_the_same_request(site: Site, visit: Visit, kind: str)
 
 def test_a_double_click_cancels_once(site: Site, visit: Visit) -> None:
     calls: list[str] = []
-    visit.page.on("request", lambda request: calls.append(request.url) if request.method == "POST" else None)
+    visit.page.on(
+        "request", lambda request: calls.append(request.url) if request.method == "POST" else None
+    )
     with held(site):
         job = site.alice.submit()
         visit.log_in(site.alice)
@@ -101,13 +140,20 @@ def test_a_double_click_cancels_once(site: Site, visit: Visit) -> None:
 
 def test_the_progress_of_a_sweep_is_shown_while_it_runs(site: Site, visit: Visit) -> None:
     with held(site):
-        body = {"model": MODEL, "pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}], "layers": [1, 2]}
+        body = {
+            "model": MODEL,
+            "pairs": [{"clean": "a cat", "corrupt": "a dog", "answer": "x", "foil": "y"}],
+            "layers": [1, 2],
+        }
         job = str(site.alice.post("/v1/sweeps", **body)["id"])
         visit.log_in(site.alice)
         expect(row(visit, job)).to_contain_text("sweep 0/")
-    cells = until(lambda: view if (view := site.alice.get(f"/v1/jobs/{job}"))["state"] == "succeeded" else None, "the sweep")[
-        "cells_expected"
-    ]
+    cells = until(
+        lambda: (
+            view if (view := site.alice.get(f"/v1/jobs/{job}"))["state"] == "succeeded" else None
+        ),
+        "the sweep",
+    )["cells_expected"]
     expect(row(visit, job)).to_contain_text(f"sweep {cells}/{cells}")
 
 
@@ -119,11 +165,24 @@ def crowd(site: Site, tenant: str, count: int) -> list[str]:
         pipe = ledger.redis.pipeline(transaction=False)
         for number, name in enumerate(names):
             record = {
-                "state": "succeeded", "kind": "generate", "model": MODEL, "attempt": 1, "version": 3, "created": start + number,
-                "finished": start + number + 1, "started": start + number, "capture_status": "not_requested", "receipts": 0, "expected": 0,
-                "prompts": 1, "metadata": f'{{"tag":"n{number}"}}', "tenant": tenant,
-            }  # fmt: skip
-            pipe.hset(f"ms:job:{name}", mapping=record).zadd(f"ms:jobs:{tenant}", {name: start + number})
+                "state": "succeeded",
+                "kind": "generate",
+                "model": MODEL,
+                "attempt": 1,
+                "version": 3,
+                "created": start + number,
+                "finished": start + number + 1,
+                "started": start + number,
+                "capture_status": "not_requested",
+                "receipts": 0,
+                "expected": 0,
+                "prompts": 1,
+                "metadata": f'{{"tag":"n{number}"}}',
+                "tenant": tenant,
+            }
+            pipe.hset(f"ms:job:{name}", mapping=record).zadd(
+                f"ms:jobs:{tenant}", {name: start + number}
+            )
         await pipe.execute()
         return names
 
@@ -133,7 +192,10 @@ def crowd(site: Site, tenant: str, count: int) -> list[str]:
 def test_five_thousand_jobs_are_a_table_of_a_few_rows(site: Site, visit: Visit) -> None:
     user = site.user("crowd")
     names = crowd(site, "crowd", 5000)
-    site.stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{names[100]}", "created", "not a number"))  # one that nobody can read
+    # one that nobody can read
+    site.stack.do(
+        lambda ledger: ledger.redis.hset(f"ms:job:{names[100]}", "created", "not a number")
+    )
     visit.log_in(user)
     expect(visit.page.get_by_text("4999 of 4999 jobs")).to_be_visible()
     rows = visit.page.locator("tr[data-id]")
@@ -160,7 +222,9 @@ def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) 
         job = site.alice.submit()  # it soon is among the ten that ran the longest
         expect(visit.page.get_by_role("region", name="Slowest jobs")).to_contain_text(job)
     expect(visit.page.get_by_role("region", name="Ranks of w1")).to_contain_text("yes")
-    expect(visit.page.get_by_role("region", name="Parts of the service")).to_contain_text("receipts")
+    expect(visit.page.get_by_role("region", name="Parts of the service")).to_contain_text(
+        "receipts"
+    )
     expect(visit.page.get_by_role("main").get_by_role("link", name="Flower")).to_have_attribute(
         "href", f"http://127.0.0.1:{site.stack.settings.flower_port}"
     )
@@ -171,7 +235,9 @@ def test_ops_lists_the_caveats_of_models(site: Site, visit: Visit) -> None:
     models["data"][0]["caveats"] = ["not compared with transformers: the setting compare=off"]
     visit.page.route("**/v1/models", lambda route: route.fulfill(json=models))
     visit.log_in(site.operator, "ops")
-    expect(visit.page.get_by_role("region", name="Caveats")).to_contain_text("not compared with transformers: the setting compare=off")
+    expect(visit.page.get_by_role("region", name="Caveats")).to_contain_text(
+        "not compared with transformers: the setting compare=off"
+    )
 
 
 def test_ops_names_the_scope_that_a_key_lacks(site: Site, visit: Visit) -> None:
@@ -185,9 +251,13 @@ def test_global_steering_is_shown_to_everyone(site: Site, visit: Visit) -> None:
     expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
     expect(visit.page.get_by_text("Global steering is on")).to_have_count(0)
     steering = [{"layers": 1, "vector": VECTOR}]
-    site.operator.http.put("/v1/steering/global", json={"model": MODEL, "steering": steering}).raise_for_status()
+    site.operator.http.put(
+        "/v1/steering/global", json={"model": MODEL, "steering": steering}
+    ).raise_for_status()
     try:
-        expect(visit.page.get_by_role("status").filter(has_text="Global steering is on")).to_be_visible()
+        expect(
+            visit.page.get_by_role("status").filter(has_text="Global steering is on")
+        ).to_be_visible()
     finally:
         site.operator.http.delete("/v1/steering/global").raise_for_status()
     expect(visit.page.get_by_text("Global steering is on")).to_have_count(0)
@@ -195,7 +265,9 @@ def test_global_steering_is_shown_to_everyone(site: Site, visit: Visit) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_views_are_accessible_and_fit(browser: Browser, site: Site, size: tuple[int, int], scheme: str) -> None:
+def test_views_are_accessible_and_fit(
+    browser: Browser, site: Site, size: tuple[int, int], scheme: str
+) -> None:
     job = ended(site.alice)
     with visiting(browser, site.url, size, scheme) as visit:
         visit.open()

@@ -35,13 +35,21 @@ def test_the_key_is_in_no_address_and_no_storage(site: Site, visit: Visit) -> No
     visit.page.on("request", lambda request: addresses.append(request.url))
     visit.log_in(site.alice)
     expect(visit.page.get_by_text("1 of 1 healthy")).to_be_visible()
-    stored = visit.page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie, location.href, document.body.innerHTML])")
+    stored = visit.page.evaluate(
+        "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href, "
+        "document.body.innerHTML])"
+    )
     secret = site.alice.key.rpartition("_")[2]
     assert secret not in stored
     assert addresses
     assert [url for url in addresses if secret in url or not url.startswith(site.url)] == []
     [cookie] = visit.context.cookies()
-    assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"], cookie["secure"]) == (True, "Strict", "/", False)
+    assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"], cookie["secure"]) == (
+        True,
+        "Strict",
+        "/",
+        False,
+    )
     assert re.fullmatch(r"[0-9a-f]{64}", cookie["value"])
 
 

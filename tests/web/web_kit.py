@@ -1,4 +1,5 @@
-"""A browser on the page of a real stack: real Redis, API, Celery, relay, and a worker with the fake engine.
+"""A browser on the page of a real stack: real Redis, API, Celery, relay, and a worker with the fake
+engine.
 
     def test_something(site: Site, visit: Visit) -> None:
         with held(site):                                  # work stays under way until the block ends
@@ -6,7 +7,8 @@
             visit.log_in(site.alice)
             expect(visit.page.get_by_text("running")).to_be_visible()
 
-Conditions are waited for (`expect`, `until`), for up to `LONG_S`; nothing depends on how fast the machine is.
+Conditions are waited for (`expect`, `until`), for up to `LONG_S`; nothing depends on how fast the
+machine is.
 """
 
 import re
@@ -42,12 +44,20 @@ def chromium() -> str:
     """Its path. Fails the test where there is none: a skip would hide that the page is untested."""
     path = which("chromium")
     if path is None:
-        pytest.fail("the browser tests need Debian's Chromium: apt-get install -y --no-install-recommends chromium", pytrace=False)
+        pytest.fail(
+            (
+                "the browser tests need Debian's Chromium: apt-get install -y "
+                "--no-install-recommends chromium"
+            ),
+            pytrace=False,
+        )
     return path
 
 
 def launched(playwright: Playwright) -> Browser:
-    return playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"])
+    return playwright.chromium.launch(
+        executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"]
+    )
 
 
 class ThreadedStack(Stack):
@@ -68,12 +78,18 @@ class ThreadedStack(Stack):
 class User:
     """Somebody with a key, and an HTTP client that shows it."""
 
-    def __init__(self, site: "Site", tenant: str, *scopes: str, key: CreatedKey | None = None) -> None:
+    def __init__(
+        self, site: "Site", tenant: str, *scopes: str, key: CreatedKey | None = None
+    ) -> None:
         if key is None:
-            request = KeyRequest(name=f"{tenant}'s laptop", tenant=tenant, scopes=list(scopes or ("submit", "read")))  # type: ignore[arg-type]
+            request = KeyRequest(
+                name=f"{tenant}'s laptop", tenant=tenant, scopes=list(scopes or ("submit", "read"))
+            )  # type: ignore[arg-type]
             key = site.stack.do(lambda ledger: Keys(ledger).create(request))
         self.tenant, self.key, self.id = tenant, key.key, key.id
-        self.http = httpx.Client(base_url=site.url, headers={"Authorization": f"Bearer {key.key}"}, timeout=LONG_S)
+        self.http = httpx.Client(
+            base_url=site.url, headers={"Authorization": f"Bearer {key.key}"}, timeout=LONG_S
+        )
 
     def submit(self, prompts: tuple[str, ...] = ("the sky is",), **body: Any) -> str:
         """A job's id."""
@@ -94,7 +110,10 @@ class User:
     def wait(self, job_id: str) -> dict[str, Any]:
         """The job, once it is over."""
         over = {"succeeded", "failed", "aborted", "cancelled"}
-        return until(lambda: view if (view := self.get(f"/v1/jobs/{job_id}"))["state"] in over else None, f"{job_id} to end")
+        return until(
+            lambda: view if (view := self.get(f"/v1/jobs/{job_id}"))["state"] in over else None,
+            f"{job_id} to end",
+        )
 
 
 class Site:
@@ -104,9 +123,14 @@ class Site:
         self.directory = directory
         self.turnstile = directory / "turnstile"
         chosen: dict[str, Any] = {
-            "auth": "keys", "admin_key": ADMIN, "fault": f"turnstile:file={self.turnstile}",
-            "lease_s": LONG_S, "visibility_timeout_s": int(2 * LONG_S),  # a machine that stalls for seconds repeats no job
-        }  # fmt: skip
+            "auth": "keys",
+            "admin_key": ADMIN,
+            "fault": f"turnstile:file={self.turnstile}",
+            "lease_s": LONG_S,
+            "visibility_timeout_s": int(
+                2 * LONG_S
+            ),  # a machine that stalls for seconds repeats no job
+        }
         self.stack = ThreadedStack(directory, api=True, callbacks=False, **{**chosen, **settings})
         self.url = self.stack.url
 
@@ -133,7 +157,9 @@ class Site:
 
 @contextmanager
 def held(site: Site, steps: int = 0) -> Iterator[Site]:
-    """Inside, the engine takes `steps` steps of each job and no more (see `Site.let`); work that was begun ends after the block."""
+    """Inside, the engine takes `steps` steps of each job and no more (see `Site.let`); work that
+    was begun ends after the block.
+    """
     site.let(steps)
     try:
         yield site
@@ -141,7 +167,9 @@ def held(site: Site, steps: int = 0) -> Iterator[Site]:
         site.turnstile.unlink(missing_ok=True)
 
 
-def until(condition: Callable[[], T | None], what: str, pause: Callable[[float], None] = time.sleep) -> T:
+def until(
+    condition: Callable[[], T | None], what: str, pause: Callable[[float], None] = time.sleep
+) -> T:
     """What `condition` returns, once that is not None. See also `Visit.until`."""
     deadline = time.monotonic() + LONG_S
     while (found := condition()) is None:
@@ -151,7 +179,9 @@ def until(condition: Callable[[], T | None], what: str, pause: Callable[[float],
 
 
 class Visit:
-    """A browser's page, and what went wrong in it: errors of the console and of scripts must be expected (`allow`)."""
+    """A browser's page, and what went wrong in it: errors of the console and of scripts must be
+    expected (`allow`).
+    """
 
     def __init__(self, context: BrowserContext, url: str) -> None:
         self.context, self.url = context, url
@@ -159,7 +189,12 @@ class Visit:
         self.errors: list[str] = []
         self._allowed: list[str] = []
         self.page.on(
-            "console", lambda message: self.errors.append(f"{message.text} {message.location}") if message.type == "error" else None
+            "console",
+            lambda message: (
+                self.errors.append(f"{message.text} {message.location}")
+                if message.type == "error"
+                else None
+            ),
         )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
 
@@ -176,15 +211,25 @@ class Visit:
         self.page.get_by_label("API key").fill(user.key)
         self.page.get_by_role("button", name="Log in").click()
         expect(self.page.get_by_role("navigation", name="Views")).to_be_visible()
-        expect(self.page.get_by_text("1 of 1 healthy")).to_be_visible()  # the bar at the top has its height, and the feed has begun
+        expect(
+            self.page.get_by_text("1 of 1 healthy")
+        ).to_be_visible()  # the bar at the top has its height, and the feed has begun
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until `condition` holds; events of the page, such as requests, arrive meanwhile."""
-        until(lambda: condition() or None, what, lambda seconds: self.page.wait_for_timeout(seconds * 1000))
+        until(
+            lambda: condition() or None,
+            what,
+            lambda seconds: self.page.wait_for_timeout(seconds * 1000),
+        )
 
     def check(self) -> None:
         """Nothing has gone wrong that was not expected."""
-        assert [error for error in self.errors if not any(re.search(pattern, error) for pattern in self._allowed)] == []
+        assert [
+            error
+            for error in self.errors
+            if not any(re.search(pattern, error) for pattern in self._allowed)
+        ] == []
 
     def check_accessible(self) -> None:
         """axe finds nothing in the page as it is shown now."""
@@ -193,14 +238,20 @@ class Visit:
 
     def check_fits(self) -> None:
         """No horizontal scrolling of the whole page."""
-        wide, shown = self.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        wide, shown = self.page.evaluate(
+            "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
         assert wide <= shown, f"{wide} pixels on {shown}"
 
 
 @contextmanager
-def visiting(browser: Browser, url: str, size: tuple[int, int] = WIDE, scheme: str = "light") -> Iterator[Visit]:
+def visiting(
+    browser: Browser, url: str, size: tuple[int, int] = WIDE, scheme: str = "light"
+) -> Iterator[Visit]:
     """A fresh browser profile at `url`; at the end nothing unexpected may have gone wrong."""
-    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)  # type: ignore[arg-type]
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
+    )  # type: ignore[arg-type]
     context.set_default_timeout(LONG_S * 1000)
     try:
         visit = Visit(context, url)

@@ -1,7 +1,9 @@
-"""Admission of requests to the engine. Requests that do not fit wait in order of arrival and never fail for it.
+"""Admission of requests to the engine.
 
-Limited are the distinct steering rows in flight, the memory that captured rows may take, and the cells of sweeps; formats are checked
-one at a time.
+Requests that do not fit wait in order of arrival and never fail for it.
+
+Limited are the distinct steering rows in flight, the memory that captured rows may take, and the
+cells of sweeps; formats are checked one at a time.
 """
 
 import asyncio
@@ -79,7 +81,9 @@ class _Gate(ABC, Generic[Demand]):
 
 
 class CrowdedOut(MidstreamError):
-    """Global steering leaves no room for this request, which was admitted under an earlier version: another attempt will fit."""
+    """Global steering leaves no room for this request, which was admitted under an earlier version:
+    another attempt will fit.
+    """
 
     def __init__(self, detail: str) -> None:
         super().__init__("intervention_failed", detail)
@@ -93,7 +97,9 @@ class RowDemand(NamedTuple):
 
 
 class RowAdmission(_Gate[frozenset[RowDemand]]):
-    """Counts the distinct row contents in flight; never more than `rows` with `entries`. Equal contents share a row.
+    """Counts the distinct row contents in flight; never more than `rows` with `entries`.
+
+    Equal contents share a row.
 
     Some belong to global steering, whether a request in flight uses them or not.
     """
@@ -109,15 +115,23 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         return len(self._in_use)
 
     def check_pinned(self, rows: frozenset[RowDemand]) -> None:
-        """Raises MidstreamError("intervention_failed") if these can never replace the current ones."""
+        """Raises MidstreamError("intervention_failed") if these can never replace the current
+        ones.
+        """
         self._check_size(rows)
         if not self._within(rows | self._pinned):
-            detail = f"it does not fit in the {self._rows} steering rows alongside the current global steering: clear the current one first"
+            detail = (
+                f"it does not fit in the {self._rows} steering rows alongside the current "
+                "global steering: clear the current one first"
+            )
             raise MidstreamError("intervention_failed", detail)
 
     @asynccontextmanager
-    async def replacing_pinned(self, rows: frozenset[RowDemand], patience_s: float) -> AsyncIterator[None]:
-        """Hold both these and the current rows in the block; afterwards these are current, or the previous ones if it raises.
+    async def replacing_pinned(
+        self, rows: frozenset[RowDemand], patience_s: float
+    ) -> AsyncIterator[None]:
+        """Hold both these and the current rows in the block; afterwards these are current, or the
+        previous ones if it raises.
 
         Raises as `check_pinned`, and if there is no room within `patience_s`.
         """
@@ -127,7 +141,10 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
                 async with asyncio.timeout(patience_s):
                     await self._acquire(rows)
             except TimeoutError:
-                detail = f"{len(rows)} of the {self._rows} steering rows did not become free within {patience_s:g} s"
+                detail = (
+                    f"{len(rows)} of the {self._rows} steering rows did not become free within "
+                    f"{patience_s:g} s"
+                )
                 raise MidstreamError("intervention_failed", detail) from None
         try:
             yield
@@ -158,12 +175,16 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
             (_entries(demand), self._entries, "steering_entries"),
         ):
             if needed > there:
-                detail = f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has {there} (setting {setting})"
+                detail = (
+                    f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has "
+                    f"{there} (setting {setting})"
+                )
                 raise MidstreamError("intervention_failed", detail)
 
     def _crowded_out(self, demand: frozenset[RowDemand]) -> CrowdedOut:
         return CrowdedOut(
-            f"its steering rows ({len(demand)}) do not fit alongside those of the current global steering ({len(self._pinned)})"
+            f"its steering rows ({len(demand)}) do not fit alongside those of the current "
+            f"global steering ({len(self._pinned)})"
         )
 
     def _fits(self, demand: frozenset[RowDemand]) -> bool:
@@ -187,7 +208,8 @@ def _entries(rows: Iterable[RowDemand]) -> int:
 
 
 class CaptureBudget(_Gate[int]):
-    """Bytes of captured rows in flight: they stay in memory until the request ends and its file is written.
+    """Bytes of captured rows in flight: they stay in memory until the request ends and its file is
+    written.
 
     At most `limit`, or a single request that is larger.
     """
@@ -238,7 +260,11 @@ class CellSlots(_Gate[int]):
 
 
 class FairTurns:
-    """One holder at a time. Of those that wait, tenants have turns one after the other, and each tenant's come in their order."""
+    """One holder at a time.
+
+    Of those that wait, tenants have turns one after the other, and each tenant's come in their
+    order.
+    """
 
     def __init__(self) -> None:
         self._held = False
@@ -277,7 +303,9 @@ class FairTurns:
 
 
 class StepRows(CaptureBudget):
-    """Rows of the next tokens of the requests in the engine: the ring holds so many. What else a step captures is split to fit.
+    """Rows of the next tokens of the requests in the engine: the ring holds so many.
+
+    What else a step captures is split to fit.
 
     `limit` 0: no ring and no limit.
     """
@@ -286,7 +314,10 @@ class StepRows(CaptureBudget):
         if self._limit and demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
-                f"the request captures {demand} rows for one token; one step has room for {self._limit} (setting capture_buffer_mib)",
+                (
+                    f"the request captures {demand} rows for one token; one step has room for "
+                    f"{self._limit} (setting capture_buffer_mib)"
+                ),
             )
 
     def _fits(self, demand: int) -> bool:

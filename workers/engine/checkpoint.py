@@ -11,18 +11,28 @@ from safetensors import SafetensorError, safe_open
 from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
 
-#: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or `transformer.h.3.ln_1.bias`.
+#: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
+#: `transformer.h.3.ln_1.bias`.
 _OF_LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)\.")
 #: Fields of configs that count layers behind the model's own, which predict further tokens.
 _BEHIND = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
 def check_folder(settings: Settings) -> None:
-    """Raises MidstreamError if `model` is a folder without a config; hub names and files are left to vLLM."""
+    """Raises MidstreamError if `model` is a folder without a config; hub names and files are left
+    to vLLM.
+    """
     folder = Path(settings.model).expanduser()
     named = "hf_config_path" in settings.engine_options
-    if folder.is_dir() and not named and not any((folder / name).is_file() for name in ("config.json", "params.json")):
-        raise _refused(f"{folder} has no config.json: `model` is the folder of a checkpoint, with its config, weights and tokenizer")
+    if (
+        folder.is_dir()
+        and not named
+        and not any((folder / name).is_file() for name in ("config.json", "params.json"))
+    ):
+        raise _refused(
+            f"{folder} has no config.json: `model` is the folder of a checkpoint, with its "
+            "config, weights and tokenizer"
+        )
     if folder.is_dir() and (folder / "config.json").is_file():
         try:
             config = json.loads((folder / "config.json").read_bytes())
@@ -33,10 +43,11 @@ def check_folder(settings: Settings) -> None:
 
 
 def check_layers(model: str, config: Any, layers: int) -> None:
-    """Raises MidstreamError if the weights in the folder `model` have another number of layers than the config says.
+    """Raises MidstreamError if the weights in the folder `model` have another number of layers than
+    the config says.
 
-    `config`: transformers' of the language model. `layers`: vLLM's count of them. Formats other than safetensors, and checkpoints whose
-    weights are not numbered in this way, are left to vLLM.
+    `config`: transformers' of the language model. `layers`: vLLM's count of them. Formats other
+    than safetensors, and checkpoints whose weights are not numbered in this way, are left to vLLM.
     """
     stacks: dict[str, int] = {}
     for name in _weight_names(Path(model)):
@@ -46,7 +57,8 @@ def check_layers(model: str, config: Any, layers: int) -> None:
     if stacks and not any(layers <= count <= layers + behind for count in stacks.values()):
         stack, found = max(stacks.items(), key=lambda each: each[1])
         raise _refused(
-            f"the config says {layers} layers, and the weights have {found} ({stack}.0 to {stack}.{found - 1}): config and weights "
+            f"the config says {layers} layers, and the weights have {found} ({stack}.0 to "
+            f"{stack}.{found - 1}): config and weights "
             "belong to different checkpoints, or num_hidden_layers is wrong"
         )
 

@@ -1,4 +1,6 @@
-"""Calls to all ranks: every answer is checked; an action that fails on one rank is undone on all."""
+"""Calls to all ranks: every answer is checked; an action that fails on one rank is undone on
+all.
+"""
 
 import asyncio
 import logging
@@ -11,7 +13,8 @@ from ...schemas.steering import RankApplied
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: Calls a method on all ranks and returns their answers in rank order; raises MidstreamError("engine_failed") when it cannot.
+#: Calls a method on all ranks and returns their answers in rank order; raises
+#: MidstreamError("engine_failed") when it cannot.
 CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
 
 
@@ -50,31 +53,50 @@ def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world:
 
 def refusals(answers: Sequence[RankApplied]) -> str:
     """The ranks that refused, and why; empty if none did."""
-    return "; ".join(f"rank {answer.rank}: {answer.message or 'no reason was given'}" for answer in answers if not answer.ok)
+    return "; ".join(
+        f"rank {answer.rank}: {answer.message or 'no reason was given'}"
+        for answer in answers
+        if not answer.ok
+    )
 
 
 class Ranks:
-    """All ranks of an engine. `on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from now on."""
+    """All ranks of an engine.
 
-    def __init__(self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]) -> None:
+    `on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from
+    now on.
+    """
+
+    def __init__(
+        self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]
+    ) -> None:
         self._call, self._world, self._on_quarantine = call, world, on_quarantine
 
     async def ask(self, action: str, method: str, *arguments: Any) -> list[RankApplied]:
-        """The answers of a call that changes nothing, good or bad. Raises MidstreamError if a rank did not answer."""
+        """The answers of a call that changes nothing, good or bad.
+
+        Raises MidstreamError if a rank did not answer.
+        """
         results = await self._ask(method, arguments)
         if len(results) != self._world:
             check_apply_results(action, results, self._world)
         return _told(results)
 
-    async def apply(self, action: str, method: str, *arguments: Any, undo: Undo | None = None) -> list[RankApplied]:
-        """Change something on every rank, or on none. Once begun it is completed, even if the caller is cancelled.
+    async def apply(
+        self, action: str, method: str, *arguments: Any, undo: Undo | None = None
+    ) -> list[RankApplied]:
+        """Change something on every rank, or on none.
 
-        Raises Refused with rank and reason if a rank failed and all rolled back, and Quarantined if the rollback also failed
-        or there is none.
+        Once begun it is completed, even if the caller is cancelled.
+
+        Raises Refused with rank and reason if a rank failed and all rolled back, and Quarantined if
+        the rollback also failed or there is none.
         """
         return await unbroken(self._apply(action, method, arguments, undo))
 
-    async def _apply(self, action: str, method: str, arguments: tuple[Any, ...], undo: Undo | None) -> list[RankApplied]:
+    async def _apply(
+        self, action: str, method: str, arguments: tuple[Any, ...], undo: Undo | None
+    ) -> list[RankApplied]:
         results = await self._ask(method, arguments)
         try:
             check_apply_results(action, results, self._world)
@@ -97,7 +119,9 @@ class Ranks:
 
 
 def _told(results: Sequence[tuple[bool, str]]) -> list[RankApplied]:
-    return [RankApplied(rank=rank, ok=ok, message=message) for rank, (ok, message) in enumerate(results)]
+    return [
+        RankApplied(rank=rank, ok=ok, message=message) for rank, (ok, message) in enumerate(results)
+    ]
 
 
 async def unbroken(work: Coroutine[Any, Any, T]) -> T:

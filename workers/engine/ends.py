@@ -1,9 +1,12 @@
-"""Notices of where requests end, sent to the engine core together; the ranks receive them with the engine's next step."""
+"""Notices of where requests end, sent to the engine core together; the ranks receive them with the
+engine's next step.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-#: Takes (`RankSpec.key`, number of tokens or -1) of each request; returns once the engine core has stored them.
+#: Takes (`RankSpec.key`, number of tokens or -1) of each request; returns once the engine core has
+#: stored them.
 Send = Callable[[list[tuple[str, int]]], Awaitable[None]]
 
 
@@ -16,7 +19,10 @@ class Ends:
         self._sending: set[asyncio.Task[None]] = set()
 
     def notify(self, key: str, num_tokens: int) -> Awaitable[None]:
-        """See `DataPlane.end`. Await it where the notice must precede something; it is sent in any case."""
+        """See `DataPlane.end`.
+
+        Await it where the notice must precede something; it is sent in any case.
+        """
         self._due.append((key, num_tokens))
         if len(self._due) == 1:
             self._next = asyncio.ensure_future(self._flush())

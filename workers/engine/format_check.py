@@ -1,8 +1,10 @@
-"""Compiles and tries constraints in a process of its own before the engine does, so that none can occupy the engine or its memory.
+"""Compiles and tries constraints in a process of its own before the engine does, so that none can
+occupy the engine or its memory.
 
-A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular expression may never end.
-`python -m midstream.workers.engine.format_check` is that process: it reads constraints from standard input and answers each when it has
-tried it, or ends when that takes too much.
+A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular
+expression may never end. `python -m midstream.workers.engine.format_check` is that process: it
+reads constraints from standard input and answers each when it has tried it, or ends when that takes
+too much.
 """
 
 import asyncio
@@ -27,10 +29,12 @@ from .admission import FairTurns
 
 logger = logging.getLogger(__name__)
 
-#: Rules of the grammar that xgrammar makes of a constraint, before it compiles it. Of a schema each member is one, or a few; of a
-#: regular expression each group that repeats, and the work grows with their square and more.
+#: Rules of the grammar that xgrammar makes of a constraint, before it compiles it. Of a schema each
+#: member is one, or a few; of a regular expression each group that repeats, and the work grows with
+#: their square and more.
 RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
-#: Tokens that are matched with a constraint before the engine matches any: drawn at random, and one again and again.
+#: Tokens that are matched with a constraint before the engine matches any: drawn at random, and one
+#: again and again.
 WALKED, REPEATED = 64, 512
 #: Bytes of data that the process may have: its imports take half a GiB.
 MEMORY = 4 << 30
@@ -46,7 +50,9 @@ _SMALLER = "a smaller schema, grammar, expression or list of tools"
 
 
 class FormatsBusy(MidstreamError):
-    """As many jobs wait for the check of their formats as may: another attempt of this one follows, so that it holds no place here."""
+    """As many jobs wait for the check of their formats as may: another attempt of this one follows,
+    so that it holds no place here.
+    """
 
     def __init__(self, detail: str) -> None:
         super().__init__("unavailable", detail)
@@ -59,28 +65,51 @@ class FormatChecker:
     """
 
     def __init__(
-        self, model: str, vocab_size: int, seconds: float, trust_remote_code: bool = False, memory: int = MEMORY, jobs: int = JOBS
+        self,
+        model: str,
+        vocab_size: int,
+        seconds: float,
+        trust_remote_code: bool = False,
+        memory: int = MEMORY,
+        jobs: int = JOBS,
     ) -> None:
-        """`model`: the tokenizer's folder or hub name. `seconds`: of processor time, for one constraint; `memory`: bytes of all data.
-        `jobs`: how many may wait; one tenant's at most half as many.
+        """`model`: the tokenizer's folder or hub name.
+
+        `seconds`: of processor time, for one constraint; `memory`: bytes of all data. `jobs`: how
+        many may wait; one tenant's at most half as many.
         """
-        self._most = f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
-        self._arguments = [model, str(vocab_size), str(seconds), str(int(trust_remote_code)), str(memory)]
+        self._most = (
+            f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
+        )
+        self._arguments = [
+            model,
+            str(vocab_size),
+            str(seconds),
+            str(int(trust_remote_code)),
+            str(memory),
+        ]
         self._process: asyncio.subprocess.Process | None = None
         self._ready = False  # whether the process has said that it is
-        self._known: OrderedDict[str, str] = OrderedDict()  # digest of a constraint → why it is refused; empty: it passed
+        # digest of a constraint → why it is refused; empty: it passed
+        self._known: OrderedDict[str, str] = OrderedDict()
         self._turns = FairTurns()
-        self._jobs, self._waiting = jobs, Counter[tuple[str, str]]()  # (tenant, job) → its requests that wait
+        # (tenant, job) → its requests that wait
+        self._jobs, self._waiting = jobs, Counter[tuple[str, str]]()
 
     async def check(self, params: Any, tenant: str = "", job: str = "") -> None:
-        """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or takes too long to compile.
+        """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or
+        takes too long to compile.
 
-        One that does not compile at all passes: vLLM says why. What was checked before is answered immediately; raises FormatsBusy
-        where too many jobs wait for what was not.
+        One that does not compile at all passes: vLLM says why. What was checked before is answered
+        immediately; raises FormatsBusy where too many jobs wait for what was not.
         """
         if params.structured_outputs is None:
             return
-        constraint = {name: value for name, value in vars(params.structured_outputs).items() if value and not name.startswith("_")}
+        constraint = {
+            name: value
+            for name, value in vars(params.structured_outputs).items()
+            if value and not name.startswith("_")
+        }
         raw = to_json(constraint)
         key = hashlib.sha256(raw).hexdigest()
         if key not in self._known:
@@ -98,8 +127,13 @@ class FormatChecker:
     def _place(self, tenant: str, job: str) -> Iterator[None]:
         """Let a job wait, where it and its tenant may."""
         own = sum(of == tenant for of, _ in self._waiting)
-        if (tenant, job) not in self._waiting and (len(self._waiting) >= self._jobs or 2 * own >= self._jobs):
-            raise FormatsBusy(f"{own} jobs of the tenant wait until their formats are checked, and {len(self._waiting)} in all")
+        if (tenant, job) not in self._waiting and (
+            len(self._waiting) >= self._jobs or 2 * own >= self._jobs
+        ):
+            raise FormatsBusy(
+                f"{own} jobs of the tenant wait until their formats are checked, and "
+                f"{len(self._waiting)} in all"
+            )
         self._waiting[tenant, job] += 1
         try:
             yield
@@ -130,9 +164,17 @@ class FormatChecker:
                     raise EOFError
         except (EOFError, OSError) as error:
             ready, ended = self._ready, await self._end()
-            if ready and ended in (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGKILL, -signal.SIGABRT, -signal.SIGSEGV):
+            if ready and ended in (
+                OUT_OF_MEMORY,
+                -signal.SIGPROF,
+                -signal.SIGKILL,
+                -signal.SIGABRT,
+                -signal.SIGSEGV,
+            ):
                 return f"takes more than {self._most} to compile and to match"
-            raise MidstreamError("internal", f"the process that checks constraints ended with {ended}") from error
+            raise MidstreamError(
+                "internal", f"the process that checks constraints ended with {ended}"
+            ) from error
         except BaseException:  # cancelled, or out of time, before the answer was complete
             await self._end()
             raise
@@ -143,7 +185,13 @@ class FormatChecker:
             pipe = asyncio.subprocess.PIPE
             self._ready = False
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", __name__, *self._arguments, stdin=pipe, stdout=pipe, limit=1 << 20
+                sys.executable,
+                "-m",
+                __name__,
+                *self._arguments,
+                stdin=pipe,
+                stdout=pipe,
+                limit=1 << 20,
             )
         return self._process
 
@@ -151,7 +199,8 @@ class FormatChecker:
         process, self._process = self._process, None
         if process is None:
             return 0
-        with contextlib.suppress(TimeoutError):  # a pipe breaks a moment before its process has ended
+        with contextlib.suppress(TimeoutError):
+            # a pipe breaks a moment before its process has ended
             await asyncio.wait_for(process.wait(), 1.0)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -161,11 +210,14 @@ class FormatChecker:
         await self._end()
 
 
-# --- The process -----------------------------------------------------------------------------------------------------
+# --- The process
+# --------------------------------------------------------------------------------------------------
 
 
 def _grammar(asked: dict[str, Any]) -> tuple[str, Any]:
-    """The kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it; None for a kind that has no limits."""
+    """The kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it; None for
+    a kind that has no limits.
+    """
     import xgrammar
 
     if schema := asked.get("json"):
@@ -175,7 +227,9 @@ def _grammar(asked: dict[str, Any]) -> tuple[str, Any]:
     if asked.get("regex"):
         return "regex", xgrammar.Grammar.from_regex(asked["regex"])
     if asked.get("choice"):
-        return "choice", xgrammar.Grammar.from_ebnf("root ::= " + " | ".join(map(json.dumps, asked["choice"])))
+        return "choice", xgrammar.Grammar.from_ebnf(
+            "root ::= " + " | ".join(map(json.dumps, asked["choice"]))
+        )
     if asked.get("structural_tag"):
         return "structural_tag", xgrammar.Grammar.from_structural_tag(asked["structural_tag"])
     if asked.get("grammar"):
@@ -199,9 +253,11 @@ def refusal(asked: dict[str, Any], compiler: Any) -> str:
 
 
 def _walk(compiled: Any) -> None:
-    """Match tokens as the engine will: what compiles in a moment may never end there, such as repetitions within repetitions.
+    """Match tokens as the engine will: what compiles in a moment may never end there, such as
+    repetitions within repetitions.
 
-    Once tokens drawn at random, from a fixed seed; and once the longest token again and again, which finds what gets slower by the token.
+    Once tokens drawn at random, from a fixed seed; and once the longest token again and again,
+    which finds what gets slower by the token.
     """
     import numpy as np
     import xgrammar
@@ -227,7 +283,10 @@ def _walk(compiled: Any) -> None:
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
-    """Until the other side closes. Too much processor time (SIGPROF) or memory for one constraint ends the process."""
+    """Until the other side closes.
+
+    Too much processor time (SIGPROF) or memory for one constraint ends the process.
+    """
     answers.write(b"ready\n")
     answers.flush()
     while line := questions.readline():
@@ -237,7 +296,8 @@ def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float
             refused = refusal(msgspec.json.decode(line), compiler)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
-        except (RuntimeError, ValueError) as error:  # xgrammar's: vLLM compiles it again and says what is wrong
+        except (RuntimeError, ValueError) as error:
+            # xgrammar's: vLLM compiles it again and says what is wrong
             if "bad_alloc" in str(error):
                 os._exit(OUT_OF_MEMORY)
             logger.debug("a constraint does not compile: %s", error)
@@ -251,13 +311,19 @@ def main() -> None:
     import xgrammar
     from transformers import AutoTokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the worker; this process ends when the worker closes the pipe
+    # Ctrl+C is for the worker; this process ends when the worker closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     model, vocab_size, seconds, trust, memory = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=bool(int(trust)))
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=int(vocab_size))
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
     with contextlib.suppress(BrokenPipeError):
-        _serve(sys.stdin.buffer, sys.stdout.buffer, xgrammar.GrammarCompiler(info, max_threads=1), float(seconds))
+        _serve(
+            sys.stdin.buffer,
+            sys.stdout.buffer,
+            xgrammar.GrammarCompiler(info, max_threads=1),
+            float(seconds),
+        )
 
 
 if __name__ == "__main__":

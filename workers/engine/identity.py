@@ -14,7 +14,8 @@ import msgspec
 from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
 
-#: This start of the process; receipts and leases carry it, so that leftovers of a former start are recognised.
+#: This start of the process; receipts and leases carry it, so that leftovers of a former start are
+#: recognised.
 BOOT = uuid.uuid4().hex
 
 
@@ -25,10 +26,14 @@ def with_worker_id(settings: Settings) -> Settings:
 
 
 class WorkerLock:
-    """Held for a worker's lifetime: a second live worker of the same id would release the first one's jobs."""
+    """Held for a worker's lifetime: a second live worker of the same id would release the first
+    one's jobs.
+    """
 
     def __init__(self, settings: Settings, patience_s: float = 5.0):
-        """Raises MidstreamError("conflict") when another process holds the lock for longer than `patience_s` seconds."""
+        """Raises MidstreamError("conflict") when another process holds the lock for longer than
+        `patience_s` seconds.
+        """
         folder = Path(settings.data_dir).resolve() / "workers"
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{settings.worker_id}.lock"
@@ -45,7 +50,10 @@ class WorkerLock:
                     self._file.close()
                     raise MidstreamError(
                         "conflict",
-                        f"worker {settings.worker_id!r} is already running (pid {holder}) in {settings.data_dir}: use another worker_id",
+                        (
+                            f"worker {settings.worker_id!r} is already running (pid {holder}) in "
+                            f"{settings.data_dir}: use another worker_id"
+                        ),
                         field="worker_id",
                     ) from None
                 time.sleep(0.1)

@@ -1,4 +1,6 @@
-"""LoRA adapters on the ranks: each is loaded once, by all ranks or by none, and kept while in use."""
+"""LoRA adapters on the ranks: each is loaded once, by all ranks or by none, and kept while in
+use.
+"""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -11,17 +13,23 @@ from .collective import Ranks, Undo, unbroken
 
 
 class RankLoras:
-    """The worker's record of the adapters on the ranks; unused ones stay loaded while there is room.
+    """The worker's record of the adapters on the ranks; unused ones stay loaded while there is
+    room.
 
-    A holder holds one at a time: two that waited for each other's room would deadlock. vLLM never loads one itself, which it would
-    do within a step, where a file that has changed ends the engine.
+    A holder holds one at a time: two that waited for each other's room would deadlock. vLLM never
+    loads one itself, which it would do within a step, where a file that has changed ends the
+    engine.
     """
 
     def __init__(self, ranks: Ranks, root: str, most: int) -> None:
         """`root`: the setting `lora_dir`. `most`: adapters that the ranks hold."""
         self._ranks, self._root, self._most = ranks, root, most
-        self._loaded: OrderedDict[str, int] = OrderedDict()  # digest → its number at vLLM; least recently used first
-        self._numbers: dict[str, int] = {}  # of all that were ever loaded: a number means one content
+        self._loaded: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # digest → its number at vLLM; least recently used first
+        self._numbers: dict[
+            str, int
+        ] = {}  # of all that were ever loaded: a number means one content
         self._held: Counter[str] = Counter()
         self._turn = asyncio.Lock()  # first come, first served
         self._freed = asyncio.Event()
@@ -48,17 +56,31 @@ class RankLoras:
         self._freed.set()
 
     def _check(self, lora: StoredLora, support: LoraSupport | None) -> Path:
-        """The folder of its files. Raises a 400 when they are not what was registered, or do not fit this model."""
+        """The folder of its files.
+
+        Raises a 400 when they are not what was registered, or do not fit this model.
+        """
         if support is None:
-            raise MidstreamError("invalid_request", "this worker serves no adapters: its setting lora_dir is empty", field="lora")
+            raise MidstreamError(
+                "invalid_request",
+                "this worker serves no adapters: its setting lora_dir is empty",
+                field="lora",
+            )
         folder = folder_of(self._root, lora.path)
         try:
             content = read(folder)
             if content.digest != lora.digest:
-                raise LoraError(f"its files have changed since it was registered (now {content.digest[:12]}): register it again")
+                raise LoraError(
+                    f"its files have changed since it was registered (now {content.digest[:12]}): "
+                    "register it again"
+                )
             check(content, support)
         except LoraError as error:
-            raise MidstreamError("invalid_request", f"adapter {lora.name!r} ({lora.digest[:12]}): {error}", field="lora") from error
+            raise MidstreamError(
+                "invalid_request",
+                f"adapter {lora.name!r} ({lora.digest[:12]}): {error}",
+                field="lora",
+            ) from error
         return folder
 
     async def _make_room(self) -> None:
@@ -69,11 +91,22 @@ class RankLoras:
                 self._freed.clear()
                 await self._freed.wait()
                 continue
-            number = self._loaded.pop(unused)  # first: after a failure on one rank it is unknown which ranks have it
-            await unbroken(self._ranks.apply("dropping an adapter", "midstream_drop_loras", [number]))
+            number = self._loaded.pop(
+                unused
+            )  # first: after a failure on one rank it is unknown which ranks have it
+            await unbroken(
+                self._ranks.apply("dropping an adapter", "midstream_drop_loras", [number])
+            )
 
     async def _load(self, lora: StoredLora, folder: Path) -> None:
         number = self._numbers.setdefault(lora.digest, len(self._numbers) + 1)
         undo = Undo("midstream_drop_loras", ([number],))
-        await self._ranks.apply(f"loading adapter {lora.name!r}", "midstream_put_lora", number, lora.digest, str(folder), undo=undo)
+        await self._ranks.apply(
+            f"loading adapter {lora.name!r}",
+            "midstream_put_lora",
+            number,
+            lora.digest,
+            str(folder),
+            undo=undo,
+        )
         self._loaded[lora.digest] = number

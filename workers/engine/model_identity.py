@@ -1,7 +1,9 @@
-"""The identity of a loaded model: a digest of everything that decides its numbers, wherever its files are and however ranks share it.
+"""The identity of a loaded model: a digest of everything that decides its numbers, wherever its
+files are and however ranks share it.
 
-It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer, code; not texts about them), the
-dtype, and the engine options of `DEFINING`. See docs/decisions/0038-model-identity.md.
+It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer,
+code; not texts about them), the dtype, and the engine options of `DEFINING`. See
+docs/decisions/0038-model-identity.md.
 """
 
 import hashlib
@@ -25,14 +27,23 @@ logger = logging.getLogger(__name__)
 
 #: Engine options that change what the same files compute. (`dtype` is a setting.)
 DEFINING = (
-    "disable_sliding_window", "hf_config_path", "hf_overrides", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype",
-    "mamba_ssm_cache_dtype", "quantization", "quantization_config", "tokenizer_mode",
-)  # fmt: skip
+    "disable_sliding_window",
+    "hf_config_path",
+    "hf_overrides",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "quantization",
+    "quantization_config",
+    "tokenizer_mode",
+)
 #: Files in a checkpoint's folder that nothing is computed from.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
 #: Bytes that a thread reads and hashes at a time, and the largest number of threads.
 _PIECE, _THREADS = 1 << 24, 8
-#: A file that was written less than this many seconds before it was read may be written again within one tick of its clock.
+#: A file that was written less than this many seconds before it was read may be written again
+#: within one tick of its clock.
 _FRESH_S = 2.0
 
 #: Size, times of modification and of change (ns), inode and device of a file whose digest is known.
@@ -42,21 +53,32 @@ Stat = tuple[int, int, int, int, int]
 def identity_of(settings: Settings, config: Any) -> str:
     """The identity, 64 hex digits. `config`: vLLM's `ModelConfig`.
 
-    A file is read once; from then on its digest is known from the data folder while `stat` says the same of it. Raises MidstreamError
-    where it cannot be said what would be loaded.
+    A file is read once; from then on its digest is known from the data folder while `stat` says the
+    same of it. Raises MidstreamError where it cannot be said what would be loaded.
     """
     digests = FileDigests(Path(settings.data_dir).resolve() / "checkpoint-digests.json")
-    options = {name: settings.engine_options[name] for name in DEFINING if name in settings.engine_options}
-    facts = {"dtype": str(config.dtype).removeprefix("torch."), "model": _place(digests, config.model, config)}
+    options = {
+        name: settings.engine_options[name] for name in DEFINING if name in settings.engine_options
+    }
+    facts = {
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "model": _place(digests, config.model, config),
+    }
     if "hf_config_path" in options:
         options["hf_config_path"] = _place(digests, options["hf_config_path"], config)
     if config.tokenizer != config.model:
-        facts["tokenizer"] = digests.of(Path(config.tokenizer)) if Path(config.tokenizer).exists() else encode_bundle(bundle_of(config))[0]
+        facts["tokenizer"] = (
+            digests.of(Path(config.tokenizer))
+            if Path(config.tokenizer).exists()
+            else encode_bundle(bundle_of(config))[0]
+        )
     return hashlib.sha256(json.dumps([facts, options], sort_keys=True).encode()).hexdigest()
 
 
 def _place(digests: "FileDigests", place: str, config: Any) -> str:
-    """Digest of a file or folder; of a hub's name, the name and the commit, which the hub never changes."""
+    """Digest of a file or folder; of a hub's name, the name and the commit, which the hub never
+    changes.
+    """
     path = Path(place).expanduser()
     if path.exists():
         return digests.of(path)
@@ -64,7 +86,10 @@ def _place(digests: "FileDigests", place: str, config: Any) -> str:
         return f"{place}@{commit}"
     raise MidstreamError(
         "engine_failed",
-        f"the identity of {place} is not known: it is no folder on this machine, and the hub named no commit of it",
+        (
+            f"the identity of {place} is not known: it is no folder on this machine, and "
+            "the hub named no commit of it"
+        ),
         field="model",
         allowed="the folder of a checkpoint, or a name on the hub with the engine option revision",
     )
@@ -77,19 +102,31 @@ class FileDigests:
         self._kept = kept
         self._known: dict[str, tuple[Stat, str]] = {}
         try:
-            self._known = {path: (tuple(stat), digest) for path, (stat, digest) in json.loads(kept.read_bytes()).items()}
+            self._known = {
+                path: (tuple(stat), digest)
+                for path, (stat, digest) in json.loads(kept.read_bytes()).items()
+            }
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, AttributeError) as error:
             logger.warning("%s cannot be read, so files are hashed again: %s", kept, error)
 
     def of(self, path: Path) -> str:
-        """SHA-256 over the names and contents of the files in a folder, or the content of a file. Raises MidstreamError."""
+        """SHA-256 over the names and contents of the files in a folder, or the content of a file.
+
+        Raises MidstreamError.
+        """
         try:
-            files = {"": path} if path.is_file() else {file.name: file for file in sorted(path.iterdir()) if _counts(file)}
+            files = (
+                {"": path}
+                if path.is_file()
+                else {file.name: file for file in sorted(path.iterdir()) if _counts(file)}
+            )
             return hashlib.sha256(json.dumps(self._contents(files)).encode()).hexdigest()
         except OSError as error:
-            raise MidstreamError("engine_failed", f"the checkpoint cannot be read: {error}", field="model") from error
+            raise MidstreamError(
+                "engine_failed", f"the checkpoint cannot be read: {error}", field="model"
+            ) from error
 
     def _contents(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
         began, read, fresh = time.time(), 0, False
@@ -102,24 +139,41 @@ class FileDigests:
                     known = stat, _content(file, stat[0], pool)
                     read += stat[0]
                     if _stat(file) != stat:
-                        raise MidstreamError("engine_failed", f"{file} changed while it was read: start again", field="model")
+                        raise MidstreamError(
+                            "engine_failed",
+                            f"{file} changed while it was read: start again",
+                            field="model",
+                        )
                     if max(stat[1:3]) / 1e9 < began - _FRESH_S:
                         self._known[place], fresh = known, True
                 found.append((name, known[1]))
         if fresh:
             self._keep()
-            logger.info("hashed %.1f GB of the checkpoint in %.1f s", read / 1e9, time.time() - began)
+            logger.info(
+                "hashed %.1f GB of the checkpoint in %.1f s", read / 1e9, time.time() - began
+            )
         return found
 
     def _keep(self) -> None:
-        """Write what is known of files that are still there. Without it, the next start hashes again."""
+        """Write what is known of files that are still there.
+
+        Without it, the next start hashes again.
+        """
         aside = self._kept.with_name(f".{self._kept.name}.{secrets.token_hex(4)}")
         try:
             self._kept.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(to_json({path: entry for path, entry in self._known.items() if os.path.exists(path)}))
+            aside.write_bytes(
+                to_json(
+                    {path: entry for path, entry in self._known.items() if os.path.exists(path)}
+                )
+            )
             aside.rename(self._kept)
         except OSError as error:
-            logger.warning("%s cannot be written, so the next start hashes the checkpoint again: %s", self._kept, error)
+            logger.warning(
+                "%s cannot be written, so the next start hashes the checkpoint again: %s",
+                self._kept,
+                error,
+            )
 
 
 def _counts(file: Path) -> bool:

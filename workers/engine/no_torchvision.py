@@ -1,8 +1,10 @@
-"""A stand-in for torchvision where it is not installed: vLLM's model files import it, though text and PIL's processors need none of it.
+"""A stand-in for torchvision where it is not installed: vLLM's model files import it, though text
+and PIL's processors need none of it.
 
-There is no CPU build of torchvision on PyPI. Model files of vLLM import names from transformers' torchvision-based image processors
-when they are loaded, so that without torchvision even text would not be served. The stand-in's names exist and fail when they are
-used, with a message that says what is missing; transformers goes on with its processors for PIL.
+There is no CPU build of torchvision on PyPI. Model files of vLLM import names from transformers'
+torchvision-based image processors when they are loaded, so that without torchvision even text would
+not be served. The stand-in's names exist and fail when they are used, with a message that says what
+is missing; transformers goes on with its processors for PIL.
 """
 
 import importlib.machinery
@@ -26,10 +28,14 @@ class MissingTorchvisionError(ImportError):
 
 
 class _Name(type):
-    """A class for each name of torchvision: annotations and base classes take it, calls and members do not."""
+    """A class for each name of torchvision: annotations and base classes take it, calls and members
+    do not.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise MissingTorchvisionError(f"{cls.__qualname__} is needed, but torchvision is not installed")
+        raise MissingTorchvisionError(
+            f"{cls.__qualname__} is needed, but torchvision is not installed"
+        )
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -47,7 +53,9 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] != NAME:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -60,25 +68,36 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Have `import torchvision` succeed in this process, if it is not installed. vLLM calls this in every process that it starts."""
+    """Have `import torchvision` succeed in this process, if it is not installed.
+
+    vLLM calls this in every process that it starts.
+    """
     if importlib.util.find_spec(NAME) is not None:
         return
     from transformers.utils import import_utils
 
-    for available in (import_utils.is_torchvision_available, import_utils.is_torchvision_v2_available):
+    for available in (
+        import_utils.is_torchvision_available,
+        import_utils.is_torchvision_v2_available,
+    ):
         available()  # remembered by transformers: it is not there
     sys.meta_path.append(_Finder())
     try:
         _make_video_processors()
-    except (AttributeError, ImportError) as error:  # another transformers: those models are served with text only
-        logger.warning("image processors of models that also take videos do not run without torchvision: %s", error)
+    except (AttributeError, ImportError) as error:
+        # another transformers: those models are served with text only
+        logger.warning(
+            ("image processors of models that also take videos do not run without torchvision: %s"),
+            error,
+        )
 
 
 def _make_video_processors() -> None:
-    """Have transformers make processors for videos, and those that have one: a model's processor is made of all its parts.
+    """Have transformers make processors for videos, and those that have one: a model's processor is
+    made of all its parts.
 
-    It puts classes that refuse in the place of all that need torchvision; image processors have others for PIL. Videos are refused
-    before they would reach one.
+    It puts classes that refuse in the place of all that need torchvision; image processors have
+    others for PIL. Videos are refused before they would reach one.
     """
     from transformers.utils import import_utils
 
@@ -101,11 +120,14 @@ def _of_images(name: str) -> bool:
 
 
 def stand_in() -> None:
-    """Have every process of vLLM that is started from here on call `install`, through vLLM's plugin group; this process too."""
+    """Have every process of vLLM that is started from here on call `install`, through vLLM's plugin
+    group; this process too.
+    """
     install()
     folder = str(Path(__file__).parent / "plugin")
     found = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     if folder not in found:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *found])
-    if folder not in sys.path:  # which `multiprocessing` hands on to the processes that it spawns, in place of theirs
+    if folder not in sys.path:
+        # which `multiprocessing` hands on to the processes that it spawns, in place of theirs
         sys.path.append(folder)

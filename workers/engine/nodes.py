@@ -1,10 +1,13 @@
-"""Hands the plane's configuration from the worker to the followers of an engine on several machines, and lets each see the other's end.
+"""Hands the plane's configuration from the worker to the followers of an engine on several
+machines, and lets each see the other's end.
 
-A follower's ranks need what the worker generates at each start (its boot, the buffers' sizes). Paths, cores and keys are those of each
-machine. A follower joins the start that it was told of, and no other: `ms:node:{worker}`, JSON of a `PlaneConfig`.
+A follower's ranks need what the worker generates at each start (its boot, the buffers' sizes).
+Paths, cores and keys are those of each machine. A follower joins the start that it was told of, and
+no other: `ms:node:{worker}`, JSON of a `PlaneConfig`.
 
-The ranks alone would not notice a loss: vLLM waits 300 s for the last of them, and a connection whose packets vanish for longer. So a
-follower renews `ms:node-alive:{worker}:{rank}`, as long as it also reaches the worker's machine.
+The ranks alone would not notice a loss: vLLM waits 300 s for the last of them, and a connection
+whose packets vanish for longer. So a follower renews `ms:node-alive:{worker}:{rank}`, as long as it
+also reaches the worker's machine.
 """
 
 import contextlib
@@ -45,7 +48,9 @@ def _sign(worker: str, rank: int) -> str:
 
 
 def _connect(settings: Settings) -> "redis.Redis":
-    return redis_open.client(settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+    return redis_open.client(
+        settings.redis_url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
+    )
 
 
 def publish(settings: Settings, plane: PlaneConfig) -> None:
@@ -53,15 +58,20 @@ def publish(settings: Settings, plane: PlaneConfig) -> None:
     await_writes(settings.redis_url)
     with _connect(settings) as client:
         client.set(_key(settings.worker_id), to_json(plane))
-    log.warning("waiting for %d more machines: python -m midstream.workers.follower", settings.nodes - 1)
+    log.warning(
+        "waiting for %d more machines: python -m midstream.workers.follower", settings.nodes - 1
+    )
 
 
 def check_identity(plane: PlaneConfig, identity: str) -> None:
-    """Raises MidstreamError where this machine's checkpoint is not that of the worker: their ranks would compute two models."""
+    """Raises MidstreamError where this machine's checkpoint is not that of the worker: their ranks
+    would compute two models.
+    """
     if plane.identity != identity:
         raise MidstreamError(
             "model_changed",
-            f"the model here has the identity {identity[:SHOWN_IDENTITY]}, and that of worker {plane.worker!r} has "
+            f"the model here has the identity {identity[:SHOWN_IDENTITY]}, and that of "
+            f"worker {plane.worker!r} has "
             f"{plane.identity[:SHOWN_IDENTITY]}",
             field="model",
             allowed="the worker's checkpoint, dtype and engine options on every machine",
@@ -74,13 +84,19 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._client = _connect(settings)
-        self._self = secrets.token_hex(4)  # a follower that is started again is not the one that has the ranks
+        # a follower that is started again is not the one that has the ranks
+        self._self = secrets.token_hex(4)
         self._next = float("-inf")  # when the sign of life is due (monotonic)
-        self._met = float("-inf")  # when its machine was last reached (monotonic); it is not before its ranks meet
-        self._alive = float("-inf")  # when it was last seen (monotonic); it is not before its engine is ready
+        # when its machine was last reached (monotonic); it is not before its ranks meet
+        self._met = float("-inf")
+        # when it was last seen (monotonic); it is not before its engine is ready
+        self._alive = float("-inf")
 
     def start(self) -> PlaneConfig | None:
-        """The configuration of the last start, as it holds on this machine; None before the first. Raises redis.RedisError."""
+        """The configuration of the last start, as it holds on this machine; None before the first.
+
+        Raises redis.RedisError.
+        """
         raw = self._client.get(_key(self._settings.worker_id))
         if raw is None:
             return None
@@ -98,7 +114,9 @@ class Worker:
         )
 
     def await_start(self, after: str) -> PlaneConfig:
-        """The first start whose boot is not `after`. A Redis that is unreachable, or loads its log, is waited for.
+        """The first start whose boot is not `after`.
+
+        A Redis that is unreachable, or loads its log, is waited for.
 
         Raises redis.RedisError.
         """
@@ -127,7 +145,9 @@ class Worker:
         return 0 < self._alive < now - LEASES_GONE * self._settings.lease_s
 
     def stay(self, boot: str) -> bool:
-        """Renew this machine's sign of life, four times per lease. False: the worker's machine could not be reached for `lease_s`.
+        """Renew this machine's sign of life, four times per lease.
+
+        False: the worker's machine could not be reached for `lease_s`.
 
         Raises redis.RedisError.
         """
@@ -136,11 +156,18 @@ class Worker:
             return True
         self._next = now + lease / 4
         host, _, port = self._settings.node_master.rpartition(":")
-        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), lease / 4):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host.strip("[]"), int(port)), lease / 4),
+        ):
             self._met = time.monotonic()
         if 0 < self._met < now - lease:
             return False
-        self._client.set(_sign(self._settings.worker_id, self._settings.node_rank), f"{boot}:{self._self}", px=int(lease * 1000))
+        self._client.set(
+            _sign(self._settings.worker_id, self._settings.node_rank),
+            f"{boot}:{self._self}",
+            px=int(lease * 1000),
+        )
         return True
 
     def leave(self) -> None:
@@ -150,7 +177,10 @@ class Worker:
 
 
 class Followers:
-    """The other machines as the worker sees them. Calls `on_loss` with the reason, once, on a thread of its own."""
+    """The other machines as the worker sees them.
+
+    Calls `on_loss` with the reason, once, on a thread of its own.
+    """
 
     def __init__(self, settings: Settings, boot: str, on_loss: Callable[[str], object]) -> None:
         self._settings, self._boot, self._on_loss = settings, boot, on_loss
@@ -170,16 +200,24 @@ class Followers:
         while not self._over.wait(POLL_S):
             lost = self.lost(time.monotonic())
             if lost is not None and not self._over.is_set():
-                self._on_loss(f"machine {lost} of the engine is lost: its follower has ended, or given no sign of life for {lease} s")
+                self._on_loss(
+                    f"machine {lost} of the engine is lost: its follower has ended, or given no "
+                    f"sign of life for {lease} s"
+                )
                 return
 
     def lost(self, now: float) -> int | None:
-        """The `node_rank` of a machine that has joined this start and is gone, or was started again; `now` is monotonic."""
+        """The `node_rank` of a machine that has joined this start and is gone, or was started
+        again; `now` is monotonic.
+        """
         try:
-            signs: Any = self._client.mget([_sign(self._settings.worker_id, rank) for rank in self._ranks])
+            signs: Any = self._client.mget(
+                [_sign(self._settings.worker_id, rank) for rank in self._ranks]
+            )
         except redis.RedisError as error:
             log.info("cannot ask for followers: %s", error)
-            self._until = dict.fromkeys(self._until, now + self._settings.lease_s)  # perhaps they could not say anything either
+            # perhaps they could not say anything either
+            self._until = dict.fromkeys(self._until, now + self._settings.lease_s)
             return None
         for rank, sign in zip(self._ranks, signs, strict=True):
             if sign is not None and sign.startswith(self._boot.encode()):

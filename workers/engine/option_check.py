@@ -1,7 +1,8 @@
-"""Checks vLLM's options that the settings pass through: names and types against vLLM's own dataclass, then the three lists.
+"""Checks vLLM's options that the settings pass through: names and types against vLLM's own
+dataclass, then the three lists.
 
-It runs before weights are loaded, and before any process of the engine starts. `runner/allowlist.py` checks the configuration that vLLM
-makes of all of them.
+It runs before weights are loaded, and before any process of the engine starts.
+`runner/allowlist.py` checks the configuration that vLLM makes of all of them.
 """
 
 import json
@@ -11,7 +12,13 @@ from enum import Enum
 from typing import Any, get_args
 
 import vllm
-from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from ...schemas.choices import suggestion
@@ -31,17 +38,27 @@ class Accepted:
 
 
 def accepted(settings: Settings) -> Accepted:
-    """The options that the settings pass to vLLM. Raises SettingsError that names every option that is refused, and why."""
+    """The options that the settings pass to vLLM.
+
+    Raises SettingsError that names every option that is refused, and why.
+    """
     wrong, made, caveats = [], {}, []
     types = {field.name: field.type for field in fields(AsyncEngineArgs)}
     for name, value in settings.engine_options.items():
         try:
             _require_allowed(name, types)
             made[name] = _converted(name, value, types[name])
-            given = made[name].name if isinstance(value, str) and isinstance(made[name], Enum) else value
+            given = (
+                made[name].name
+                if isinstance(value, str) and isinstance(made[name], Enum)
+                else value
+            )
             if doubt := unproven(name, given):
                 if not settings.engine_unproven:
-                    raise SettingsError(f"{doubt}: it is passed on only with `engine_unproven` (--engine-unproven), and then stamped")
+                    raise SettingsError(
+                        f"{doubt}: it is passed on only with `engine_unproven` (--engine-unproven), and "
+                        "then stamped"
+                    )
                 caveats.append(f"{doubt}: rows may differ from transformers'")
         except SettingsError as error:
             wrong.append(f"[engine] {name}: {error}")
@@ -66,15 +83,30 @@ def unproven(name: str, value: Any) -> str:
     entry = PROVEN.get(name)
     if entry is None:
         return f"the engine option {name}={_shown(value)} is not proven with Midstream"
-    if entry.values and not any(value == proven and isinstance(value, bool) == isinstance(proven, bool) for proven in entry.values):
-        return f"the engine option {name}={_shown(value)} is not proven with Midstream, only {', '.join(map(_shown, entry.values))}"
-    if entry.parts and isinstance(value, dict) and (others := sorted(value.keys() - set(entry.parts))):
-        return f"the engine option {name} with {', '.join(others)} is not proven with Midstream, only with {', '.join(entry.parts)}"
+    if entry.values and not any(
+        value == proven and isinstance(value, bool) == isinstance(proven, bool)
+        for proven in entry.values
+    ):
+        return (
+            f"the engine option {name}={_shown(value)} is not proven with Midstream, only "
+            f"{', '.join(map(_shown, entry.values))}"
+        )
+    if (
+        entry.parts
+        and isinstance(value, dict)
+        and (others := sorted(value.keys() - set(entry.parts)))
+    ):
+        return (
+            f"the engine option {name} with {', '.join(others)} is not proven with "
+            f"Midstream, only with {', '.join(entry.parts)}"
+        )
     return ""
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
-    """The value as vLLM's field has it: read from JSON, so that a list may be a set, and text an enum's member, but not a number."""
+    """The value as vLLM's field has it: read from JSON, so that a list may be a set, and text an
+    enum's member, but not a number.
+    """
     value = _members(value, kind)
     if isinstance(value, Enum):
         return value
@@ -84,7 +116,9 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     try:
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        raise SettingsError(f"{_shown(value)}: {'; '.join(dict.fromkeys(_problems(error, kind)))}") from error
+        raise SettingsError(
+            f"{_shown(value)}: {'; '.join(dict.fromkeys(_problems(error, kind)))}"
+        ) from error
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any] | None:
@@ -100,13 +134,21 @@ def _adapter(kind: Any) -> TypeAdapter[Any] | None:
 
 
 def _members(value: Any, kind: Any) -> Any:
-    """The member of an enum that text names: vLLM's command line reads names, and the enum's values may be import paths."""
+    """The member of an enum that text names: vLLM's command line reads names, and the enum's values
+    may be import paths.
+    """
     for each in (kind, *get_args(kind)):
         if isinstance(value, str) and isinstance(each, type) and issubclass(each, Enum):
             if value.upper() in each.__members__:
                 return each[value.upper()]
             meant = suggestion(value.upper(), each.__members__)
-            raise SettingsError("; ".join(filter(None, (f"{_shown(value)} is none of {', '.join(each.__members__)}", meant))))
+            raise SettingsError(
+                "; ".join(
+                    filter(
+                        None, (f"{_shown(value)} is none of {', '.join(each.__members__)}", meant)
+                    )
+                )
+            )
     return value
 
 
@@ -115,14 +157,23 @@ def _problems(error: ValidationError, kind: Any) -> Iterator[str]:
         where = ".".join(map(str, each["loc"]))
         text = each["msg"]
         if each["type"] == "unexpected_keyword_argument":
-            text = "; ".join(filter(None, ("no such field", suggestion(str(each["loc"][-1]), _field_names(kind)))))
+            text = "; ".join(
+                filter(
+                    None, ("no such field", suggestion(str(each["loc"][-1]), _field_names(kind)))
+                )
+            )
         elif each["type"] == "string_type" and isinstance(each["input"], int | float):
             text += f": write '\"{each['input']}\"'"
         yield f"{where}: {text}" if where else text
 
 
 def _field_names(kind: Any) -> Iterable[str]:
-    return (field.name for each in (kind, *get_args(kind)) if is_dataclass(each) for field in fields(each))
+    return (
+        field.name
+        for each in (kind, *get_args(kind))
+        if is_dataclass(each)
+        for field in fields(each)
+    )
 
 
 def _shown(value: Any) -> str:

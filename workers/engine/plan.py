@@ -1,7 +1,9 @@
-"""What an engine takes, from the model's shape and the settings alone: memory, work per step, bytes to the disk, limits that bind.
+"""What an engine takes, from the model's shape and the settings alone: memory, work per step, bytes
+to the disk, limits that bind.
 
-Pure, without torch and vLLM, so that it answers before anything is started: `midstream doctor --plan`. The memory of the rank's buffers
-is exact (tests compare it with the buffers); times are estimates, see `runner.site_costs`.
+Pure, without torch and vLLM, so that it answers before anything is started: `midstream doctor
+--plan`. The memory of the rank's buffers is exact (tests compare it with the buffers); times are
+estimates, see `runner.site_costs`.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +30,11 @@ _SPELLINGS = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-_SPELLINGS |= {"torch_dtype": "dtype", "ffn_dim": "intermediate_size", "n_inner": "intermediate_size"}
+_SPELLINGS |= {
+    "torch_dtype": "dtype",
+    "ffn_dim": "intermediate_size",
+    "n_inner": "intermediate_size",
+}
 #: What transformers assumes where a field that decides about the hooks is not there.
 _ASSUMED = {"use_parallel_residual": True, "do_layer_norm_before": True, "dtype": "float32"}
 #: What vLLM makes of `dtype` auto.
@@ -36,7 +42,9 @@ _AUTO = {"float32": "bfloat16"}
 
 
 class Linear(NamedTuple):
-    """A linear layer that an adapter may change; `ranks`: tensor-parallel ranks that divide it, at most."""
+    """A linear layer that an adapter may change; `ranks`: tensor-parallel ranks that divide it, at
+    most.
+    """
 
     inputs: int
     outputs: int
@@ -44,9 +52,13 @@ class Linear(NamedTuple):
     ranks: int
 
     def lora_width(self, ranks: int = 1) -> int:
-        """Weights of an adapter of rank 1 on one of `ranks`: vLLM divides the matrix on the side that is divided here."""
+        """Weights of an adapter of rank 1 on one of `ranks`: vLLM divides the matrix on the side
+        that is divided here.
+        """
         share = min(ranks, self.ranks)
-        return self.inputs // (share if self.divided == "inputs" else 1) + self.outputs // (share if self.divided == "outputs" else 1)
+        return self.inputs // (share if self.divided == "inputs" else 1) + self.outputs // (
+            share if self.divided == "outputs" else 1
+        )
 
 
 class Model(NamedTuple):
@@ -60,7 +72,8 @@ class Model(NamedTuple):
     parameters: float
     max_model_len: int
     weight_bytes: float = 0.0  # of a parameter on average, where they are quantised
-    linears: tuple[Linear, ...] = ()  # of a layer, as Llama has them; none where adapters are refused
+    # of a layer, as Llama has them; none where adapters are refused
+    linears: tuple[Linear, ...] = ()
     inside: Inside = Inside((), {}, {})
 
     @property
@@ -112,14 +125,22 @@ class Plan(NamedTuple):
 
 
 def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
-    """The shape in a config.json. Raises UnsupportedArchitectureError, and KeyError for a field that is not there."""
+    """The shape in a config.json.
+
+    Raises UnsupportedArchitectureError, and KeyError for a field that is not there.
+    """
     text = {**config, **config.get("text_config", {})}
-    text |= {ours: text[theirs] for theirs, ours in _SPELLINGS.items() if text.get(theirs) is not None and ours not in text}
+    text |= {
+        ours: text[theirs]
+        for theirs, ours in _SPELLINGS.items()
+        if text.get(theirs) is not None and ours not in text
+    }
     text = _ASSUMED | text
     architecture = (config.get("architectures") or [""])[0]
     variant = variant_of(architecture, text)
     if not variant.known:
-        variant = Variant("", PRE_NORM)  # the layers are not loaded: most models are built like Llama
+        # the layers are not loaded: most models are built like Llama
+        variant = Variant("", PRE_NORM)
     return Model(
         architecture,
         variant,
@@ -137,7 +158,9 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
 def _parameters(config: Mapping[str, Any]) -> float:
     """Weights of the whole model, norms and biases left out: for estimates."""
     *attention, gate, up, down = (linear.inputs * linear.outputs for linear in _layer(config))
-    return _embeddings(config) + int(config["num_hidden_layers"]) * (sum(attention) + _experts(config) * (gate + up + down))
+    return _embeddings(config) + int(config["num_hidden_layers"]) * (
+        sum(attention) + _experts(config) * (gate + up + down)
+    )
 
 
 def _experts(config: Mapping[str, Any]) -> int:
@@ -149,10 +172,23 @@ def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
-    width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
-    query, key = Linear(hidden, heads * size, "outputs", heads), Linear(hidden, shared * size, "outputs", shared)
+    width = int(
+        config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden
+    )
+    query, key = (
+        Linear(hidden, heads * size, "outputs", heads),
+        Linear(hidden, shared * size, "outputs", shared),
+    )
     gate = Linear(hidden, width, "outputs", width)
-    return query, key, key, Linear(heads * size, hidden, "inputs", heads), gate, gate, Linear(width, hidden, "inputs", width)
+    return (
+        query,
+        key,
+        key,
+        Linear(heads * size, hidden, "inputs", heads),
+        gate,
+        gate,
+        Linear(width, hidden, "inputs", width),
+    )
 
 
 def _linears(config: Mapping[str, Any]) -> tuple[Linear, ...]:
@@ -160,15 +196,31 @@ def _linears(config: Mapping[str, Any]) -> tuple[Linear, ...]:
 
 
 def _embeddings(config: Mapping[str, Any]) -> float:
-    return int(config["vocab_size"]) * int(config["hidden_size"]) * (1 if config.get("tie_word_embeddings") else 2)
+    return (
+        int(config["vocab_size"])
+        * int(config["hidden_size"])
+        * (1 if config.get("tie_word_embeddings") else 2)
+    )
 
 
 def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
-    """Of a parameter on average in a quantised checkpoint, whose embeddings stay at 2 bytes; 0: not quantised, or not known."""
+    """Of a parameter on average in a quantised checkpoint, whose embeddings stay at 2 bytes; 0: not
+    quantised, or not known.
+    """
     raw = config.get("quantization_config") or text.get("quantization_config") or {}
     groups = [group.get("weights") or {} for group in (raw.get("config_groups") or {}).values()]
-    bits = raw.get("bits") or raw.get("w_bit") or next((group.get("num_bits") for group in groups), None)
-    bits = bits or (8 if raw.get("quant_method") == "fp8" else 4 if "mxfp4" in str(raw.get("quant_method")) else 0)
+    bits = (
+        raw.get("bits")
+        or raw.get("w_bit")
+        or next((group.get("num_bits") for group in groups), None)
+    )
+    bits = bits or (
+        8
+        if raw.get("quant_method") == "fp8"
+        else 4
+        if "mxfp4" in str(raw.get("quant_method"))
+        else 0
+    )
     whole, kept = _parameters(text), _embeddings(text)
     return (kept * 2 + (whole - kept) * int(bits) / 8) / whole if bits else 0.0
 
@@ -195,15 +247,33 @@ def plan(
     ring = None
     if gpu or not eager:
         ring = plan_ring(
-            model.inside.ring_width(inside) * ITEM_BYTES[model.dtype], len(hooks) + len(inside), layers,
-            step_tokens=settings.max_num_batched_tokens, requests=settings.max_num_seqs, drafts=settings.speculative_tokens,
-            accelerator=gpu, memory_bytes=gpu_bytes, size_mib=settings.capture_buffer_mib,
-        )  # fmt: skip
+            model.inside.ring_width(inside) * ITEM_BYTES[model.dtype],
+            len(hooks) + len(inside),
+            layers,
+            step_tokens=settings.max_num_batched_tokens,
+            requests=settings.max_num_seqs,
+            drafts=settings.speculative_tokens,
+            accelerator=gpu,
+            memory_bytes=gpu_bytes,
+            size_mib=settings.capture_buffer_mib,
+        )
     shape = Shape(
-        model.architecture, model.variant, layers, model.hidden_size, model.parameters * layers / model.layers,
-        settings.tensor_parallel_size, ITEM_BYTES[model.dtype], model.weight_bytes,
-    )  # fmt: skip
-    queue = plan_queue(ring, accelerator=gpu, host_bytes=host_bytes, ranks=_ranks(settings), size_mib=settings.capture_queue_mib)
+        model.architecture,
+        model.variant,
+        layers,
+        model.hidden_size,
+        model.parameters * layers / model.layers,
+        settings.tensor_parallel_size,
+        ITEM_BYTES[model.dtype],
+        model.weight_bytes,
+    )
+    queue = plan_queue(
+        ring,
+        accelerator=gpu,
+        host_bytes=host_bytes,
+        ranks=_ranks(settings),
+        size_mib=settings.capture_queue_mib,
+    )
     return Plan(
         model,
         [*hooks, *there],
@@ -227,7 +297,9 @@ def _hooks(model: Model, settings: Settings) -> list[Hook]:
     if not named:
         return model.hooks
     if unknown := [name for name in named if name not in model.hooks]:
-        raise UnsupportedArchitectureError(f"{model.architecture} has no {unknown[0]}; it has {', '.join(model.hooks)}")
+        raise UnsupportedArchitectureError(
+            f"{model.architecture} has no {unknown[0]}; it has {', '.join(model.hooks)}"
+        )
     return [hook for hook in model.hooks if hook in named]
 
 
@@ -235,11 +307,15 @@ def _ranks(settings: Settings) -> int:
     return settings.tensor_parallel_size * settings.pipeline_parallel_size
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory
+# --------------------------------------------------------------------------------------------------
 
 
-def buffers(width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool) -> list[Memory]:
-    """Of a rank with so many sites of one bank, name for name as `runner.sites.Buffers`; on the CPU they are in the host's memory.
+def buffers(
+    width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool
+) -> list[Memory]:
+    """Of a rank with so many sites of one bank, name for name as `runner.sites.Buffers`; on the CPU
+    they are in the host's memory.
 
     `width`: bytes of a row.
     """
@@ -261,17 +337,36 @@ def buffers(width: int, settings: Settings, sites: int, ring: Ring | None, *, gp
             "steering_rows",
         ),
         "plan": (sites * PLAN_COLUMNS * 4, "what each site does in a step", "hooks"),
-        "lists": ((1 if gpu else (2 * sites + 1) * capacity) * 4, "tokens that each site reads", "max_num_batched_tokens"),
-        "token_rows": (capacity * ROWS_PER_TOKEN * 4, "configurations of each token", "max_num_batched_tokens"),
-        "capture_slots": ((2 * sites if gpu else 1) * capacity * 4, "ring rows that each token's captures go to", "max_num_batched_tokens"),
+        "lists": (
+            (1 if gpu else (2 * sites + 1) * capacity) * 4,
+            "tokens that each site reads",
+            "max_num_batched_tokens",
+        ),
+        "token_rows": (
+            capacity * ROWS_PER_TOKEN * 4,
+            "configurations of each token",
+            "max_num_batched_tokens",
+        ),
+        "capture_slots": (
+            (2 * sites if gpu else 1) * capacity * 4,
+            "ring rows that each token's captures go to",
+            "max_num_batched_tokens",
+        ),
         "broken": (capacity * 4, "rows that are not finite", "max_num_batched_tokens"),
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
     }
-    return [Memory(name, size, where, about, setting) for name, (size, about, setting) in found.items()]
+    return [
+        Memory(name, size, where, about, setting) for name, (size, about, setting) in found.items()
+    ]
 
 
-def _inside(model: Model, settings: Settings, sites: Mapping[str, int], ring: Ring | None, *, gpu: bool) -> list[Memory]:
-    """The ring and the tables of each bank inside attention and MLP; `sites`: of each. As `buffers`, summed."""
+def _inside(
+    model: Model, settings: Settings, sites: Mapping[str, int], ring: Ring | None, *, gpu: bool
+) -> list[Memory]:
+    """The ring and the tables of each bank inside attention and MLP; `sites`: of each.
+
+    As `buffers`, summed.
+    """
     found = []
     for bank, count in sites.items():
         width = model.inside.width(bank, settings.tensor_parallel_size) * ITEM_BYTES[model.dtype]
@@ -279,38 +374,98 @@ def _inside(model: Model, settings: Settings, sites: Mapping[str, int], ring: Ri
         named = ", ".join(hook for hook in BANKS[bank] if hook in model.inside.hooks)
         found.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
         total = sum(part.bytes for part in tables)
-        found.append(Memory(f"{bank}: tables", total, rows.where, "vectors, configurations and plans, likewise", "hooks"))
+        found.append(
+            Memory(
+                f"{bank}: tables",
+                total,
+                rows.where,
+                "vectors, configurations and plans, likewise",
+                "hooks",
+            )
+        )
     return found
 
 
 def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
-    """LoRA adapters: what vLLM reserves for those of a step, and those that a rank keeps loaded, all of the largest rank."""
+    """LoRA adapters: what vLLM reserves for those of a step, and those that a rank keeps loaded,
+    all of the largest rank.
+    """
     if not settings.lora_dir:
         return []
     item = settings.max_lora_rank * ITEM_BYTES[model.dtype]
-    step = settings.max_loras * layers * item * sum(linear.lora_width(settings.tensor_parallel_size) for linear in model.linears)
-    loaded = settings.max_cpu_loras * model.layers * item * sum(linear.lora_width() for linear in model.linears)
+    step = (
+        settings.max_loras
+        * layers
+        * item
+        * sum(linear.lora_width(settings.tensor_parallel_size) for linear in model.linears)
+    )
+    loaded = (
+        settings.max_cpu_loras
+        * model.layers
+        * item
+        * sum(linear.lora_width() for linear in model.linears)
+    )
     return [
-        Memory("adapters", step, "GPU" if gpu else "host", "LoRA matrices of the adapters of one step", "max_loras"),
-        Memory("loaded adapters", loaded, "host", "LoRA adapters that a rank keeps", "max_cpu_loras"),
+        Memory(
+            "adapters",
+            step,
+            "GPU" if gpu else "host",
+            "LoRA matrices of the adapters of one step",
+            "max_loras",
+        ),
+        Memory(
+            "loaded adapters", loaded, "host", "LoRA adapters that a rank keeps", "max_cpu_loras"
+        ),
     ]
 
 
 def _host_memory(settings: Settings, queue: int) -> list[Memory]:
     """At most, beside the buffers."""
     return [
-        Memory("queue", queue, "host", "captured rows that wait for the writers, page-locked on a GPU", "capture_queue_mib"),
-        Memory("row store", settings.row_store_mib << 20, "host", "rows kept for prompts that the prefix cache serves", "row_store_mib"),
-        Memory("vectors", settings.vector_cache_mib << 20, "host", "steering vectors", "vector_cache_mib"),
-        Memory("prepared rows", KEPT_BYTES, "host", "configurations laid out for the pool, page-locked on a GPU"),
-        Memory("source runs", settings.run_cache_mib << 20, "host", "rows that patches read", "run_cache_mib"),
+        Memory(
+            "queue",
+            queue,
+            "host",
+            "captured rows that wait for the writers, page-locked on a GPU",
+            "capture_queue_mib",
+        ),
+        Memory(
+            "row store",
+            settings.row_store_mib << 20,
+            "host",
+            "rows kept for prompts that the prefix cache serves",
+            "row_store_mib",
+        ),
+        Memory(
+            "vectors",
+            settings.vector_cache_mib << 20,
+            "host",
+            "steering vectors",
+            "vector_cache_mib",
+        ),
+        Memory(
+            "prepared rows",
+            KEPT_BYTES,
+            "host",
+            "configurations laid out for the pool, page-locked on a GPU",
+        ),
+        Memory(
+            "source runs",
+            settings.run_cache_mib << 20,
+            "host",
+            "rows that patches read",
+            "run_cache_mib",
+        ),
     ]
 
 
-# -- work and bytes ------------------------------------------------------------------------------------------------------
+# -- work and bytes
+# --------------------------------------------------------------------------------------------------
 
 
-def _work(shape: Shape, hooks: Collection[Hook], settings: Settings, machine: Machine) -> list[Work]:
+def _work(
+    shape: Shape, hooks: Collection[Hook], settings: Settings, machine: Machine
+) -> list[Work]:
     """With the hooks that the settings name, and with the one that most uses need."""
     sets: dict[str, Collection[Hook]] = {f"{len(hooks)} hooks": hooks}
     if len(hooks) > 1:
@@ -321,7 +476,15 @@ def _work(shape: Shape, hooks: Collection[Hook], settings: Settings, machine: Ma
             if not {*edited, *captured} <= {*installed}:
                 continue
             rows = settings.max_num_seqs
-            cost = step_cost(shape, installed, rows=rows, edited=edited, captured=captured, configurations=rows, machine=machine)
+            cost = step_cost(
+                shape,
+                installed,
+                rows=rows,
+                edited=edited,
+                captured=captured,
+                configurations=rows,
+                machine=machine,
+            )
             found.append(Work(name, case, cost, cost.seconds / shape.step_s(machine)))
     return found
 
@@ -331,14 +494,24 @@ def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) ->
     sets = {"one layer at one hook": 1, "every layer at one hook": model.layers}
     if len(hooks) > 1:
         sets[f"every layer at {len(hooks)} hooks"] = model.layers * len(hooks)
-    return [Stream(name, sites * model.row_bytes, sites * model.row_bytes * tokens_per_second) for name, sites in sets.items()]
+    return [
+        Stream(name, sites * model.row_bytes, sites * model.row_bytes * tokens_per_second)
+        for name, sites in sets.items()
+    ]
 
 
-# -- limits --------------------------------------------------------------------------------------------------------------
+# -- limits
+# --------------------------------------------------------------------------------------------------
 
 
 def _limits(
-    model: Model, settings: Settings, hooks: Collection[Hook], layers: int, ring: Ring | None, queue: int, tokens_per_second: float
+    model: Model,
+    settings: Settings,
+    hooks: Collection[Hook],
+    layers: int,
+    ring: Ring | None,
+    queue: int,
+    tokens_per_second: float,
 ) -> list[str]:
     """What a user or the operator meets first, in sentences that begin with the setting."""
     found, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
@@ -346,42 +519,69 @@ def _limits(
         whole = ring.rows // tokens
         if whole < layers:
             found.append(
-                f"capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of {layers} layers at one hook; a prompt captured "
-                f"at more of them is computed in steps of fewer tokens ({ring.rows // layers} with all {layers})"
+                f"capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of "
+                f"{layers} layers at one hook; a prompt captured "
+                f"at more of them is computed in steps of fewer tokens ({ring.rows // layers} "
+                f"with all {layers})"
             )
         else:
             all_of = min(whole // layers, len(hooks))
-            found.append(f"capture_buffer_mib: a step of {tokens} tokens captures every layer at {all_of} of {len(hooks)} hooks")
+            found.append(
+                f"capture_buffer_mib: a step of {tokens} tokens captures every layer at "
+                f"{all_of} of {len(hooks)} hooks"
+            )
         together = ring.rows // (sites * (1 + settings.speculative_tokens))
         if together < 1:
-            found.append(f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} sites; requests for more are rejected")
+            found.append(
+                f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
+                "sites; requests for more are rejected"
+            )
         elif together < settings.max_num_seqs:
             found.append(
-                f"capture_buffer_mib: requests that capture all {sites} sites: at most {together} at a time; others wait "
+                f"capture_buffer_mib: requests that capture all {sites} sites: at most "
+                f"{together} at a time; others wait "
                 f"(max_num_seqs {settings.max_num_seqs})"
             )
     positions = (settings.capture_window_mib << 20) // (model.layers * model.row_bytes)
     long = settings.capture_memory_mib // settings.capture_window_mib
     found.append(
-        f"capture_memory_mib: requests that capture every layer at one hook at more than {positions} positions "
+        "capture_memory_mib: requests that capture every layer at one hook at more "
+        f"than {positions} positions "
         f"(capture_window_mib): at most {long} at a time; others wait"
     )
     seconds = queue / (model.layers * model.row_bytes * tokens_per_second)
-    after = {"block": "steps wait for the writers", "spill": "rows go to files", "drop": "rows are dropped"}[settings.capture_overload]
-    found.append(f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s if nothing is written; then {after}")
+    after = {
+        "block": "steps wait for the writers",
+        "spill": "rows go to files",
+        "drop": "rows are dropped",
+    }[settings.capture_overload]
+    found.append(
+        f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s "
+        f"if nothing is written; then {after}"
+    )
     if settings.steering_rows <= settings.max_num_seqs:
         found.append(
-            f"steering_rows: {settings.steering_rows} configurations do not exceed max_num_seqs ({settings.max_num_seqs}): requests "
+            f"steering_rows: {settings.steering_rows} configurations do not exceed "
+            f"max_num_seqs ({settings.max_num_seqs}): requests "
             "with configurations of their own cannot be prepared while others run"
         )
     found.append(
-        f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
+        f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of "
+        f"rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
         f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
     if asked_hooks(settings.hooks)[1]:
-        found.append("hooks: hooks inside attention and MLP are counted in memory, and not in work per step or bytes to the disk")
+        found.append(
+            "hooks: hooks inside attention and MLP are counted in memory, and not in work "
+            "per step or bytes to the disk"
+        )
     memory = settings.memory_limit_kib * 1024 // model.row_bytes
-    found.append(f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)")
+    found.append(
+        f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)"
+    )
     if memory < 1:
-        found[-1] = f"memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may hold (consumer memory)"
+        found[-1] = (
+            f"memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may "
+            "hold (consumer memory)"
+        )
     return found

@@ -1,4 +1,6 @@
-"""What an engine takes for the hook points inside attention and MLP: see `engine.plan`, which has the residual stream's."""
+"""What an engine takes for the hook points inside attention and MLP: see `engine.plan`, which has
+the residual stream's.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,16 +17,27 @@ class Inside(NamedTuple):
     ranks: Mapping[str, int]  # bank → tensor-parallel ranks that divide a row, at most
 
     def width(self, bank: str, ranks: int) -> int:
-        """Elements of a row on one of `ranks`: key heads that do not suffice are on several, and the router is on each."""
+        """Elements of a row on one of `ranks`: key heads that do not suffice are on several, and
+        the router is on each.
+        """
         return self.widths[bank] // min(ranks, self.ranks[bank])
 
     def ring_width(self, asked: Sequence[str]) -> int:
-        """Elements that a ring row has in all banks together. All that were named count, as where the engine is started."""
-        return sum(self.widths[bank] for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in asked)})
+        """Elements that a ring row has in all banks together.
+
+        All that were named count, as where the engine is started.
+        """
+        return sum(
+            self.widths[bank]
+            for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in asked)}
+        )
 
     def sites(self, asked: Sequence[str], layers: int) -> dict[str, int]:
         """Bank → sites of so many layers, of the hooks that were named and exist."""
-        counts = {bank: layers * sum(hook in asked and hook in self.hooks for hook in hooks) for bank, hooks in BANKS.items()}
+        counts = {
+            bank: layers * sum(hook in asked and hook in self.hooks for hook in hooks)
+            for bank, hooks in BANKS.items()
+        }
         return {bank: count for bank, count in counts.items() if count}
 
 
@@ -42,6 +55,13 @@ def inside_of(config: Mapping[str, Any], *, experts: int) -> Inside:
     absent |= {*BANKS["query"], *BANKS["key"]} - {"z"} if latent else set()
     return Inside(
         tuple(hook for hook in INSIDE if hook not in absent),
-        row_widths(hidden, heads=heads, key_heads=shared, head_size=size, neurons=neurons, experts=experts if experts > 1 else 0),
+        row_widths(
+            hidden,
+            heads=heads,
+            key_heads=shared,
+            head_size=size,
+            neurons=neurons,
+            experts=experts if experts > 1 else 0,
+        ),
         {RESIDUAL: 1, "query": heads, "key": shared, "mlp_act": neurons, "router": 1},
     )

@@ -21,13 +21,17 @@ from ..runner.probe_news import Scored
 
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
 Fetch = Callable[[str], Awaitable[Tensor]]
-#: Returns the files with the rows of a run (`run_key`); raises MidstreamError if it is not ready, or deleted.
+#: Returns the files with the rows of a run (`run_key`); raises MidstreamError if it is not ready,
+#: or deleted.
 Locate = Callable[[str], Awaitable[RunFiles]]
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt, and everything requested of the engine for it. Made in `engine.requests` alone."""
+    """One prompt, and everything requested of the engine for it.
+
+    Made in `engine.requests` alone.
+    """
 
     job: str
     request: int  # index of the prompt in its job; of a sweep see `schemas.sweep_units`
@@ -36,7 +40,8 @@ class EngineRequest:
     sampling: Sampling
     steering: list[StoredSteering] = field(default_factory=list)  # patches among it
     captures: list[StoredCapture] = field(default_factory=list)
-    captured: dict[str, int] = field(default_factory=dict)  # tag → how many of the job's prompts have a capture under it
+    # tag → how many of the job's prompts have a capture under it
+    captured: dict[str, int] = field(default_factory=dict)
     stream: bool = False
     entry: Entry | None = None
     grade: Grade | None = None
@@ -47,24 +52,39 @@ class EngineRequest:
     lora: LoraUse | None = None  # an adapter that is held
     chunk: int = 0  # see `RankSpec`
     salt: str = ""  # requests share no cached blocks with requests of another salt
-    images: list[ImageRef] = field(default_factory=list)  # with them, tokens and positions are those of the prompt as written
+    # with them, tokens and positions are those of the prompt as written
+    images: list[ImageRef] = field(default_factory=list)
     files: list[bytes] = field(default_factory=list)  # of the images, in their order
-    spans: list[ImageSpan] = field(default_factory=list)  # where they are, once the engine has expanded the prompt
+    # where they are, once the engine has expanded the prompt
+    spans: list[ImageSpan] = field(default_factory=list)
     probes: list[StoredProbe] = field(default_factory=list)  # their rows are among `captures`
     tools: ToolUse | None = None  # the output is parsed for calls
-    echo: str | None = None  # the prompt's text, where the output comes with its prompt; empty: made of its tokens
+    # the prompt's text, where the output comes with its prompt; empty: made of its tokens
+    echo: str | None = None
     fills: bool = False  # `sampling.max_tokens` is what the model's length leaves
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:
-    """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len` than this worker's."""
-    lengths = {f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)}
+    """Raises MidstreamError("prompt_too_long") for a job accepted under a larger `max_model_len`
+    than this worker's.
+    """
+    lengths = {
+        f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)
+    }
     if job.sweep is not None:
         lengths = {f"pairs[{index}]": pair.longest for index, pair in enumerate(job.sweep.pairs)}
     for field_, tokens in lengths.items():
         if tokens >= info.max_model_len:
-            detail = f"has {tokens} tokens, which leaves no room to generate: this worker's max_model_len is {info.max_model_len}"
-            raise MidstreamError("prompt_too_long", detail, field=field_, allowed=f"up to {info.max_model_len - 1} tokens")
+            detail = (
+                f"has {tokens} tokens, which leaves no room to generate: this worker's "
+                f"max_model_len is {info.max_model_len}"
+            )
+            raise MidstreamError(
+                "prompt_too_long",
+                detail,
+                field=field_,
+                allowed=f"up to {info.max_model_len - 1} tokens",
+            )
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,8 @@ class Progress:
     text: str
     token_ids: list[int]
     finished: Output | None = None  # set on the last one: the whole output
-    scores: Sequence[Scored] = ()  # of tokens that are returned, by position; where the request's probes stream
+    # of tokens that are returned, by position; where the request's probes stream
+    scores: Sequence[Scored] = ()
     said: Said | None = None  # with tools: what the text says, of a streamed job
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if they were requested
     prompt: Prompted | None = None  # on the first one, if it was requested
@@ -83,37 +104,50 @@ class Progress:
 
 
 class Engine(Protocol):
-    """One model, loaded once, used from one event loop. `info` and `tokenizer` are available after `start`."""
+    """One model, loaded once, used from one event loop.
+
+    `info` and `tokenizer` are available after `start`.
+    """
 
     info: ModelInfo
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp): this many receipts for every request that gets them
-    enters: bool  # a forward may begin at `EngineRequest.entry`; where it cannot, an entry changes nothing but the cache keys
-    on_quarantine: Callable[[str], None]  # set by the host; called with the reason if the ranks may differ, in addition to the exception
+    # a forward may begin at `EngineRequest.entry`; where it cannot, an entry changes nothing but
+    # the cache keys
+    enters: bool
+    # set by the host; called with the reason if the ranks may differ, in addition to the exception
+    on_quarantine: Callable[[str], None]
 
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
     async def hold_vectors(
-        self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Sequence[list[StoredSteering]] = ()
+        self,
+        names: Sequence[str],
+        fetch: Fetch,
+        *,
+        pinned: bool = False,
+        users: Sequence[list[StoredSteering]] = (),
     ) -> None:
-        """Load all of these tensors on every rank, and keep them there until `release_vectors` with the same names.
+        """Load all of these tensors on every rank, and keep them there until `release_vectors` with
+        the same names.
 
-        `pinned`: for modules and global steering, outside the cache's budget. `users`: the steering of requests that will use
-        them soon, so that ranks can lay it out ahead. Raises MidstreamError("intervention_failed")
-        naming rank and reason, and Quarantined; a call that raises, or is cancelled, holds nothing.
+        `pinned`: for modules and global steering, outside the cache's budget. `users`: the steering
+        of requests that will use them soon, so that ranks can lay it out ahead. Raises
+        MidstreamError("intervention_failed") naming rank and reason, and Quarantined; a call that
+        raises, or is cancelled, holds nothing.
         """
 
     async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
         """Release these; they may stay cached."""
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
-        """Have the rows of every one of these source runs (`run_key`) on every rank of the stages that have its layers, and keep them
-        there until `release_runs` with the same keys. Whole runs, least recently used evicted first; waits while runs held by others
-        leave no room.
+        """Have the rows of every one of these source runs (`run_key`) on every rank of the stages
+        that have its layers, and keep them there until `release_runs` with the same keys. Whole
+        runs, least recently used evicted first; waits while runs held by others leave no room.
 
-        Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises, and Quarantined; a call that
-        raises, or is cancelled, holds nothing.
+        Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises,
+        and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
     async def release_runs(self, keys: Sequence[str]) -> None:
@@ -123,44 +157,54 @@ class Engine(Protocol):
         """Keys of the runs loaded on the ranks, in use or not."""
 
     async def hold_lora(self, lora: StoredLora) -> None:
-        """Have this adapter on every rank, and keep it there until `release_lora`. Waits while others leave no room for it.
+        """Have this adapter on every rank, and keep it there until `release_lora`.
 
-        Raises MidstreamError("invalid_request") when the files are not what was registered or do not fit this model,
-        MidstreamError("intervention_failed") when a rank cannot load them, and Quarantined; a call that raises, or is cancelled,
-        holds nothing.
+        Waits while others leave no room for it.
+
+        Raises MidstreamError("invalid_request") when the files are not what was registered or do
+        not fit this model, MidstreamError("intervention_failed") when a rank cannot load them, and
+        Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
     async def release_lora(self, lora: StoredLora) -> None:
         """Release it; it may stay loaded."""
 
     async def hold_saes(self, saes: Sequence[StoredSae]) -> None:
-        """Have these sparse autoencoders, of contents that differ, on every rank that reads rows for them, and keep them there until
-        `release_saes`. Waits while others leave no room for all of them.
+        """Have these sparse autoencoders, of contents that differ, on every rank that reads rows
+        for them, and keep them there until `release_saes`. Waits while others leave no room for all
+        of them.
 
-        Raises MidstreamError("invalid_request") when there can be none or a folder is gone, MidstreamError("intervention_failed") when
-        a rank cannot load one or its files have changed, and Quarantined; a call that raises, or is cancelled, holds nothing.
+        Raises MidstreamError("invalid_request") when there can be none or a folder is gone,
+        MidstreamError("intervention_failed") when a rank cannot load one or its files have changed,
+        and Quarantined; a call that raises, or is cancelled, holds nothing.
         """
 
     async def release_saes(self, saes: Sequence[StoredSae]) -> None:
         """Release them; they may stay loaded."""
 
-    # Global steering and modules: `workers.serving.steering` calls these one at a time, never concurrently.
+    # Global steering and modules: `workers.serving.steering` calls these one at a time, never
+    # concurrently.
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
-        """Phase one: every rank checks that it could apply this, and changes nothing. Its tensors are held by the caller.
+        """Phase one: every rank checks that it could apply this, and changes nothing.
 
-        The answer of every rank, in rank order; raises MidstreamError("engine_failed") when the engine has died.
+        Its tensors are held by the caller.
+
+        The answer of every rank, in rank order; raises MidstreamError("engine_failed") when the
+        engine has died.
         """
 
     async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
         """Phase two: every rank applies it, to requests that begin from now on.
 
-        If a rank fails, all are rolled back to their former state; raises MidstreamError("intervention_failed") with rank and
-        reason then, and Quarantined if the rollback also fails.
+        If a rank fails, all are rolled back to their former state; raises
+        MidstreamError("intervention_failed") with rank and reason then, and Quarantined if the
+        rollback also fails.
         """
 
     async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
-        """Register a module on every rank, or point its name at new content; with an empty digest unregister it.
+        """Register a module on every rank, or point its name at new content; with an empty digest
+        unregister it.
 
         As `commit_global` when a rank fails. Its tensors are held by the caller.
         """
@@ -169,29 +213,39 @@ class Engine(Protocol):
         """Every rank's ledger and occupancy, in rank order."""
 
     async def restart_ledgers(self) -> None:
-        """Resync, first half: every rank drops all rows, modules, tensors and global steering, fails the requests that it
-        still has, and resets its ledger to zero; cached blocks affected by interventions are not reused.
+        """Resync, first half: every rank drops all rows, modules, tensors and global steering,
+        fails the requests that it still has, and resets its ledger to zero; cached blocks affected
+        by interventions are not reused.
 
-        The caller then replays the desired state, as at the start. Raises Quarantined if a rank does not comply.
+        The caller then replays the desired state, as at the start. Raises Quarantined if a rank
+        does not comply.
         """
 
     async def same_content(self) -> bool:
-        """Second half of a resync: whether the ranks of every stage have the same bytes in their tables."""
+        """Second half of a resync: whether the ranks of every stage have the same bytes in their
+        tables.
+        """
 
     @property
     def waiting(self) -> int:
         """Requests that wait for rows of the steering table."""
 
     async def check(self, ask: EngineRequest) -> None:
-        """Wait until the request's format, if it has one, was checked: what is held meanwhile would be kept from others.
+        """Wait until the request's format, if it has one, was checked: what is held meanwhile would
+        be kept from others.
 
-        Raises MidstreamError("invalid_request") for one that is refused, and FormatsBusy where too many jobs wait already.
+        Raises MidstreamError("invalid_request") for one that is refused, and FormatsBusy where too
+        many jobs wait already.
         """
 
-    def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
-        """Generate for one prompt under `global_steering`, which was applied when the job was claimed; the last item carries `finished`.
+    def generate(
+        self, ask: EngineRequest, global_steering: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
+        """Generate for one prompt under `global_steering`, which was applied when the job was
+        claimed; the last item carries `finished`.
 
-        Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops the request.
+        Raises MidstreamError("engine_failed") when the engine has died. Closing the generator stops
+        the request.
         """
 
     async def abort(self, job_id: str, attempt: int) -> None:

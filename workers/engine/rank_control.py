@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class RankControl(ABC):
-    """The part of `workers.engine.protocol.Engine` that calls all ranks; an engine adds `_call` and the generation."""
+    """The part of `workers.engine.protocol.Engine` that calls all ranks; an engine adds `_call` and
+    the generation.
+    """
 
     info: ModelInfo
     on_quarantine: Callable[[str], None]
@@ -44,14 +46,22 @@ class RankControl(ABC):
 
     @abstractmethod
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """Call `method` on every rank; the answers in rank order. Raises MidstreamError("engine_failed")."""
+        """Call `method` on every rank; the answers in rank order.
+
+        Raises MidstreamError("engine_failed").
+        """
 
     @property
     def waiting(self) -> int:
         return self._rows.waiting
 
     async def hold_vectors(
-        self, names: Sequence[str], fetch: Fetch, *, pinned: bool = False, users: Sequence[list[StoredSteering]] = ()
+        self,
+        names: Sequence[str],
+        fetch: Fetch,
+        *,
+        pinned: bool = False,
+        users: Sequence[list[StoredSteering]] = (),
     ) -> None:
         if names:
             await self._vectors.hold(names, fetch, pinned=pinned, users=users)
@@ -86,7 +96,9 @@ class RankControl(ABC):
             self._rows.check_pinned(_pinned_rows(steering))
         except MidstreamError as error:
             return self._by_all(error.detail)
-        return await self._ranks.ask("preparing global steering", "midstream_prepare_global", msgspec.to_builtins(steering))
+        return await self._ranks.ask(
+            "preparing global steering", "midstream_prepare_global", msgspec.to_builtins(steering)
+        )
 
     async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:
@@ -100,7 +112,8 @@ class RankControl(ABC):
         except MidstreamError as error:
             if error.kind != "intervention_failed" or isinstance(error, Refused | Quarantined):
                 raise
-            raise Refused(error.detail, self._by_all(error.detail)) from error  # the table has no room for it
+            # the table has no room for it
+            raise Refused(error.detail, self._by_all(error.detail)) from error
 
     def _by_all(self, refusal: str) -> list[RankApplied]:
         return [RankApplied(rank=rank, ok=False, message=refusal) for rank in range(self.world)]
@@ -108,7 +121,9 @@ class RankControl(ABC):
     async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
         action = f"registering module {name!r}" if digest else f"unregistering module {name!r}"
         undo = Undo("midstream_rollback_module", (name, digest))
-        return await self._ranks.apply(action, "midstream_set_module", name, digest, list(tensors), undo=undo)
+        return await self._ranks.apply(
+            action, "midstream_set_module", name, digest, list(tensors), undo=undo
+        )
 
     async def steering_status(self) -> list[RankSteering]:
         return [rank_steering(status) for status in await self._call("midstream_status", ())]
@@ -129,14 +144,20 @@ class RankControl(ABC):
 
 def rank_steering(status: dict[str, Any]) -> RankSteering:
     """The steering part of `midstream_status`."""
-    return msgspec.convert({name: status[name] for name in RankSteering.__struct_fields__ if name in status}, RankSteering)
+    return msgspec.convert(
+        {name: status[name] for name in RankSteering.__struct_fields__ if name in status},
+        RankSteering,
+    )
 
 
 def row_wish(spec: RankSpec | None) -> frozenset[RowDemand]:
     """The rows of the table that a request needs, its own and everyone's."""
     if spec is None:
         return frozenset()
-    return frozenset(RowDemand(row.key, row.num_vectors) for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering)))
+    return frozenset(
+        RowDemand(row.key, row.num_vectors)
+        for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))
+    )
 
 
 def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
@@ -150,6 +171,9 @@ def disagreement(ranks: Sequence[RankSteering]) -> str:
         stages.setdefault(rank.pp, []).append(rank)
     for stage, members in stages.items():
         if len({(rank.epoch, rank.checksum, rank.actions) for rank in members}) > 1:
-            told = ", ".join(f"rank {rank.rank}: {rank.checksum} after {rank.actions} in epoch {rank.epoch}" for rank in members)
+            told = ", ".join(
+                f"rank {rank.rank}: {rank.checksum} after {rank.actions} in epoch {rank.epoch}"
+                for rank in members
+            )
             return f"the ranks of stage {stage} disagree on the actions they applied: {told}"
     return ""

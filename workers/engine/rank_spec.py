@@ -10,12 +10,21 @@ from .protocol import EngineRequest
 def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
     """None if nothing is requested by user or operator: then no rank reports."""
     own, captures = ask.steering, ask.captures
-    if not own and not captures and not global_steering.entries and ask.grade is None and ask.lora is None:
+    if (
+        not own
+        and not captures
+        and not global_steering.entries
+        and ask.grade is None
+        and ask.lora is None
+    ):
         return None
     prompt_tokens = len(ask.token_ids)
     global_rows = global_steering.at(prompt_tokens)
     steering = [*global_rows, *own]
-    lowest = min((lowest_position(capture.positions, prompt_tokens) for capture in captures), default=prompt_tokens)
+    lowest = min(
+        (lowest_position(capture.positions, prompt_tokens) for capture in captures),
+        default=prompt_tokens,
+    )
     return RankSpec(
         version=__version__,
         job=ask.job,
@@ -26,7 +35,9 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
         captures=captures,
         digest=_digest(global_rows, own, ask),
         by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),
-        first_affected=min((lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1),
+        first_affected=min(
+            (lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1
+        ),
         lowest_captured=lowest if lowest < prompt_tokens else -1,
         requests=ask.captured,
         told_when_over=bool(ask.sampling.stop),
@@ -45,12 +56,17 @@ def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec |
     )
 
 
-def _digest(global_steering: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest) -> str:
-    """Digest of everything that affects the request's KV cache. The same entries share it, whether global or the request's own.
+def _digest(
+    global_steering: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest
+) -> str:
+    """Digest of everything that affects the request's KV cache.
 
-    With both they are kept apart: each has its own rows, and entries that share a row are rounded once. A forward that begins at a
-    layer above the first leaves the cache below it unwritten: those blocks are never shared. Nor are those of tokens at which a probe's
-    score decided about edits: on a threshold's very edge, another batch may round it to the other side.
+    The same entries share it, whether global or the request's own.
+
+    With both they are kept apart: each has its own rows, and entries that share a row are rounded
+    once. A forward that begins at a layer above the first leaves the cache below it unwritten:
+    those blocks are never shared. Nor are those of tokens at which a probe's score decided about
+    edits: on a threshold's very edge, another batch may round it to the other side.
     """
     digest = steering_digest(global_steering or own)
     if global_steering and own:

@@ -1,7 +1,9 @@
-"""transformers' model of a checkpoint's first layers, on the CPU: the rows that define what the checkpoint computes.
+"""transformers' model of a checkpoint's first layers, on the CPU: the rows that define what the
+checkpoint computes.
 
-The class, the config and the weights are transformers' and the checkpoint's own. Only the layers that `Truncation` keeps are read, so
-that of a sharded checkpoint most files are never opened beyond their headers.
+The class, the config and the weights are transformers' and the checkpoint's own. Only the layers
+that `Truncation` keeps are read, so that of a sharded checkpoint most files are never opened beyond
+their headers.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ _LOADING = 1.25
 #: Layers kept at most: reading more would take longer than the laws do.
 MOST_LAYERS = 24
 
-#: Name of a tensor (`input`, `output`, `self_attn.output`, …) → its rows at the compared positions, of one layer.
+#: Name of a tensor (`input`, `output`, `self_attn.output`, …) → its rows at the compared positions,
+#: of one layer.
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -41,7 +44,9 @@ class NotComparableError(Exception):
 
 
 class _Over(Exception):
-    """The last kept layer has run: the logits of a whole prompt would take more memory and time than the layers."""
+    """The last kept layer has run: the logits of a whole prompt would take more memory and time
+    than the layers.
+    """
 
 
 class Truncation(NamedTuple):
@@ -60,8 +65,12 @@ class Trace(NamedTuple):
     logits: torch.Tensor  # `[positions, vocabulary]`
 
 
-def truncation(kinds: Sequence[Hashable], sizes: Sequence[int], rest: int, limit: int) -> Truncation:
-    """Keep the first layers, up to the first that completes all kinds, within `limit` bytes. Raises NotComparableError if none fits.
+def truncation(
+    kinds: Sequence[Hashable], sizes: Sequence[int], rest: int, limit: int
+) -> Truncation:
+    """Keep the first layers, up to the first that completes all kinds, within `limit` bytes.
+
+    Raises NotComparableError if none fits.
 
     `kinds`: of each layer; `sizes`: of each layer's float32 weights; `rest`: of all other weights.
     """
@@ -71,34 +80,69 @@ def truncation(kinds: Sequence[Hashable], sizes: Sequence[int], rest: int, limit
         if needed <= limit:
             return Truncation(kept, len(set(kinds)), len(set(kinds) - set(kinds[:kept])), needed)
     raise NotComparableError(
-        f"its first layer, embedding and output matrix take {needed / 2**30:.1f} GiB in float32, and {limit / 2**30:.1f} GiB may be used "
+        f"its first layer, embedding and output matrix take {needed / 2**30:.1f} GiB in "
+        f"float32, and {limit / 2**30:.1f} GiB may be used "
         "(setting compare_memory_gib, and half of the memory that is free)"
     )
 
 
 def kinds_of(layers: Sequence[nn.Module], config: Any) -> list[Hashable]:
-    """What each layer is: its modules with their plain attributes, the shapes of its weights, and its entries in lists of the config."""
-    lists = [value for value in vars(config).values() if isinstance(value, list | tuple) and len(value) == len(layers)]
-    return [(_kind(layer), tuple(repr(value[place]) for value in lists)) for place, layer in enumerate(layers)]
+    """What each layer is: its modules with their plain attributes, the shapes of its weights, and
+    its entries in lists of the config.
+    """
+    lists = [
+        value
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == len(layers)
+    ]
+    return [
+        (_kind(layer), tuple(repr(value[place]) for value in lists))
+        for place, layer in enumerate(layers)
+    ]
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    modules = tuple((path, type(module).__name__, _plain(module)) for path, module in layer.named_modules())
+    modules = tuple(
+        (path, type(module).__name__, _plain(module)) for path, module in layer.named_modules()
+    )
     return modules, tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
 
 
 def _plain(module: nn.Module) -> Hashable:
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and not any(each in name for each in _NUMBERS)}
-    return tuple(sorted((name, repr(value)) for name, value in own.items() if isinstance(value, bool | int | float | str | None)))
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not any(each in name for each in _NUMBERS)
+    }
+    return tuple(
+        sorted(
+            (name, repr(value))
+            for name, value in own.items()
+            if isinstance(value, bool | int | float | str | None)
+        )
+    )
 
 
 class Reference:
     """One checkpoint in transformers. Raises NotComparableError in each call."""
 
-    def __init__(self, path: str, *, architecture: str, revision: str | None, overrides: Mapping[str, Any], limit_gib: float) -> None:
-        """Reads the config only. `overrides`: fields of it; `limit_gib`: memory that may be used."""
+    def __init__(
+        self,
+        path: str,
+        *,
+        architecture: str,
+        revision: str | None,
+        overrides: Mapping[str, Any],
+        limit_gib: float,
+    ) -> None:
+        """Reads the config only.
+
+        `overrides`: fields of it; `limit_gib`: memory that may be used.
+        """
         self._path, self._revision = path, revision
-        self.config = _attempt("its config", lambda: AutoConfig.from_pretrained(path, revision=revision))
+        self.config = _attempt(
+            "its config", lambda: AutoConfig.from_pretrained(path, revision=revision)
+        )
         text = self.config.get_text_config()
         for name, value in overrides.items():
             (self.config if name in self.config.to_dict() else text).update({name: value})
@@ -112,7 +156,9 @@ class Reference:
         sizes = [4 * sum(weight.numel() for weight in layer.parameters()) for layer in stack]
         rest = 4 * sum(weight.numel() for weight in bare.parameters()) - sum(sizes)
         limit = min(int(limit_gib * 2**30), free_bytes() // 2)
-        self.truncation = truncation(kinds_of(stack, self.config.get_text_config()), sizes, rest, limit)
+        self.truncation = truncation(
+            kinds_of(stack, self.config.get_text_config()), sizes, rest, limit
+        )
         #: Of each kept layer, whether it or one below it chooses experts.
         routes = [any("experts" in name for name, _ in layer.named_modules()) for layer in stack]
         self.follows = [any(routes[: place + 1]) for place in range(self.truncation.layers)]
@@ -123,7 +169,9 @@ class Reference:
         kept, layers = self.truncation.layers, self._layers
 
         class Truncated(self._class):  # type: ignore[name-defined]
-            """The class, whose config stays as it is: some layers compute with the number of all."""
+            """The class, whose config stays as it is: some layers compute with the number of
+            all.
+            """
 
             def __init__(self, config: Any) -> None:
                 super().__init__(config)
@@ -131,17 +179,28 @@ class Reference:
                 parent, _, name = layers.rpartition(".")
                 setattr(self.get_submodule(parent), name, self.get_submodule(layers)[:kept])
 
-        Truncated.__name__, Truncated.__module__ = self._class.__name__, self._class.__module__  # by which transformers knows its weights
+        Truncated.__name__, Truncated.__module__ = (
+            self._class.__name__,
+            self._class.__module__,
+        )  # by which transformers knows its weights
         with _quiet():  # the weights of the other layers are in the checkpoint, too
             self._model, report = _attempt(
                 "its weights",
                 lambda: Truncated.from_pretrained(
-                    self._path, config=self.config, revision=self._revision, dtype=torch.float32, attn_implementation="eager",
+                    self._path,
+                    config=self.config,
+                    revision=self._revision,
+                    dtype=torch.float32,
+                    attn_implementation="eager",
                     output_loading_info=True,
                 ),
-            )  # fmt: skip
-        if missing := sorted({*report["missing_keys"], *(str(each) for each in report["mismatched_keys"])}):
-            raise NotComparableError(f"transformers' class has weights that the checkpoint does not: {missing[0]}")
+            )
+        if missing := sorted(
+            {*report["missing_keys"], *(str(each) for each in report["mismatched_keys"])}
+        ):
+            raise NotComparableError(
+                f"transformers' class has weights that the checkpoint does not: {missing[0]}"
+            )
 
     def round(self, dtype: torch.dtype) -> None:
         """Hold the weights in `dtype` from now on. Buffers stay, as transformers keeps them."""
@@ -155,13 +214,21 @@ class Reference:
         for layer, into in zip(self._model.get_submodule(self._layers), found, strict=True):
             for path, module in layer.named_modules():
                 if path.count(".") < _DEPTH:
-                    handles.append(module.register_forward_hook(_recorder(path, into, len(tokens), list(positions)), with_kwargs=True))
-        handles.append(self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop))  # after the hooks above
+                    handles.append(
+                        module.register_forward_hook(
+                            _recorder(path, into, len(tokens), list(positions)), with_kwargs=True
+                        )
+                    )
+        handles.append(
+            self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop)
+        )  # after the hooks above
         self._forward(tokens, handles)
         return list(found)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[rows, vocabulary]` float32, of rows `[rows, hidden]` that leave the last layer of the whole model."""
+        """`[rows, vocabulary]` float32, of rows `[rows, hidden]` that leave the last layer of the
+        whole model.
+        """
 
         def replaced(_module: Any, _inputs: Any, output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
@@ -191,13 +258,17 @@ def _stop(*_: Any) -> None:
     raise _Over
 
 
-def _recorder(path: str, into: dict[str, torch.Tensor], tokens: int, positions: list[int]) -> Callable[..., None]:
+def _recorder(
+    path: str, into: dict[str, torch.Tensor], tokens: int, positions: list[int]
+) -> Callable[..., None]:
     def keep(side: str, value: Any) -> None:
         tensor = value[0] if isinstance(value, tuple) and value else value
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.ndim > 1:
             width = tensor.shape[-1]
             if tensor.numel() == tokens * width:
-                into[f"{path}.{side}".strip(".")] = tensor.detach().reshape(tokens, width)[positions].float()
+                into[f"{path}.{side}".strip(".")] = (
+                    tensor.detach().reshape(tokens, width)[positions].float()
+                )
 
     def record(_module: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
         keep("input", inputs[0] if inputs else named.get("hidden_states"))
@@ -211,8 +282,12 @@ def _class_of(architecture: str, config: Any) -> Any:
     found = getattr(transformers, architecture, None)
     if found is None and type(config) in AutoModelForCausalLM._model_mapping:
         found = AutoModelForCausalLM._model_mapping[type(config)]
-    if found is None or not isinstance(config, getattr(found, "config_class", None) or PretrainedConfig):
-        raise NotComparableError(f"transformers {transformers.__version__} has no class {architecture} for its config")
+    if found is None or not isinstance(
+        config, getattr(found, "config_class", None) or PretrainedConfig
+    ):
+        raise NotComparableError(
+            f"transformers {transformers.__version__} has no class {architecture} for its config"
+        )
     return found
 
 
@@ -236,7 +311,11 @@ def _without_encoders(model: nn.Module, layers: str) -> None:
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         on_the_way = layers.startswith(f"{path}.") or path.startswith(f"{layers}.")
-        if any(word in name for word in _ENCODERS) and not on_the_way and any(True for _ in module.parameters()):
+        if (
+            any(word in name for word in _ENCODERS)
+            and not on_the_way
+            and any(True for _ in module.parameters())
+        ):
             setattr(model.get_submodule(parent), name, nn.Identity())
 
 
@@ -245,7 +324,9 @@ def free_bytes() -> int:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = [int(fields["MemAvailable"].split()[0]) << 10]
     try:
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        limit, used = (
+            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current")
+        )
         free.append(limit - used)
     except (OSError, ValueError):  # no limit
         pass
@@ -254,7 +335,9 @@ def free_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and its report of weights that the model does not have."""
+    """Without transformers' progress bars and its report of weights that the model does not
+    have.
+    """
     level, shown = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()

@@ -1,4 +1,6 @@
-"""Sparse autoencoders on the ranks: each is loaded once, by all ranks that read rows for it or by none, and kept while in use."""
+"""Sparse autoencoders on the ranks: each is loaded once, by all ranks that read rows for it or by
+none, and kept while in use.
+"""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -17,15 +19,18 @@ def served(settings: Settings) -> str:
 
 
 class RankSaes:
-    """The worker's record of the autoencoders on the ranks; unused ones stay loaded while there is room.
+    """The worker's record of the autoencoders on the ranks; unused ones stay loaded while there is
+    room.
 
-    A holder takes all that it needs in one turn, and holds nothing while it waits: two cannot wait for each other's room.
+    A holder takes all that it needs in one turn, and holds nothing while it waits: two cannot wait
+    for each other's room.
     """
 
     def __init__(self, ranks: Ranks, root: str, budget: int) -> None:
         """`root`: the setting `sae_dir`. `budget`: bytes of weights that a rank holds."""
         self._ranks, self._root, self._budget = ranks, root, budget
-        self._loaded: OrderedDict[str, int] = OrderedDict()  # digest → bytes; least recently used first
+        # digest → bytes; least recently used first
+        self._loaded: OrderedDict[str, int] = OrderedDict()
         self._held: Counter[str] = Counter()
         self._turn = asyncio.Lock()  # first come, first served
         self._freed = asyncio.Event()
@@ -34,7 +39,10 @@ class RankSaes:
         """See `Engine.hold_saes`."""
         if (size := sum(sae.bytes for sae in saes)) > self._budget:
             names = ", ".join(repr(sae.name) for sae in saes)
-            detail = f"{size} bytes of weights ({names}) exceed the {self._budget >> 20} MiB that the worker holds (setting sae_cache_mib)"
+            detail = (
+                f"{size} bytes of weights ({names}) exceed the {self._budget >> 20} MiB that "
+                "the worker holds (setting sae_cache_mib)"
+            )
             raise MidstreamError("invalid_request", detail, field="features")
         wanted = {sae.digest for sae in saes}
         async with self._turn:
@@ -58,7 +66,13 @@ class RankSaes:
         await self._make_room(sae.bytes, wanted)
         undo = Undo("midstream_drop_saes", ([sae.digest],))
         load = self._ranks.apply(
-            f"loading sparse autoencoder {sae.name!r}", "midstream_put_sae", sae.digest, sae.hook, sae.layer, str(folder), undo=undo
+            f"loading sparse autoencoder {sae.name!r}",
+            "midstream_put_sae",
+            sae.digest,
+            sae.hook,
+            sae.layer,
+            str(folder),
+            undo=undo,
         )
         await unbroken(load)
         self._loaded[sae.digest] = sae.bytes
@@ -66,10 +80,20 @@ class RankSaes:
     async def _make_room(self, size: int, wanted: Collection[str]) -> None:
         """Wait until so many bytes can be loaded, and drop what no request uses, `wanted` aside."""
         while sum(self._loaded.values()) + size > self._budget:
-            unused = next((digest for digest in self._loaded if digest not in self._held and digest not in wanted), None)
+            unused = next(
+                (
+                    digest
+                    for digest in self._loaded
+                    if digest not in self._held and digest not in wanted
+                ),
+                None,
+            )
             if unused is None:
                 self._freed.clear()
                 await self._freed.wait()
                 continue
-            del self._loaded[unused]  # first: after a failure on one rank it is unknown which ranks have it
-            await unbroken(self._ranks.apply("dropping a sparse autoencoder", "midstream_drop_saes", [unused]))
+            # first: after a failure on one rank it is unknown which ranks have it
+            del self._loaded[unused]
+            await unbroken(
+                self._ranks.apply("dropping a sparse autoencoder", "midstream_drop_saes", [unused])
+            )

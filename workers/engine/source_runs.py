@@ -18,11 +18,15 @@ class RankRuns:
     """
 
     def __init__(self, ranks: Ranks, budget_bytes: int) -> None:
-        """`budget_bytes`: of the rows of all runs, over all stages. One holder may need more while no other holds any."""
+        """`budget_bytes`: of the rows of all runs, over all stages.
+
+        One holder may need more while no other holds any.
+        """
         self._ranks, self._budget = ranks, budget_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._held: Counter[str] = Counter()
-        self._turn = asyncio.Lock()  # first come, first served: requests waiting for room are never overtaken
+        # first come, first served: requests waiting for room are never overtaken
+        self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @property
@@ -31,11 +35,14 @@ class RankRuns:
         return list(self._sizes)
 
     async def hold(self, keys: Sequence[str], locate: Locate) -> None:
-        """All of `keys` on every rank, until `release`. Waits while what others hold leaves no room.
+        """All of `keys` on every rank, until `release`.
 
-        Every run is looked up with `locate`, even if loaded: it may have been deleted since. Raises what `locate` raises,
-        MidstreamError("intervention_failed") when a rank cannot load a run (what other ranks took is rolled back), and Quarantined.
-        A call that raises, or is cancelled, holds nothing.
+        Waits while what others hold leaves no room.
+
+        Every run is looked up with `locate`, even if loaded: it may have been deleted since. Raises
+        what `locate` raises, MidstreamError("intervention_failed") when a rank cannot load a run
+        (what other ranks took is rolled back), and Quarantined. A call that raises, or is
+        cancelled, holds nothing.
         """
         wanted = list(dict.fromkeys(keys))
         files = {key: await locate(key) for key in wanted}  # not in our turn: it may take long
@@ -62,9 +69,13 @@ class RankRuns:
         self._freed.set()
 
     async def _make_room(self, coming: int, wanted: Sequence[str]) -> None:
-        """Wait until `coming` bytes fit together with `wanted` and held runs, then evict unused runs."""
+        """Wait until `coming` bytes fit together with `wanted` and held runs, then evict unused
+        runs.
+        """
         while True:
-            others = sum(size for key, size in self._sizes.items() if key in self._held and key not in wanted)
+            others = sum(
+                size for key, size in self._sizes.items() if key in self._held and key not in wanted
+            )
             staying = others + sum(size for key, size in self._sizes.items() if key in wanted)
             if not others or staying + coming <= self._budget:
                 break
@@ -82,11 +93,17 @@ class RankRuns:
                 dropped.append(key)
                 excess -= size
         if dropped:
-            for key in dropped:  # first: after a failure on one rank it is unknown which ranks have them
+            for key in dropped:
+                # first: after a failure on one rank it is unknown which ranks have them
                 del self._sizes[key]
             await self._ranks.apply("dropping source runs", "midstream_drop_runs", dropped)
 
     async def _load(self, run: RunFiles) -> None:
         undo = Undo("midstream_drop_runs", ([run.key],))
-        await self._ranks.apply(f"loading source run {run.key}", "midstream_put_run", msgspec.to_builtins(run), undo=undo)
+        await self._ranks.apply(
+            f"loading source run {run.key}",
+            "midstream_put_run",
+            msgspec.to_builtins(run),
+            undo=undo,
+        )
         self._sizes[run.key] = run.bytes

@@ -1,4 +1,6 @@
-"""Stock vLLM as an engine: one AsyncLLM configured with our worker and scheduler classes; no vLLM file is patched."""
+"""Stock vLLM as an engine: one AsyncLLM configured with our worker and scheduler classes; no vLLM
+file is patched.
+"""
 
 import asyncio
 import logging
@@ -64,7 +66,13 @@ from .rank_spec import rank_spec
 from .saes import served
 from .tokenizer import bundle_of
 from .tool_calls import ToolParsers, ToolReader
-from .vllm_options import engine_options, for_platform, prepare_environment, scheduler_class, use_all_cores
+from .vllm_options import (
+    engine_options,
+    for_platform,
+    prepare_environment,
+    scheduler_class,
+    use_all_cores,
+)
 from .vllm_output import Parts, refusal, sampling_params
 
 logger = logging.getLogger(__name__)
@@ -151,7 +159,9 @@ class VllmEngine(RankControl):
             hooks = [hook for hook in adapter.hooks if not plane.hooks or hook in plane.hooks]
             check_layers(config.model, config.hf_text_config, config.get_total_num_hidden_layers())
             identity = await asyncio.to_thread(identity_of, settings, config)
-            self._stages = stage_layers(config.get_total_num_hidden_layers(), settings.pipeline_parallel_size)
+            self._stages = stage_layers(
+                config.get_total_num_hidden_layers(), settings.pipeline_parallel_size
+            )
             ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), inside)
             plane = msgspec.structs.replace(
                 plane,
@@ -163,34 +173,53 @@ class VllmEngine(RankControl):
             if settings.tool_parser:
                 self._tools = await asyncio.to_thread(ToolParsers, settings.tool_parser, config)
             self._formats = FormatChecker(
-                config.tokenizer, config.get_vocab_size(), settings.format_compile_s, config.trust_remote_code,
+                config.tokenizer,
+                config.get_vocab_size(),
+                settings.format_compile_s,
+                config.trust_remote_code,
                 jobs=max(2, settings.worker_concurrency // 2),
-            )  # fmt: skip
+            )
             asked.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
                 await asyncio.to_thread(nodes.publish, settings, plane)
                 self._followers = nodes.Followers(settings, BOOT, self._lose)
-            self._llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, asked, disable_log_stats=True)
+            self._llm = await asyncio.to_thread(
+                AsyncLLM.from_vllm_config, asked, disable_log_stats=True
+            )
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             if await asyncio.to_thread(identity_of, settings, config) != identity:
                 await asyncio.to_thread(self._llm.shutdown)
-                raise MidstreamError("engine_failed", f"files of {config.model} changed while the engine loaded them: start it again")
-            found = [msgspec.convert(each, Found) for each in await self._call("midstream_found", ())]
+                raise MidstreamError(
+                    "engine_failed",
+                    f"files of {config.model} changed while the engine loaded them: start it again",
+                )
+            found = [
+                msgspec.convert(each, Found) for each in await self._call("midstream_found", ())
+            ]
             if refused := next((each.refused for each in found if each.refused), ""):
                 await asyncio.to_thread(self._llm.shutdown)
                 raise UnsupportedArchitectureError(refused)
             extensions = agreed([each.extensions for each in found])
             absent = {hook: why for each in found for hook, why in each.absent.items()}
-            absent |= {hook: "the setting hooks leaves it out" for hook in found[0].hooks if plane.hooks and hook not in plane.hooks}
+            absent |= {
+                hook: "the setting hooks leaves it out"
+                for hook in found[0].hooks
+                if plane.hooks and hook not in plane.hooks
+            }
             hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
             shapes = _shapes(found, absent)
         except (MidstreamError, SettingsError):  # their own words
             raise
         except Exception as error:
             built = build_errors.kept(_spill_dir(settings), BOOT)
-            raise MidstreamError("engine_failed", f"the engine did not start: {_why(error, built, settings)}") from error
-        readings = {kind: next((each.readings[kind] for each in found if each.readings[kind]), "") for kind in found[0].readings}
+            raise MidstreamError(
+                "engine_failed", f"the engine did not start: {_why(error, built, settings)}"
+            ) from error
+        readings = {
+            kind: next((each.readings[kind] for each in found if each.readings[kind]), "")
+            for kind in found[0].readings
+        }
         self.enters = all(each.enters for each in found)
         self._item_bytes: int = config.dtype.itemsize
         self._row_bytes: int = config.get_hidden_size() * self._item_bytes
@@ -217,7 +246,12 @@ class VllmEngine(RankControl):
             speculative_tokens=settings.speculative_tokens,
             steering_rows=settings.steering_rows,
             steering_entries=settings.steering_entries,
-            global_captures=from_settings(settings, config.get_total_num_hidden_layers(), hooks, plane.step_rows * len(self._stages)),
+            global_captures=from_settings(
+                settings,
+                config.get_total_num_hidden_layers(),
+                hooks,
+                plane.step_rows * len(self._stages),
+            ),
             grades=True,
             readings=readings | {"features": served(settings)},
             extensions=extensions,
@@ -238,9 +272,12 @@ class VllmEngine(RankControl):
             await self._formats.begin()
 
     async def _certify(self, *, trusted: bool) -> None:
-        """Prove the hook points with real requests; what is not proven is absent from `info`. Raises Uncertified.
+        """Prove the hook points with real requests; what is not proven is absent from `info`.
 
-        `trusted`: the table says where the hooks are, and the setting `hooks` leaves some out. What only these would prove is served.
+        Raises Uncertified.
+
+        `trusted`: the table says where the hooks are, and the setting `hooks` leaves some out. What
+        only these would prove is served.
         """
         if not self._settings.certify:
             return
@@ -272,11 +309,17 @@ class VllmEngine(RankControl):
         except BaseException as error:
             await asyncio.to_thread(self._llm.shutdown)
             built = build_errors.kept(_spill_dir(self._settings), BOOT)
-            if not isinstance(error, Exception) or (isinstance(error, MidstreamError) and not built):
+            if not isinstance(error, Exception) or (
+                isinstance(error, MidstreamError) and not built
+            ):
                 raise
-            raise MidstreamError("engine_failed", f"the engine did not start: {_why(error, built, self._settings)}") from error
+            raise MidstreamError(
+                "engine_failed", f"the engine did not start: {_why(error, built, self._settings)}"
+            ) from error
         path = keep(certificate, Path(self._settings.data_dir).resolve() / "certificates")
-        logger.info("certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path)
+        logger.info(
+            "certified in %.1f s: %s; %s", certificate.seconds, ", ".join(certificate.proven), path
+        )
         for hook, why in certificate.absent.items():
             logger.warning("hook %s is not served: %s", hook, why)
         served = [hook for hook in self.info.hooks if hook in certificate.served]
@@ -288,7 +331,12 @@ class VllmEngine(RankControl):
             absent={**self.info.absent, **certificate.absent},
             readings={**self.info.readings, **certificate.readings},
             certificate=certificate,
-            global_captures=from_settings(self._settings, self.info.num_layers, served, self.info.capture_row_limit * len(self._stages)),
+            global_captures=from_settings(
+                self._settings,
+                self.info.num_layers,
+                served,
+                self.info.capture_row_limit * len(self._stages),
+            ),
         )
         self.enters = self.enters and "pre_attn" in served
 
@@ -297,7 +345,9 @@ class VllmEngine(RankControl):
         self._tool_reader(ask, params)  # tools are a format too
         await self._formats.check(params, ask.tenant, ask.job)
 
-    async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def generate(
+        self, ask: EngineRequest, global_steering: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
         ask, prompt = await self._prompt(ask)
         spec = rank_spec(ask, global_steering)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
@@ -316,18 +366,25 @@ class VllmEngine(RankControl):
             ):
                 parts = Parts(ask, reader, self._prompted(ask))
                 submitted = True
-                # Closed before the rows are released and the ranks notified, so that an abort precedes both.
-                async with aclosing(self._llm.generate(prompt, params, request_id, lora_request=lora)) as outputs:
+                # Closed before the rows are released and the ranks notified, so that an abort
+                # precedes both.
+                async with aclosing(
+                    self._llm.generate(prompt, params, request_id, lora_request=lora)
+                ) as outputs:
                     async for output in outputs:
                         progress = parts.add(output)
                         if progress is not None and progress.finished is not None:
                             over = True
                             if spec is not None and spec.told_when_over:
-                                ended = self._ends.notify(spec.key, spec.prompt_tokens + len(progress.finished.token_ids))
+                                ended = self._ends.notify(
+                                    spec.key, spec.prompt_tokens + len(progress.finished.token_ids)
+                                )
                         if progress is not None:
                             yield progress
                 if ended is not None:
-                    await ended  # vLLM may abort a request after it returned its output: its rows are not free before
+                    # vLLM may abort a request after it returned its output: its rows are not free
+                    # before
+                    await ended
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         except VLLMClientError as error:
@@ -338,13 +395,19 @@ class VllmEngine(RankControl):
             if not live:
                 self._live.pop((ask.job, ask.attempt), None)
             if submitted and not over and spec is not None and not self._llm.errored:
-                self._ends.notify(spec.key, -1)  # cancelled: vLLM has already sent its abort, so the ranks receive this after it or with it
+                # cancelled: vLLM has already sent its abort, so the ranks receive this after it or
+                # with it
+                self._ends.notify(spec.key, -1)
 
     def _tool_reader(self, ask: EngineRequest, params: SamplingParams) -> ToolReader | None:
         if ask.tools is None:
             return None
         if self._tools is None:
-            raise invalid("tools", "this worker has no parser of tool calls (setting tool_parser)", allowed="no tools")
+            raise invalid(
+                "tools",
+                "this worker has no parser of tool calls (setting tool_parser)",
+                allowed="no tools",
+            )
         return self._tools.begin(ask, params)
 
     def _prompted(self, ask: EngineRequest) -> Prompted | None:
@@ -352,11 +415,20 @@ class VllmEngine(RankControl):
             return None
         tokenizer = self._llm.get_tokenizer()
         text = ask.echo or tokenizer.decode(ask.token_ids)
-        return Prompted(text=text, token_ids=ask.token_ids, first=tokenizer.decode(ask.token_ids[:1]))
+        return Prompted(
+            text=text, token_ids=ask.token_ids, first=tokenizer.decode(ask.token_ids[:1])
+        )
 
     def _lora_request(self, lora: LoraUse | None) -> LoRARequest | None:
-        """Of an adapter that is held. Its name and path are part of every block's hash: the content stands in both."""
-        return None if lora is None else LoRARequest(lora.digest, self._loras.number(lora.digest), lora.digest)
+        """Of an adapter that is held.
+
+        Its name and path are part of every block's hash: the content stands in both.
+        """
+        return (
+            None
+            if lora is None
+            else LoRARequest(lora.digest, self._loras.number(lora.digest), lora.digest)
+        )
 
     async def _lora_support(self) -> LoraSupport | None:
         if not self._settings.lora_dir:
@@ -375,29 +447,37 @@ class VllmEngine(RankControl):
             (prompt,) = await self._llm.renderer.render_cmpl_async([written])
             ask = fitted(expanded(ask, prompt), self.info.max_model_len)
         if self._settings.prefix_cache_scope == "tenant":
-            prompt["cache_salt"] = ask.tenant  # part of the first block's hash, and so of all that follow
+            # part of the first block's hash, and so of all that follow
+            prompt["cache_salt"] = ask.tenant
         if ask.salt:
             prompt["cache_salt"] = ask.salt
         return ask, prompt
 
     def _unsplit_rows(self, ask: EngineRequest) -> int:
-        """How many rows one rank must have room for so that the request can proceed: its next token's, and its drafts'."""
+        """How many rows one rank must have room for so that the request can proceed: its next
+        token's, and its drafts'.
+        """
         drafts = self._settings.speculative_tokens
         rows = CapturedRows(ask.captures, len(ask.token_ids), self._stages)
-        return max(rows.most(1 + drafts, ask.sampling.max_tokens + drafts))  # drafts beyond the end are also computed
+        # drafts beyond the end are also computed
+        return max(rows.most(1 + drafts, ask.sampling.max_tokens + drafts))
 
     def _captured_bytes(self, ask: EngineRequest) -> int:
         """How much of its rows a rank may hold in memory."""
         window = self._settings.capture_window_mib << 20
-        kept = (capture for capture in ask.captures if not capture.scored)  # what is scored is dropped in its step
-        return sum(min(window, self._rows_of(capture, ask) * self._bytes_of(capture)) for capture in kept)
+        # what is scored is dropped in its step
+        kept = (capture for capture in ask.captures if not capture.scored)
+        return sum(
+            min(window, self._rows_of(capture, ask) * self._bytes_of(capture)) for capture in kept
+        )
 
     def _bytes_of(self, capture: StoredCapture) -> int:
         """Of one row."""
         return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
 
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
-        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens  # drafts beyond the end are also computed
+        # drafts beyond the end are also computed
+        max_tokens = ask.sampling.max_tokens + self._settings.speculative_tokens
         return capture.num_sites * capture.count_positions(len(ask.token_ids), max_tokens)
 
     async def abort(self, job_id: str, attempt: int) -> None:
@@ -409,13 +489,19 @@ class VllmEngine(RankControl):
         statuses = await self._call("midstream_status", ())
         self._captures.shut(any(rank["behind"] for rank in statuses))
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
-            await self._llm.reset_prefix_cache()  # see our scheduler: what matters is forgotten also while requests run
-            await self._ranks.apply("forgetting failed interventions", "midstream_cleanse", [rank["step"] for rank in statuses])
+            # see our scheduler: what matters is forgotten also while requests run
+            await self._llm.reset_prefix_cache()
+            await self._ranks.apply(
+                "forgetting failed interventions",
+                "midstream_cleanse",
+                [rank["step"] for rank in statuses],
+            )
         return [rank_steering(status) for status in statuses]
 
     async def restart_ledgers(self) -> None:
         await super().restart_ledgers()
-        await self._llm.reset_prefix_cache()  # blocks affected by interventions are not reused, see our scheduler
+        # blocks affected by interventions are not reused, see our scheduler
+        await self._llm.reset_prefix_cache()
 
     async def shutdown(self) -> None:
         """Pending captures and receipts are written and sent first."""
@@ -438,19 +524,26 @@ class VllmEngine(RankControl):
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
     def _lose(self, reason: str) -> None:
-        """End the engine, whose ranks would wait for a machine that is gone; called on another thread."""
+        """End the engine, whose ranks would wait for a machine that is gone; called on another
+        thread.
+        """
         logger.error("%s", reason)
         self._broken = reason
         for process in multiprocessing.active_children():
             process.kill()
 
     async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
-        """Have the ranks notified where requests end, see `DataPlane.end`: with the next step, not by a call that it waits for."""
+        """Have the ranks notified where requests end, see `DataPlane.end`: with the next step, not
+        by a call that it waits for.
+        """
         try:
             await self._llm.engine_core.call_utility_async("midstream_end", ends)
         except Exception as error:
             if not self._stopping and not self._llm.errored:
-                self._broken = f"the ends of requests could not be reported to the engine core (count: {len(ends)}): {error}"
+                self._broken = (
+                    "the ends of requests could not be reported to the engine core (count: "
+                    f"{len(ends)}): {error}"
+                )
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         try:
@@ -458,7 +551,8 @@ class VllmEngine(RankControl):
         except EngineDeadError as error:
             raise MidstreamError("engine_failed", f"the engine died: {error}") from error
         except Exception as error:
-            # vLLM leaves the other ranks' answers unread: the next call would take them for its own.
+            # vLLM leaves the other ranks' answers unread: the next call would take them for its
+            # own.
             self._broken = f"a rank failed in {method}: {error}"
             raise MidstreamError("engine_failed", self._broken) from error
         return results
@@ -469,28 +563,45 @@ def _spill_dir(settings: Settings) -> str:
 
 
 def _why(error: Exception, built: str, settings: Settings) -> str:
-    """In our settings' terms, or as vLLM says it, with the fields of the config that may be why it cannot build or run the model.
+    """In our settings' terms, or as vLLM says it, with the fields of the config that may be why it
+    cannot build or run the model.
 
     `built`: what a rank kept.
     """
     reason = built or build_errors.reason_of(error)
     ours = in_our_settings(reason)
-    if ours != reason or not (built or isinstance(error, AttributeError | AssertionError | KeyError | TypeError | IndexError)):
+    if ours != reason or not (
+        built
+        or isinstance(error, AttributeError | AssertionError | KeyError | TypeError | IndexError)
+    ):
         return ours
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
     except Exception as unread:  # the config itself may be why
-        return f"{reason}; transformers does not read its config either: {build_errors.reason_of(unread)}"
+        return (
+            f"{reason}; transformers does not read its config either: "
+            f"{build_errors.reason_of(unread)}"
+        )
     suspected = ", ".join(fields) or "none"
-    return f"vLLM cannot run {architecture}: {reason}. Fields of config.json that are not its class's defaults: {suspected}"
+    return (
+        f"vLLM cannot run {architecture}: {reason}. Fields of config.json that are not "
+        f"its class's defaults: {suspected}"
+    )
 
 
 def _caveats(settings: Settings) -> list[str]:
-    """Of vLLM's version and of unproven options. Raises MidstreamError for what is refused, before anything of the engine starts."""
+    """Of vLLM's version and of unproven options.
+
+    Raises MidstreamError for what is refused, before anything of the engine starts.
+    """
     try:
         options = accepted(settings).caveats
-        return [*seams.verify(unproven=settings.engine_unproven), *options, *([] if settings.certify else [UNCERTIFIED])]
+        return [
+            *seams.verify(unproven=settings.engine_unproven),
+            *options,
+            *([] if settings.certify else [UNCERTIFIED]),
+        ]
     except (SettingsError, seams.SeamError) as error:
         raise MidstreamError("engine_failed", f"the engine did not start: {error}") from error
 
@@ -514,7 +625,10 @@ def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
 
 
 def _shapes(found: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
-    """Hook inside → its rows, of those that all ranks have. For others, `absent` gets the reason."""
+    """Hook inside → its rows, of those that all ranks have.
+
+    For others, `absent` gets the reason.
+    """
     shapes = {}
     for hook in dict.fromkeys(hook for each in found for hook in each.inside):
         of_ranks = {each.inside.get(hook) for each in found}
@@ -525,10 +639,13 @@ def _shapes(found: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShap
     return shapes
 
 
-def _ring(settings: Settings, config: Any, hooks: int, layers: int, inside: Sequence[str]) -> Ring | None:
+def _ring(
+    settings: Settings, config: Any, hooks: int, layers: int, inside: Sequence[str]
+) -> Ring | None:
     """What one step's rows are captured to; None if that is memory allocated for the step.
 
-    Each bank has a ring of as many rows, so that rows are counted together; the sum of their sizes is bounded as that of one.
+    Each bank has a ring of as many rows, so that rows are counted together; the sum of their sizes
+    is bounded as that of one.
     """
     on_cpu = current_platform.is_cpu()
     if on_cpu and settings.enforce_eager:
@@ -540,10 +657,13 @@ def _ring(settings: Settings, config: Any, hooks: int, layers: int, inside: Sequ
         key_heads=config.get_total_num_kv_heads(),
         head_size=config.get_head_size(),
         neurons=int(getattr(text, "intermediate_size", None) or 4 * config.get_hidden_size()),
-        experts=int(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0),
+        experts=int(
+            getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+        ),
     )
     return plan_ring(
-        sum(widths[bank] for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in inside)}) * config.dtype.itemsize,
+        sum(widths[bank] for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in inside)})
+        * config.dtype.itemsize,
         hooks + len(inside),
         layers,
         step_tokens=settings.max_num_batched_tokens,
@@ -559,12 +679,27 @@ def _queue_mib(settings: Settings, ring: Ring | None) -> int:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
     on_gpu = not current_platform.is_cpu()
-    return plan_queue(ring, accelerator=on_gpu, host_bytes=host_bytes, ranks=ranks, size_mib=settings.capture_queue_mib) >> 20
+    return (
+        plan_queue(
+            ring,
+            accelerator=on_gpu,
+            host_bytes=host_bytes,
+            ranks=ranks,
+            size_mib=settings.capture_queue_mib,
+        )
+        >> 20
+    )
 
 
 def _row_store_mib(settings: Settings) -> int:
-    """Size of the row store; 0 if rows may be dropped, since rows promised to a later request must exist."""
-    return settings.row_store_mib if settings.enable_prefix_caching and settings.capture_overload != "drop" else 0
+    """Size of the row store; 0 if rows may be dropped, since rows promised to a later request must
+    exist.
+    """
+    return (
+        settings.row_store_mib
+        if settings.enable_prefix_caching and settings.capture_overload != "drop"
+        else 0
+    )
 
 
 def _engine_args(settings: Settings) -> AsyncEngineArgs:

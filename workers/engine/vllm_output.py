@@ -29,21 +29,35 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
     form = sampling.structured_outputs
     return SamplingParams(
         **{name: getattr(sampling, name) for name in names},
-        structured_outputs=None if form is None else StructuredOutputsParams(**msgspec.structs.asdict(form)),
+        structured_outputs=None
+        if form is None
+        else StructuredOutputsParams(**msgspec.structs.asdict(form)),
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))} if spec else None,
+        extra_args={"midstream": msgspec.to_builtins(spec, builtin_types=(bytes,))}
+        if spec
+        else None,
     )
 
 
 def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
-    """What vLLM refuses of a request before it runs: a 400, also where only its engine knows, such as a schema that does not compile."""
+    """What vLLM refuses of a request before it runs: a 400, also where only its engine knows, such
+    as a schema that does not compile.
+    """
     field = "structured_outputs" if sampling.structured_outputs is not None else "sampling"
     return invalid(getattr(error, "parameter", None) or field, shortened(str(error), MAX_DETAIL))
 
 
-def _merged(self: RequestOutput, following: RequestOutput, aggregate: bool, merge: Any = RequestOutput.add) -> None:
-    """vLLM joins outputs that nobody has read yet, and keeps of what travels with them only the last: all scores are needed."""
-    scores = [each for output in (self, following) for each in (output.kv_transfer_params or {}).get(SCORES, ())]
+def _merged(
+    self: RequestOutput, following: RequestOutput, aggregate: bool, merge: Any = RequestOutput.add
+) -> None:
+    """vLLM joins outputs that nobody has read yet, and keeps of what travels with them only the
+    last: all scores are needed.
+    """
+    scores = [
+        each
+        for output in (self, following)
+        for each in (output.kv_transfer_params or {}).get(SCORES, ())
+    ]
     merge(self, following, aggregate)
     if scores:
         self.kv_transfer_params = {**(self.kv_transfer_params or {}), SCORES: scores}
@@ -55,8 +69,12 @@ RequestOutput.add = _merged
 class Parts:
     """Joins vLLM's deltas of one prompt into the whole output."""
 
-    def __init__(self, ask: EngineRequest, reader: ToolReader | None = None, prompt: Prompted | None = None) -> None:
-        """`reader`: of tool calls; `prompt`: where the output comes with it, without its log-probabilities."""
+    def __init__(
+        self, ask: EngineRequest, reader: ToolReader | None = None, prompt: Prompted | None = None
+    ) -> None:
+        """`reader`: of tool calls; `prompt`: where the output comes with it, without its
+        log-probabilities.
+        """
         self._request, self._stream = ask.request, ask.stream
         self._reader, self._prompt = reader, prompt
         self._begun = False
@@ -73,7 +91,8 @@ class Parts:
         logprobs = [] if part.logprobs is None else _logprobs(part)
         if part.logprobs is not None:
             self._logprobs = (self._logprobs or []) + logprobs
-        if self._prompt is not None and self._prompt.logprobs is None and output.prompt_logprobs:  # later deltas have none
+        if self._prompt is not None and self._prompt.logprobs is None and output.prompt_logprobs:
+            # later deltas have none
             found = _prompt_logprobs(output.prompt_token_ids or [], output.prompt_logprobs)
             self._prompt = msgspec.structs.replace(self._prompt, logprobs=found)
         if not output.finished and not part.token_ids and not part.text:
@@ -82,7 +101,9 @@ class Parts:
         if self._reader is not None and self._stream:
             said = self._reader.read(part.text, part.token_ids, output.finished)
         prompt, self._begun = None if self._begun else self._prompt, True
-        progress = Progress(self._request, part.text, list(part.token_ids), None, scores, said, logprobs, prompt)
+        progress = Progress(
+            self._request, part.text, list(part.token_ids), None, scores, said, logprobs, prompt
+        )
         if not output.finished:
             return progress
         stopped_by = str((output.kv_transfer_params or {}).get(STOPPED_BY, ""))
@@ -94,11 +115,17 @@ class Parts:
         if part.finish_reason == "error" and self._formed:
             raise invalid("structured_outputs", "the engine could not compile the constraint")
         if part.finish_reason not in ("stop", "length"):
-            raise MidstreamError("engine_failed", f"the engine ended the request with {part.finish_reason!r}")
+            raise MidstreamError(
+                "engine_failed", f"the engine ended the request with {part.finish_reason!r}"
+            )
         text, reason = "".join(self._text), part.finish_reason
         message: Message | UnsetType = UNSET
         if self._reader is not None:
-            message = self._reader.streamed() if self._stream else self._reader.whole(text, self._token_ids)
+            message = (
+                self._reader.streamed()
+                if self._stream
+                else self._reader.whole(text, self._token_ids)
+            )
             reason = self._reader.finish_reason(message, reason)
         return Output(
             index=self._request,
@@ -115,18 +142,30 @@ class Parts:
 
     def _scores(self, output: RequestOutput) -> list[Scored]:
         """Those that are new: a preempted request computes some again."""
-        found = [Scored(*each) for each in (output.kv_transfer_params or {}).get(SCORES, ()) if each[0] > self._scored]
+        found = [
+            Scored(*each)
+            for each in (output.kv_transfer_params or {}).get(SCORES, ())
+            if each[0] > self._scored
+        ]
         self._scored = max((each.position for each in found), default=self._scored)
         return found
 
 
 def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:
-    return [_logprob(token_id, choices) for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True)]
+    return [
+        _logprob(token_id, choices)
+        for token_id, choices in zip(part.token_ids, part.logprobs or [], strict=True)
+    ]
 
 
-def _prompt_logprobs(token_ids: Sequence[int], places: Sequence[dict[int, Logprob] | None]) -> list[TokenLogprob | None]:
+def _prompt_logprobs(
+    token_ids: Sequence[int], places: Sequence[dict[int, Logprob] | None]
+) -> list[TokenLogprob | None]:
     """Nothing precedes the first token."""
-    return [None if choices is None else _logprob(token, choices, True) for token, choices in zip(token_ids, places, strict=True)]
+    return [
+        None if choices is None else _logprob(token, choices, True)
+        for token, choices in zip(token_ids, places, strict=True)
+    ]
 
 
 def _logprob(token_id: int, choices: dict[int, Logprob], ranked: bool = False) -> TokenLogprob:
@@ -139,4 +178,6 @@ def _logprob(token_id: int, choices: dict[int, Logprob], ranked: bool = False) -
         )
         for other, choice in choices.items()
     }
-    return msgspec.structs.replace(entries[token_id], top=sorted(entries.values(), key=lambda entry: -entry.logprob))
+    return msgspec.structs.replace(
+        entries[token_id], top=sorted(entries.values(), key=lambda entry: -entry.logprob)
+    )

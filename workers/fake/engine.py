@@ -1,14 +1,17 @@
 """The fake engine: the control plane without a model.
 
-`FakeEngine` generates without a model: deterministic text, a settable time per token, and real receipts and real capture
-files for every rank it claims to have. Steering of every op is checked, accounted for on each rank and decides the text;
-captured rows stay as they are. For control-plane tests and benchmarks only; its output says nothing about a language model. Faults
-that `settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all), `generate:request=I` (that
-prompt of each job fails), `disagree:rank=R` (rank R's receipts report another checksum), `refuse:request=I` (the ranks report an
-error of that prompt of each job; `kind=K`: of this kind), `silent:rank=R` (rank R never reports), `turnstile:file=PATH` (see
-`turnstile`), `start:reason=TEXT`, `slow_start:seconds=S`; and of a call to rank R: `hold`, `drop`, `put_lora`, `put_sae`, `put_run`,
-`drop_runs`, `prepare`, `commit`, `set_module`, `rollback`, `restart` (the rank refuses), `lose_run` (it has none of the source run
-that a request names), `desync` (it does not account for a steered request), `fingerprint` (it has other bytes).
+`FakeEngine` generates without a model: deterministic text, a settable time per token, and real
+receipts and real capture files for every rank it claims to have. Steering of every op is checked,
+accounted for on each rank and decides the text; captured rows stay as they are. For control-plane
+tests and benchmarks only; its output says nothing about a language model. Faults that
+`settings.fault` may name (see `FakeFaults`): `engine_dies:tokens=N` (after N tokens in all),
+`generate:request=I` (that prompt of each job fails), `disagree:rank=R` (rank R's receipts report
+another checksum), `refuse:request=I` (the ranks report an error of that prompt of each job;
+`kind=K`: of this kind), `silent:rank=R` (rank R never reports), `turnstile:file=PATH` (see
+`turnstile`), `start:reason=TEXT`, `slow_start:seconds=S`; and of a call to rank R: `hold`, `drop`,
+`put_lora`, `put_sae`, `put_run`, `drop_runs`, `prepare`, `commit`, `set_module`, `rollback`,
+`restart` (the rank refuses), `lose_run` (it has none of the source run that a request names),
+`desync` (it does not account for a steered request), `fingerprint` (it has other bytes).
 """
 
 import asyncio
@@ -38,7 +41,10 @@ from .turnstile import Turnstile
 
 
 class FakeEngine(RankControl):
-    """An `Engine` without a model. `settings.fake_token_s`: seconds per token; 0 returns a whole output immediately."""
+    """An `Engine` without a model.
+
+    `settings.fake_token_s`: seconds per token; 0 returns a whole output immediately.
+    """
 
     enters = True  # no layer is skipped, but the rows at the entry are checked
 
@@ -58,7 +64,8 @@ class FakeEngine(RankControl):
         self._running = 0  # requests that are being generated, and do not wait
         self._death: asyncio.Event = asyncio.Event()
         self._reason = ""
-        self._active: Counter[tuple[str, int]] = Counter()  # requests of an attempt that are being generated
+        # requests of an attempt that are being generated
+        self._active: Counter[tuple[str, int]] = Counter()
         self._aborted: set[tuple[str, int]] = set()
         self.ranks = FakeRanks(settings, self.faults, self._die, installed)
 
@@ -83,7 +90,9 @@ class FakeEngine(RankControl):
     async def check(self, ask: EngineRequest) -> None:
         """Formats are ignored."""
 
-    async def generate(self, ask: EngineRequest, global_steering: GlobalSteering) -> AsyncGenerator[Progress, None]:
+    async def generate(
+        self, ask: EngineRequest, global_steering: GlobalSteering
+    ) -> AsyncGenerator[Progress, None]:
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
         try:
@@ -96,11 +105,17 @@ class FakeEngine(RankControl):
                 del self._active[attempt]
                 self._aborted.discard(attempt)
 
-    async def _generate(self, ask: EngineRequest, spec: RankSpec | None) -> AsyncGenerator[Progress, None]:
+    async def _generate(
+        self, ask: EngineRequest, spec: RankSpec | None
+    ) -> AsyncGenerator[Progress, None]:
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
         async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
-            if (found := self.faults.get("generate")) is not None and int(found["request"]) == ask.request:
-                raise MidstreamError("intervention_failed", f"rank 0 rejected prompt {ask.request}: injected fault")
+            if (found := self.faults.get("generate")) is not None and int(
+                found["request"]
+            ) == ask.request:
+                raise MidstreamError(
+                    "intervention_failed", f"rank 0 rejected prompt {ask.request}: injected fault"
+                )
             writing = _Writing(self._tokenizer, ask, steering, self._weights)
             if spec is not None:
                 self.ranks.begin(spec)
@@ -110,7 +125,9 @@ class FakeEngine(RankControl):
                     if (ask.job, ask.attempt) in self._aborted:
                         return
                     writing.add_token()
-                    if writing.finish_reason is None and (ask.stream or self._settings.fake_token_s):
+                    if writing.finish_reason is None and (
+                        ask.stream or self._settings.fake_token_s
+                    ):
                         yield writing.progress()
             finally:
                 if spec is not None:
@@ -130,7 +147,9 @@ class FakeEngine(RankControl):
     async def _take_time(self, ask: EngineRequest) -> None:
         if self._turnstile is not None:
             attempt = ask.job, ask.attempt
-            await self._turnstile.step(attempt, lambda: attempt in self._aborted or bool(self._reason))
+            await self._turnstile.step(
+                attempt, lambda: attempt in self._aborted or bool(self._reason)
+            )
         if self._settings.fake_token_s:
             await asyncio.sleep(self._settings.fake_token_s)
         elif ask.stream:
@@ -138,7 +157,9 @@ class FakeEngine(RankControl):
         if self._reason:
             raise MidstreamError("engine_failed", self._reason)
         self._tokens += 1
-        if (found := self.faults.get("engine_dies")) is not None and self._tokens >= int(found["tokens"]):
+        if (found := self.faults.get("engine_dies")) is not None and self._tokens >= int(
+            found["tokens"]
+        ):
             self._die(f"the fake engine died after {self._tokens} tokens")
             raise MidstreamError("engine_failed", self._reason)
 
@@ -159,7 +180,9 @@ class FakeEngine(RankControl):
 
 
 def _crossing(ask: EngineRequest) -> tuple[float, str]:
-    """The first position at which a probe that stops crosses, and its name: label number n scores position + n."""
+    """The first position at which a probe that stops crosses, and its name: label number n scores
+    position + n.
+    """
     crossings = [
         (max(0.0, threshold - number), probe.name)
         for probe in ask.probes
@@ -173,13 +196,18 @@ def _crossing(ask: EngineRequest) -> tuple[float, str]:
 class _Writing:
     """One output on its way."""
 
-    def __init__(self, tokenizer: Tokenizer, ask: EngineRequest, steering: list[StoredSteering], weights: int):
+    def __init__(
+        self, tokenizer: Tokenizer, ask: EngineRequest, steering: list[StoredSteering], weights: int
+    ):
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._text = ""
         self._sent_tokens = 0
         self._sent_text = 0
-        self._ask, self._dice = ask, Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering, weights)
+        self._ask, self._dice = (
+            ask,
+            Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering, weights),
+        )
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
@@ -202,18 +230,30 @@ class _Writing:
             self.finish_reason = "length"
 
     def progress(self) -> Progress:
-        until = len(self._text) if self.finish_reason else max(len(self._text) - self._held_back, self._sent_text)
+        until = (
+            len(self._text)
+            if self.finish_reason
+            else max(len(self._text) - self._held_back, self._sent_text)
+        )
         text, tokens = self._text[self._sent_text : until], self.token_ids[self._sent_tokens :]
         first = len(self._ask.token_ids) - 1 + self._sent_tokens
         self._sent_text, self._sent_tokens = until, len(self.token_ids)
-        scores = [self._score(position) for position in range(first, first + len(tokens))] if self._ask.stream and self._ask.probes else []
+        scores = (
+            [self._score(position) for position in range(first, first + len(tokens))]
+            if self._ask.stream and self._ask.probes
+            else []
+        )
         output = self._output() if self.finish_reason else None
         stopped_by = self._probe if self.finish_reason == f"probe:{self._probe}" else ""
         return Progress(self._ask.request, text, tokens, output, scores, stopped_by=stopped_by)
 
     def _score(self, position: int) -> Scored:
         """As the fake ranks score it."""
-        values = [float(position + number) for probe in self._ask.probes for number in range(len(probe.content.labels))]
+        values = [
+            float(position + number)
+            for probe in self._ask.probes
+            for number in range(len(probe.content.labels))
+        ]
         return Scored(position, values, values)
 
     def _output(self) -> Output:
@@ -237,7 +277,8 @@ class _Writing:
                 token_id=token,
                 token=self._decode([token]),
                 logprob=chance,
-                top=[TokenLogprob(token_id=token, token=self._decode([token]), logprob=chance)] * min(sampling.logprobs, 1),
+                top=[TokenLogprob(token_id=token, token=self._decode([token]), logprob=chance)]
+                * min(sampling.logprobs, 1),
             )
             for token in self.token_ids
         ]

@@ -1,6 +1,8 @@
-"""Next-token grades of the fake engine: a function of tokens and edited rows, so that a wrong patch shows.
+"""Next-token grades of the fake engine: a function of tokens and edited rows, so that a wrong patch
+shows.
 
-An edit that leaves a row unchanged has no effect: so a patch with a prompt's own row changes nothing here, either.
+An edit that leaves a row unchanged has no effect: so a patch with a prompt's own row changes
+nothing here, either.
 """
 
 import zlib
@@ -29,31 +31,52 @@ def expected_logprob(token_ids: Sequence[int], edits: Sequence[Edit], token: int
     return -(zlib.crc32(to_msgpack((list(token_ids), sorted(edits), token))) % 9_999 + 1) / 1000
 
 
-def expected_divergence(first: tuple[Sequence[int], Sequence[Edit]], second: tuple[Sequence[int], Sequence[Edit]]) -> float:
+def expected_divergence(
+    first: tuple[Sequence[int], Sequence[Edit]], second: tuple[Sequence[int], Sequence[Edit]]
+) -> float:
     """Of what is expected behind two prompts under their edits, nats: 0 where they are the same."""
     told = [to_msgpack((list(token_ids), sorted(edits))) for token_ids, edits in (first, second)]
     return 0.0 if told[0] == told[1] else (zlib.crc32(b"".join(told)) % 4_999 + 1) / 1000
 
 
-def own_row(hook: str, layer: int, position: int, token_ids: Sequence[int], weights: int = 0) -> np.ndarray:
+def own_row(
+    hook: str, layer: int, position: int, token_ids: Sequence[int], weights: int = 0
+) -> np.ndarray:
     """`[HIDDEN_SIZE]` float32: what stands there without an edit."""
-    row: np.ndarray = residual_rows(layer, np.array([position]), np.array([token_ids[position]]), hook, weights)[0]
+    row: np.ndarray = residual_rows(
+        layer, np.array([position]), np.array([token_ids[position]]), hook, weights
+    )[0]
     return row
 
 
 def replaced(
-    hook: str, layer: int, position: int, token_ids: Sequence[int], row: np.ndarray, alpha: float = 1.0, weights: int = 0
+    hook: str,
+    layer: int,
+    position: int,
+    token_ids: Sequence[int],
+    row: np.ndarray,
+    alpha: float = 1.0,
+    weights: int = 0,
 ) -> list[Edit]:
     """The edit that writes `row` there; none where it is what stands there anyway."""
     own = own_row(hook, layer, position, token_ids, weights)
-    new = row.astype(np.float32) if alpha == 1.0 else ((1 - alpha) * own.astype(np.float64) + alpha * row).astype(np.float32)
+    new = (
+        row.astype(np.float32)
+        if alpha == 1.0
+        else ((1 - alpha) * own.astype(np.float64) + alpha * row).astype(np.float32)
+    )
     return [] if (new == own).all() else [(hook, layer, position, new.tobytes())]
 
 
 class FakeGrades:
-    """Grades requests as the last stage's first rank does. `runs()`: the source runs that the ranks have, by key."""
+    """Grades requests as the last stage's first rank does.
 
-    def __init__(self, store: ArtifactStore, runs: Callable[[], dict[str, RunFiles]], weights: int = 0) -> None:
+    `runs()`: the source runs that the ranks have, by key.
+    """
+
+    def __init__(
+        self, store: ArtifactStore, runs: Callable[[], dict[str, RunFiles]], weights: int = 0
+    ) -> None:
         self._store, self._runs, self._weights = store, runs, weights
         self._kept: dict[str, tuple[Sequence[int], Sequence[Edit]]] = {}
         self._read: dict[str, dict[tuple[str, int], np.ndarray]] = {}
@@ -63,7 +86,11 @@ class FakeGrades:
         grade = spec.grade
         if grade is None:
             return []
-        edits = [edit for entry in (*spec.global_steering, *spec.steering) for edit in self._edits(entry, token_ids)]
+        edits = [
+            edit
+            for entry in (*spec.global_steering, *spec.steering)
+            for edit in self._edits(entry, token_ids)
+        ]
         if spec.entry is not None:
             self._check_entry(spec.entry.run, spec.entry.layer, token_ids, edits)
         if grade.keep:
@@ -71,7 +98,9 @@ class FakeGrades:
         values = [expected_logprob(token_ids, edits, token) for token in grade.token_ids]
         if grade.against:
             if grade.against not in self._kept:
-                raise Ungradable(f"the reference distribution {grade.against!r} is no longer stored")
+                raise Ungradable(
+                    f"the reference distribution {grade.against!r} is no longer stored"
+                )
             values.append(expected_divergence(self._kept[grade.against], (token_ids, edits)))
         return values
 
@@ -81,10 +110,23 @@ class FakeGrades:
             for layer in entry.layers:
                 name = entry.tensors[0]
                 if entry.family == "replace" and (name == ZEROS or is_row(name)):
-                    row = np.zeros(HIDDEN_SIZE, np.float32) if name == ZEROS else self._row(parse_row(name))
-                    edits += replaced(entry.hook, layer, position, token_ids, row, entry.numbers[0], self._weights)
+                    row = (
+                        np.zeros(HIDDEN_SIZE, np.float32)
+                        if name == ZEROS
+                        else self._row(parse_row(name))
+                    )
+                    edits += replaced(
+                        entry.hook, layer, position, token_ids, row, entry.numbers[0], self._weights
+                    )
                 else:
-                    edits.append((entry.hook, layer, position, to_msgpack((entry.family, entry.tensors, entry.numbers, entry.scale))))
+                    edits.append(
+                        (
+                            entry.hook,
+                            layer,
+                            position,
+                            to_msgpack((entry.family, entry.tensors, entry.numbers, entry.scale)),
+                        )
+                    )
         return edits
 
     def _row(self, row: RunRow) -> np.ndarray:
@@ -96,16 +138,24 @@ class FakeGrades:
         mean: np.ndarray = chosen.astype(np.float64).mean(0).astype(np.float32)
         return mean
 
-    def _check_entry(self, run: str, layer: int, token_ids: Sequence[int], edits: Sequence[Edit]) -> None:
-        """As a rank that begins there: with rows of the very same tokens, and nothing edited below."""
+    def _check_entry(
+        self, run: str, layer: int, token_ids: Sequence[int], edits: Sequence[Edit]
+    ) -> None:
+        """As a rank that begins there: with rows of the very same tokens, and nothing edited
+        below.
+        """
         rows, positions = self._rows(run, "pre_attn", layer)
         if positions != list(range(len(token_ids))):
             raise Ungradable(f"source run {run} does not have all positions of the prompt")
-        own = residual_rows(layer, np.arange(len(token_ids)), np.array(token_ids), "pre_attn", self._weights)
+        own = residual_rows(
+            layer, np.arange(len(token_ids)), np.array(token_ids), "pre_attn", self._weights
+        )
         if not (rows == own).all():
             raise Ungradable(f"source run {run} has different tokens")
         if below := [edit for edit in edits if edit[1] < layer]:
-            raise Ungradable(f"layer {below[0][1]} is edited below layer {layer}, where the forward pass begins")
+            raise Ungradable(
+                f"layer {below[0][1]} is edited below layer {layer}, where the forward pass begins"
+            )
 
     def _rows(self, key: str, hook: Hook, layer: int) -> tuple[np.ndarray, list[int]]:
         """`[positions, HIDDEN_SIZE]`, and which positions these are."""

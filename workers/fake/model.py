@@ -30,7 +30,8 @@ BOS, EOS = "<bos>", "<eos>"
 MAX_MODEL_LEN = 4096
 
 _CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ "
+    "message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -38,7 +39,9 @@ _CHAT_TEMPLATE = (
 def make_tokenizer() -> Tokenizer:
     """One token per byte and nothing merged: any text survives a round trip."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([BOS, EOS])
@@ -55,17 +58,24 @@ def make_bundle(tokenizer: Tokenizer) -> TokenizerBundle:
 
 
 def identity_of(settings: Settings) -> str:
-    """The identity of the fake model that the setting `model` names: another name is another checkpoint."""
+    """The identity of the fake model that the setting `model` names: another name is another
+    checkpoint.
+    """
     return hashlib.sha256(f"fake {settings.model}".encode()).hexdigest()
 
 
 def weights_of(settings: Settings) -> int:
-    """What decides the numbers of the fake model that the setting `model` names: what follows an `@` in it; 0 without one."""
+    """What decides the numbers of the fake model that the setting `model` names: what follows an
+    `@` in it; 0 without one.
+    """
     return zlib.crc32(settings.model.partition("@")[2].encode())
 
 
 def make_info(
-    settings: Settings, tokenizer: Tokenizer, bundle: TokenizerBundle, installed: Mapping[str, LoadedReader] | None = None
+    settings: Settings,
+    tokenizer: Tokenizer,
+    bundle: TokenizerBundle,
+    installed: Mapping[str, LoadedReader] | None = None,
 ) -> ModelInfo:
     return ModelInfo(
         name=settings.served_model,
@@ -89,9 +99,15 @@ def make_info(
         steering_entries=settings.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
-        readings={"lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else "", "features": served(settings), "reader": ""},
+        readings={
+            "lens": "pipeline stages" if settings.pipeline_parallel_size > 1 else "",
+            "features": served(settings),
+            "reader": "",
+        },
         extensions=[reader.facts for reader in (installed or {}).values()],
-        lora=LoraSupport(max_rank=settings.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]}) if settings.lora_dir else None,
+        lora=LoraSupport(max_rank=settings.max_lora_rank, modules={FAKE_LINEAR: [LORA_SHAPE]})
+        if settings.lora_dir
+        else None,
     )
 
 
@@ -102,24 +118,45 @@ def _token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 class Dice:
-    """Deterministic tokens: lower-case letters and blanks that prompt, steering, seed and weights decide."""
+    """Deterministic tokens: lower-case letters and blanks that prompt, steering, seed and weights
+    decide.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], seed: int | None, steering: list[StoredSteering], weights: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        seed: int | None,
+        steering: list[StoredSteering],
+        weights: int = 0,
+    ):
         """`steering`: everyone's and the request's own; `weights`: see `weights_of`."""
         self._state = zlib.crc32(to_msgpack((prompt, steering, seed)), weights)
-        self._faces = [_token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"]
+        self._faces = [
+            _token_id(tokenizer, character) for character in "Ġabcdefghijklmnopqrstuvwxyz"
+        ]
 
     def roll(self) -> int:
         self._state = zlib.crc32(self._state.to_bytes(4, "little"))
         return self._faces[self._state % len(self._faces)]
 
 
-def residual_rows(layer: int, positions: np.ndarray, token_ids: np.ndarray, hook: str = "post_block", weights: int = 0) -> np.ndarray:
-    """`[positions, HIDDEN_SIZE]` float32: a value that names its hook, layer, position and token, so that a swap shows.
+def residual_rows(
+    layer: int,
+    positions: np.ndarray,
+    token_ids: np.ndarray,
+    hook: str = "post_block",
+    weights: int = 0,
+) -> np.ndarray:
+    """`[positions, HIDDEN_SIZE]` float32: a value that names its hook, layer, position and token,
+    so that a swap shows.
 
-    Scaled by powers of two, so that it is exact and fits a float16 as well. Other `weights` than 0 give the negative.
+    Scaled by powers of two, so that it is exact and fits a float16 as well. Other `weights` than 0
+    give the negative.
     """
     rows = layer * 1e6 + positions.astype(np.float64) * 1e3 + token_ids
     scale = 2.0 ** -(10 + HOOKS.index(cast(Hook, hook)))
-    block: np.ndarray = ((rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE) * scale).astype(np.float32)
+    block: np.ndarray = ((rows[:, None] + np.arange(HIDDEN_SIZE) / HIDDEN_SIZE) * scale).astype(
+        np.float32
+    )
     return -block if weights else block

@@ -1,6 +1,8 @@
-"""State of one fake rank: vectors, source runs, modules, global steering, rows in use, and a real action ledger.
+"""State of one fake rank: vectors, source runs, modules, global steering, rows in use, and a real
+action ledger.
 
-It answers the same calls as a real rank (`runner.worker_class`), so that the worker's code for ranks runs unchanged.
+It answers the same calls as a real rank (`runner.worker_class`), so that the worker's code for
+ranks runs unchanged.
 """
 
 import zlib
@@ -23,7 +25,10 @@ _FINE: Answer = (True, "")
 
 
 class FakeFaults:
-    """`name:key=value,key=value`, several separated by semicolons. `rank=R`: on that rank only; `times=N`: so often; `after=N`: later."""
+    """`name:key=value,key=value`, several separated by semicolons.
+
+    `rank=R`: on that rank only; `times=N`: so often; `after=N`: later.
+    """
 
     def __init__(self, text: str) -> None:
         self._known: dict[str, dict[str, str]] = {}
@@ -32,7 +37,10 @@ class FakeFaults:
     def switch(self, text: str) -> None:
         """Have these faults from now on."""
         parts = [part.partition(":") for part in text.split(";") if part]
-        self._known = {name: dict(pair.split("=", 1) for pair in rest.split(",") if pair) for name, _, rest in parts}
+        self._known = {
+            name: dict(pair.split("=", 1) for pair in rest.split(",") if pair)
+            for name, _, rest in parts
+        }
 
     def get(self, name: str) -> dict[str, str] | None:
         """The fault's arguments; None when there is no such fault."""
@@ -72,7 +80,8 @@ class FakeRank:
         self.modules: dict[str, tuple[str, list[str]]] = {}  # name → (digest, tensors)
         self.current = GlobalSteering()
         self._former = GlobalSteering()
-        self._former_module: tuple[str, str, tuple[str, list[str]] | None] = ("", "", None)  # name, the digest it got, what it had
+        # name, the digest it got, what it had
+        self._former_module: tuple[str, str, tuple[str, list[str]] | None] = ("", "", None)
         self._rows: Counter[str] = Counter()
         self._live: dict[str, list[str]] = {}  # request → keys of its rows
         self._settings, self._faults = settings, faults
@@ -89,7 +98,9 @@ class FakeRank:
     def midstream_drop_vectors(self, names: list[str]) -> Answer:
         if self._faults.strikes("drop", self.rank):
             return False, "injected fault"
-        needed = {name for _, tensors in self.modules.values() for name in tensors} | set(self.current.tensors)
+        needed = {name for _, tensors in self.modules.values() for name in tensors} | set(
+            self.current.tensors
+        )
         if used := needed & set(names):
             return False, f"vector {min(used)[:12]} is in use"
         for name in names:
@@ -101,7 +112,10 @@ class FakeRank:
             return False, "injected fault"
         files = msgspec.convert(run, RunFiles)
         if files.hidden_size != HIDDEN_SIZE:
-            return False, f"run {files.key}: its rows have {files.hidden_size} elements, but the model's have {HIDDEN_SIZE}"
+            return False, (
+                f"run {files.key}: its rows have {files.hidden_size} elements, but the model's "
+                f"have {HIDDEN_SIZE}"
+            )
         self.runs[files.key] = files
         return _FINE
 
@@ -143,7 +157,9 @@ class FakeRank:
             return False, "injected fault"
         wanted = _global(steering)
         self._former, self.current = self.current, wanted
-        self._fold("global_set" if wanted.entries else "global_clear", wanted.version, wanted.digest)
+        self._fold(
+            "global_set" if wanted.entries else "global_clear", wanted.version, wanted.digest
+        )
         return _FINE
 
     def midstream_rollback_global(self, version: int) -> Answer:
@@ -187,7 +203,13 @@ class FakeRank:
         return _FINE
 
     def midstream_fingerprint(self) -> str:
-        has = (sorted(self._rows.items()), sorted(self.vectors), sorted(self.runs), sorted(self.modules.items()), self.current.digest)
+        has = (
+            sorted(self._rows.items()),
+            sorted(self.vectors),
+            sorted(self.runs),
+            sorted(self.modules.items()),
+            self.current.digest,
+        )
         other = self._faults.strikes("fingerprint", self.rank)
         return f"{zlib.crc32(to_msgpack(has), int(other)):08x}"
 
@@ -222,7 +244,9 @@ class FakeRank:
         fits, why = self._fits(steering)
         if not fits:
             return fits, why
-        self._live[spec.key] = [row.key for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))]
+        self._live[spec.key] = [
+            row.key for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))
+        ]
         for row in self._live[spec.key]:
             self._rows[row] += 1
             if self._rows[row] == 1:
@@ -255,7 +279,10 @@ class FakeRank:
                 if name not in self.vectors:
                     return False, f"vector {name[:12]} is not on this rank"
                 if self.vectors[name] != shape:
-                    return False, f"vector {name[:12]}: its shape is {self.vectors[name]}; {shape} is needed"
+                    return (
+                        False,
+                        f"vector {name[:12]}: its shape is {self.vectors[name]}; {shape} is needed",
+                    )
         return _FINE
 
     def _lacks(self, name: str) -> str:

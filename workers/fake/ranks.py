@@ -1,4 +1,6 @@
-"""The fake engine's ranks, which report like real ones: captures go through the writer, then a receipt to the outbox."""
+"""The fake engine's ranks, which report like real ones: captures go through the writer, then a
+receipt to the outbox.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +35,8 @@ from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows, weights_
 from .rank import FakeFaults, FakeRank
 from .readings import FakeReadings
 
-#: Seconds that closing waits for the relay to take what is left; the rest is replayed by the next start.
+#: Seconds that closing waits for the relay to take what is left; the rest is replayed by the next
+#: start.
 FLUSH_S = 2.0
 
 
@@ -57,20 +60,30 @@ class FakeRanks:
     """`tp x pp` ranks; TP rank 0 of each stage writes the stage's layers."""
 
     def __init__(
-        self, settings: Settings, faults: FakeFaults, on_fatal: Callable[[str], None], installed: Mapping[str, LoadedReader] | None = None
+        self,
+        settings: Settings,
+        faults: FakeFaults,
+        on_fatal: Callable[[str], None],
+        installed: Mapping[str, LoadedReader] | None = None,
     ):
-        """`on_fatal(reason)` is called on the loop when receipts can no longer be kept or delivered."""
+        """`on_fatal(reason)` is called on the loop when receipts can no longer be kept or
+        delivered.
+        """
         self._settings = settings
         self._on_fatal = on_fatal
         self._faults = faults
         self._stages = np.array_split(np.arange(NUM_LAYERS), settings.pipeline_parallel_size)
         places = [divmod(rank, settings.tensor_parallel_size) for rank in range(self.world)]
-        self.ranks = [FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)]
+        self.ranks = [
+            FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)
+        ]
         self._installed = installed or {}
         self._identity, self._weights = identity_of(settings), weights_of(settings)
         self._outboxes: list[Outbox] = []
         self._writers: list[Writer] = []
-        self._grades = FakeGrades(open_store(settings.artifacts), lambda: self.ranks[-1].runs, self._weights)
+        self._grades = FakeGrades(
+            open_store(settings.artifacts), lambda: self.ranks[-1].runs, self._weights
+        )
 
     @property
     def world(self) -> int:
@@ -81,13 +94,28 @@ class FakeRanks:
         return [getattr(rank, method)(*arguments) for rank in self.ranks]
 
     def tell_load(self, running: int, queued: int) -> None:
-        """Set the further figures of a real rank: requests in the engine, and its own captures and outbox."""
-        for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=False):  # before `start` there are none
-            busy = {"running": running, "queued": queued, "kv_cache": running / self._settings.max_num_seqs}
-            rank.load = {"outbox": outbox.depth(), "backlog": writer.backlog, **writer.totals, **busy}
+        """Set the further figures of a real rank: requests in the engine, and its own captures and
+        outbox.
+        """
+        for rank, outbox, writer in zip(self.ranks, self._outboxes, self._writers, strict=False):
+            # before `start` there are none
+            busy = {
+                "running": running,
+                "queued": queued,
+                "kv_cache": running / self._settings.max_num_seqs,
+            }
+            rank.load = {
+                "outbox": outbox.depth(),
+                "backlog": writer.backlog,
+                **writer.totals,
+                **busy,
+            }
 
     def begin(self, spec: RankSpec) -> None:
-        """A request enters every rank. Raises MidstreamError("intervention_failed") when it cannot be steered."""
+        """A request enters every rank.
+
+        Raises MidstreamError("intervention_failed") when it cannot be steered.
+        """
         results = [rank.begin(spec) for rank in self.ranks]
         check_apply_results("steering a request", results, self.world)
 
@@ -106,10 +134,20 @@ class FakeRanks:
 
         curve = client_keys(self._settings.curve_secret_file, self._settings.curve_server_key)
         self._outboxes = [
-            await asyncio.to_thread(Outbox, directory, self._settings.worker_id, rank, self._settings.relay_url, fatal, curve=curve)
+            await asyncio.to_thread(
+                Outbox,
+                directory,
+                self._settings.worker_id,
+                rank,
+                self._settings.relay_url,
+                fatal,
+                curve=curve,
+            )
             for rank in range(self.world)
         ]
-        self._writers = [self._make_writer(rank, outbox) for rank, outbox in enumerate(self._outboxes)]
+        self._writers = [
+            self._make_writer(rank, outbox) for rank, outbox in enumerate(self._outboxes)
+        ]
 
     def _make_writer(self, rank: int, outbox: Outbox) -> Writer:
         settings = self._settings
@@ -120,7 +158,13 @@ class FakeRanks:
             segment_bytes=settings.segment_mib << 20,
             quota=settings.capture_quota_mib << 20,
         )
-        return Writer(store, outbox, threads=1, memory_limit=settings.memory_limit_kib << 10, readings=FakeReadings(self._installed))
+        return Writer(
+            store,
+            outbox,
+            threads=1,
+            memory_limit=settings.memory_limit_kib << 10,
+            readings=FakeReadings(self._installed),
+        )
 
     async def close(self) -> None:
         """Publish and report what is finished, then close the outboxes."""
@@ -139,20 +183,27 @@ class FakeRanks:
             if rank.rank != self._faults.rank("silent"):
                 writer.submit(
                     WriteJob(
-                        self._receipt(finished, rank, graded, failure), self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else []
+                        self._receipt(finished, rank, graded, failure),
+                        self._builds(finished, rank.rank, rank.pp) if rank.tp == 0 else [],
                     )
                 )
 
     def _graded(self, finished: _Finished) -> tuple[list[float], str]:
-        """The next-token grades of the last stage's first rank, and why every rank fails the request; empty if none does."""
-        if (found := self._faults.get("refuse")) is not None and int(found["request"]) == finished.spec.request:
+        """The next-token grades of the last stage's first rank, and why every rank fails the
+        request; empty if none does.
+        """
+        if (found := self._faults.get("refuse")) is not None and int(
+            found["request"]
+        ) == finished.spec.request:
             return [], "injected fault"
         try:
             return self._grades.of(finished.spec, finished.prompt), ""
         except Ungradable as error:
             return [], str(error)
 
-    def _receipt(self, finished: _Finished, rank: FakeRank, graded: list[float], failure: str) -> Receipt:
+    def _receipt(
+        self, finished: _Finished, rank: FakeRank, graded: list[float], failure: str
+    ) -> Receipt:
         spec = finished.spec
         differs = self._faults.strikes("disagree", rank.rank)
         tells = rank.tp == 0 and rank.pp == len(self._stages) - 1
@@ -183,7 +234,9 @@ class FakeRanks:
         )
 
     def _scores(self, finished: _Finished, pp: int) -> list[ProbeScore]:
-        """Of the probes with layers on this stage: at position p label number n has the score p + n."""
+        """Of the probes with layers on this stage: at position p label number n has the score p +
+        n.
+        """
         watch, positions = self._watch(finished, pp), len(finished.fed)
         if watch is None:
             return []
@@ -214,26 +267,49 @@ class FakeRanks:
         for entry in (*finished.spec.global_steering, *finished.spec.steering):
             layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
             named = select(entry.positions, 0, len(finished.fed), len(finished.prompt))
-            rows += layers * len(gates.among(entry.gate, named) if gates is not None and entry.gate else named)
+            rows += layers * len(
+                gates.among(entry.gate, named) if gates is not None and entry.gate else named
+            )
         return rows
 
-    def _builds(self, finished: _Finished, rank: int, pp: int) -> Sequence[Callable[[], FinishedCapture]]:
+    def _builds(
+        self, finished: _Finished, rank: int, pp: int
+    ) -> Sequence[Callable[[], FinishedCapture]]:
         """One for each capture that has layers on this stage."""
         builds = []
         for capture in finished.spec.captures:
             share = set(self._stages[pp].tolist())
-            sites = {str(hook): mine for hook, layers in capture.sites.items() if (mine := [layer for layer in layers if layer in share])}
+            sites = {
+                str(hook): mine
+                for hook, layers in capture.sites.items()
+                if (mine := [layer for layer in layers if layer in share])
+            }
             if sites and not capture.scored:
                 builds.append(partial(self._build, finished, capture, sites, rank, pp))
         return builds
 
-    def _build(self, finished: _Finished, capture: StoredCapture, sites: dict[str, list[int]], rank: int, pp: int) -> FinishedCapture:
-        positions = np.array(capture.select(0, len(finished.fed), len(finished.prompt)), dtype=np.int64)
+    def _build(
+        self,
+        finished: _Finished,
+        capture: StoredCapture,
+        sites: dict[str, list[int]],
+        rank: int,
+        pp: int,
+    ) -> FinishedCapture:
+        positions = np.array(
+            capture.select(0, len(finished.fed), len(finished.prompt)), dtype=np.int64
+        )
         token_ids = np.array(finished.fed, dtype=np.int64)[positions]
         dtype = "float32" if capture.dtype == "model" else capture.dtype
 
         def rows(hook: str, layer: int) -> list[memoryview]:
-            return [memoryview(narrowed(residual_rows(layer, positions, token_ids, hook, self._weights), dtype).tobytes())]
+            return [
+                memoryview(
+                    narrowed(
+                        residual_rows(layer, positions, token_ids, hook, self._weights), dtype
+                    ).tobytes()
+                )
+            ]
 
         return FinishedCapture(
             spec=finished.spec,

@@ -1,4 +1,6 @@
-"""Readings of the engine without a model: numbers that follow from token, layer and position alone."""
+"""Readings of the engine without a model: numbers that follow from token, layer and position
+alone.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -35,7 +37,11 @@ class FakeReadings:
     def _read(self, capture: FinishedCapture) -> Outcome:
         if isinstance(capture.capture.reading, StoredReader):
             try:
-                return Outcome(rows=to_msgpack(self._installed(capture, capture.spec.captures.index(capture.capture))))
+                return Outcome(
+                    rows=to_msgpack(
+                        self._installed(capture, capture.spec.captures.index(capture.capture))
+                    )
+                )
             except ReadingError as error:
                 return Outcome(error=str(error))
         wanted = capture.capture.reading
@@ -65,7 +71,9 @@ class FakeReadings:
 
 
 def _features(capture: FinishedCapture, wanted: StoredFeatures) -> FeaturesPart:
-    """Feature n + i of token n has the activation 1 / (i + 1); all but the first half of what was asked for are inactive."""
+    """Feature n + i of token n has the activation 1 / (i + 1); all but the first half of what was
+    asked for are inactive.
+    """
     ((hook, (layer,)),) = capture.sites.items()
     places, count = np.arange(wanted.top_k), len(capture.positions)
     there = places < -(-wanted.top_k // 2)
@@ -79,7 +87,9 @@ def _features(capture: FinishedCapture, wanted: StoredFeatures) -> FeaturesPart:
         positions=capture.positions,
         token_ids=capture.token_ids,
         indices=np.where(there, tokens + places, -1).astype("<i4").tobytes(),
-        activations=np.broadcast_to(np.where(there, 1 / (places + 1), 0).astype("<f4"), (count, wanted.top_k)).tobytes(),
+        activations=np.broadcast_to(
+            np.where(there, 1 / (places + 1), 0).astype("<f4"), (count, wanted.top_k)
+        ).tobytes(),
         active=np.full(count, there.sum(), dtype="<i4").tobytes(),
         errors=np.full(count, 0.25, dtype="<f4").tobytes(),
     )

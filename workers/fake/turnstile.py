@@ -1,7 +1,9 @@
-"""A gate in the fake engine that a test holds: work is under way for as long as the test needs it to be, on a machine of any speed.
+"""A gate in the fake engine that a test holds: work is under way for as long as the test needs it
+to be, on a machine of any speed.
 
-The fault `turnstile:file=PATH`: while the file exists, no attempt of a job takes more steps (tokens, cells) than the number in it;
-without the file the gate is open. Each has steps of its own: one of two that run side by side cannot use up what the other is to have.
+The fault `turnstile:file=PATH`: while the file exists, no attempt of a job takes more steps
+(tokens, cells) than the number in it; without the file the gate is open. Each has steps of its own:
+one of two that run side by side cannot use up what the other is to have.
 """
 
 import asyncio
@@ -18,7 +20,9 @@ class Turnstile:
         self._taken: Counter[tuple[str, int]] = Counter()  # by attempt, since the file is there
 
     async def step(self, attempt: tuple[str, int], unless: Callable[[], bool]) -> None:
-        """Wait for the permission of one step of an attempt (job, number), or until `unless` holds."""
+        """Wait for the permission of one step of an attempt (job, number), or until `unless`
+        holds.
+        """
         while not (unless() or self._lets_in(attempt)):  # noqa: ASYNC110  (a file has no event)
             await asyncio.sleep(LOOK_S)
 
@@ -28,7 +32,9 @@ class Turnstile:
         except FileNotFoundError:
             self._taken.clear()
             return True
-        if not text.strip().isdecimal() or self._taken[attempt] >= int(text):  # not decimal: it is being written
+        if not text.strip().isdecimal() or self._taken[attempt] >= int(
+            text
+        ):  # not decimal: it is being written
             return False
         self._taken[attempt] += 1
         return True

@@ -1,1 +1,3 @@
-"""Code that lives inside vLLM's rank processes: what is changed and recorded in the forward pass."""
+"""Code that lives inside vLLM's rank processes: what is changed and recorded in the forward
+pass.
+"""

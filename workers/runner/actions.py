@@ -1,8 +1,8 @@
 """Action ledger of a rank: a running checksum over every action that it applied.
 
-Ranks of one pipeline stage see the same schedule, so they must reach the same checksum after the same actions.
-The fold is splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) over CRC32 digests, so it is sensitive
-to content, order and step, and stable across hosts and runs.
+Ranks of one pipeline stage see the same schedule, so they must reach the same checksum after the
+same actions. The fold is splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195) over
+CRC32 digests, so it is sensitive to content, order and step, and stable across hosts and runs.
 """
 
 import zlib
@@ -26,7 +26,8 @@ Kind = Literal[
 ]
 Content = tuple[str | int, ...]
 
-#: Everything that a rank can be made to do → what of it is folded. Actions that were rejected are not folded.
+#: Everything that a rank can be made to do → what of it is folded. Actions that were rejected are
+#: not folded.
 KINDS: dict[Kind, tuple[str, ...]] = {
     "global_set": ("version", "digest"),
     "global_clear": ("version", "digest"),  # an empty digest: nothing
@@ -38,7 +39,12 @@ KINDS: dict[Kind, tuple[str, ...]] = {
     "row_release": ("key",),
     "steer": ("job", "request", "attempt", "digest"),
     "lora": ("job", "request", "attempt", "digest of the adapter that its rows were computed with"),
-    "probe": ("job", "request", "attempt", "crc32 of the scores of all its tokens, and of where its gates were open"),
+    "probe": (
+        "job",
+        "request",
+        "attempt",
+        "crc32 of the scores of all its tokens, and of where its gates were open",
+    ),
 }
 
 _MASK = (1 << 64) - 1
@@ -67,7 +73,10 @@ class ActionLedger:
         self._faulty = faulty
 
     def fold(self, step: int, kind: Kind, *content: str | int) -> None:
-        """Account for one applied action in engine step `step`. Raises ValueError when `content` is not what `KINDS` says."""
+        """Account for one applied action in engine step `step`.
+
+        Raises ValueError when `content` is not what `KINDS` says.
+        """
         if kind not in KINDS or len(content) != len(KINDS[kind]):
             raise ValueError(f"{kind!r} with {len(content)} values is not an action")
         folded = self._faulty(content)

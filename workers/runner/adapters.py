@@ -1,6 +1,7 @@
 """Adapters of vLLM's v1 and v2 model runners. No other module knows a runner's attributes.
 
-Both adapters are mixed in front of the platform's runner class; see `docs/decisions/0001-contracts.md`.
+Both adapters are mixed in front of the platform's runner class; see
+`docs/decisions/0001-contracts.md`.
 """
 
 from collections.abc import Iterator
@@ -29,12 +30,22 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
     for data in scheduler_output.scheduled_new_reqs:
         extra = data.sampling_params.extra_args if data.sampling_params is not None else None
         if extra and EXTRA_ARGS_KEY in extra:
-            found.append(NewRequest(data.req_id, extra[EXTRA_ARGS_KEY], data.num_computed_tokens, data.sampling_params.max_tokens or 0))
+            found.append(
+                NewRequest(
+                    data.req_id,
+                    extra[EXTRA_ARGS_KEY],
+                    data.num_computed_tokens,
+                    data.sampling_params.max_tokens or 0,
+                )
+            )
     return found
 
 
 def _resumed(scheduler_output: Any) -> dict[str, int]:
-    """Preempted requests that go on → tokens served by the prefix cache. The v2 runner gets them as new ones."""
+    """Preempted requests that go on → tokens served by the prefix cache.
+
+    The v2 runner gets them as new ones.
+    """
     cached = scheduler_output.scheduled_cached_reqs
     if not cached.resumed_req_ids:
         return {}
@@ -105,18 +116,26 @@ class V1Adapter(_Adapter):
         with idle_sites(desc.idle):
             super()._warmup_and_capture(desc, *args, **kwargs)  # type: ignore[misc]
 
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_inputs(
+        self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)  # type: ignore[misc]
         if self.midstream is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
             counts = [int(count) for count in num_scheduled_tokens]
-            req_ids, drafts = batch.req_ids[: len(counts)], scheduler_output.scheduled_spec_decode_tokens
+            req_ids, drafts = (
+                batch.req_ids[: len(counts)],
+                scheduler_output.scheduled_spec_decode_tokens,
+            )
             samples = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
             self.midstream.plan(_view(req_ids, counts, batch.num_computed_tokens_cpu, samples))
         return prepared
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """A sample in the middle of a prompt is discarded. vLLM then turns the request's generator back, which it cannot on a CPU."""
+        """A sample in the middle of a prompt is discarded.
+
+        vLLM then turns the request's generator back, which it cannot on a CPU.
+        """
         generators = self.input_batch.generators  # type: ignore[attr-defined]
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
         unused = {index: generators.pop(index) for index in discarded if index in generators}
@@ -142,9 +161,17 @@ class V1Adapter(_Adapter):
 class V2Adapter(_Adapter):
     """`vllm.v1.worker.gpu.model_runner.GPUModelRunner` and its CPU subclass."""
 
-    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False, **kwargs: Any) -> Any:
+    def execute_model(
+        self,
+        scheduler_output: Any,
+        intermediate_tensors: Any = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         if dummy_run:
-            return super().execute_model(scheduler_output, intermediate_tensors, dummy_run=True, **kwargs)  # type: ignore[misc]
+            return super().execute_model(
+                scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
+            )  # type: ignore[misc]
         with self._begin(scheduler_output):
             output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)  # type: ignore[misc]
         self._drain()
@@ -165,7 +192,9 @@ class V2Adapter(_Adapter):
         if self.midstream is not None:
             counts = [int(count) for count in batch.num_scheduled_tokens[: batch.num_reqs]]
             logits = batch.cu_num_logits_np
-            samples = [int(count) for count in logits[1 : batch.num_reqs + 1] - logits[: batch.num_reqs]]
+            samples = [
+                int(count) for count in logits[1 : batch.num_reqs + 1] - logits[: batch.num_reqs]
+            ]
             self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np, samples))
         return batch
 

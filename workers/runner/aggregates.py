@@ -8,8 +8,15 @@ import numpy as np
 _BLOCK = 64
 
 
-def aggregate(kind: str, scores: np.ndarray, decay: float = 0.0, before: np.ndarray | None = None, first: int = 0) -> np.ndarray:
-    """`scores`: `[positions, labels]` of positions from `first` on; `before`: `[labels]`, the aggregates of position `first` − 1.
+def aggregate(
+    kind: str,
+    scores: np.ndarray,
+    decay: float = 0.0,
+    before: np.ndarray | None = None,
+    first: int = 0,
+) -> np.ndarray:
+    """`scores`: `[positions, labels]` of positions from `first` on; `before`: `[labels]`, the
+    aggregates of position `first` − 1.
 
     The result's rows aggregate all positions up to theirs. Kinds: see `schemas.probes.Aggregation`.
     """
@@ -31,7 +38,9 @@ def _mean(scores: np.ndarray, decay: float, before: np.ndarray | None, first: in
     return means
 
 
-def _exponential(scores: np.ndarray, decay: float, before: np.ndarray | None, first: int) -> np.ndarray:
+def _exponential(
+    scores: np.ndarray, decay: float, before: np.ndarray | None, first: int
+) -> np.ndarray:
     """e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p."""
     powers = decay ** np.arange(_BLOCK + 1)
     places = np.arange(min(_BLOCK, len(scores)))
@@ -39,7 +48,9 @@ def _exponential(scores: np.ndarray, decay: float, before: np.ndarray | None, fi
     averages, last = np.empty_like(scores), scores[0] if before is None else before
     for start in range(0, len(scores), _BLOCK):
         block = scores[start : start + _BLOCK]
-        averages[start : start + _BLOCK] = mixing[: len(block), : len(block)] @ block + powers[1 : len(block) + 1, None] * last
+        averages[start : start + _BLOCK] = (
+            mixing[: len(block), : len(block)] @ block + powers[1 : len(block) + 1, None] * last
+        )
         last = averages[start + len(block) - 1]
     return averages
 

@@ -1,4 +1,6 @@
-"""Runs code of other packages in a thread of its own: neither its exceptions nor its duration hold up the caller."""
+"""Runs code of other packages in a thread of its own: neither its exceptions nor its duration hold
+up the caller.
+"""
 
 import logging
 import queue
@@ -20,21 +22,34 @@ class LateError(Exception):
 class Apart(Generic[Question, Answer]):
     """A function in its own thread, one call at a time."""
 
-    def __init__(self, name: str, call: Callable[[Question], Answer], patience_s: float, over: str = "capture") -> None:
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[Question], Answer],
+        patience_s: float,
+        over: str = "capture",
+    ) -> None:
         """`patience_s`: seconds that a call may take. `over`: what a call is about, in messages."""
         self.patience_s = patience_s
         self._name, self._call, self._over = name, call, over
         self._turn = threading.Lock()
-        self._asked: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Answer | Exception]]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Answer | Exception]]] = (
+            queue.SimpleQueue()
+        )
         self._busy = threading.Event()
         self._since = 0.0  # when it was last called
         threading.Thread(target=self._run, name=f"midstream-{name}", daemon=True).start()
 
     def ask(self, question: Question) -> Answer:
-        """Raises what the function raises (RuntimeError for what is no Exception), and LateError."""
+        """Raises what the function raises (RuntimeError for what is no Exception), and
+        LateError.
+        """
         with self._turn:
             if self._busy.is_set():  # with an abandoned call
-                raise LateError(f"it has been busy with another {self._over} for {time.monotonic() - self._since:.0f} s")
+                raise LateError(
+                    f"it has been busy with another {self._over} for "
+                    f"{time.monotonic() - self._since:.0f} s"
+                )
             answer: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
             self._since = time.monotonic()
             self._busy.set()
@@ -62,6 +77,8 @@ class Apart(Generic[Question, Answer]):
         except Exception as error:
             logger.exception("%s failed", self._name)
             return error.with_traceback(None)
-        except BaseException as error:  # such as SystemExit: it must end neither this thread nor the caller's
+        except (
+            BaseException
+        ) as error:  # such as SystemExit: it must end neither this thread nor the caller's
             logger.exception("%s failed", self._name)
             return RuntimeError(f"it raised {error!r}")

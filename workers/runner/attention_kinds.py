@@ -1,4 +1,6 @@
-"""How each layer of the loaded model attends, read from vLLM's attention modules; what is not known is refused, never guessed."""
+"""How each layer of the loaded model attends, read from vLLM's attention modules; what is not known
+is refused, never guessed.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +27,18 @@ _IMPLEMENTATIONS = (
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-def attention_kinds(model: nn.Module, adapter: Adapter, gather: Gather, ranks: int) -> list[AttentionKind]:
-    """Of the layers that this rank's stage holds and that have attention. The same on each of its `ranks`, all of which must call this."""
-    return grouped(found for number, layer in held_layers(model, adapter) if (found := kind_of(number, layer, gather, ranks)) is not None)
+def attention_kinds(
+    model: nn.Module, adapter: Adapter, gather: Gather, ranks: int
+) -> list[AttentionKind]:
+    """Of the layers that this rank's stage holds and that have attention.
+
+    The same on each of its `ranks`, all of which must call this.
+    """
+    return grouped(
+        found
+        for number, layer in held_layers(model, adapter)
+        if (found := kind_of(number, layer, gather, ranks)) is not None
+    )
 
 
 def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> AttentionKind | None:
@@ -69,7 +80,11 @@ def _unknown(module: Any) -> str:
     impl = module.impl
     if type(impl).__name__ not in _IMPLEMENTATIONS:
         return f"attention backend {type(impl).__name__} is not known"
-    if lacking := [name for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks") if not hasattr(impl, name)]:
+    if lacking := [
+        name
+        for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")
+        if not hasattr(impl, name)
+    ]:
         return f"attention backend {type(impl).__name__} has no {', '.join(lacking)}"
     if module.attn_type != AttentionType.DECODER:
         return f"its attention is of type {module.attn_type}; patterns are of decoders"

@@ -1,6 +1,8 @@
-"""Banks of a rank: tables, planner and checks of the sites whose rows have one width; and all of them as the data plane uses them.
+"""Banks of a rank: tables, planner and checks of the sites whose rows have one width; and all of
+them as the data plane uses them.
 
-The residual bank is the first, and the only one where no hook inside is served. See `schemas.banks`.
+The residual bank is the first, and the only one where no hook inside is served. See
+`schemas.banks`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,20 +40,44 @@ class Bank:
     """One bank of this rank."""
 
     def __init__(
-        self, part: Part, table: RowTable, slabs: SlabPool, overload: Overload, mover: Mover, *, traced: bool, last: bool
-    ) -> None:  # fmt: skip
+        self,
+        part: Part,
+        table: RowTable,
+        slabs: SlabPool,
+        overload: Overload,
+        mover: Mover,
+        *,
+        traced: bool,
+        last: bool,
+    ) -> None:
         self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
         self.ports = Ports(part.sites, part.columns)
-        self.planner = Planner(part.sites, part.buffers, table, slabs, overload, mover, traced=traced, bank=part.name, last=last)
+        self.planner = Planner(
+            part.sites,
+            part.buffers,
+            table,
+            slabs,
+            overload,
+            mover,
+            traced=traced,
+            bank=part.name,
+            last=last,
+        )
         self.finite = FiniteCheck(part.sites, part.buffers)
 
     def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
-        """What this rank records of a capture; None: nothing. Raises ValueError for rows of another shape.
+        """What this rank records of a capture; None: nothing.
 
-        `first_of_stage`: the ranks of a stage hold equal residual rows, and one records, unless all are needed.
+        Raises ValueError for rows of another shape.
+
+        `first_of_stage`: the ranks of a stage hold equal residual rows, and one records, unless all
+        are needed.
         """
         if capture.row != (None if self.columns is None else self.columns.row):
-            raise ValueError(f"its rows are {capture.row}, but those of {', '.join(capture.sites)} are {self.columns and self.columns.row}")
+            raise ValueError(
+                f"its rows are {capture.row}, but those of {', '.join(capture.sites)} are "
+                f"{self.columns and self.columns.row}"
+            )
         records = first_of_stage if self.columns is None else self.columns.records
         if not (records or capture.everywhere):
             return None
@@ -134,12 +160,24 @@ class Banks:
     ) -> None:
         parts = [residual, *inside]
         vectors = VectorStore()
-        tables = {part.name: RowTable(part.sites, part.buffers, vectors, runs, faulty, part.columns) for part in parts}
+        tables = {
+            part.name: RowTable(part.sites, part.buffers, vectors, runs, faulty, part.columns)
+            for part in parts
+        }
         #: Of the only bank itself where there is one.
         self.table: RowTable | Tables = Tables(tables, vectors) if inside else tables[RESIDUAL]
         self._banks = [
-            Bank(part, tables[part.name], slabs, overload, mover, traced=traced, last=part is parts[-1]) for part in parts
-        ]  # fmt: skip
+            Bank(
+                part,
+                tables[part.name],
+                slabs,
+                overload,
+                mover,
+                traced=traced,
+                last=part is parts[-1],
+            )
+            for part in parts
+        ]
         self._by_name = {bank.name: bank for bank in self._banks}
 
     @property
@@ -157,7 +195,8 @@ class Banks:
             raise ValueError(f"hook {next(iter(capture.sites))} is not served")
         return self._by_name[capture.bank].recording(capture, first_of_stage)
 
-    # -- the step; as `Planner` ----------------------------------------------------------------------------------------------
+    # -- the step; as `Planner`
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -179,19 +218,38 @@ class Banks:
         next(bank for bank in self._banks if bank.planner.busy).planner.lose_site()
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        return [recorded for bank in self._banks if bank.planner.busy for recorded in bank.planner.drain()]
+        return [
+            recorded
+            for bank in self._banks
+            if bank.planner.busy
+            for recorded in bank.planner.drain()
+        ]
 
-    # -- what was found; as `FiniteCheck` --------------------------------------------------------------------------------------
+    # -- what was found; as `FiniteCheck`
+    # --------------------------------------------------------------------------------------
 
     def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
         """The forward of `view` ran; `hidden`: what left the last layer, which is judged once."""
         for bank in self._banks:
-            bank.finite.take(step, view, bank.planner.due, bank.planner.edits, hidden if bank is self._banks[0] else None)
+            bank.finite.take(
+                step,
+                view,
+                bank.planner.due,
+                bank.planner.edits,
+                hidden if bank is self._banks[0] else None,
+            )
 
     def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
         return [found for bank in self._banks for found in bank.finite.settle(needed)]
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
-        last = [(bank.finite, finding) for bank in self._banks if (finding := bank.finite.last) is not None]
+        """Of the step that ran last: (request, first position) of rows that are not finite.
+
+        Waits for the step, in any thread.
+        """
+        last = [
+            (bank.finite, finding)
+            for bank in self._banks
+            if (finding := bank.finite.last) is not None
+        ]
         return lambda: [each for finite, finding in last for each in finite.of(finding)]

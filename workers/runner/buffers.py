@@ -1,8 +1,9 @@
 """Buffers of a step: the plan into those that the forward reads, and captured rows out of them.
 
-On the CPU the buffers are written in place, and where the forward runs as Python it captures straight into the slab. A
-compiled forward on the CPU writes the ring, which is copied. On an accelerator everything goes through pinned memory
-without waiting: the ring has two halves, and rows leave one on a stream of their own while the next step fills the other.
+On the CPU the buffers are written in place, and where the forward runs as Python it captures
+straight into the slab. A compiled forward on the CPU writes the ring, which is copied. On an
+accelerator everything goes through pinned memory without waiting: the ring has two halves, and rows
+leave one on a stream of their own while the next step fills the other.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ class NewRows(NamedTuple):
     slab: torch.Tensor  # `[rows, hidden_size]`, CPU
     first: int = 0  # the ring row at which they begin
     landing: Landing = LANDED  # of what `Staging.take` copies
-    file: torch.Tensor | None = None  # where they are to be moved to once they have landed: no device copies to pages of a file
+    # where they are to be moved to once they have landed: no device copies to pages of a file
+    file: torch.Tensor | None = None
 
 
 class Staging:
@@ -46,7 +48,8 @@ class Staging:
         if self._on_cpu:
             self._token_rows = buffers.token_rows.numpy()
 
-    # -- edits -----------------------------------------------------------------------------------------------------------
+    # -- edits
+    # ----------------------------------------------------------------------------------------------
 
     def clear_rows(self) -> None:
         for tokens in self._edited:
@@ -59,25 +62,31 @@ class Staging:
         self._end = max(self._end, int(tokens.max()) + 1)
         self._token_rows[tokens, columns] = rows
 
-    # -- captures --------------------------------------------------------------------------------------------------------
+    # -- captures
+    # ----------------------------------------------------------------------------------------------
 
     def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
         """For this step's captured rows; `spill`: they go to a file.
 
-        Raises OSError when they are to be spilled and cannot be, HostMemoryError, and RuntimeError when the ring cannot hold
-        them (requests are admitted so that it can).
+        Raises OSError when they are to be spilled and cannot be, HostMemoryError, and RuntimeError
+        when the ring cannot hold them (requests are admitted so that it can).
         """
         ring = self._buffers.ring
         room = len(ring) if self._area is None else self._area.rows
         if not self._direct and rows > room:
-            raise RuntimeError(f"{rows} captured rows in one step, but the buffer has room for {room} (setting capture_buffer_mib)")
+            raise RuntimeError(
+                f"{rows} captured rows in one step, but the buffer has room for {room} (setting "
+                "capture_buffer_mib)"
+            )
         file = slabs.new_file(rows, ring.shape[1], ring.dtype) if spill else None
         if self._area is None:
             slab = slabs.new_slab(rows, ring.shape[1], ring.dtype) if file is None else file
             new = NewRows(slab)
         else:
             first, landing = self._area.next()
-            new = NewRows(slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing, file)
+            new = NewRows(
+                slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing, file
+            )
         self._rows, self._slots = rows, {}
         if self._direct:
             self._buffers.ring = new.slab
@@ -97,7 +106,8 @@ class Staging:
         else:
             slab.copy_(self._buffers.ring[: self._rows])
 
-    # -- both ------------------------------------------------------------------------------------------------------------
+    # -- both
+    # ----------------------------------------------------------------------------------------------
 
     def commit(self, plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
         """Put the plan where the next forward reads it."""
@@ -114,7 +124,9 @@ class Staging:
             self._upload(buffers.token_rows[:rows], self._token_rows[:rows])
         self._end_there = self._end
         if self._slots:
-            slots = np.full((max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32)
+            slots = np.full(
+                (max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32
+            )
             for pattern, tokens in self._slots.items():
                 slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
             self._upload(buffers.capture_slots[: len(slots)], slots)
@@ -122,7 +134,8 @@ class Staging:
     def abandon(self) -> None:
         """After a failed `commit`: the next forward does nothing. Needs no memory."""
         self._buffers.plan.zero_()
-        self._end_there = len(self._token_rows)  # some may have been put there: the next commit overwrites all
+        # some may have been put there: the next commit overwrites all
+        self._end_there = len(self._token_rows)
         self._rows = 0
         if self._direct:
             self._buffers.ring = self._empty
@@ -144,7 +157,8 @@ class _Areas:
         self._current = 0
 
     def next(self) -> tuple[int, Landing]:
-        """Turn to the other half; the forward that fills it waits on the device until its rows have left.
+        """Turn to the other half; the forward that fills it waits on the device until its rows have
+        left.
 
         Its first row, and the landing of what `take` copies from it.
         """

@@ -1,4 +1,6 @@
-"""Why a rank could not build or run the model, for the worker: vLLM's own processes report only that one of them ended."""
+"""Why a rank could not build or run the model, for the worker: vLLM's own processes report only
+that one of them ended.
+"""
 
 import contextlib
 import logging
@@ -12,13 +14,28 @@ logger = logging.getLogger(__name__)
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line; of a failed validation only what is wrong; of an error without a text, or with one that names nothing, where it was."""
-    text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
+    """In one line; of a failed validation only what is wrong; of an error without a text, or with
+    one that names nothing, where it was.
+    """
+    text = (
+        "; ".join(each["msg"] for each in error.errors())
+        if isinstance(error, ValidationError)
+        else str(error)
+    )
     said = " ".join(text.split())
     if not isinstance(error, AssertionError | AttributeError | KeyError | TypeError | IndexError):
         return said or type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename]
-    place = f" at vllm/{frames[-1].filename.rpartition('/vllm/')[2]}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename
+    ]
+    place = (
+        (
+            f" at vllm/{frames[-1].filename.rpartition('/vllm/')[2]}:{frames[-1].lineno} "
+            f"({frames[-1].line})"
+        )
+        if frames
+        else ""
+    )
     return f"{type(error).__name__}{place}{f': {said}' if said else ''}"
 
 

@@ -1,9 +1,9 @@
 """Captured rows of a request, from recording until they are written.
 
-All rows that a step captures lie in one slab `[rows, hidden]`, port after port (a port is a site's before or after); a
-request remembers the runs of rows that are its own and joins them when it ends. A position recorded twice (after a
-preemption, or where a draft token was rejected) is written once, as it was computed last: that is the row whose keys and
-values the later tokens saw.
+All rows that a step captures lie in one slab `[rows, hidden]`, port after port (a port is a site's
+before or after); a request remembers the runs of rows that are its own and joins them when it ends.
+A position recorded twice (after a preemption, or where a draft token was rejected) is written once,
+as it was computed last: that is the row whose keys and values the later tokens saw.
 """
 
 import itertools
@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 
 
 class Ports:
-    """The capture ports of a bank: port 2·i is before the interventions of site i, port 2·i + 1 after them."""
+    """The capture ports of a bank: port 2·i is before the interventions of site i, port 2·i + 1
+    after them.
+    """
 
     def __init__(self, sites: Sequence[Site], columns: Columns | None = None) -> None:
-        """`columns`: of the rows; None: those of the residual bank, which every rank holds whole."""
+        """`columns`: of the rows; None: those of the residual bank, which every rank holds
+        whole.
+        """
         self.columns = columns
         self.count = 2 * len(sites)
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
@@ -54,31 +58,47 @@ class Ports:
 
 @dataclass(slots=True, eq=False)
 class StepRows:
-    """What one forward pass captured. Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens."""
+    """What one forward pass captured.
+
+    Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens.
+    """
 
     slab: torch.Tensor  # [rows, hidden_size], CPU
     base: np.ndarray  # int64 [ports]
     pattern: np.ndarray  # int64 [ports]
-    landing: Landing  # of the rows in the slab: they may come from an accelerator, in their own time
-    #: dtype → which rows of the slab are not finite in it, bool `[rows]`; None: all are. Filled when a writer first asks.
+    landing: (
+        Landing  # of the rows in the slab: they may come from an accelerator, in their own time
+    )
+    #: dtype → which rows of the slab are not finite in it, bool `[rows]`; None: all are. Filled
+    #: when a writer first asks.
     checked: dict[torch.dtype, np.ndarray | None] = field(default_factory=dict)
 
     def move(self, file: torch.Tensor) -> None:
-        """To `file`, a slab of the same shape, once they have landed. In any thread: who reads meanwhile holds the slab."""
+        """To `file`, a slab of the same shape, once they have landed.
+
+        In any thread: who reads meanwhile holds the slab.
+        """
         self.landing.wait()
         self.slab = file.copy_(self.slab)
 
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
-        """Which rows of the slab are not finite once they are stored as `dtype`; None: all are. Of landed rows."""
+        """Which rows of the slab are not finite once they are stored as `dtype`; None: all are.
+
+        Of landed rows.
+        """
         if dtype not in self.checked:
             rows = self.slab.to(dtype)
-            self.checked[dtype] = None if all_finite(rows) else ~torch.isfinite(rows).all(dim=1).numpy()
+            self.checked[dtype] = (
+                None if all_finite(rows) else ~torch.isfinite(rows).all(dim=1).numpy()
+            )
         return self.checked[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`count` contiguous positions from `first_position`, in `step` at slot `slots[pattern]` of each port."""
+    """`count` contiguous positions from `first_position`, in `step` at slot `slots[pattern]` of
+    each port.
+    """
 
     step: StepRows
     slots: np.ndarray  # int64 [patterns]
@@ -122,7 +142,9 @@ class Leaving(Protocol):
 
     def drop(self) -> None: ...
 
-    def seal(self, recording: "Recording", expected: set[int], stop: int) -> tuple[list[int], int, Rows]: ...
+    def seal(
+        self, recording: "Recording", expected: set[int], stop: int
+    ) -> tuple[list[int], int, Rows]: ...
 
 
 @dataclass
@@ -134,7 +156,9 @@ class Recording:
     mask: np.ndarray  # bool [all ports of the rank]
     runs: list[Extent] = field(default_factory=list)
     recorded: int = 0  # positions in `runs`
-    reused: list[Extent] = field(default_factory=list)  # rows that an earlier request recorded, see `row_store`
+    reused: list[Extent] = field(
+        default_factory=list
+    )  # rows that an earlier request recorded, see `row_store`
     dropped: set[int] = field(default_factory=set)  # positions not recorded, under overload
     stream: Leaving | None = None  # where rows go that leave before the request ends
     watch: "Watch | None" = None  # of rows that probes score, and the next
@@ -143,7 +167,9 @@ class Recording:
     columns: Columns | None = None  # of the rows; None: those of the residual bank
     bank: str = RESIDUAL
     wants: bytes = b""  # names `mask`: recordings with the same one are planned together
-    _moving: tuple[int, "Future[list[Extent]]"] | None = None  # runs up to this one are being copied
+    _moving: tuple[int, "Future[list[Extent]]"] | None = (
+        None  # runs up to this one are being copied
+    )
     _compacted: int = 0  # so many of `runs` are copies already
 
     def __post_init__(self) -> None:
@@ -192,10 +218,15 @@ class Recording:
         self.recorded += run.count
 
     def leave(self, stop: int, least: int) -> int:
-        """Hand runs that end at or before position `stop` to the stream, unless they have fewer than `least` rows; how many left."""
+        """Hand runs that end at or before position `stop` to the stream, unless they have fewer
+        than `least` rows; how many left.
+        """
         if self.stream is None or len(self.ports) * self.recorded < least:
             return 0
-        count = next((number for number, run in enumerate(self.runs) if run.positions.stop > stop), len(self.runs))
+        count = next(
+            (number for number, run in enumerate(self.runs) if run.positions.stop > stop),
+            len(self.runs),
+        )
         positions = sum(run.count for run in self.runs[:count])
         if not count or len(self.ports) * positions < least:
             return 0
@@ -225,7 +256,9 @@ class Recording:
         return owners
 
     def selection(self, start: int, stop: int) -> "Selection | None":
-        """The recorded rows of positions in `[start, stop)`, each once; None when there are none."""
+        """The recorded rows of positions in `[start, stop)`, each once; None when there are
+        none.
+        """
         return self._selected(self.owners(start, stop))
 
     def _selected(self, owners: dict[int, Extent]) -> "Selection | None":
@@ -236,7 +269,8 @@ class Recording:
         return Selection(ports, len(self.mask), positions, stretches(owners, positions))
 
     def compact(self, mover: Mover) -> None:
-        """Have the rows copied: until then each run keeps the whole slab of its step alive, with the rows of all requests.
+        """Have the rows copied: until then each run keeps the whole slab of its step alive, with
+        the rows of all requests.
 
         What was copied takes the runs' place in a later `settle`.
         """
@@ -282,13 +316,17 @@ class Recording:
         attention: Sequence[AttentionKind] = (),
         routing: Sequence[RoutingKind] = (),
     ) -> FinishedCapture:
-        """What is to be stored of a request that ended with `token_ids` (prompt and generated), of which the first `rows` have
-        rows; None: all but the last, which was never fed back.
+        """What is to be stored of a request that ended with `token_ids` (prompt and generated), of
+        which the first `rows` have rows; None: all but the last, which was never fed back.
 
         Raises RuntimeError when a row that should be there is not.
         """
         stop = len(token_ids) - 1 if rows is None else rows
-        expected = set(self.capture.select(0, stop, spec.prompt_tokens)) if stop >= spec.prompt_tokens else set()
+        expected = (
+            set(self.capture.select(0, stop, spec.prompt_tokens))
+            if stop >= spec.prompt_tokens
+            else set()
+        )
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
         found: Rows
         if self.stream is not None and self.stream.begun:
@@ -296,7 +334,10 @@ class Recording:
         else:
             positions, reused, found = self._in_memory(expected, stop, stored_as)
         if missing := expected.difference(positions) - self.dropped:
-            raise RuntimeError(f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of {len(expected)})")
+            raise RuntimeError(
+                f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
+                f"{len(expected)})"
+            )
         return FinishedCapture(
             spec=spec,
             capture=self.capture,
@@ -324,20 +365,34 @@ class Recording:
             prepared=self.prepared,
         )
 
-    def _in_memory(self, expected: set[int], stop: int, stored_as: torch.dtype) -> "tuple[list[int], int, _Rows]":
+    def _in_memory(
+        self, expected: set[int], stop: int, stored_as: torch.dtype
+    ) -> "tuple[list[int], int, _Rows]":
         """What is here of the positions below `stop`: (those, how many were reused, their rows)."""
         owners = self.owners(0, stop)
         if extra := owners.keys() - expected:
             raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
-        reused = {position: run for run in self.reused for position in run.positions if position in expected and position not in owners}
+        reused = {
+            position: run
+            for run in self.reused
+            for position in run.positions
+            if position in expected and position not in owners
+        }
         owners |= reused
         positions = sorted(owners)
-        return positions, len(reused), _Rows(self.ports, stretches(owners, positions), stored_as, self.chosen)
+        return (
+            positions,
+            len(reused),
+            _Rows(self.ports, stretches(owners, positions), stored_as, self.chosen),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rows of some positions at some ports, wherever they are. What a recording does later does not change it."""
+    """Rows of some positions at some ports, wherever they are.
+
+    What a recording does later does not change it.
+    """
 
     ports: np.ndarray  # int64, those of the recording
     num_ports: int  # of the rank
@@ -345,20 +400,31 @@ class Selection:
     stretches: "list[Stretch]"
 
     def copy(self) -> list[Extent]:
-        """The same rows in memory of their own, once they have landed. May be called from any thread."""
+        """The same rows in memory of their own, once they have landed.
+
+        May be called from any thread.
+        """
         slab = self.stretches[0].run.step.slab
         copied = torch.empty(len(self.ports), len(self.positions), slab.shape[1], dtype=slab.dtype)
         at = 0
         for stretch in self.stretches:
             stretch.run.step.landing.wait()
-            wanted = stretch.run.first_rows(self.ports)[:, None] + stretch.offset + np.arange(stretch.count)
+            wanted = (
+                stretch.run.first_rows(self.ports)[:, None]
+                + stretch.offset
+                + np.arange(stretch.count)
+            )
             copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(wanted)]
             at += stretch.count
         base = np.zeros(self.num_ports, dtype=np.int64)
         base[self.ports] = np.arange(len(self.ports)) * len(self.positions)
-        step = StepRows(copied.view(-1, slab.shape[1]), base, np.zeros(self.num_ports, dtype=np.int64), LANDED)
+        step = StepRows(
+            copied.view(-1, slab.shape[1]), base, np.zeros(self.num_ports, dtype=np.int64), LANDED
+        )
         runs = contiguous(np.array(self.positions))
-        return [Extent(step, np.array([first]), self.positions[first], count) for first, count in runs]
+        return [
+            Extent(step, np.array([first]), self.positions[first], count) for first, count in runs
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,17 +451,25 @@ def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stret
 
 
 class _Rows:
-    """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is requested."""
+    """(hook, layer) → its rows as buffers over the slabs: nothing is copied unless another dtype is
+    requested.
+    """
 
     def __init__(
-        self, ports: dict[tuple[str, int], int], stretches: Sequence[Stretch], dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
+        self,
+        ports: dict[tuple[str, int], int],
+        stretches: Sequence[Stretch],
+        dtype: torch.dtype,
+        chosen: Sequence[slice] = (slice(None),),
     ) -> None:
         """`chosen`: the columns that are stored."""
         self._chosen = chosen
         self._places = {site: number for number, site in enumerate(ports)}
         order = np.fromiter(ports.values(), dtype=np.int64, count=len(ports))
         self._dtype = dtype
-        self._parts = [(stretch, stretch.run.first_rows(order) + stretch.offset) for stretch in stretches]
+        self._parts = [
+            (stretch, stretch.run.first_rows(order) + stretch.offset) for stretch in stretches
+        ]
         self._landed = False
 
     def unsound(self, dtype: torch.dtype) -> Iterator[tuple[str, int, int]]:
@@ -428,12 +502,18 @@ class _Rows:
         self._wait()
         place = self._places[hook, layer]
         return [
-            bytes_of(stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count], self._dtype, self._chosen)
+            bytes_of(
+                stretch.run.step.slab[(first := int(rows[place])) : first + stretch.count],
+                self._dtype,
+                self._chosen,
+            )
             for stretch, rows in self._parts
         ]
 
 
-def bytes_of(rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)) -> memoryview:
+def bytes_of(
+    rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
+) -> memoryview:
     """Of rows that have landed, as they are stored: these columns of them."""
     if list(chosen) != [slice(None)]:
         rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]

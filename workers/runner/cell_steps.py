@@ -1,7 +1,7 @@
 """Composition of steps from waiting sweep cells: whole prompts, of as few layers as fill a step.
 
-The worker sends about twice as many cells as one step takes. So the next step's are here when one ends, and none runs with the first
-cell to arrive. Lives in the scheduler.
+The worker sends about twice as many cells as one step takes. So the next step's are here when one
+ends, and none runs with the first cell to arrive. Lives in the scheduler.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,9 @@ from .kept_blocks import KeptBlocks
 
 #: Cells in one step.
 CELLS = 32
-#: With so many tokens a step on a CPU is as fast per token as with more. All cells of a step begin at the lowest layer of one of them,
-#: so those of the next layer then wait. An accelerator takes what there is: it has less to lose by a layer than by a small step.
+#: With so many tokens a step on a CPU is as fast per token as with more. All cells of a step begin
+#: at the lowest layer of one of them, so those of the next layer then wait. An accelerator takes
+#: what there is: it has less to lose by a layer than by a small step.
 ENOUGH_TOKENS = 128
 
 
@@ -28,7 +29,10 @@ class Based(NamedTuple):
 
 
 class CellSteps:
-    """One per scheduler. `bases`: the live requests with a base, by id. `most`: tokens in a step."""
+    """One per scheduler.
+
+    `bases`: the live requests with a base, by id. `most`: tokens in a step.
+    """
 
     def __init__(self, bases: Mapping[str, Based], kept: KeptBlocks, most: int) -> None:
         self._bases, self._kept, self._most = bases, kept, most
@@ -36,7 +40,9 @@ class CellSteps:
 
     @contextmanager
     def composing(self, running: Sequence[Any], waiting: Any) -> Iterator[None]:
-        """Keep the cells that are not for this step out of `waiting`, vLLM's queue of requests, in this block."""
+        """Keep the cells that are not for this step out of `waiting`, vLLM's queue of requests, in
+        this block.
+        """
         held = self._not_now(running, waiting) if self._bases else set()
         if not held:
             yield
@@ -49,18 +55,28 @@ class CellSteps:
             left = list(waiting)
             remaining, known = set(left), set(order)
             waiting.clear()
-            waiting.extend(request for request in left if request not in known)  # preempted: first, as vLLM has it
+            # preempted: first, as vLLM has it
+            waiting.extend(request for request in left if request not in known)
             waiting.extend(request for request in order if request in remaining or request in held)
 
     def _not_now(self, running: Sequence[Any], waiting: Any) -> set[Any]:
-        cells = [(request, self._bases[request.request_id]) for request in waiting if request.request_id in self._bases]
+        cells = [
+            (request, self._bases[request.request_id])
+            for request in waiting
+            if request.request_id in self._bases
+        ]
         # Beside others every cell is computed from the first layer.
-        alone = len(cells) == len(waiting) and all(request.request_id in self._bases for request in running)
+        alone = len(cells) == len(waiting) and all(
+            request.request_id in self._bases for request in running
+        )
         tokens = 0
         for number, (request, cell) in enumerate(cells):
             computed = request.num_tokens - (cell.touched if cell.run in self._kept else 0)
             full = number == CELLS or tokens + computed > self._most
-            if number and (full or (alone and tokens >= self._enough and cell.layer != cells[number - 1][1].layer)):
+            if number and (
+                full
+                or (alone and tokens >= self._enough and cell.layer != cells[number - 1][1].layer)
+            ):
                 return {request for request, _ in cells[number:]}
             tokens += computed
         return set()

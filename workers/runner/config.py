@@ -1,7 +1,8 @@
 """Configuration of a rank at boot.
 
-What compiled graphs depend on (version, buffer layout, traced code) goes through vLLM's `additional_config`, which is part of
-the compile cache's key. The rest changes with every boot and goes through one environment variable, which is not.
+What compiled graphs depend on (version, buffer layout, traced code) goes through vLLM's
+`additional_config`, which is part of the compile cache's key. The rest changes with every boot and
+goes through one environment variable, which is not.
 """
 
 import os
@@ -25,7 +26,9 @@ VARIABLE = "_MIDSTREAM_PLANE"
 
 @dataclass(frozen=True)
 class Place:
-    """Position of this rank: global rank, number of ranks, rank in its stage, stage, number of stages."""
+    """Position of this rank: global rank, number of ranks, rank in its stage, stage, number of
+    stages.
+    """
 
     rank: int
     world: int
@@ -65,7 +68,8 @@ class PlaneConfig(Record):
     steering_rows: int  # distinct configurations in one step, the sentinel row not counted
     steering_entries: int  # pool entries, the sentinel not counted
     step_tokens: int  # token rows in one step, at most
-    step_rows: int  # captured rows of one step, at most: the ring, on an accelerator each of its halves; 0: no ring
+    # captured rows of one step, at most: the ring, on an accelerator each of its halves; 0: no ring
+    step_rows: int
     capture_queue_mib: int
     capture_window_mib: int
     capture_overload: str  # block | spill | drop
@@ -87,12 +91,28 @@ class PlaneConfig(Record):
     inside: list[str] = []  # hooks of other widths that are served where the model has them
     lens_dir: str = ""  # folder that tuned lenses are below
     identity: str = ""  # of the model, for receipts and manifests
-    caveats: list[str] = []  # for manifests: of the model, its quantisation and the engine's options; a certification may add some
+    # for manifests: of the model, its quantisation and the engine's options; a certification may
+    # add some
+    caveats: list[str] = []
 
     def layout(self) -> dict[str, Any]:
         """For `additional_config`: what a compiled graph depends on."""
-        kernels = (tuple(family.name for family in EVERY), SCALARS, COLUMNS, ROWS_PER_TOKEN, Planned._fields)
-        shapes = (self.hooks, self.inside, self.steering_rows, self.steering_entries, self.step_tokens, self.step_rows, kernels)
+        kernels = (
+            tuple(family.name for family in EVERY),
+            SCALARS,
+            COLUMNS,
+            ROWS_PER_TOKEN,
+            Planned._fields,
+        )
+        shapes = (
+            self.hooks,
+            self.inside,
+            self.steering_rows,
+            self.steering_entries,
+            self.step_tokens,
+            self.step_rows,
+            kernels,
+        )
         return {KEY: {"version": self.version, "buffers": str(shapes), "code": traced_code()}}
 
     def export(self) -> None:
@@ -102,10 +122,16 @@ class PlaneConfig(Record):
 
 @cache
 def traced_code() -> str:
-    """CRC32, 8 hex digits, of the modules whose calls are in compiled graphs: graphs that were compiled from other code are not used."""
+    """CRC32, 8 hex digits, of the modules whose calls are in compiled graphs: graphs that were
+    compiled from other code are not used.
+    """
     here = Path(__file__).parent
     checksum = 0
-    for file in (*sorted((here.parents[1] / "kernels").glob("*.py")), here / "sites.py", here / "inside.py"):
+    for file in (
+        *sorted((here.parents[1] / "kernels").glob("*.py")),
+        here / "sites.py",
+        here / "inside.py",
+    ):
         checksum = zlib.crc32(file.name.encode() + file.read_bytes(), checksum)
     return f"{checksum:08x}"
 
@@ -114,5 +140,8 @@ def plane_config() -> PlaneConfig:
     """The config that the worker exported; raises RuntimeError when versions differ."""
     config = from_json(os.environ[VARIABLE], PlaneConfig)
     if config.version != __version__:
-        raise RuntimeError(f"this rank runs Midstream {__version__}, but its worker runs {config.version}: install one version on both")
+        raise RuntimeError(
+            f"this rank runs Midstream {__version__}, but its worker runs {config.version}: "
+            "install one version on both"
+        )
     return config

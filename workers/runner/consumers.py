@@ -1,7 +1,8 @@
 """Consumers of captured rows: built in, or offered by other packages under an entry point.
 
-A package offers one by an entry point of the group `midstream.capture_consumers`: its name is the consumer's, its object a
-class or function that is called without arguments, once per process, and gives a `Consumer`. See `docs/capture.md`.
+A package offers one by an entry point of the group `midstream.capture_consumers`: its name is the
+consumer's, its object a class or function that is called without arguments, once per process, and
+gives a `Consumer`. See `docs/capture.md`.
 """
 
 import copy
@@ -32,7 +33,10 @@ PATIENCE_S = 10.0
 
 
 class Memory:
-    """The consumer `memory`: the rows come back in the receipt, as a safetensors blob. Nothing is written."""
+    """The consumer `memory`: the rows come back in the receipt, as a safetensors blob.
+
+    Nothing is written.
+    """
 
     def __init__(self, limit: int) -> None:
         """`limit`: bytes of one capture, counted as at its admission (`memory_bytes`)."""
@@ -42,19 +46,33 @@ class Memory:
         return [self._consume(capture) for capture in captures]
 
     def _consume(self, capture: FinishedCapture) -> Outcome:
-        size = memory_bytes(len(capture.positions), sum(map(len, capture.sites.values())), capture.hidden_size, capture.dtype)
+        size = memory_bytes(
+            len(capture.positions),
+            sum(map(len, capture.sites.values())),
+            capture.hidden_size,
+            capture.dtype,
+        )
         if size <= self._limit:
             return Outcome(rows=b"".join(blob_of(capture, capture.sites).buffers))
-        return Outcome(error=f"{size} bytes of rows exceed the response limit of {self._limit} ({self._limit >> 10} KiB, memory_limit_kib)")
+        return Outcome(
+            error=(
+                f"{size} bytes of rows exceed the response limit of {self._limit} "
+                f"({self._limit >> 10} KiB, memory_limit_kib)"
+            )
+        )
 
 
 class Logging:
-    """The consumer `logging`: one line per capture, with the length of its first and last row at every site."""
+    """The consumer `logging`: one line per capture, with the length of its first and last row at
+    every site.
+    """
 
     def __init__(self) -> None:
         if not lines.hasHandlers():  # vLLM's rank processes set up their own loggers only
             handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            handler.setFormatter(
+                logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+            )
             lines.addHandler(handler)
             lines.setLevel(logging.INFO)
 
@@ -62,9 +80,15 @@ class Logging:
         for capture in captures:
             lines.info(
                 "captured job=%s request=%d tag=%s pp=%d positions=%d hidden=%d dtype=%s: %s",
-                capture.spec.job, capture.spec.request, capture.capture.tag, capture.pp, len(capture.positions), capture.hidden_size,
-                capture.dtype, _norms(capture),
-            )  # fmt: skip
+                capture.spec.job,
+                capture.spec.request,
+                capture.capture.tag,
+                capture.pp,
+                len(capture.positions),
+                capture.hidden_size,
+                capture.dtype,
+                _norms(capture),
+            )
         return [Outcome()] * len(captures)
 
 
@@ -74,27 +98,37 @@ def _norms(capture: FinishedCapture) -> str:
     for hook, layers in capture.sites.items():
         for layer in layers:
             rows = rows_of(capture, hook, layer)
-            lengths = [f"{np.linalg.norm(rows[place]):.4g}" for place in (0, -1)] if len(rows) else ["-", "-"]
+            lengths = (
+                [f"{np.linalg.norm(rows[place]):.4g}" for place in (0, -1)]
+                if len(rows)
+                else ["-", "-"]
+            )
             said.append(f"{hook}.{layer} {' … '.join(lengths)}")
     return ", ".join(said)
 
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
-    """`[positions, hidden_size]` of one site as an array of its own; bfloat16 is widened to float32."""
+    """`[positions, hidden_size]` of one site as an array of its own; bfloat16 is widened to
+    float32.
+    """
     held = b"".join(capture.rows(hook, layer)) if capture.positions else b""
     rows = widened(np.frombuffer(held, dtype=DTYPES[capture.dtype].raw), capture.dtype)
     return rows.reshape(len(capture.positions), capture.hidden_size)
 
 
 class Installed:
-    """An installed consumer, called in its own thread: neither its exceptions nor its duration hold up the writers."""
+    """An installed consumer, called in its own thread: neither its exceptions nor its duration hold
+    up the writers.
+    """
 
     def __init__(self, name: str, consumer: Consumer, patience_s: float = PATIENCE_S) -> None:
         self._consumer = consumer
         self.apart = Apart(f"capture consumer {name}", self._call, patience_s)
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """Raises what the consumer raises, and TypeError for an answer that is not one outcome per capture."""
+        """Raises what the consumer raises, and TypeError for an answer that is not one outcome per
+        capture.
+        """
         try:
             return self.apart.ask([_copy(capture) for capture in captures])
         except LateError as error:
@@ -103,12 +137,19 @@ class Installed:
     def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         told = list(self._consumer.consume(captures))
         if len(told) != len(captures) or not all(isinstance(outcome, Outcome) for outcome in told):
-            raise TypeError(f"consume() must return one Outcome per capture: {len(told)} returned for {len(captures)}")
-        return [Outcome(error=outcome.error) for outcome in told]  # files and rows are for those built in
+            raise TypeError(
+                f"consume() must return one Outcome per capture: {len(told)} returned for "
+                f"{len(captures)}"
+            )
+        # files and rows are for those built in
+        return [Outcome(error=outcome.error) for outcome in told]
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
-    """A copy with separate lists and specs, so that a consumer's changes have no effect elsewhere. The rows are read-only anyway."""
+    """A copy with separate lists and specs, so that a consumer's changes have no effect elsewhere.
+
+    The rows are read-only anyway.
+    """
     return dataclasses.replace(
         capture,
         spec=copy.deepcopy(capture.spec),
@@ -122,11 +163,18 @@ def _copy(capture: FinishedCapture) -> FinishedCapture:
 
 @functools.cache
 def installed() -> dict[str, Installed]:
-    """The consumers of other packages by name, made once per process. One that cannot be loaded or made is logged and left out."""
+    """The consumers of other packages by name, made once per process.
+
+    One that cannot be loaded or made is logged and left out.
+    """
     found: dict[str, Installed] = {}
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in found:
-            logger.error("capture consumer %s of %s skipped: the name is already in use", entry.name, entry.value)
+            logger.error(
+                "capture consumer %s of %s skipped: the name is already in use",
+                entry.name,
+                entry.value,
+            )
             continue
         try:
             make: Callable[[], Consumer] = entry.load()
@@ -134,7 +182,9 @@ def installed() -> dict[str, Installed]:
         except KeyboardInterrupt:
             raise
         except BaseException:  # a module that calls sys.exit() must not end the rank
-            logger.exception("capture consumer %s (%s) skipped: it cannot be loaded", entry.name, entry.value)
+            logger.exception(
+                "capture consumer %s (%s) skipped: it cannot be loaded", entry.name, entry.value
+            )
     return found
 
 

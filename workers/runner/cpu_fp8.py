@@ -1,7 +1,9 @@
-"""Completes what vLLM's CPU build needs to load FP8 weights with one scale per matrix, and to run them.
+"""Completes what vLLM's CPU build needs to load FP8 weights with one scale per matrix, and to run
+them.
 
-It declares the rounding to FP8 without implementing it, and Llama's MLP calls a kernel for SiLU and rounding in one that only GPUs
-have. Importing this supplies the first, by its definition, and has the MLP round in a step of its own, as all other layers do.
+It declares the rounding to FP8 without implementing it, and Llama's MLP calls a kernel for SiLU and
+rounding in one that only GPUs have. Importing this supplies the first, by its definition, and has
+the MLP round in a step of its own, as all other layers do.
 """
 
 from typing import Any
@@ -18,7 +20,9 @@ def install() -> None:
     """Replace both in this process."""
     theirs = ops.scaled_fp8_quant
 
-    def scaled_fp8_quant(input: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **named: Any) -> Any:
+    def scaled_fp8_quant(
+        input: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **named: Any
+    ) -> Any:
         if scale is None or scale.numel() != 1 or args or named:
             return theirs(input, scale, *args, **named)
         limit = torch.finfo(_FP8).max

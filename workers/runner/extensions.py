@@ -1,8 +1,10 @@
 """Extensions of a rank: finds what installed packages offer, and loads what the operator named.
 
-A package offers a reader by an entry point of the group `midstream.readers`, an op by one of `midstream.ops`. The entry's object is a
-class or function that is called without arguments, once per process, and gives a `ReaderCode` (`installed_readers`) or an `OpCode`
-(`installed_ops`). Nothing of a package is imported unless the setting `extensions` names the package. See `docs/extending.md`.
+A package offers a reader by an entry point of the group `midstream.readers`, an op by one of
+`midstream.ops`. The entry's object is a class or function that is called without arguments, once
+per process, and gives a `ReaderCode` (`installed_readers`) or an `OpCode` (`installed_ops`).
+Nothing of a package is imported unless the setting `extensions` names the package. See
+`docs/extending.md`.
 """
 
 import hashlib
@@ -62,24 +64,36 @@ def offered() -> list[Offer]:
     for group, kind in GROUPS.items():
         for entry in entry_points(group=group):
             if entry.dist is not None:
-                found.add(Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry))
+                found.add(
+                    Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
+                )
     return sorted(found, key=lambda offer: offer[:4])
 
 
 def trusted(packages: Sequence[str]) -> list[Offer]:
-    """What the packages offer. Raises ExtensionError for one that is not installed or offers nothing, and for a name that two offer."""
+    """What the packages offer.
+
+    Raises ExtensionError for one that is not installed or offers nothing, and for a name that two
+    offer.
+    """
     offers = [offer for offer in offered() if offer.package in packages]
     for package in packages:
         if not any(offer.package == package for offer in offers):
             raise ExtensionError(f"extensions: {package} {_lacking(package)}")
     for before, offer in pairwise(offers):
         if before[:2] == offer[:2]:
-            raise ExtensionError(f"extensions: {before.package} and {offer.package} both offer the {offer.kind} {offer.name!r}")
+            raise ExtensionError(
+                f"extensions: {before.package} and {offer.package} both offer the {offer.kind} "
+                f"{offer.name!r}"
+            )
     return offers
 
 
 def check_installed(setting: str) -> None:
-    """Before any process of an engine starts. Raises SettingsError for a package that offers nothing here."""
+    """Before any process of an engine starts.
+
+    Raises SettingsError for a package that offers nothing here.
+    """
     try:
         trusted(named(setting))
     except ExtensionError as error:
@@ -87,7 +101,10 @@ def check_installed(setting: str) -> None:
 
 
 def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
-    """What all ranks have loaded. Raises MidstreamError for ranks that have different versions or different code."""
+    """What all ranks have loaded.
+
+    Raises MidstreamError for ranks that have different versions or different code.
+    """
     first = {(each.kind, each.name): each for each in of_ranks[0]}
     for rank, found in enumerate(of_ranks[1:], 1):
         other = {(each.kind, each.name): each for each in found}
@@ -95,25 +112,33 @@ def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
             if first.get(key) != other.get(key):
                 raise MidstreamError(
                     "engine_failed",
-                    f"the ranks have different versions of the {' '.join(key)}: rank 0 has {_shown(first.get(key))}, rank {rank} has "
+                    f"the ranks have different versions of the {' '.join(key)}: rank 0 has "
+                    f"{_shown(first.get(key))}, rank {rank} has "
                     f"{_shown(other.get(key))}; install one version on all machines",
                 )
     return list(of_ranks[0])
 
 
 def _shown(extension: Extension | None) -> str:
-    return "none" if extension is None else f"{extension.package} {extension.version} with code {extension.digest[:12]}"
+    return (
+        "none"
+        if extension is None
+        else f"{extension.package} {extension.version} with code {extension.digest[:12]}"
+    )
 
 
 def _lacking(package: str) -> str:
     try:
-        return f"{distribution(package).version} has no entry point of the group {' or '.join(GROUPS)}"
+        return (
+            f"{distribution(package).version} has no entry point of the group {' or '.join(GROUPS)}"
+        )
     except PackageNotFoundError:
         return "is not installed"
 
 
 def digest(offer: Offer) -> str:
-    """SHA-256 over the files of the top-level package or module that the entry point names, compiled ones left out.
+    """SHA-256 over the files of the top-level package or module that the entry point names,
+    compiled ones left out.
 
     Raises ExtensionError. What the package imports from elsewhere is not part of it.
     """
@@ -125,15 +150,24 @@ def digest(offer: Offer) -> str:
     if spec is None:
         raise ExtensionError(f"{offer}: there is no module {top}")
     roots = [Path(each) for each in spec.submodule_search_locations or []]
-    files = [(root, path) for root in roots for path in sorted(root.rglob("*")) if path.is_file() and _counts(path)]
+    files = [
+        (root, path)
+        for root in roots
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and _counts(path)
+    ]
     if not roots and spec.origin is not None:
         files = [(Path(spec.origin).parent, Path(spec.origin))]
     if len(files) > MAX_FILES or sum(path.stat().st_size for _, path in files) > MAX_BYTES:
-        raise ExtensionError(f"{offer}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of code")
+        raise ExtensionError(
+            f"{offer}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of code"
+        )
     total = hashlib.sha256()
     for root, path in files:
         content = path.read_bytes()
-        total.update(msgspec.msgpack.encode((path.relative_to(root).as_posix(), len(content))) + content)
+        total.update(
+            msgspec.msgpack.encode((path.relative_to(root).as_posix(), len(content))) + content
+        )
     return total.hexdigest()
 
 

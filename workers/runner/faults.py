@@ -36,17 +36,27 @@ CALLS = (
 KNOWN = {
     **dict.fromkeys(CALLS, "the call fails on this rank"),
     "admit": "applying a request's steering fails on this rank",
-    "skip_action": "the next action, and only that one, is left out on this rank: a row stays empty, and the action is not recorded",
-    "alter_action": "the next action, and only that one, is replaced on this rank: a row gets other vectors",
+    "skip_action": (
+        "the next action, and only that one, is left out on this rank: a row stays "
+        "empty, and the action is not recorded"
+    ),
+    "alter_action": (
+        "the next action, and only that one, is replaced on this rank: a row gets other vectors"
+    ),
     "lose_run": "the next look-up of a source run's row finds nothing on this rank",
     "write": "writing a capture raises OSError",
     "reading": "computing a reading of captured rows fails",
     "slow_write": "writing a group of captures takes a second longer",
     "swap_lora": "the next step's rows are taken for another adapter's",
-    "alter_score": "the probes' scores of the next step in which there are any are wrong on this rank",
+    "alter_score": (
+        "the probes' scores of the next step in which there are any are wrong on this rank"
+    ),
     "lose_score": "scoring a step's rows raises",
     "plan": "planning a step raises",
-    "skip_site": "in the next step in which a site has something to do, the last such site does not run on this rank",
+    "skip_site": (
+        "in the next step in which a site has something to do, the last such site does "
+        "not run on this rank"
+    ),
     "commit": "putting a step's plan where the forward pass reads it raises",
     "settle": "reading which rows are not finite raises",
     "crash": "the process dies at a crash point: `schemas.faults`",
@@ -128,7 +138,10 @@ class Faults:
         return self._once("swap_lora")
 
     def of_score(self) -> bool:
-        """Whether this step's scores are wrong. Raises RuntimeError where they cannot be computed."""
+        """Whether this step's scores are wrong.
+
+        Raises RuntimeError where they cannot be computed.
+        """
         if "lose_score" in self:
             raise RuntimeError("fault injected: lose_score")
         return self._once("alter_score")
@@ -154,7 +167,9 @@ def misplaced(adapter: "Adapter", faults: Faults) -> "Adapter":
     def wrong(variant: "Variant") -> "Variant":
         taps = dict(variant.taps)
         for hook, tap in variant.taps.items():
-            if f"branch_{hook}" in faults and (branch := next((each for each in _ADDED[hook] if each in taps), None)):
+            if f"branch_{hook}" in faults and (
+                branch := next((each for each in _ADDED[hook] if each in taps), None)
+            ):
                 taps[hook] = variant.taps[branch]
             elif f"half_{hook}" in faults:
                 taps[hook] = replace(tap, kind="single")
@@ -162,7 +177,11 @@ def misplaced(adapter: "Adapter", faults: Faults) -> "Adapter":
 
     if not any(f"{name}_{hook}" in faults for name in ("branch", "half") for hook in HOOKS):
         return adapter
-    return replace(adapter, variant=wrong(adapter.variant), kinds={layer: wrong(kind) for layer, kind in adapter.kinds.items()})
+    return replace(
+        adapter,
+        variant=wrong(adapter.variant),
+        kinds={layer: wrong(kind) for layer, kind in adapter.kinds.items()},
+    )
 
 
 def mislabelled(sites: "Sequence[Site]", num_layers: int, faults: Faults) -> None:
@@ -173,7 +192,10 @@ def mislabelled(sites: "Sequence[Site]", num_layers: int, faults: Faults) -> Non
 
 
 def answer(faults: Faults, call: str, action: Callable[[], None]) -> tuple[bool, str]:
-    """How a rank answers a call of the worker: (ok, why not). A refused call has changed nothing on this rank."""
+    """How a rank answers a call of the worker: (ok, why not).
+
+    A refused call has changed nothing on this rank.
+    """
     try:
         if call in faults:
             raise RuntimeError(f"fault injected: {call}")

@@ -1,4 +1,5 @@
-"""Features of captured rows on a rank: the autoencoders that it holds, and the reader that encodes with them.
+"""Features of captured rows on a rank: the autoencoders that it holds, and the reader that encodes
+with them.
 
 Autoencoders are in float32 in host memory, and encode on the CPU, in the writer threads.
 """
@@ -18,12 +19,16 @@ class Features:
     """The reader of `StoredFeatures`. One per rank."""
 
     def __init__(self, sites: Collection[tuple[str, int]]) -> None:
-        """`sites`: (hook, layer) of which this rank reads rows; autoencoders of others are not loaded."""
+        """`sites`: (hook, layer) of which this rank reads rows; autoencoders of others are not
+        loaded.
+        """
         self._sites = frozenset(sites)
         self._loaded: dict[str, Autoencoder] = {}
 
     def put(self, digest: str, hook: str, layer: int, folder: str) -> None:
-        """Load the autoencoder in `folder`, which must have this content, if this rank reads rows for it. Raises SaeError."""
+        """Load the autoencoder in `folder`, which must have this content, if this rank reads rows
+        for it. Raises SaeError.
+        """
         if (hook, layer) in self._sites:
             self._loaded[digest] = load(Path(folder), digest)
 
@@ -41,7 +46,10 @@ class Features:
         wanted, sae = capture.capture.reading, capture.prepared
         assert isinstance(wanted, StoredFeatures)
         if sae is None:
-            raise ReadingError(f"the sparse autoencoder {wanted.sae.name!r} ({wanted.sae.digest[:12]}) is not loaded")
+            raise ReadingError(
+                f"the sparse autoencoder {wanted.sae.name!r} ({wanted.sae.digest[:12]}) is not "
+                "loaded"
+            )
         ((hook, (layer,)),) = capture.sites.items()
         found = sae.top(rows_of(capture, hook, layer), wanted.top_k)
         return FeaturesPart(

@@ -1,8 +1,10 @@
-"""Configurations of served architectures that vLLM computes otherwise than transformers: refused, or served with a caveat.
+"""Configurations of served architectures that vLLM computes otherwise than transformers: refused,
+or served with a caveat.
 
-A checkpoint's numbers are what transformers' model computes. The engine compares itself with transformers at its start; these rules
-are for what that comparison cannot see (positions and windows beyond its prompts, bidirectional attention), and for known differences:
-those are refused before the weights are read, and also where nothing is compared, as of quantised checkpoints.
+A checkpoint's numbers are what transformers' model computes. The engine compares itself with
+transformers at its start; these rules are for what that comparison cannot see (positions and
+windows beyond its prompts, bidirectional attention), and for known differences: those are refused
+before the weights are read, and also where nothing is compared, as of quantised checkpoints.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +13,16 @@ from typing import Any
 
 
 class DifferentNumbersError(ValueError):
-    """vLLM would not compute what the checkpoint's configuration says; the message names the field."""
+    """vLLM would not compute what the checkpoint's configuration says; the message names the
+    field.
+    """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A field of the HF text config that is served with these values only; one that is not there counts as null."""
+    """A field of the HF text config that is served with these values only; one that is not there
+    counts as null.
+    """
 
     field: str
     served: tuple[Any, ...]  # empty: no value is
@@ -24,7 +30,9 @@ class Rule:
     on_cpu: bool = False  # of vLLM's CPU kernels only
 
 
-_NO_WINDOW = Rule("sliding_window", (None,), "vLLM attends within the window, but transformers' model has none")
+_NO_WINDOW = Rule(
+    "sliding_window", (None,), "vLLM attends within the window, but transformers' model has none"
+)
 _LLAMA_FILE = "vLLM's Llama file reads it, but transformers' model does not"
 _OWN_OF_LLAMA_FILE = (
     Rule("bias", (None, False), _LLAMA_FILE),
@@ -50,14 +58,26 @@ _BACKEND = (
 
 #: Of every architecture.
 EVERYWHERE: tuple[Rule, ...] = (
-    Rule("is_causal", (None, True), "prompt tokens would attend to later tokens, which a served model has not computed yet"),
+    Rule(
+        "is_causal",
+        (None, True),
+        "prompt tokens would attend to later tokens, which a served model has not computed yet",
+    ),
     Rule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
 )
 #: Architecture → its own.
 REFUSED: Mapping[str, tuple[Rule, ...]] = {
     "GPT2LMHeadModel": (
-        Rule("scale_attn_weights", (None, True), "vLLM scales attention scores by 1 / √head size in any case"),
-        Rule("scale_attn_by_inverse_layer_idx", (None, False), "vLLM does not scale attention scores by layer"),
+        Rule(
+            "scale_attn_weights",
+            (None, True),
+            "vLLM scales attention scores by 1 / √head size in any case",
+        ),
+        Rule(
+            "scale_attn_by_inverse_layer_idx",
+            (None, False),
+            "vLLM does not scale attention scores by layer",
+        ),
         Rule("reorder_and_upcast_attn", (None, False), "vLLM does not serve it"),
         Rule("add_cross_attention", (None, False), "vLLM does not serve it"),
         _NO_WINDOW,
@@ -68,7 +88,11 @@ REFUSED: Mapping[str, tuple[Rule, ...]] = {
     "GemmaForCausalLM": (
         Rule("attention_bias", (None, False), "vLLM drops the biases of attention"),
         Rule("hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"),
-        Rule("hidden_activation", (None, "gelu_pytorch_tanh"), "transformers' model reads `hidden_act` instead"),
+        Rule(
+            "hidden_activation",
+            (None, "gelu_pytorch_tanh"),
+            "transformers' model reads `hidden_act` instead",
+        ),
         _NO_WINDOW,
     ),
     "LlamaForCausalLM": (*_OWN_OF_LLAMA_FILE, _NO_WINDOW),
@@ -87,31 +111,79 @@ REFUSED: Mapping[str, tuple[Rule, ...]] = {
     "Qwen3ForCausalLM": (_OUTPUT_BIAS, *_QWEN),
     "Qwen3MoeForCausalLM": (
         _OUTPUT_BIAS,
-        Rule("dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"),
-        Rule("shared_expert_intermediate_size", (None, 0), "transformers' model has no shared expert"),
+        Rule(
+            "dual_chunk_attention_config",
+            (None,),
+            "transformers' model has no dual chunk attention",
+        ),
+        Rule(
+            "shared_expert_intermediate_size", (None, 0), "transformers' model has no shared expert"
+        ),
     ),
     "SmolLM3ForCausalLM": _BACKEND,
     "Starcoder2ForCausalLM": _BACKEND,
 }
 
-_HEADS_IN_A_ROW = "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a dimension of their own"
-#: Architectures that are not compared field by field → what is known to differ, as the walk of `docs/models.md` found it.
+_HEADS_IN_A_ROW = (
+    "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
+    "dimension of their own"
+)
+#: Architectures that are not compared field by field → what is known to differ, as the walk of
+#: `docs/models.md` found it.
 OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
-    "BloomForCausalLM": (Rule("model_type", (), "vLLM computes the exact gelu, transformers' model its tanh approximation"),),
-    "FalconForCausalLM": (Rule("bias", (False,), "vLLM adds the bias of attention to the output of the MLP"),),
-    "Ernie4_5_MoeForCausalLM": (Rule("model_type", (), "vLLM's CPU experts leave out the router's correction bias", on_cpu=True),),
-    "Glm4vForConditionalGeneration": (
-        Rule("attention_bias", (True,), "transformers' attention has biases in any case, which vLLM leaves out"),
+    "BloomForCausalLM": (
+        Rule(
+            "model_type",
+            (),
+            "vLLM computes the exact gelu, transformers' model its tanh approximation",
+        ),
     ),
-    "JetMoeForCausalLM": (Rule("model_type", (), "vLLM's Transformers backend computes its attention's experts otherwise"),),
+    "FalconForCausalLM": (
+        Rule("bias", (False,), "vLLM adds the bias of attention to the output of the MLP"),
+    ),
+    "Ernie4_5_MoeForCausalLM": (
+        Rule(
+            "model_type",
+            (),
+            "vLLM's CPU experts leave out the router's correction bias",
+            on_cpu=True,
+        ),
+    ),
+    "Glm4vForConditionalGeneration": (
+        Rule(
+            "attention_bias",
+            (True,),
+            "transformers' attention has biases in any case, which vLLM leaves out",
+        ),
+    ),
+    "JetMoeForCausalLM": (
+        Rule(
+            "model_type",
+            (),
+            "vLLM's Transformers backend computes its attention's experts otherwise",
+        ),
+    ),
     "Lfm2ForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
     "Lfm2MoeForCausalLM": (Rule("model_type", (), _HEADS_IN_A_ROW, on_cpu=True),),
-    "MoshiForCausalLM": (Rule("model_type", (), "vLLM's Transformers backend computes its attention otherwise"),),
-    "PhiMoEForCausalLM": (Rule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),),
-    "Mamba2ForCausalLM": (Rule("n_groups", (1,), "vLLM normalises each group by itself, transformers' model all together"),),
+    "MoshiForCausalLM": (
+        Rule("model_type", (), "vLLM's Transformers backend computes its attention otherwise"),
+    ),
+    "PhiMoEForCausalLM": (
+        Rule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),
+    ),
+    "Mamba2ForCausalLM": (
+        Rule(
+            "n_groups",
+            (1,),
+            "vLLM normalises each group by itself, transformers' model all together",
+        ),
+    ),
 }
-#: Whose queries come to the rotary kernel with their heads as a dimension of their own, unless positions are scaled as YaRN does.
-HEADS_IN_A_ROW = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"})
+#: Whose queries come to the rotary kernel with their heads as a dimension of their own, unless
+#: positions are scaled as YaRN does.
+HEADS_IN_A_ROW = frozenset(
+    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"}
+)
 #: Whose Mamba layers take no time step less than `time_step_min` in transformers.
 LEAST_STEP = frozenset({"NemotronHForCausalLM"})
 #: A least step below this is none.
@@ -123,31 +195,53 @@ WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_KEYS = frozenset(
     (
-        "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor",
-        "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim", "short_factor",
+        "rope_type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
         "long_factor",
     )
-)  # fmt: skip
-#: Of models that rotate by three positions of a token, those of an image's: how many pairs of dimensions each has, and in what order.
+)
+#: Of models that rotate by three positions of a token, those of an image's: how many pairs of
+#: dimensions each has, and in what order.
 _SECTIONS = frozenset(("mrope_section", "mrope_interleaved"))
 #: Other spellings that the config classes keep and no code reads.
 _ROPE_REST = frozenset(("type",))
 
 
-#: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Other models of vLLM also do.
+#: Whose transformers model rotates a part of each head where `partial_rotary_factor` says so. Other
+#: models of vLLM also do.
 _PARTLY_ROTATED = frozenset({"Phi3ForCausalLM"})
 
-#: For which vLLM puts the dimensions of each head into another order as it loads the weights of queries and keys. Patterns, values and
-#: all that follows are the same.
+#: For which vLLM puts the dimensions of each head into another order as it loads the weights of
+#: queries and keys. Patterns, values and all that follows are the same.
 REORDERED = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
 
 
-def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool, interleaved: bool | None = None) -> tuple[str, ...]:
+def caveats(
+    architecture: str,
+    config: Any,
+    max_model_len: int,
+    *,
+    backend: bool,
+    interleaved: bool | None = None,
+) -> tuple[str, ...]:
     """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
 
-    `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`: served by vLLM's Transformers
-    backend; `interleaved`: how transformers' model rotates by three positions, whatever the config says; None: by one. Raises
-    DifferentNumbersError for a config that is not served.
+    `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`:
+    served by vLLM's Transformers backend; `interleaved`: how transformers' model rotates by three
+    positions, whatever the config says; None: by one. Raises DifferentNumbersError for a config
+    that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
         value = getattr(config, rule.field, None)
@@ -155,51 +249,78 @@ def caveats(architecture: str, config: Any, max_model_len: int, *, backend: bool
             served = " or ".join("null" if each is None else repr(each) for each in rule.served)
             valid = f"; served: {served}" if served else " on a CPU" if rule.on_cpu else ""
             raise DifferentNumbersError(
-                f"{rule.field}={value!r} is not served{'' if served else valid}: {rule.why}{valid if served else ''}"
+                f"{rule.field}={value!r} is not served{'' if served else valid}: "
+                f"{rule.why}{valid if served else ''}"
             )
     window = getattr(config, "sliding_window", None)
     if architecture in WIDER_WINDOW and window is not None and max_model_len > window:
         raise DifferentNumbersError(
-            f"sliding_window={window}: vLLM attends to one token more than transformers' model does: set max_model_len to {window} or "
+            f"sliding_window={window}: vLLM attends to one token more than transformers' "
+            f"model does: set max_model_len to {window} or "
             f"less (now {max_model_len})"
         )
     found: list[str] = []
     if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
         found.append(
-            "time_step_min: transformers' Mamba layers have a least time step, vLLM's have none; where it acts, rows differ slightly"
+            "time_step_min: transformers' Mamba layers have a least time step, vLLM's have "
+            "none; where it acts, rows differ slightly"
         )
     if architecture in REORDERED and not backend:
         found.append(
-            "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's order, the even ones of transformers and then "
+            "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's "
+            "order, the even ones of transformers and then "
             "the odd ones"
         )
     for rope in list(_ropes(config)) or [{}]:
         if interleaved is not None:
             _require_sections(rope, interleaved)
         compared = architecture in REFUSED
-        if architecture in HEADS_IN_A_ROW and rope.get("rope_type", "default") == "default" and _on_cpu():
-            raise DifferentNumbersError(f"rope_parameters: the rope_type 'default' is not served on a CPU: {_HEADS_IN_A_ROW}")
-        if compared and not backend and architecture not in _PARTLY_ROTATED and rope.get("partial_rotary_factor") not in (None, 1.0):
-            raise DifferentNumbersError("rope_parameters: partial_rotary_factor is not served: transformers' model rotates whole heads")
+        if (
+            architecture in HEADS_IN_A_ROW
+            and rope.get("rope_type", "default") == "default"
+            and _on_cpu()
+        ):
+            raise DifferentNumbersError(
+                "rope_parameters: the rope_type 'default' is not served on a CPU: "
+                f"{_HEADS_IN_A_ROW}"
+            )
+        if (
+            compared
+            and not backend
+            and architecture not in _PARTLY_ROTATED
+            and rope.get("partial_rotary_factor") not in (None, 1.0)
+        ):
+            raise DifferentNumbersError(
+                "rope_parameters: partial_rotary_factor is not served: transformers' model "
+                "rotates whole heads"
+            )
         keys = ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS
         found += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
     return tuple(dict.fromkeys(found))
 
 
 def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, Any]:
-    """Fields of the config with which transformers computes what vLLM does, where a caveat says how they differ."""
+    """Fields of the config with which transformers computes what vLLM does, where a caveat says how
+    they differ.
+    """
     fields: dict[str, Any] = {}
     if architecture in LEAST_STEP:
         fields["time_step_min"] = LEAST_STEP_MATTERS / 100  # its class takes the logarithm
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope" and max_model_len > _original(rope, config, max_model_len):
+    if rope.get("rope_type") == "longrope" and max_model_len > _original(
+        rope, config, max_model_len
+    ):
         fields["rope_parameters"] = {**rope, "short_factor": rope["long_factor"]}
     return fields
 
 
 def _original(rope: Mapping[str, Any], config: Any, max_model_len: int) -> int:
     """Tokens up to which longrope has its short factors."""
-    found: int = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or max_model_len
+    found: int = (
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "max_position_embeddings", None)
+        or max_model_len
+    )
     return found
 
 
@@ -219,36 +340,59 @@ def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _require_sections(rope: Mapping[str, Any], interleaved: bool) -> None:
-    """Raises DifferentNumbersError where vLLM, which reads both keys, would rotate the rows of images in another way."""
+    """Raises DifferentNumbersError where vLLM, which reads both keys, would rotate the rows of
+    images in another way.
+    """
     if not rope.get("mrope_section"):
-        raise DifferentNumbersError("rope_parameters: mrope_section is missing: vLLM would rotate by one position, not by three")
+        raise DifferentNumbersError(
+            "rope_parameters: mrope_section is missing: vLLM would rotate by one position, "
+            "not by three"
+        )
     if (said := rope.get("mrope_interleaved", False)) is not interleaved:
         raise DifferentNumbersError(
-            f"rope_parameters: mrope_interleaved={said!r} is not served: transformers' model does not read it; served: {interleaved}"
+            f"rope_parameters: mrope_interleaved={said!r} is not served: transformers' "
+            f"model does not read it; served: {interleaved}"
         )
 
 
-def _of_rope(rope: Mapping[str, Any], config: Any, max_model_len: int, backend: bool, keys: frozenset[str] | None) -> Iterator[str]:
+def _of_rope(
+    rope: Mapping[str, Any],
+    config: Any,
+    max_model_len: int,
+    backend: bool,
+    keys: frozenset[str] | None,
+) -> Iterator[str]:
     kind = rope.get("rope_type", "default")
     if keys is not None and kind not in ROPE_TYPES:
-        raise DifferentNumbersError(f"rope_parameters: the rope_type {kind!r} is not served; served: {', '.join(ROPE_TYPES)}")
+        raise DifferentNumbersError(
+            f"rope_parameters: the rope_type {kind!r} is not served; served: "
+            f"{', '.join(ROPE_TYPES)}"
+        )
     if keys is not None and (unknown := sorted(rope.keys() - keys - _ROPE_REST)):
-        raise DifferentNumbersError(f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(keys))}")
+        raise DifferentNumbersError(
+            f"rope_parameters: {unknown[0]} is not served; served: {', '.join(sorted(keys))}"
+        )
     if kind == "dynamic" and max_model_len > config.max_position_embeddings:
         raise DifferentNumbersError(
-            f"rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to max_position_embeddings tokens as "
-            f"transformers does: set max_model_len to {config.max_position_embeddings} or less (now {max_model_len})"
+            "rope_parameters: with rope_type 'dynamic' vLLM computes only prompts of up to "
+            "max_position_embeddings tokens as "
+            f"transformers does: set max_model_len to {config.max_position_embeddings} or "
+            f"less (now {max_model_len})"
         )
     original = _original(rope, config, max_model_len)
     if kind != "longrope" or max_model_len <= original:
         return
     if backend:
         raise DifferentNumbersError(
-            "rope_parameters: with rope_type 'longrope' a request's rows would depend on the length of others in its batch: "
-            f"set max_model_len to original_max_position_embeddings ({original}) or less (now {max_model_len})"
+            "rope_parameters: with rope_type 'longrope' a request's rows would depend on "
+            "the length of others in its batch: "
+            f"set max_model_len to original_max_position_embeddings ({original}) or less "
+            f"(now {max_model_len})"
         )
     yield (
-        f"longrope: vLLM computes every prompt with the long factors, because max_model_len ({max_model_len}) is more than "
-        f"original_max_position_embeddings ({original}); transformers computes those of up to {original} tokens with the short ones, "
+        "longrope: vLLM computes every prompt with the long factors, because "
+        f"max_model_len ({max_model_len}) is more than "
+        f"original_max_position_embeddings ({original}); transformers computes those of "
+        f"up to {original} tokens with the short ones, "
         f"and their rows differ. With max_model_len={original} all rows are equal."
     )

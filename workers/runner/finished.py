@@ -1,4 +1,6 @@
-"""Rows that a finished request recorded on this stage, ready for consumers, and the consumers' results."""
+"""Rows that a finished request recorded on this stage, ready for consumers, and the consumers'
+results.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,13 +36,23 @@ class Columns:
         width = self.row.width
         if not heads:
             return range(self.start, self.stop) if self.sharded else None
-        places = [place for place, head in enumerate(heads) if self.start <= head * width < self.stop]
-        return range(places[0] * width, (places[-1] + 1) * width) if self.sharded and places else range(0) if not places else None
+        places = [
+            place for place, head in enumerate(heads) if self.start <= head * width < self.stop
+        ]
+        return (
+            range(places[0] * width, (places[-1] + 1) * width)
+            if self.sharded and places
+            else range(0)
+            if not places
+            else None
+        )
 
     def chosen(self, heads: Sequence[int]) -> list[slice]:
         """The columns of this rank's rows that are stored."""
         width = self.row.width
-        here = [head * width - self.start for head in heads if self.start <= head * width < self.stop]
+        here = [
+            head * width - self.start for head in heads if self.start <= head * width < self.stop
+        ]
         return [slice(first, first + width) for first in here] if heads else [slice(None)]
 
     @property
@@ -51,7 +63,10 @@ class Columns:
 
 @dataclass(frozen=True)
 class FinishedCapture:
-    """One capture of one request. Made and used in a writer thread; keeps the rows' memory alive."""
+    """One capture of one request.
+
+    Made and used in a writer thread; keeps the rows' memory alive.
+    """
 
     spec: RankSpec
     capture: StoredCapture
@@ -64,7 +79,8 @@ class FinishedCapture:
     rank: int
     pp: int
     stages: int
-    rows: Callable[[str, int], Sequence[memoryview]]  # (hook, layer) → `[len(positions), hidden_size]`, as buffers in order
+    # (hook, layer) → `[len(positions), hidden_size]`, as buffers in order
+    rows: Callable[[str, int], Sequence[memoryview]]
     reused: int = 0  # rows that came from the row store
     dropped: tuple[int, ...] = ()  # positions dropped under overload, not in `positions`
     num_layers: int = 0  # of the whole model; 0: not known
@@ -72,11 +88,15 @@ class FinishedCapture:
     identity: str = ""  # likewise
     attention: tuple[AttentionKind, ...] = ()  # of the stage's layers
     routing: tuple[RoutingKind, ...] = ()  # likewise
-    non_finite: dict[tuple[str, int], int] = field(default_factory=dict)  # (hook, layer) → rows that are not finite as stored
-    unsound: tuple[str, int, int] | None = None  # (hook, layer, position) of the first row that the model computed so
-    prepared: Any = None  # of a capture that is read: what its reader made of the reading when the request began
+    # (hook, layer) → rows that are not finite as stored
+    non_finite: dict[tuple[str, int], int] = field(default_factory=dict)
+    # (hook, layer, position) of the first row that the model computed so
+    unsound: tuple[str, int, int] | None = None
+    # of a capture that is read: what its reader made of the reading when the request began
+    prepared: Any = None
     columns: Columns | None = None  # of the rows; None: those of the residual bank
-    whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None  # its blob, where the rows are in a file that the store can take
+    # its blob, where the rows are in a file that the store can take
+    whole: "Callable[[FinishedCapture], Blob | None]" = lambda _: None
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +109,11 @@ class FinishedCapture:
 
     def count_non_finite(self, sites: dict[str, list[int]]) -> int:
         """How many of the rows of `sites` are not finite, as they are stored."""
-        return sum(self.non_finite.get((hook, layer), 0) for hook, layers in sites.items() for layer in layers)
+        return sum(
+            self.non_finite.get((hook, layer), 0)
+            for hook, layers in sites.items()
+            for layer in layers
+        )
 
     def manifest(self, sites: dict[str, list[int]]) -> Manifest:
         """For a blob that holds `sites` of this capture."""
@@ -112,14 +136,22 @@ class FinishedCapture:
             prompt_tokens=self.spec.prompt_tokens,
             positions=self.positions,
             token_ids=self.token_ids,
-            reused=self.reused * sum(map(len, sites.values())) // sum(map(len, self.sites.values())),
+            reused=self.reused
+            * sum(map(len, sites.values()))
+            // sum(map(len, self.sites.values())),
             dropped=list(self.dropped),
             tag=self.capture.tag,
-            all_sites={str(hook): layers for hook, layers in (self.capture.sites | self.capture.beside).items()},
+            all_sites={
+                str(hook): layers
+                for hook, layers in (self.capture.sites | self.capture.beside).items()
+            },
             requests=self.spec.requests.get(self.capture.tag, 0),
             num_layers=self.num_layers,
             caveats=list(self.caveats),
-            attention=of_layers(self.attention, {layer for hook in ATTENDING & sites.keys() for layer in sites[hook]}),
+            attention=of_layers(
+                self.attention,
+                {layer for hook in ATTENDING & sites.keys() for layer in sites[hook]},
+            ),
             routing=of_layers(self.routing, sites.get("router", [])),
             images=self.spec.images,
             non_finite=self.count_non_finite(sites),
@@ -132,7 +164,9 @@ class FinishedCapture:
 
     @property
     def part(self) -> str:
-        """Which part of the capture it is, for the names of files; empty: the only one of its stage."""
+        """Which part of the capture it is, for the names of files; empty: the only one of its
+        stage.
+        """
         if self.columns is None:
             return ""
         return f".{self.capture.bank}" + (f".c{self.columns.start}" if self.columns.sharded else "")
@@ -156,10 +190,15 @@ class Outcome:
 
 
 class Consumer(Protocol):
-    """Gets the captures that name it. Called from writer threads, for one consumer one call at a time."""
+    """Gets the captures that name it.
+
+    Called from writer threads, for one consumer one call at a time.
+    """
 
     def consume(self, captures: Sequence[FinishedCapture]) -> Sequence[Outcome]:
-        """One outcome per capture, in order. What it keeps beyond this call it must copy: the rows' memory is used again.
+        """One outcome per capture, in order.
+
+        What it keeps beyond this call it must copy: the rows' memory is used again.
 
         If it raises, nothing of the group counts, and each capture is offered again alone.
         """

@@ -1,9 +1,11 @@
-"""Observes each step, without making it wait for the device: rows that are not finite, and sites that did not do their part.
+"""Observes each step, without making it wait for the device: rows that are not finite, and sites
+that did not do their part.
 
-Three observations: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`), what each site counts of
-its work (`Planned.counts`, judged in `executed`), and the sum of each row that leaves the last layer, which is not finite when
-a value of the row is not. On an accelerator they travel to pinned memory and are read when the step is over; on the CPU they
-are read immediately.
+Three observations: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`),
+what each site counts of its work (`Planned.counts`, judged in `executed`), and the sum of each row
+that leaves the last layer, which is not finite when a value of the row is not. On an accelerator
+they travel to pinned memory and are read when the step is over; on the CPU they are read
+immediately.
 """
 
 import math
@@ -49,9 +51,17 @@ class _Finding:
         due: Due | None,
         event: "torch.cuda.Event | None",
     ) -> None:
-        """`broken`, `sums`: on the CPU, `[rows]` each; `counts`: `[sites, COUNTS]`; None: not observed. `event`: of their copies."""
+        """`broken`, `sums`: on the CPU, `[rows]` each; `counts`: `[sites, COUNTS]`; None: not
+        observed. `event`: of their copies.
+        """
         self.step, self.view = step, view
-        self._broken, self._sums, self._counts, self._due, self._event = broken, sums, counts, due, event
+        self._broken, self._sums, self._counts, self._due, self._event = (
+            broken,
+            sums,
+            counts,
+            due,
+            event,
+        )
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
@@ -65,7 +75,10 @@ class _Finding:
         return list(self._due.miscounts(self.step, self._counts.numpy(), sites))
 
     def read(self, sites: Sequence[Site]) -> list[NonFinite]:
-        """Waits for the copies. By position; at one position first what edits did, then what left the last layer."""
+        """Waits for the copies.
+
+        By position; at one position first what edits did, then what left the last layer.
+        """
         if self._event is not None:
             self._event.synchronize()
         found: list[NonFinite] = []
@@ -74,7 +87,9 @@ class _Finding:
                 mark = int(marks[place])
                 found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
         if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
-            found += [NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)]
+            found += [
+                NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)
+            ]
         # The earliest position first: non-finite values of the model there excuse later ones.
         return sorted(found, key=lambda each: each.position)
 
@@ -95,7 +110,14 @@ class FiniteCheck:
         self._pending: deque[_Finding] = deque()
         self.last: _Finding | None = None  # of the step that ran last
 
-    def take(self, step: int, view: StepView | None, due: Due | None, edits: bool, hidden: torch.Tensor | None) -> None:
+    def take(
+        self,
+        step: int,
+        view: StepView | None,
+        due: Due | None,
+        edits: bool,
+        hidden: torch.Tensor | None,
+    ) -> None:
         """The forward of `view` ran. `due`: what its sites were to do. `edits`: it edited rows.
 
         `hidden`: `[rows or more, hidden_size]`, what left the last layer.
@@ -110,20 +132,34 @@ class FiniteCheck:
             self._counts.zero_()
             raise
 
-    def _observe(self, step: int, view: StepView, due: Due | None, edits: bool, hidden: torch.Tensor | None) -> None:
+    def _observe(
+        self, step: int, view: StepView, due: Due | None, edits: bool, hidden: torch.Tensor | None
+    ) -> None:
         rows = view.num_rows
-        broken, counts = self._broken[:rows] if edits else None, self._counts if due is not None else None
+        broken, counts = (
+            self._broken[:rows] if edits else None,
+            self._counts if due is not None else None,
+        )
         if self._on_cpu:
             broken = None if broken is None or not bool(broken.any()) else broken.clone()
             hidden = None if hidden is None or all_finite(hidden[:rows]) else hidden
             if due is not None:
-                counts = None if np.array_equal(self._counts.numpy(), due.counts) else self._counts.clone()
+                counts = (
+                    None
+                    if np.array_equal(self._counts.numpy(), due.counts)
+                    else self._counts.clone()
+                )
                 self._counts.zero_()
             if broken is None and hidden is None and counts is None:
                 return
-        sums, event = None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32), None
+        sums, event = (
+            None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32),
+            None,
+        )
         if not self._on_cpu:
-            broken, sums, counts = (None if each is None else _on_its_way(each) for each in (broken, sums, counts))
+            broken, sums, counts = (
+                None if each is None else _on_its_way(each) for each in (broken, sums, counts)
+            )
             event = torch.cuda.Event()
             event.record()
             if counts is not None:
@@ -139,7 +175,14 @@ class FiniteCheck:
         `needed`: request → tokens that it has: waits for the steps that computed them.
         """
         found: list[NonFinite | Miscount] = []
-        last = max((number for number, each in enumerate(self._pending) if _computed(each.view, needed or {})), default=-1)
+        last = max(
+            (
+                number
+                for number, each in enumerate(self._pending)
+                if _computed(each.view, needed or {})
+            ),
+            default=-1,
+        )
         while self._pending and (last >= 0 or self._pending[0].done()):
             finding = self._pending.popleft()
             found += [*finding.miscounts(self._sites), *finding.read(self._sites)]
@@ -147,7 +190,10 @@ class FiniteCheck:
         return found
 
     def of(self, finding: _Finding) -> list[tuple[str, int]]:
-        """(request, first position) of what was found in one step. May be asked from another thread; waits for the step."""
+        """(request, first position) of what was found in one step.
+
+        May be asked from another thread; waits for the step.
+        """
         return [(each.id, each.position) for each in finding.read(self._sites)]
 
 
@@ -166,7 +212,7 @@ def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
     return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
 
 
-# --- Attribution --------------------------------------------------------------------------------------------------------
+# --- Attribution ----------------------------------------------------------------------------------
 
 
 def entries_of(spec: RankSpec) -> list[StoredSteering]:
@@ -174,8 +220,11 @@ def entries_of(spec: RankSpec) -> list[StoredSteering]:
     return [*spec.global_steering, *spec.steering]
 
 
-def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool) -> bool:
-    """Whether this row was computed before any edit of the request could reach it, that is, by the unedited model.
+def precedes_edits(
+    spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool
+) -> bool:
+    """Whether this row was computed before any edit of the request could reach it, that is, by the
+    unedited model.
 
     `place`: (hook, layer), behind its edits or `after` them; None: behind the last layer.
     """
@@ -191,9 +240,14 @@ def precedes_edits(spec: RankSpec, position: int, place: tuple[str, int] | None,
 
 
 def reason(spec: RankSpec, found: NonFinite) -> str:
-    """Why a request fails: which row, and which of its edits are to blame as far as that is known."""
+    """Why a request fails: which row, and which of its edits are to blame as far as that is
+    known.
+    """
     if found.site is None:
-        return f"the stream after the last layer is not finite at position {found.position}, after the edits of this request"
+        return (
+            f"the stream after the last layer is not finite at position {found.position}, "
+            "after the edits of this request"
+        )
     where = f"{found.site.hook} of layer {found.site.layer}, position {found.position}"
     if not found.edited:
         return f"the stream is not finite at {where}, after earlier edits of this request"
@@ -203,4 +257,7 @@ def reason(spec: RankSpec, found: NonFinite) -> str:
         if entry.hook == found.site.hook and found.site.layer in entry.layers
         if select(entry.positions, found.position, found.position + 1, spec.prompt_tokens)
     ]
-    return f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} produced a non-finite row at {where}: its values are too large"
+    return (
+        f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} produced a non-finite row at "
+        f"{where}: its values are too large"
+    )

@@ -16,11 +16,13 @@ from .sites import language_model
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
 
 
-def complete(adapter: Adapter, model: nn.Module, config: Any, *, dtype: torch.dtype, device: torch.device) -> Adapter:
+def complete(
+    adapter: Adapter, model: nn.Module, config: Any, *, dtype: torch.dtype, device: torch.device
+) -> Adapter:
     """`adapter` for `model`, which is loaded. `config`: its HF text config.
 
-    The table counts only if vLLM runs the model as the table has it: by its own file, or by the Transformers backend. Raises
-    UnsupportedArchitectureError if no stream is found.
+    The table counts only if vLLM runs the model as the table has it: by its own file, or by the
+    Transformers backend. Raises UnsupportedArchitectureError if no stream is found.
     """
     backend = type(language_model(model)).__module__.startswith(BACKEND_MODULE)
     if adapter.variant.known and adapter.variant.backend == backend:
@@ -32,7 +34,9 @@ def complete(adapter: Adapter, model: nn.Module, config: Any, *, dtype: torch.dt
         if isinstance(layer, nn.Identity):  # of another pipeline stage
             continue
         try:
-            found[number] = probe(layer, adapter.hidden_size, dtype=dtype, device=device, known=known)
+            found[number] = probe(
+                layer, adapter.hidden_size, dtype=dtype, device=device, known=known
+            )
         except NoStreamError as error:
             raise UnsupportedArchitectureError(
                 f"{adapter.architecture}: no residual stream was found in layer {number}: {error}"
@@ -47,7 +51,9 @@ def _joined(adapter: Adapter, path: str, backend: bool, found: dict[int, LayerSh
         lacking = [number for number, shape in found.items() if hook not in shape.taps]
         if lacking:
             reason = found[lacking[0]].absent.get(hook, "it was not found")
-            absent[hook] = reason if len(lacking) == len(found) else f"layer {lacking[0]} has none: {reason}"
+            absent[hook] = (
+                reason if len(lacking) == len(found) else f"layer {lacking[0]} has none: {reason}"
+            )
     variants = {
         number: Variant(
             path,
@@ -59,18 +65,31 @@ def _joined(adapter: Adapter, path: str, backend: bool, found: dict[int, LayerSh
         for number, shape in found.items()
     }
     first = variants[min(variants)]
-    return replace(adapter, variant=first, kinds={number: variant for number, variant in variants.items() if variant != first})
+    return replace(
+        adapter,
+        variant=first,
+        kinds={number: variant for number, variant in variants.items() if variant != first},
+    )
 
 
 def _stated(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
-    return {hook: law for hook, law in shape.laws.items() if hook not in absent and not absent.keys() & law.keys()}
+    return {
+        hook: law
+        for hook, law in shape.laws.items()
+        if hook not in absent and not absent.keys() & law.keys()
+    }
 
 
 def decoder_layers(model: nn.Module, adapter: Adapter) -> str:
     """Path of the decoder layers in vLLM's language model. Raises UnsupportedArchitectureError."""
-    found = sorted(_lists(language_model(model), adapter.num_layers), key=lambda path: path.count("."))
+    found = sorted(
+        _lists(language_model(model), adapter.num_layers), key=lambda path: path.count(".")
+    )
     if not found:
-        raise UnsupportedArchitectureError(f"{adapter.architecture}: no list of {adapter.num_layers} decoder layers was found in the model")
+        raise UnsupportedArchitectureError(
+            f"{adapter.architecture}: no list of {adapter.num_layers} decoder layers was "
+            "found in the model"
+        )
     return found[0]
 
 

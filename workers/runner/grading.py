@@ -27,12 +27,17 @@ class _Due(NamedTuple):
 
 
 class Grading:
-    """Of the last stage's first rank. `plan` before the forward, `take` with the logits that follow from it."""
+    """Of the last stage's first rank.
+
+    `plan` before the forward, `take` with the logits that follow from it.
+    """
 
     def __init__(self) -> None:
         self._due: list[_Due] = []
         self._rows = 0  # logits of the step
-        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()  # name → log-probabilities, float32 `[vocabulary]`
+        self._kept: OrderedDict[str, torch.Tensor] = (
+            OrderedDict()
+        )  # name → log-probabilities, float32 `[vocabulary]`
 
     @property
     def due(self) -> list[Tracked]:
@@ -46,7 +51,9 @@ class Grading:
             rows.id: tracked
             for tracked, rows in mine
             if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
-            if rows.first_position < tracked.spec.prompt_tokens <= rows.first_position + rows.num_rows
+            if rows.first_position
+            < tracked.spec.prompt_tokens
+            <= rows.first_position + rows.num_rows
         }
         if not ending:
             return
@@ -55,11 +62,14 @@ class Grading:
             self._rows += rows.samples
             tracked = ending.get(rows.id)
             if tracked is not None and tracked.spec.grade is not None:
-                drafts = rows.first_position + rows.num_rows - tracked.spec.prompt_tokens  # vLLM pads a prompt's last token with them
+                drafts = (
+                    rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
+                )  # vLLM pads a prompt's last token with them
                 self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1 - drafts))
 
     def take(self, logits: torch.Tensor) -> list[tuple[Tracked, str]]:
-        """Grade the requests that are due, of whose step these `[rows, vocabulary]` are; returns those that cannot be, with the reason.
+        """Grade the requests that are due, of whose step these `[rows, vocabulary]` are; returns
+        those that cannot be, with the reason.
 
         Waits for nothing: the values are on their way when this returns.
         """
@@ -67,13 +77,26 @@ class Grading:
         if not due:
             return []
         if logits.ndim != 2 or len(logits) != self._rows:
-            return [(each.tracked, f"the step returned logits {list(logits.shape)}; expected {self._rows} rows") for each in due]
-        logprobs = torch.log_softmax(logits.index_select(0, _there([each.row for each in due], logits.device)).float(), dim=-1)
+            return [
+                (
+                    each.tracked,
+                    f"the step returned logits {list(logits.shape)}; expected {self._rows} rows",
+                )
+                for each in due
+            ]
+        logprobs = torch.log_softmax(
+            logits.index_select(0, _there([each.row for each in due], logits.device)).float(),
+            dim=-1,
+        )
         for number, each in enumerate(due):
             if each.grade.keep:
                 self._kept[each.grade.keep] = logprobs[number].clone()
                 self._kept.move_to_end(each.grade.keep)
-        wrong = {number: why for number, each in enumerate(due) if (why := self._refusal(each.grade, logits.shape[1]))}
+        wrong = {
+            number: why
+            for number, each in enumerate(due)
+            if (why := self._refusal(each.grade, logits.shape[1]))
+        }
         numbers = [number for number in range(len(due)) if number not in wrong]
         self._grade([due[number] for number in numbers], numbers, logprobs)
         while len(self._kept) > KEPT:
@@ -95,7 +118,9 @@ class Grading:
 
     def _grade(self, due: Sequence[_Due], numbers: Sequence[int], logprobs: torch.Tensor) -> None:
         """`logprobs[numbers[i]]` is of `due[i]`."""
-        rows = [number for each, number in zip(due, numbers, strict=True) for _ in each.grade.token_ids]
+        rows = [
+            number for each, number in zip(due, numbers, strict=True) for _ in each.grade.token_ids
+        ]
         tokens = [token for each in due for token in each.grade.token_ids]
         places = _there([rows, tokens], logprobs.device)
         parts, ends = [logprobs[places[0], places[1]].double()], len(tokens)
@@ -107,7 +132,12 @@ class Grading:
         for name, of_name in against.items():
             self._kept.move_to_end(name)
             parts.append(
-                _divergence(self._kept[name], logprobs.index_select(0, _there([numbers[place] for place in of_name], logprobs.device)))
+                _divergence(
+                    self._kept[name],
+                    logprobs.index_select(
+                        0, _there([numbers[place] for place in of_name], logprobs.device)
+                    ),
+                )
             )
             divergence |= {place: ends + number for number, place in enumerate(of_name)}
             ends += len(of_name)
@@ -122,7 +152,9 @@ class Grading:
 
 
 def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """D(kept ‖ each of them), nats, float64 `[rows]`, of log-probabilities `[vocabulary]` and `[rows, vocabulary]`."""
+    """D(kept ‖ each of them), nats, float64 `[rows]`, of log-probabilities `[vocabulary]` and
+    `[rows, vocabulary]`.
+    """
     first = kept.double()
     share = first.exp()
     # A token of probability 0 adds nothing, whatever its probability in the other.
@@ -158,17 +190,23 @@ class _Values:
 
 
 def lacking(tracked: Tracked) -> str:
-    """Why an ended request has no grade of the next token; empty if it has one or requested none."""
+    """Why an ended request has no grade of the next token; empty if it has one or requested
+    none.
+    """
     if tracked.spec.grade is None:
         return ""
     if tracked.graded is None:
         return "the next token was not graded: no logits at the end of the prompt"
     values = tracked.graded()
-    return "" if all(map(math.isfinite, values)) else f"the next token's grade is not finite: {values}"
+    return (
+        "" if all(map(math.isfinite, values)) else f"the next token's grade is not finite: {values}"
+    )
 
 
 def tap(model: nn.Module, take: Callable[[torch.Tensor], None]) -> None:
-    """Pass every result of `model.compute_logits` to `take`, including dummy runs and logits of prompt tokens."""
+    """Pass every result of `model.compute_logits` to `take`, including dummy runs and logits of
+    prompt tokens.
+    """
     compute_logits = model.compute_logits
 
     def with_grades(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,8 @@
-"""The end of a loaded model, callable beside its forward passes: final norm, output matrix, scale and soft cap, without collectives.
+"""The end of a loaded model, callable beside its forward passes: final norm, output matrix, scale
+and soft cap, without collectives.
 
-A copy of the model's own modules that shares their weights. With the vocabulary sharded over ranks it gives this rank's shard.
+A copy of the model's own modules that shares their weights. With the vocabulary sharded over ranks
+it gives this rank's shard.
 """
 
 import copy
@@ -41,7 +43,9 @@ class Shard:
 class Head:
     """What turns a row of the residual stream into logits of the next token, on this rank."""
 
-    def __init__(self, model: nn.Module, adapter: "Adapter", dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, adapter: "Adapter", dtype: torch.dtype, device: torch.device
+    ) -> None:
         """`dtype`: of the rows. Raises NoHeadError."""
         root: Any = language_model(model)
         self._norm = final_norm(root, decoder(model, adapter), adapter.hidden_size)
@@ -59,15 +63,25 @@ class Head:
         self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
         at = getattr(seen[0], "shard_indices", None) if seen else None
         if at is None or at.num_added_elements:
-            raise NoHeadError("its logits do not come from one of vLLM's output matrices" if at is None else "its vocabulary was extended")
+            raise NoHeadError(
+                "its logits do not come from one of vLLM's output matrices"
+                if at is None
+                else "its vocabulary was extended"
+            )
         lm_head, processor._apply_head = seen[0], apply_head
-        if device.type == "cpu":  # vLLM's own product has buffers that the forward pass uses meanwhile
+        if device.type == "cpu":
+            # vLLM's own product has buffers that the forward pass uses meanwhile
             if "Unquantized" not in type(lm_head.quant_method).__name__:
                 raise NoHeadError("its output matrix is quantised, and the engine runs on a CPU")
             processor._apply_head = partial(_linear, processor.head_dtype or dtype)
         self._lm_head = lm_head
         first = at.org_vocab_start_index
-        self.shard = Shard(first, at.org_vocab_end_index, first // lm_head.num_embeddings_per_partition, lm_head.tp_size)
+        self.shard = Shard(
+            first,
+            at.org_vocab_end_index,
+            first // lm_head.num_embeddings_per_partition,
+            lm_head.tp_size,
+        )
 
     def norm(self, rows: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden]` as the output matrix reads them. `rows` may be written to."""
@@ -78,14 +92,20 @@ class Head:
         """float32 `[rows, shard]`: of this shard's tokens, in their order, without padding."""
         return self._product(normed)[:, : self.shard.stop - self.shard.start].float()
 
-    def rows_of(self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]) -> "Head":
-        """The same end of the model for these tokens alone, whichever shards have them: its `logits` are `[rows, tokens]`.
+    def rows_of(
+        self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]
+    ) -> "Head":
+        """The same end of the model for these tokens alone, whichever shards have them: its
+        `logits` are `[rows, tokens]`.
 
-        `reduce`: the sum over all ranks of the stage, each of which calls this. Raises NoHeadError on all of them.
+        `reduce`: the sum over all ranks of the stage, each of which calls this. Raises NoHeadError
+        on all of them.
         """
         weight, bias = getattr(self._lm_head, "weight", None), getattr(self._lm_head, "bias", None)
         if weight is None or "Unquantized" not in type(self._lm_head.quant_method).__name__:
-            raise NoHeadError("named tokens need an output matrix that is not quantised, where ranks share it")
+            raise NoHeadError(
+                "named tokens need an output matrix that is not quantised, where ranks share it"
+            )
         places = torch.tensor(tokens, device=self.device) - self.shard.start
         mine = (places >= 0) & (places < self.shard.stop - self.shard.start)
         rows = weight[places.where(mine, 0)] * mine[:, None]
@@ -95,7 +115,9 @@ class Head:
             torch.cuda.current_stream(self.device).synchronize()  # they are read on another stream
         head: Head = copy.copy(self)
         top, processor = _apart(self._top)
-        processor._apply_head = lambda _, given, __: _linear(processor.head_dtype or self.dtype, only, given, shift)
+        processor._apply_head = lambda _, given, __: _linear(
+            processor.head_dtype or self.dtype, only, given, shift
+        )
         head._top, head.shard = top, Shard(0, len(tokens), 0, 1)
         return head
 
@@ -105,20 +127,37 @@ class Head:
 
 
 def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Module:
-    """The norm behind the last layer. `layers`: what holds them. Raises NoHeadError unless there is exactly one."""
+    """The norm behind the last layer.
+
+    `layers`: what holds them. Raises NoHeadError unless there is exactly one.
+    """
     path = next(name for name, module in root.named_modules() if module is layers).split(".")
     holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-    found = {id(child): child for holder in holders for name, child in holder.named_children() if FINAL_NORM.search(name)}
-    fitting = [norm for norm in found.values() if all(each.shape[-1] == hidden_size for each in norm.parameters())]
+    found = {
+        id(child): child
+        for holder in holders
+        for name, child in holder.named_children()
+        if FINAL_NORM.search(name)
+    }
+    fitting = [
+        norm
+        for norm in found.values()
+        if all(each.shape[-1] == hidden_size for each in norm.parameters())
+    ]
     if len(fitting) != 1:
-        raise NoHeadError(f"{len(fitting) or 'no'} final norms were found beside the decoder layers")
+        raise NoHeadError(
+            f"{len(fitting) or 'no'} final norms were found beside the decoder layers"
+        )
     return fitting[0]
 
 
 def _apart(root: Any) -> tuple[nn.Module, Any]:
-    """A shallow copy of the model whose `compute_logits` calls no other rank, and the copy's logits processor."""
+    """A shallow copy of the model whose `compute_logits` calls no other rank, and the copy's logits
+    processor.
+    """
     processor = getattr(root, "logits_processor", None)
-    processor = getattr(processor, "base_layer", processor)  # with adapters served: those that change the output matrix are refused
+    # with adapters served: those that change the output matrix are refused
+    processor = getattr(processor, "base_layer", processor)
     if not hasattr(processor, "_apply_head") or not hasattr(processor, "_gather_logits"):
         raise NoHeadError("it has no logits processor of vLLM's")
     top, processor = _copied(root), _copied(processor)
@@ -128,9 +167,15 @@ def _apart(root: Any) -> tuple[nn.Module, Any]:
     return top, processor
 
 
-def _linear(head_dtype: torch.dtype, lm_head: Any, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(
+    head_dtype: torch.dtype, lm_head: Any, rows: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """The product with an output matrix that is not quantised."""
-    return functional.linear(rows.to(head_dtype), lm_head.weight.to(head_dtype), bias.to(head_dtype) if bias is not None else None)
+    return functional.linear(
+        rows.to(head_dtype),
+        lm_head.weight.to(head_dtype),
+        bias.to(head_dtype) if bias is not None else None,
+    )
 
 
 def _copied(module: Any) -> Any:

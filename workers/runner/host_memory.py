@@ -1,4 +1,6 @@
-"""Host memory for rows and plans: all that is page-locked is allocated here, and an allocation that fails raises HostMemoryError."""
+"""Host memory for rows and plans: all that is page-locked is allocated here, and an allocation that
+fails raises HostMemoryError.
+"""
 
 import mmap
 import weakref
@@ -6,8 +8,9 @@ import weakref
 import numpy as np
 import torch
 
-#: Memory of at least this size is mapped on its own. Below it there may be thousands of pieces, and a process has only so many
-#: mappings. Huge pages are not asked for: where memory is short or fragmented, the kernel makes room for them while the model waits.
+#: Memory of at least this size is mapped on its own. Below it there may be thousands of pieces, and
+#: a process has only so many mappings. Huge pages are not asked for: where memory is short or
+#: fragmented, the kernel makes room for them while the model waits.
 _LARGE = 4 << 20
 
 
@@ -16,9 +19,12 @@ class HostMemoryError(RuntimeError):
 
 
 def locked_like(values: torch.Tensor) -> torch.Tensor:
-    """Uninitialised page-locked memory on the CPU, of the dtype and shape of `values`. Raises HostMemoryError.
+    """Uninitialised page-locked memory on the CPU, of the dtype and shape of `values`.
 
-    From torch's allocator, which does not hand it out again before the copies queued from it or into it are over.
+    Raises HostMemoryError.
+
+    From torch's allocator, which does not hand it out again before the copies queued from it or
+    into it are over.
     """
     try:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -27,15 +33,18 @@ def locked_like(values: torch.Tensor) -> torch.Tensor:
 
 
 def locked_copy(values: torch.Tensor) -> torch.Tensor:
-    """`values`, which are on the CPU, in page-locked memory, see `locked_like`. Raises HostMemoryError."""
+    """`values`, which are on the CPU, in page-locked memory, see `locked_like`.
+
+    Raises HostMemoryError.
+    """
     return locked_like(values).copy_(values)
 
 
 def pages(size: int, *, locked: bool) -> torch.Tensor:
     """uint8 `[size]`, uninitialised. Raises HostMemoryError.
 
-    `locked`: page-locked for copies from an accelerator. It may be used again, or dropped, only when those are over. (Torch's own
-    allocator would round large memory up to a power of two.)
+    `locked`: page-locked for copies from an accelerator. It may be used again, or dropped, only
+    when those are over. (Torch's own allocator would round large memory up to a power of two.)
     """
     if size < _LARGE:
         try:
@@ -46,7 +55,8 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError) as error:
         raise _none(size, "memory", error) from error
-    array = np.frombuffer(memory, dtype=np.uint8)  # goes before the mapping does; an mmap is told after
+    # goes before the mapping does; an mmap is told after
+    array = np.frombuffer(memory, dtype=np.uint8)
     if locked:
         cuda = torch.cuda.cudart()
         if code := int(cuda.cudaHostRegister(array.ctypes.data, size, 0)):
@@ -56,4 +66,6 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
 
 
 def _none(size: int, kind: str, error: BaseException) -> HostMemoryError:
-    return HostMemoryError(f"cannot allocate {size} bytes of {kind} for captured rows and plans: {error}")
+    return HostMemoryError(
+        f"cannot allocate {size} bytes of {kind} for captured rows and plans: {error}"
+    )

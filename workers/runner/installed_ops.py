@@ -1,4 +1,6 @@
-"""Installed ops: loads them, tries each at the start, and gives them to the sites (`kernels.installed`). On CPUs only."""
+"""Installed ops: loads them, tries each at the start, and gives them to the sites
+(`kernels.installed`). On CPUs only.
+"""
 
 import hashlib
 import logging
@@ -16,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: An op's code is a float32 in the pool's scalars: integers are exact below.
 CODES = 1 << 24
-#: How far the result of a row may depend on the rows beside it, relative to the row's length: products in another order round otherwise.
+#: How far the result of a row may depend on the rows beside it, relative to the row's length:
+#: products in another order round otherwise.
 ALONE = 1e-4
 ON_CPUS = "ops run on CPUs: the kernels of accelerators do not call Python"
 _ROWS, _SEED = 6, 23
@@ -29,11 +32,15 @@ class OpCode(Protocol):
     options: Mapping[str, Option]
 
     def edit(self, rows: np.ndarray, vector: np.ndarray | None, **options: float) -> np.ndarray:
-        """New rows for float32 `rows` `[n, hidden_size]`, each from itself alone. What it raises fails the requests of these rows."""
+        """New rows for float32 `rows` `[n, hidden_size]`, each from itself alone.
+
+        What it raises fails the requests of these rows.
+        """
 
 
 def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Extension]:
-    """The ops that trusted packages offer, each tried with random rows; from now on sites know them. Raises ExtensionError.
+    """The ops that trusted packages offer, each tried with random rows; from now on sites know
+    them. Raises ExtensionError.
 
     `cpu`: the model runs on a CPU; elsewhere ops are listed, and refused.
     """
@@ -52,17 +59,24 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
         except ExtensionError:
             raise
         except Exception as error:
-            raise ExtensionError(f"{offer}: {error if isinstance(error, ValueError) else repr(error)}") from error
+            raise ExtensionError(
+                f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
+            ) from error
         OPS[facts.code] = edit
         logger.info("%s is loaded, code %s", offer, facts.digest[:12])
     return list(found.values())
 
 
 def check_here(entries: Iterable[StoredSteering]) -> None:
-    """Raises LookupError for an installed op that this rank does not have, or has in another version."""
+    """Raises LookupError for an installed op that this rank does not have, or has in another
+    version.
+    """
     for entry in entries:
         if entry.family == "installed" and int(entry.numbers[-1]) not in OPS:
-            raise LookupError("an installed op of this request is not on this rank, or in another version: submit it again")
+            raise LookupError(
+                "an installed op of this request is not on this rank, or in another version: "
+                "submit it again"
+            )
 
 
 def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
@@ -70,18 +84,40 @@ def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, Edit]:
     op: OpCode = code_of(offer)
     terms = declared(op, OpTerms)
     names = list(terms.options)
-    if len(names) > MAX_OP_OPTIONS or any(type(option.default) is not float for option in terms.options.values()):
-        raise ValueError(f"an op has at most {MAX_OP_OPTIONS} options, and their defaults are floats")
+    if len(names) > MAX_OP_OPTIONS or any(
+        type(option.default) is not float for option in terms.options.values()
+    ):
+        raise ValueError(
+            f"an op has at most {MAX_OP_OPTIONS} options, and their defaults are floats"
+        )
 
     def edit(rows: np.ndarray, vector: np.ndarray, numbers: tuple[float, float]) -> np.ndarray:
-        return op.edit(rows, vector if terms.vector else None, **dict(zip(names, numbers, strict=False)))
+        return op.edit(
+            rows, vector if terms.vector else None, **dict(zip(names, numbers, strict=False))
+        )
 
-    code = int(hashlib.sha256(f"{offer.name} {content}".encode()).hexdigest()[:6], 16) % (CODES - 1) + 1
-    checked = ["float32 rows of the same shape", "same rows, same result", "each row from itself alone", "finite", "input unchanged"]
+    code = (
+        int(hashlib.sha256(f"{offer.name} {content}".encode()).hexdigest()[:6], 16) % (CODES - 1)
+        + 1
+    )
+    checked = [
+        "float32 rows of the same shape",
+        "same rows, same result",
+        "each row from itself alone",
+        "finite",
+        "input unchanged",
+    ]
     facts = Extension(
-        kind="op", name=offer.name, package=offer.package, version=offer.version, digest=content, op=terms, code=code,
-        refused="" if cpu else ON_CPUS, checked=checked if cpu else [],
-    )  # fmt: skip
+        kind="op",
+        name=offer.name,
+        package=offer.package,
+        version=offer.version,
+        digest=content,
+        op=terms,
+        code=code,
+        refused="" if cpu else ON_CPUS,
+        checked=checked if cpu else [],
+    )
     return facts, edit
 
 
@@ -99,7 +135,11 @@ def _check(edit: Edit, facts: Extension, hidden_size: int) -> None:
         held.flags.writeable = along.flags.writeable = False
         new = edit(held, along, numbers)
         if not isinstance(new, np.ndarray) or new.dtype != np.float32 or new.shape != given.shape:
-            shown = f"{new.dtype} of shape {new.shape}" if isinstance(new, np.ndarray) else type(new).__name__
+            shown = (
+                f"{new.dtype} of shape {new.shape}"
+                if isinstance(new, np.ndarray)
+                else type(new).__name__
+            )
             raise ValueError(f"returned {shown} for float32 rows of shape {given.shape}")
         if not (np.array_equal(held, given) and np.array_equal(along, vector)):
             raise ValueError("changes its input")

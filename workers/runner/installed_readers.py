@@ -1,4 +1,6 @@
-"""Installed readers: loads them, tries each at the start, and gives them the rows of requests (the reader of `StoredReader`)."""
+"""Installed readers: loads them, tries each at the start, and gives them the rows of requests (the
+reader of `StoredReader`).
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +26,10 @@ _SEED = 17
 
 
 class ReaderCode(Protocol):
-    """An installed reader. `ReaderTerms` has the meaning of what it declares; all but `returns` may be left out."""
+    """An installed reader.
+
+    `ReaderTerms` has the meaning of what it declares; all but `returns` may be left out.
+    """
 
     returns: Mapping[str, str]
     row_bytes: int
@@ -45,12 +50,18 @@ class LoadedReader:
     apart: Apart[Rows, dict[str, Array]]
 
     def read(self, rows: Rows) -> dict[str, Array]:
-        """Raises what the reader raises, LateError, and ValueError for an answer that it has not declared."""
+        """Raises what the reader raises, LateError, and ValueError for an answer that it has not
+        declared.
+        """
         return self.apart.ask(rows)
 
 
-def load_readers(offers: Iterable[Offer], hidden_size: int, num_layers: int, hooks: Sequence[str]) -> dict[str, LoadedReader]:
-    """The readers that trusted packages offer, by name, each tried with random rows of the model's shape. Raises ExtensionError."""
+def load_readers(
+    offers: Iterable[Offer], hidden_size: int, num_layers: int, hooks: Sequence[str]
+) -> dict[str, LoadedReader]:
+    """The readers that trusted packages offer, by name, each tried with random rows of the model's
+    shape. Raises ExtensionError.
+    """
     found = {}
     for offer in offers:
         if offer.kind != "reader":
@@ -61,7 +72,9 @@ def load_readers(offers: Iterable[Offer], hidden_size: int, num_layers: int, hoo
         except ExtensionError:
             raise
         except Exception as error:
-            raise ExtensionError(f"{offer}: {error if isinstance(error, ValueError) else repr(error)}") from error
+            raise ExtensionError(
+                f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
+            ) from error
         logger.info("%s is loaded, code %s", offer, loaded.facts.digest[:12])
     return found
 
@@ -74,9 +87,14 @@ def _loaded(offer: Offer) -> LoadedReader:
         if type(terms.options[name].default) is not int or terms.options[name].high is None:
             raise ValueError(f"grows: {name} is not an integer option with an upper limit")
     facts = Extension(
-        kind="reader", name=offer.name, package=offer.package, version=offer.version, digest=code, reader=terms,
+        kind="reader",
+        name=offer.name,
+        package=offer.package,
+        version=offer.version,
+        digest=code,
+        reader=terms,
         checked=["answers as declared", "same rows, same answer", "input unchanged"],
-    )  # fmt: skip
+    )
 
     def read(rows: Rows) -> dict[str, Array]:
         return _arrays(reader.read(rows), terms, rows)
@@ -93,24 +111,38 @@ def _arrays(told: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
     for name, dtype in terms.returns.items():
         values = told[name]
         if not isinstance(values, np.ndarray) or values.dtype != np.dtype(dtype):
-            shown = f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+            shown = (
+                f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+            )
             raise ValueError(f"{name} is a {shown}, but is declared as an array of {dtype}")
         raw = np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
         found[name] = (dtype, list(values.shape), raw)
     size = sum(raw.nbytes for _, _, raw in found.values())
     most = terms.fixed_bytes + len(rows.positions) * len(rows.sites) * terms.size(rows.options)
     if size > most:
-        raise ValueError(f"returned {size} bytes for {len(rows.positions) * len(rows.sites)} rows, but declares at most {most}")
-    return {name: Array(dtype=dtype, shape=shape, data=raw.tobytes()) for name, (dtype, shape, raw) in found.items()}
+        raise ValueError(
+            f"returned {size} bytes for {len(rows.positions) * len(rows.sites)} rows, but "
+            f"declares at most {most}"
+        )
+    return {
+        name: Array(dtype=dtype, shape=shape, data=raw.tobytes())
+        for name, (dtype, shape, raw) in found.items()
+    }
 
 
 def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Sequence[str]) -> None:
-    """Random rows: the answer is as declared, the same again, and the rows are unchanged. Raises ValueError, or what the reader raises."""
+    """Random rows: the answer is as declared, the same again, and the rows are unchanged.
+
+    Raises ValueError, or what the reader raises.
+    """
     generator = np.random.default_rng(_SEED)
     sites = [(hook, layer) for hook in hooks[:2] for layer in sorted({0, num_layers - 1})]
     options = {name: option.default for name, option in loaded.terms.options.items()}
     for count in _CHECKED_POSITIONS:
-        values = {site: generator.standard_normal((count, hidden_size), dtype=np.float32) for site in sites}
+        values = {
+            site: generator.standard_normal((count, hidden_size), dtype=np.float32)
+            for site in sites
+        }
         answers = []
         for _ in range(2):
             rows = Rows(
@@ -130,13 +162,19 @@ def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Seque
 
 
 class InstalledReaders:
-    """Those of a rank. Called from writer threads; each reader takes one call at a time, with a time limit."""
+    """Those of a rank.
+
+    Called from writer threads; each reader takes one call at a time, with a time limit.
+    """
 
     def __init__(self, loaded: Mapping[str, LoadedReader]) -> None:
         self._loaded = dict(loaded)
 
     def __call__(self, capture: FinishedCapture, number: int) -> ReaderPart:
-        """`number`: the capture's place among the request's. Raises ReadingError with the reader's name and its reason."""
+        """`number`: the capture's place among the request's.
+
+        Raises ReadingError with the reader's name and its reason.
+        """
         wanted = capture.capture.reading
         assert isinstance(wanted, StoredReader)
         reader = self._loaded.get(wanted.name)
@@ -145,7 +183,8 @@ class InstalledReaders:
         facts = reader.facts
         if facts.digest != wanted.digest:
             raise ReadingError(
-                f"{wanted.name}: the job was accepted for the code {wanted.digest[:12]}, but this rank has {facts.package} "
+                f"{wanted.name}: the job was accepted for the code {wanted.digest[:12]}, but "
+                f"this rank has {facts.package} "
                 f"{facts.version}, code {facts.digest[:12]}: submit it again"
             )
         try:
@@ -169,7 +208,11 @@ class InstalledReaders:
 
 def _rows(capture: FinishedCapture, wanted: StoredReader) -> Rows:
     """float32 of their own: what is read is exact in any dtype that rows are captured in."""
-    sites = {(hook, layer): rows_of(capture, hook, layer) for hook, layers in capture.sites.items() for layer in layers}
+    sites = {
+        (hook, layer): rows_of(capture, hook, layer)
+        for hook, layers in capture.sites.items()
+        for layer in layers
+    }
     return Rows(
         sites={site: frozen(rows.astype(np.float32, copy=True)) for site, rows in sites.items()},
         positions=frozen(np.array(capture.positions, dtype=np.int64)),

@@ -1,8 +1,9 @@
 """KV blocks of a sweep's unpatched prompt, kept so that its cells skip what precedes their patch.
 
-The prefix cache shares whole blocks only, and a prompt of a sentence fills none. So the blocks of such a prompt stay referenced when it
-ends, the last one perhaps filled in part. A cell of the very same tokens begins behind them, at the first position that it patches:
-vLLM's own partial hits copy the block in which that is. Lives in the scheduler, which alone knows blocks.
+The prefix cache shares whole blocks only, and a prompt of a sentence fills none. So the blocks of
+such a prompt stay referenced when it ends, the last one perhaps filled in part. A cell of the very
+same tokens begins behind them, at the first position that it patches: vLLM's own partial hits copy
+the block in which that is. Lives in the scheduler, which alone knows blocks.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,9 @@ class KeptBlocks:
 
     def __init__(self, manager: Any) -> None:
         self._manager, self._pool = manager, manager.block_pool
-        self._kept: OrderedDict[str, tuple[list[int], list[Any]]] = OrderedDict()  # name → its tokens, and its blocks in order
+        self._kept: OrderedDict[str, tuple[list[int], list[Any]]] = (
+            OrderedDict()
+        )  # name → its tokens, and its blocks in order
         # Other kinds of caches give up blocks in the middle, or hold states instead of positions.
         managers = manager.coordinator.single_type_managers
         plain = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
@@ -34,13 +37,22 @@ class KeptBlocks:
         return sum(len(blocks) for _, blocks in self._kept.values())
 
     def keep(self, name: str, request: Any) -> None:
-        """Keep the blocks of a request's prompt, all of which was computed; before vLLM frees them."""
+        """Keep the blocks of a request's prompt, all of which was computed; before vLLM frees
+        them.
+        """
         if not self._block_size:
             return
         if name in self._kept:  # of an earlier attempt
             self._give_up(name)
-        blocks = list(self._manager.get_blocks(request.request_id).blocks[0][: -(-request.num_prompt_tokens // self._block_size)])
-        if any(block.is_null for block in blocks) or len(blocks) > self._pool.num_gpu_blocks // SHARE:
+        blocks = list(
+            self._manager.get_blocks(request.request_id).blocks[0][
+                : -(-request.num_prompt_tokens // self._block_size)
+            ]
+        )
+        if (
+            any(block.is_null for block in blocks)
+            or len(blocks) > self._pool.num_gpu_blocks // SHARE
+        ):
             return
         self._pool.touch(blocks)
         self._kept[name] = list(request.prompt_token_ids), blocks
@@ -50,17 +62,26 @@ class KeptBlocks:
     def find(self, name: str, request: Any, tokens: int) -> tuple[Any, int] | None:
         """(vLLM's blocks, `tokens`) of the first `tokens` positions of a prompt that is kept.
 
-        None if it is not kept, if the request begins differently, or if nothing of it would be left to compute.
+        None if it is not kept, if the request begins differently, or if nothing of it would be left
+        to compute.
         """
         prompt, blocks = self._kept.get(name, ([], []))
-        if not 0 < tokens < request.num_prompt_tokens or prompt[:tokens] != list(request.prompt_token_ids[:tokens]):
+        if not 0 < tokens < request.num_prompt_tokens or prompt[:tokens] != list(
+            request.prompt_token_ids[:tokens]
+        ):
             return None
         self._kept.move_to_end(name)
-        return self._manager.create_kv_cache_blocks((blocks[: -(-tokens // self._block_size)],)), tokens
+        return self._manager.create_kv_cache_blocks(
+            (blocks[: -(-tokens // self._block_size)],)
+        ), tokens
 
     def make_room(self, stuck: bool) -> None:
-        """Free all kept blocks if blocks are scarce, or if requests wait and none can proceed (`stuck`)."""
-        if self._kept and (stuck or self._pool.get_num_free_blocks() < 2 * self._pool.num_gpu_blocks // SHARE):
+        """Free all kept blocks if blocks are scarce, or if requests wait and none can proceed
+        (`stuck`).
+        """
+        if self._kept and (
+            stuck or self._pool.get_num_free_blocks() < 2 * self._pool.num_gpu_blocks // SHARE
+        ):
             self.clear()
 
     def clear(self) -> None:

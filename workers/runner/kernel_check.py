@@ -1,7 +1,8 @@
 """Tries vLLM's kernel for quantised layers on this processor, before any weights are read.
 
-vLLM chooses a kernel by the format; whether the processor has what it needs shows when it runs. Without VNNI, oneDNN's int8 products
-saturate in 16 bits or come from halved weights, and vLLM's build for AVX2 has no kernel for 4-bit weights: the layer loads all the same.
+vLLM chooses a kernel by the format; whether the processor has what it needs shows when it runs.
+Without VNNI, oneDNN's int8 products saturate in 16 bits or come from halved weights, and vLLM's
+build for AVX2 has no kernel for 4-bit weights: the layer loads all the same.
 """
 
 import contextlib
@@ -22,26 +23,34 @@ from .quantisation import Rounding, UnsupportedQuantisationError, refuse_shared_
 
 logger = logging.getLogger(__name__)
 
-#: What vLLM says where it has no kernel for a format here; other errors of a layer without a model are left to the real one.
-_NO_KERNEL = ("failed to find a kernel", "no compressed-tensors compatible scheme", "not support", "please install")
+#: What vLLM says where it has no kernel for a format here; other errors of a layer without a model
+#: are left to the real one.
+_NO_KERNEL = (
+    "failed to find a kernel",
+    "no compressed-tensors compatible scheme",
+    "not support",
+    "please install",
+)
 #: Outputs of the layer that is tried. Kernels for CPUs take multiples of 32.
 _OUTPUTS = 64
 #: Rows at a time: one as in decoding, a few, and more than a block of any kernel.
 _ROWS = (1, 4, 80)
-#: Codes of int8 weights. Pairs of the largest saturate in 16 bits; odd small ones show a kernel that halves the weights.
+#: Codes of int8 weights. Pairs of the largest saturate in 16 bits; odd small ones show a kernel
+#: that halves the weights.
 _CODES = (127, 1, 3, 65)
 #: The largest code of a rounded activation.
 _LIMITS = {"int8": 127, "fp8": 448}
-#: Of the sum of the products' sizes. vLLM's builds for older processors cut sums off to bf16, twice (1/128); where products saturate or
-#: weights are halved, some sum is off by a third and more.
+#: Of the sum of the products' sizes. vLLM's builds for older processors cut sums off to bf16, twice
+#: (1/128); where products saturate or weights are halved, some sum is off by a third and more.
 _TOLERANCE = 1 / 64
 
 
 def check_kernels(config: VllmConfig, name: str) -> None:
-    """Raises UnsupportedQuantisationError if vLLM has no kernel for layers of `config` here, one that shares scales, or a wrong one.
+    """Raises UnsupportedQuantisationError if vLLM has no kernel for layers of `config` here, one
+    that shares scales, or a wrong one.
 
-    vLLM chooses it for a layer like the model's `down_proj`, on no device: in milliseconds, and before any process of the engine starts.
-    On a CPU, a small layer then runs it.
+    vLLM chooses it for a layer like the model's `down_proj`, on no device: in milliseconds, and
+    before any process of the engine starts. On a CPU, a small layer then runs it.
     """
     hidden = config.model_config.get_hidden_size()
     size = getattr(config.model_config.hf_text_config, "intermediate_size", None) or hidden
@@ -53,8 +62,12 @@ def check_kernels(config: VllmConfig, name: str) -> None:
         _try(config, name)
 
 
-def _layer(config: VllmConfig, name: str, inputs: int, outputs: int, device: str) -> ReplicatedLinear | None:
-    """A layer in the format of `config`, without weights; None where vLLM makes it only as part of a model."""
+def _layer(
+    config: VllmConfig, name: str, inputs: int, outputs: int, device: str
+) -> ReplicatedLinear | None:
+    """A layer in the format of `config`, without weights; None where vLLM makes it only as part of
+    a model.
+    """
     try:
         with _building(config), torch.device(device):
             return ReplicatedLinear(
@@ -70,12 +83,16 @@ def _layer(config: VllmConfig, name: str, inputs: int, outputs: int, device: str
             logger.info("kernels for %s are not known before the model is loaded: %s", name, error)
             return None
         why = " ".join(str(error).split()).removesuffix("Reasons:").strip()
-        raise UnsupportedQuantisationError(f"quantisation {name} is not served here: vLLM says: {why}") from error
+        raise UnsupportedQuantisationError(
+            f"quantisation {name} is not served here: vLLM says: {why}"
+        ) from error
 
 
 @contextlib.contextmanager
 def _building(config: VllmConfig) -> Iterator[None]:
-    """Parameters of vLLM ask for their tensor-parallel rank when they are made, its kernels for the dtype when they are prepared."""
+    """Parameters of vLLM ask for their tensor-parallel rank when they are made, its kernels for the
+    dtype when they are prepared.
+    """
     before = parallel_state._TP, torch.get_default_dtype()
     parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)
     torch.set_default_dtype(config.model_config.dtype)
@@ -88,7 +105,9 @@ def _building(config: VllmConfig) -> Iterator[None]:
 
 
 def _try(config: VllmConfig, name: str) -> None:
-    """Raises UnsupportedQuantisationError unless a layer with extreme weights gives the sums of its products."""
+    """Raises UnsupportedQuantisationError unless a layer with extreme weights gives the sums of its
+    products.
+    """
     raw = config.model_config.model_arch_config.quantization_config or {}
     inputs = math.lcm(256, *_group_sizes(raw))
     layer = _layer(config, name, inputs, _OUTPUTS, "cpu")
@@ -100,18 +119,28 @@ def _try(config: VllmConfig, name: str) -> None:
             wrong = _error(layer, activations, config.model_config.dtype)
     except Exception as error:
         raise UnsupportedQuantisationError(
-            f"quantisation {name} is not served on this processor: vLLM's kernel fails: {error}. Use one with AVX-512, or dequantise "
+            f"quantisation {name} is not served on this processor: vLLM's kernel fails: "
+            f"{error}. Use one with AVX-512, or dequantise "
             "the checkpoint"
         ) from error
     if not wrong <= _TOLERANCE:  # also where it is not a number
         raise UnsupportedQuantisationError(
-            f"quantisation {name} is not served on this processor: the kernel's sums of products are wrong by up to {wrong:.2g} of their "
-            "size. Int8 products need VNNI (avx512_vnni or avx_vnni in /proc/cpuinfo). Use such a processor, or dequantise the checkpoint"
+            f"quantisation {name} is not served on this processor: the kernel's sums of "
+            f"products are wrong by up to {wrong:.2g} of their "
+            "size. Int8 products need VNNI (avx512_vnni or avx_vnni in /proc/cpuinfo). Use "
+            "such a processor, or dequantise the checkpoint"
         )
 
 
 def _weights(layer: ReplicatedLinear) -> Any:
-    return next((getattr(layer, name) for name in ("weight", "qweight", "weight_packed") if hasattr(layer, name)), None)
+    return next(
+        (
+            getattr(layer, name)
+            for name in ("weight", "qweight", "weight_packed")
+            if hasattr(layer, name)
+        ),
+        None,
+    )
 
 
 def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> float:
@@ -125,11 +154,19 @@ def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> 
     for parameter in layer.parameters():  # scales; zero points and orders of groups are integers
         parameter.data.fill_(scale if parameter.dtype.is_floating_point else 0)
     weights.data.copy_(_FILL[weights.dtype](weights.shape, draws))
-    codes = weights.detach().float() if weights.dtype != torch.int32 else None  # `[outputs, inputs]`, until vLLM prepares them
-    inputs, size = layer.input_size, scale * next((_LIMITS[each.kind] for each in activations if each.kind in _LIMITS), 64)
+    # `[outputs, inputs]`, until vLLM prepares them
+    codes = weights.detach().float() if weights.dtype != torch.int32 else None
+    inputs, size = (
+        layer.input_size,
+        scale * next((_LIMITS[each.kind] for each in activations if each.kind in _LIMITS), 64),
+    )
     layer.quant_method.process_weights_after_loading(layer)
     # 4-bit weights are packed as the format has it: each product alone, as the kernel gives it.
-    products = layer(size * torch.eye(inputs, dtype=dtype))[0].float() if codes is None else size * scale * codes.T
+    products = (
+        layer(size * torch.eye(inputs, dtype=dtype))[0].float()
+        if codes is None
+        else size * scale * codes.T
+    )
     worst = 0.0
     for rows in _ROWS:
         signs = torch.randint(0, 2, (rows, inputs), generator=draws).float() * 2 - 1
@@ -149,14 +186,18 @@ def _int8_codes(shape: torch.Size, draws: torch.Generator) -> torch.Tensor:
 
 _FILL: Mapping[torch.dtype, Callable[[torch.Size, torch.Generator], torch.Tensor]] = {
     torch.int8: _int8_codes,
-    torch.float8_e4m3fn: lambda shape, draws: (torch.randint(0, 2, shape, generator=draws) * 2.0 - 1) * _LIMITS["fp8"],
+    torch.float8_e4m3fn: lambda shape, draws: (
+        (torch.randint(0, 2, shape, generator=draws) * 2.0 - 1) * _LIMITS["fp8"]
+    ),
     torch.int32: lambda shape, draws: torch.randint(-(1 << 31), 1 << 31, shape, generator=draws),
 }
 
 
 def _group_sizes(raw: Any) -> Iterator[int]:
     """All `group_size` in a quantisation config."""
-    values = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list) else ()
+    values = (
+        raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list) else ()
+    )
     for key, value in values:
         if key == "group_size" and isinstance(value, int) and value > 0:
             yield value

@@ -1,8 +1,9 @@
 """Has every block of the KV cache zeroed before a request uses it again.
 
-Attention multiplies the values at masked positions by zero, which does not cancel one that is not finite. So a block must
-not bring anything from the request that had it before, however that one ended. vLLM can zero new blocks and does so where
-it needs to; importing this makes it do so always. What its CPU runners lack is `CpuBlocks`.
+Attention multiplies the values at masked positions by zero, which does not cancel one that is not
+finite. So a block must not bring anything from the request that had it before, however that one
+ended. vLLM can zero new blocks and does so where it needs to; importing this makes it do so always.
+What its CPU runners lack is `CpuBlocks`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 class CpuBlocks:
-    """Mixed in front of a CPU model runner, v1 or v2: zeroes blocks of all kinds, without Triton."""
+    """Mixed in front of a CPU model runner, v1 or v2: zeroes blocks of all kinds, without
+    Triton.
+    """
 
     kv_block_zeroer: "CpuBlocks"
 
@@ -26,8 +29,13 @@ class CpuBlocks:
         self.zero_block_ids(block_ids)
 
     def zero_block_ids(self, block_ids: Sequence[int]) -> None:
-        """Of all layers that this rank holds. A block of the scheduler may be several of a layer's cache."""
-        caches: dict[int, torch.Tensor] = {cache.data_ptr(): cache for cache in self._caches()}  # layers may share one
+        """Of all layers that this rank holds.
+
+        A block of the scheduler may be several of a layer's cache.
+        """
+        caches: dict[int, torch.Tensor] = {
+            cache.data_ptr(): cache for cache in self._caches()
+        }  # layers may share one
         num_blocks = self.kv_cache_config.num_blocks  # type: ignore[attr-defined]
         for cache in caches.values():
             parts = cache.shape[0] // num_blocks

@@ -27,7 +27,9 @@ LANDED = Landed()
 
 
 class OnStream:
-    """Rows that a copy stream brings: they are there when the event, recorded behind the copy, is over."""
+    """Rows that a copy stream brings: they are there when the event, recorded behind the copy, is
+    over.
+    """
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event

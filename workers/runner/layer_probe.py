@@ -1,8 +1,10 @@
-"""What a loaded decoder layer does with the residual stream, found by running it once on random rows.
+"""What a loaded decoder layer does with the residual stream, found by running it once on random
+rows.
 
-Its parts that compute (attention, MLP, experts) are replaced by ones that return random rows, and its norms run as they are. Where
-the stream, and what each branch adds to it, can be read is then a question of which tensors are sums of which: it is answered
-by least squares, needs no attention metadata, and does not depend on any name. Every answer is checked by an edit in place.
+Its parts that compute (attention, MLP, experts) are replaced by ones that return random rows, and
+its norms run as they are. Where the stream, and what each branch adds to it, can be read is then a
+question of which tensors are sums of which: it is answered by least squares, needs no attention
+metadata, and does not depend on any name. Every answer is checked by an edit in place.
 """
 
 import inspect
@@ -23,14 +25,21 @@ _SCALES = (1.0, 4.0, 0.5, 8.0, 2.0)
 #: How far a sum may be from what it should be, relative to its rows: rounding, and by dtype.
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-8}
 _ROUNDED = 3e-2
-#: What parts return instead of one tensor; tried in turn. The probe's five rows fit neither by accident.
-_RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (lambda rows: rows, lambda rows: (rows, None), lambda rows: (rows, None, None))
+#: What parts return instead of one tensor; tried in turn. The probe's five rows fit neither by
+#: accident.
+_RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda rows: rows,
+    lambda rows: (rows, None),
+    lambda rows: (rows, None, None),
+)
 _HIDDEN = ("hidden_states", "hidden", "x", "inputs")
 _POSITIONS = ("positions", "position_ids")
 
 
 class NoStreamError(ValueError):
-    """The layer does not add branches to a residual stream in a way that can be read and edited; the message says how far it got."""
+    """The layer does not add branches to a residual stream in a way that can be read and edited;
+    the message says how far it got.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class _Call:
 
     path: str
     leaf: bool
-    inputs: list[torch.Tensor] = field(default_factory=list)  # `[rows, hidden]`, as they were before the call
+    # `[rows, hidden]`, as they were before the call
+    inputs: list[torch.Tensor] = field(default_factory=list)
     output: torch.Tensor | None = None  # the first tensor that it returned, or that it wrote to
     mixes: bool = False  # holds attention or another mixer of tokens
 
@@ -63,8 +73,18 @@ class _Run:
 _Edit = tuple[Tap, torch.Tensor]  # where, and what is added
 
 
-def probe(layer: nn.Module, hidden_size: int, *, dtype: torch.dtype, device: torch.device, known: Sequence[float] = ()) -> LayerShape:
-    """The shape of `layer`. `known`: multipliers that the model's config states. Raises NoStreamError."""
+def probe(
+    layer: nn.Module,
+    hidden_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    known: Sequence[float] = (),
+) -> LayerShape:
+    """The shape of `layer`.
+
+    `known`: multipliers that the model's config states. Raises NoStreamError.
+    """
     probing = _Probe(layer, hidden_size, dtype, device, (1.0, *known, *_scalars(layer)))
     with torch.inference_mode():
         return probing.shape()
@@ -78,7 +98,14 @@ def _scalars(layer: nn.Module) -> Iterator[float]:
 
 
 class _Probe:
-    def __init__(self, layer: nn.Module, hidden_size: int, dtype: torch.dtype, device: torch.device, known: Sequence[float]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        known: Sequence[float],
+    ) -> None:
         self.layer, self.hidden_size, self.dtype, self.device = layer, hidden_size, dtype, device
         self.known = known
         self.exact = _EXACT.get(dtype, _ROUNDED)
@@ -86,14 +113,17 @@ class _Probe:
         self.residual = "residual" in names
         self.returns: dict[str, int] = {}
 
-    # -- one run -----------------------------------------------------------------------------------------------------------
+    # -- one run
+    # ----------------------------------------------------------------------------------------------
 
     def run(self, edit: _Edit | None = None) -> _Run:
         """Try what the parts may return until the layer takes it."""
         first: Exception | None = None
         composites = [path for path, part in _parts(self.layer) if not _is_leaf(part)]
         combinations = (
-            [tuple(self.returns[path] for path in composites)] if self.returns else itertools.product(range(3), repeat=len(composites))
+            [tuple(self.returns[path] for path in composites)]
+            if self.returns
+            else itertools.product(range(3), repeat=len(composites))
         )
         for combination in itertools.islice(combinations, 81):
             try:
@@ -103,7 +133,10 @@ class _Probe:
                 continue
             self.returns = dict(zip(composites, combination, strict=True))
             return run
-        raise NoStreamError(f"the layer cannot be run by itself ({type(first).__name__}: {' '.join(str(first).split())[:200]})")
+        raise NoStreamError(
+            f"the layer cannot be run by itself ({type(first).__name__}: "
+            f"{' '.join(str(first).split())[:200]})"
+        )
 
     def _run(self, returns: Mapping[str, int], edit: _Edit | None) -> _Run:
         generator = torch.Generator().manual_seed(0)
@@ -112,10 +145,18 @@ class _Probe:
         stubs = {path: self._rows(generator) for path in returns}
         with ExitStack() as stack:
             for path, part in _parts(self.layer):
-                stack.enter_context(self._recorded(path, part, calls, stubs.get(path), _RETURNS[returns.get(path, 0)], edit))
+                stack.enter_context(
+                    self._recorded(
+                        path, part, calls, stubs.get(path), _RETURNS[returns.get(path, 0)], edit
+                    )
+                )
             entered = (hidden.clone(), None if residual is None else residual.clone())
             output = self.layer.forward(**self._arguments(hidden, residual))
-        tensors = [each for each in (output if isinstance(output, tuple) else (output,)) if self._is_rows(each)]
+        tensors = [
+            each
+            for each in (output if isinstance(output, tuple) else (output,))
+            if self._is_rows(each)
+        ]
         if not tensors:
             raise NoStreamError("the layer returns no rows")
         left = [each.reshape(-1, self.hidden_size).clone() for each in tensors]
@@ -145,7 +186,9 @@ class _Probe:
 
     def _is_rows(self, value: Any) -> bool:
         return (
-            isinstance(value, torch.Tensor) and value.shape[-1:] == (self.hidden_size,) and value.numel() == len(_SCALES) * self.hidden_size
+            isinstance(value, torch.Tensor)
+            and value.shape[-1:] == (self.hidden_size,)
+            and value.numel() == len(_SCALES) * self.hidden_size
         )
 
     @contextmanager
@@ -165,10 +208,19 @@ class _Probe:
         def record(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind_partial(*args, **kwargs).arguments
             out = bound.get("output")
-            given = [value for value in (*args, *kwargs.values()) if value is not out and self._is_rows(value)]
+            given = [
+                value
+                for value in (*args, *kwargs.values())
+                if value is not out and self._is_rows(value)
+            ]
             if edit is not None and (edit[0].path, edit[0].side) == (path, "input") and given:
                 (given[1] if edit[0].kind == "pair" else given[0]).add_(edit[1])
-            call = _Call(path, stub is None, [value.reshape(-1, self.hidden_size).clone() for value in given], mixes=mixes)
+            call = _Call(
+                path,
+                stub is None,
+                [value.reshape(-1, self.hidden_size).clone() for value in given],
+                mixes=mixes,
+            )
             calls.append(call)
             if stub is None:
                 result: Any = forward(*args, **kwargs)
@@ -194,20 +246,34 @@ class _Probe:
             else:
                 del part.forward
 
-    # -- what it means -----------------------------------------------------------------------------------------------------
+    # -- what it means
+    # ----------------------------------------------------------------------------------------------
 
-    def fit(self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]) -> dict[Any, float] | None:
-        """The multiples of `columns` whose sum is `target`, without those that add nothing; None if there are none."""
+    def fit(
+        self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]
+    ) -> dict[Any, float] | None:
+        """The multiples of `columns` whose sum is `target`, without those that add nothing; None if
+        there are none.
+        """
         weights = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-9)
         wanted = (target.double() * weights).flatten().cpu()
-        chosen = {name: (column.double() * weights).flatten().cpu() for name, column in columns.items()}
+        chosen = {
+            name: (column.double() * weights).flatten().cpu() for name, column in columns.items()
+        }
         while chosen:
             length = {name: max(float(column.norm()), 1e-30) for name, column in chosen.items()}
             matrix = torch.stack([column / length[name] for name, column in chosen.items()], 1)
-            parts = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0].tolist()
-            adds = {name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)}
+            parts = (
+                torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0].tolist()
+            )
+            adds = {
+                name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)
+            }
             if all(adds.values()):
-                found = {name: self._snapped(part / length[name]) for name, part in zip(chosen, parts, strict=True)}
+                found = {
+                    name: self._snapped(part / length[name])
+                    for name, part in zip(chosen, parts, strict=True)
+                }
                 rest = sum((value * chosen[name] for name, value in found.items()), -wanted)
                 error = rest.reshape(len(_SCALES), -1).norm(dim=-1).max()
                 return found if float(error) < self.exact else None
@@ -232,7 +298,8 @@ class _Probe:
         middle = self._middle(run, branches, stream, law)
         if middle is None and len(places) > 2:
             raise NoStreamError(
-                f"{len(places)} branches are added to the stream at once ({', '.join(run.calls[place].path for place in places)})"
+                f"{len(places)} branches are added to the stream at once "
+                f"({', '.join(run.calls[place].path for place in places)})"
             )
         if middle is None and len(places) == 1:
             self._one_branch(run, places[0], kind, law, taps, absent, laws)
@@ -248,11 +315,15 @@ class _Probe:
         known = [each for each in run.entered if each is not None]
         found: dict[int, torch.Tensor] = {}
         for number, call in enumerate(run.calls):
-            if call.output is not None and not any(_same(call.output, each) for each in (*known, *found.values())):
+            if call.output is not None and not any(
+                _same(call.output, each) for each in (*known, *found.values())
+            ):
                 found[number] = call.output
         return found
 
-    def _law(self, run: _Run, branches: Mapping[int, torch.Tensor]) -> tuple[Any, torch.Tensor, dict[Any, float]]:
+    def _law(
+        self, run: _Run, branches: Mapping[int, torch.Tensor]
+    ) -> tuple[Any, torch.Tensor, dict[Any, float]]:
         """(pair or single, what enters, what leaves as multiples of it and of the branches)."""
         (hidden, residual), (left, second) = run.entered, run.left
         for kind in ("pair", "single"):
@@ -266,35 +337,72 @@ class _Probe:
         raise NoStreamError("what leaves the layer is not what enters it plus what its parts add")
 
     def _middle(
-        self, run: _Run, branches: Mapping[int, torch.Tensor], stream: torch.Tensor, leaving: Mapping[Any, float]
+        self,
+        run: _Run,
+        branches: Mapping[int, torch.Tensor],
+        stream: torch.Tensor,
+        leaving: Mapping[Any, float],
     ) -> tuple[int, Tap, dict[Any, float]] | None:
-        """The first call that reads the stream after a branch was added: (call, tap, the stream there)."""
+        """The first call that reads the stream after a branch was added: (call, tap, the stream
+        there).
+        """
         for number, call in enumerate(run.calls):
-            before: dict[Any, torch.Tensor] = {"stream": stream, **{place: each for place, each in branches.items() if place < number}}
+            before: dict[Any, torch.Tensor] = {
+                "stream": stream,
+                **{place: each for place, each in branches.items() if place < number},
+            }
             pair = [call.inputs[0] + call.inputs[1]] if len(call.inputs) == 2 else []
-            for kind, target in [("pair", each) for each in pair] + [("single", each) for each in call.inputs[:1]]:
+            for kind, target in [("pair", each) for each in pair] + [
+                ("single", each) for each in call.inputs[:1]
+            ]:
                 law = self.fit(target, before)
-                if law is not None and "stream" in law and len(law) > 1 and law.keys() <= leaving.keys():
+                if (
+                    law is not None
+                    and "stream" in law
+                    and len(law) > 1
+                    and law.keys() <= leaving.keys()
+                ):
                     return number, Tap(call.path, "input", kind), law  # type: ignore[arg-type]
         return None
 
-    def _two_branches(self, run: _Run, middle: Any, kind: Any, law: dict[Any, float], taps: Taps, absent: Any, laws: Any) -> None:
+    def _two_branches(
+        self,
+        run: _Run,
+        middle: Any,
+        kind: Any,
+        law: dict[Any, float],
+        taps: Taps,
+        absent: Any,
+        laws: Any,
+    ) -> None:
         number, tap, there = middle
         first = [place for place in there if place != "stream"]
         second = [place for place in law if place != "stream" and place not in first]
         taps["post_attn"] = tap
         if len(first) > 1:
-            absent["attn_out"] = f"it is the sum of several parts ({', '.join(run.calls[place].path for place in first)})"
+            absent["attn_out"] = (
+                "it is the sum of several parts "
+                f"({', '.join(run.calls[place].path for place in first)})"
+            )
         elif tap.kind == "pair":
-            taps["attn_out"], laws["post_attn"] = Tap(tap.path, "input"), {"pre_attn": there["stream"], "attn_out": 1.0}
+            taps["attn_out"], laws["post_attn"] = (
+                Tap(tap.path, "input"),
+                {"pre_attn": there["stream"], "attn_out": 1.0},
+            )
         else:
             taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
             laws["post_attn"] = {"pre_attn": there["stream"], "attn_out": there[first[0]]}
         kept = law["stream"] / there["stream"]
         if len(second) > 1:
-            absent["mlp_out"] = f"it is the sum of several parts ({', '.join(run.calls[place].path for place in second)})"
+            absent["mlp_out"] = (
+                "it is the sum of several parts "
+                f"({', '.join(run.calls[place].path for place in second)})"
+            )
         elif second and kind == "pair":
-            taps["mlp_out"], laws["post_block"] = Tap("", "output"), {"post_attn": kept, "mlp_out": 1.0}
+            taps["mlp_out"], laws["post_block"] = (
+                Tap("", "output"),
+                {"post_attn": kept, "mlp_out": 1.0},
+            )
         elif second:
             taps["mlp_out"] = Tap(run.calls[second[0]].path, "output")
             laws["post_block"] = {"post_attn": kept, "mlp_out": law[second[0]]}
@@ -306,20 +414,49 @@ class _Probe:
         else:
             absent["mlp_in"] = "the MLP reads the stream, which is post_attn"
 
-    def _parallel(self, run: _Run, places: list[int], kind: Any, law: dict[Any, float], taps: Taps, absent: Any, laws: Any) -> None:
+    def _parallel(
+        self,
+        run: _Run,
+        places: list[int],
+        kind: Any,
+        law: dict[Any, float],
+        taps: Taps,
+        absent: Any,
+        laws: Any,
+    ) -> None:
         attention, mlp = sorted(places)
-        absent["post_attn"] = "attention and MLP both read the stream that enters the layer (parallel residual)"
+        absent["post_attn"] = (
+            "attention and MLP both read the stream that enters the layer (parallel residual)"
+        )
         if kind == "pair":
-            raise NoStreamError("two branches are added at once to a stream that is a pair of tensors")
-        taps["attn_out"], taps["mlp_out"] = Tap(run.calls[attention].path, "output"), Tap(run.calls[mlp].path, "output")
+            raise NoStreamError(
+                "two branches are added at once to a stream that is a pair of tensors"
+            )
+        taps["attn_out"], taps["mlp_out"] = (
+            Tap(run.calls[attention].path, "output"),
+            Tap(run.calls[mlp].path, "output"),
+        )
         computes = next((call for call in reversed(run.calls[: mlp + 1]) if not call.leaf), None)
         if computes is not None and not computes.mixes:
             taps["mlp_in"] = Tap(computes.path, "input")
         else:
             absent["mlp_in"] = "no part of the layer is the MLP"
-        laws["post_block"] = {"pre_attn": law["stream"], "attn_out": law[attention], "mlp_out": law[mlp]}
+        laws["post_block"] = {
+            "pre_attn": law["stream"],
+            "attn_out": law[attention],
+            "mlp_out": law[mlp],
+        }
 
-    def _one_branch(self, run: _Run, place: int, kind: Any, law: dict[Any, float], taps: Taps, absent: Any, laws: Any) -> None:
+    def _one_branch(
+        self,
+        run: _Run,
+        place: int,
+        kind: Any,
+        law: dict[Any, float],
+        taps: Taps,
+        absent: Any,
+        laws: Any,
+    ) -> None:
         call = run.calls[place]
         mixes = any(each.mixes for each in run.calls)
         mine: Hook = "attn_out" if mixes else "mlp_out"
@@ -327,10 +464,15 @@ class _Probe:
         for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out"):
             if hook != mine:
                 absent[hook] = "the layer has one branch"
-        laws["post_block"] = {"pre_attn": law["stream"], mine: 1.0 if kind == "pair" else law[place]}
+        laws["post_block"] = {
+            "pre_attn": law["stream"],
+            mine: 1.0 if kind == "pair" else law[place],
+        }
 
     def _check_edits(self, taps: Taps, laws: Mapping[Hook, Law], kind: Any) -> None:
-        """Add rows in place where a branch or the stream can be edited: they must reach what leaves the layer, times their multiplier."""
+        """Add rows in place where a branch or the stream can be edited: they must reach what leaves
+        the layer, times their multiplier.
+        """
         last: Law = laws.get("post_block", {})
         through: dict[Hook, float | None] = {
             "mlp_out": last.get("mlp_out"),
@@ -348,16 +490,23 @@ class _Probe:
             change = self._leaving(run, kind) - self._leaving(plain, kind)
             mlp = taps.get("mlp_out")
             if hook != "mlp_out" and mlp is not None:
-                change = change - last["mlp_out"] * (self._branch(run, mlp) - self._branch(plain, mlp))
+                change = change - last["mlp_out"] * (
+                    self._branch(run, mlp) - self._branch(plain, mlp)
+                )
             size = added.norm(dim=-1) + self._leaving(plain, kind).norm(dim=-1)
             if float(((change - expected * added).norm(dim=-1) / size).max()) > self.exact:
-                raise NoStreamError(f"an edit at {hook} ({tap.path}, {tap.side}) does not reach the stream as it should")
+                raise NoStreamError(
+                    f"an edit at {hook} ({tap.path}, {tap.side}) does not reach the stream as it "
+                    "should"
+                )
 
     def _branch(self, run: _Run, tap: Tap) -> torch.Tensor:
         """What the MLP adds."""
         if not tap.path:
             return run.left[0]
-        return next(call.output for call in run.calls if call.path == tap.path and call.output is not None)
+        return next(
+            call.output for call in run.calls if call.path == tap.path and call.output is not None
+        )
 
     def _leaving(self, run: _Run, kind: Any) -> torch.Tensor:
         left, second = run.left

@@ -1,7 +1,9 @@
-"""File layouts of captures: one file per request and stage, one per tensor, or many requests in one segment.
+"""File layouts of captures: one file per request and stage, one per tensor, or many requests in one
+segment.
 
-`filesystem`, the consumer that does it, groups what it gets into as few disk round trips as it can. If a group fails, each
-capture is tried alone, so that one that cannot be written does not fail the others.
+`filesystem`, the consumer that does it, groups what it gets into as few disk round trips as it can.
+If a group fails, each capture is tried alone, so that one that cannot be written does not fail the
+others.
 """
 
 import itertools
@@ -26,9 +28,11 @@ T = TypeVar("T")
 Sites = dict[str, list[int]]
 Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 
-#: What a position takes in a blob besides its rows, about: two integers, and their text in the manifest.
+#: What a position takes in a blob besides its rows, about: two integers, and their text in the
+#: manifest.
 _POSITION_BYTES = 32
-#: A store that takes test writes but answers so for this many captures of a group is asked no more for the others.
+#: A store that takes test writes but answers so for this many captures of a group is asked no more
+#: for the others.
 _PASSING_TRIES = 2
 #: Segments that one writer keeps open: one per tag, those used last.
 _OPEN_SEGMENTS = 16
@@ -50,7 +54,11 @@ def _whole(capture: FinishedCapture) -> list[tuple[str, Sites]]:
 
 
 def _per_site(capture: FinishedCapture) -> list[tuple[str, Sites]]:
-    return [(f".{hook}.{layer}", {hook: [layer]}) for hook, layers in capture.sites.items() for layer in layers]
+    return [
+        (f".{hook}.{layer}", {hook: [layer]})
+        for hook, layers in capture.sites.items()
+        for layer in layers
+    ]
 
 
 #: Layout → its blobs, as (suffix of the name, sites). Only those of `segment` share a file.
@@ -62,16 +70,20 @@ LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
 
 
 def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
-    """The rows at `sites` as tensors `<hook>.<layer>` `[positions, hidden_size]`, with int64 `positions` and `token_ids`.
+    """The rows at `sites` as tensors `<hook>.<layer>` `[positions, hidden_size]`, with int64
+    `positions` and `token_ids`.
 
-    Its buffers are the capture's own: use it while the capture lives. Raises what the capture's `rows` raises, and ValueError.
+    Its buffers are the capture's own: use it while the capture lives. Raises what the capture's
+    `rows` raises, and ValueError.
     """
     count = len(capture.positions)
     tensors: list[tuple[str, str, Sequence[int], Sequence[Any]]] = []
     for hook, layers in sites.items():
         for layer in layers:
             buffers = list(capture.rows(hook, layer)) if count else []
-            tensors.append((f"{hook}.{layer}", capture.dtype, [count, capture.hidden_size], buffers))
+            tensors.append(
+                (f"{hook}.{layer}", capture.dtype, [count, capture.hidden_size], buffers)
+            )
     for name, values in (("positions", capture.positions), ("token_ids", capture.token_ids)):
         tensors.append((name, "int64", [count], [np.array(values, dtype="<i8").tobytes()]))
     return make_blob(capture.manifest(sites), tensors)
@@ -84,10 +96,16 @@ def file_name(capture: FinishedCapture, suffix: str = "") -> str:
 
 
 class Filesystem:
-    """The consumer `filesystem`: writes captures into `config.store`, durably. Belongs to one writer thread."""
+    """The consumer `filesystem`: writes captures into `config.store`, durably.
+
+    Belongs to one writer thread.
+    """
 
     def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
-        """`thread`: number of the writer thread, part of its segments' names. `usage` may be shared."""
+        """`thread`: number of the writer thread, part of its segments' names.
+
+        `usage` may be shared.
+        """
         self._config = config
         self._usage = usage
         self._owner = f"{config.owner}-{thread}"
@@ -103,25 +121,42 @@ class Filesystem:
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Raises nothing: a failed write is reported in its outcome."""
         outcomes: list[Outcome] = [Outcome()] * len(captures)
-        groups: dict[tuple[str, str], list[int]] = {}  # one commit each: all files, and the segment of each tag
+        # one commit each: all files, and the segment of each tag
+        groups: dict[tuple[str, str], list[int]] = {}
         for number, capture in enumerate(captures):
             layout = self._layout(capture)
-            groups.setdefault(("segment", capture.capture.tag) if layout == "segment" else ("files", ""), []).append(number)
-        parts = [(kind, part) for (kind, _), numbers in groups.items() for part in self._parts(kind, numbers, captures)]
+            groups.setdefault(
+                ("segment", capture.capture.tag) if layout == "segment" else ("files", ""), []
+            ).append(number)
+        parts = [
+            (kind, part)
+            for (kind, _), numbers in groups.items()
+            for part in self._parts(kind, numbers, captures)
+        ]
         for kind, numbers in parts:
             write = self._append if kind == "segment" else self._publish
-            for number, outcome in zip(numbers, self._each(write, [captures[n] for n in numbers]), strict=True):
+            for number, outcome in zip(
+                numbers, self._each(write, [captures[n] for n in numbers]), strict=True
+            ):
                 outcomes[number] = outcome
         return outcomes
 
-    def _parts(self, kind: str, group: list[int], captures: Sequence[FinishedCapture]) -> list[list[int]]:
-        """Numbers of captures that are written together: those of a segment are so few that it can be rewritten in memory."""
+    def _parts(
+        self, kind: str, group: list[int], captures: Sequence[FinishedCapture]
+    ) -> list[list[int]]:
+        """Numbers of captures that are written together: those of a segment are so few that it can
+        be rewritten in memory.
+        """
         store = self._config.store
         if kind != "segment" or not isinstance(store, Rewriting):
             return [group]
         parts, size = list[list[int]](), 0
         for number in group:
-            more = captures[number].size + _POSITION_BYTES * len(captures[number].positions) + SEGMENT_ALIGNMENT
+            more = (
+                captures[number].size
+                + _POSITION_BYTES * len(captures[number].positions)
+                + SEGMENT_ALIGNMENT
+            )
             if not parts or size + more > store.rewritten_bytes:
                 parts.append([])
                 size = 0
@@ -130,7 +165,10 @@ class Filesystem:
         return parts
 
     def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        """`write` on the group; if that fails, on each alone. While the store takes nothing, nothing is tried: rows must not pile up."""
+        """`write` on the group; if that fails, on each alone.
+
+        While the store takes nothing, nothing is tried: rows must not pile up.
+        """
         if self.away and (trouble := self._config.store.trouble()):
             return [Outcome(error=_reason(trouble), away=True)] * len(captures)
         try:
@@ -147,7 +185,9 @@ class Filesystem:
         outcomes = []
         for capture in captures:
             waiting = [outcome for outcome in outcomes if outcome.away]
-            outcomes += waiting[-1:] if len(waiting) >= _PASSING_TRIES else self._each(write, [capture])
+            outcomes += (
+                waiting[-1:] if len(waiting) >= _PASSING_TRIES else self._each(write, [capture])
+            )
         return outcomes
 
     def close(self) -> None:
@@ -162,13 +202,24 @@ class Filesystem:
     def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         """Captures whose blobs are files of their own."""
         planned = [
-            [(file_name(capture, suffix), sites) for suffix, sites in LAYOUTS[self._layout(capture)](capture)] for capture in captures
+            [
+                (file_name(capture, suffix), sites)
+                for suffix, sites in LAYOUTS[self._layout(capture)](capture)
+            ]
+            for capture in captures
         ]
-        files = [[(key, self._blob(capture, sites)) for key, sites in parts] for capture, parts in zip(captures, planned, strict=True)]
+        files = [
+            [(key, self._blob(capture, sites)) for key, sites in parts]
+            for capture, parts in zip(captures, planned, strict=True)
+        ]
         self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
         publish(self._config.store, [file for parts in files for file in parts])
         return [
-            Outcome(files=tuple(_captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts))
+            Outcome(
+                files=tuple(
+                    _captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts
+                )
+            )
             for capture, parts in zip(captures, files, strict=True)
         ]
 
@@ -193,13 +244,19 @@ class Filesystem:
         ]
 
     def _segment(self, tag: str) -> Segment:
-        """The tag's open segment, or a new one: the old one may be full, in doubt after an error, or no longer at its path."""
+        """The tag's open segment, or a new one: the old one may be full, in doubt after an error,
+        or no longer at its path.
+        """
         segment = self._segments.get(tag)
-        if segment is not None and (segment.size >= self._config.segment_bytes or not segment.usable):
+        if segment is not None and (
+            segment.size >= self._config.segment_bytes or not segment.usable
+        ):
             self._segments.pop(tag).close()
             segment = None
         if segment is None:
-            segment = self._config.store.segment(f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}{SEGMENT_SUFFIX}")
+            segment = self._config.store.segment(
+                f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}{SEGMENT_SUFFIX}"
+            )
             self._segments[tag] = segment
             while len(self._segments) > _OPEN_SEGMENTS:
                 self._segments.popitem(last=False)[1].close()
@@ -207,7 +264,9 @@ class Filesystem:
         return segment
 
 
-def each(action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]) -> list[Outcome | Exception]:
+def each(
+    action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]
+) -> list[Outcome | Exception]:
     """`action` on the group; if that raises, on each item alone, and what it raises then."""
     try:
         return list(action(items))
@@ -222,7 +281,9 @@ def _reason(error: Exception | str) -> str:
     return f"write failed: {error}"
 
 
-def _captured(capture: FinishedCapture, blob: Blob, path: str, offset: int, layout: str) -> CapturedFile:
+def _captured(
+    capture: FinishedCapture, blob: Blob, path: str, offset: int, layout: str
+) -> CapturedFile:
     sites = blob.manifest.sites
     return CapturedFile(
         path=path,

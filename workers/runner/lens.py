@@ -1,4 +1,5 @@
-"""The logit lens on a rank: captured rows through the model's final norm and output matrix, as top tokens and log-probabilities.
+"""The logit lens on a rank: captured rows through the model's final norm and output matrix, as top
+tokens and log-probabilities.
 
 nostalgebraist 2020, "interpreting GPT: the logit lens". Log-softmax is taken in float32.
 """
@@ -23,14 +24,26 @@ class Lens:
     """The reader of `StoredLens`. One per rank; holds nothing between calls."""
 
     def __init__(
-        self, head: Head, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values, tuned: TunedMaps | None = None
+        self,
+        head: Head,
+        reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+        tuned: TunedMaps | None = None,
     ) -> None:
-        """`reduce`: the sum over all ranks of the stage. `tuned`: the maps of tuned lenses; None: none are served."""
+        """`reduce`: the sum over all ranks of the stage.
+
+        `tuned`: the maps of tuned lenses; None: none are served.
+        """
         self.head, self._reduce, self._tuned = head, reduce, tuned or TunedMaps("")
 
     def prepare(self, reading: StoredLens) -> Head | None:
-        """The output matrix of the named tokens, where other ranks have some of it: so each can count what is above them."""
-        return self.head.rows_of(reading.tokens, self._reduce) if reading.tokens and self.head.shard.count > 1 else None
+        """The output matrix of the named tokens, where other ranks have some of it: so each can
+        count what is above them.
+        """
+        return (
+            self.head.rows_of(reading.tokens, self._reduce)
+            if reading.tokens and self.head.shard.count > 1
+            else None
+        )
 
     def __call__(self, capture: FinishedCapture, number: int) -> LensPart:
         """Reads every row of the capture. `number`: its place among the request's captures."""
@@ -40,8 +53,15 @@ class Lens:
         shard = self.head.shard
         of_named: Head | None = capture.prepared
         with self._tuned.of(wanted.tuned) as tuned, _beside(self.head.device):
-            read = [self._read(tuned(rows_of(capture, hook, layer, self.head.device), layer), wanted, of_named) for layer in layers]
-            ids, logits, total, named, above = (torch.stack(values).cpu() for values in zip(*read, strict=True))
+            read = [
+                self._read(
+                    tuned(rows_of(capture, hook, layer, self.head.device), layer), wanted, of_named
+                )
+                for layer in layers
+            ]
+            ids, logits, total, named, above = (
+                torch.stack(values).cpu() for values in zip(*read, strict=True)
+            )
         return LensPart(
             capture=number,
             shard=shard.number,
@@ -58,14 +78,24 @@ class Lens:
             above=array(above, torch.int32),
         )
 
-    def _read(self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None) -> list[torch.Tensor]:
-        """Of `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp `[positions]`, named logits and counts above."""
+    def _read(
+        self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None
+    ) -> list[torch.Tensor]:
+        """Of `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp `[positions]`,
+        named logits and counts above.
+        """
         width = self.head.shard.stop - self.head.shard.start
         size = max(1, CHUNK_BYTES // (4 * width))
-        parts = [self._of(chunk, wanted, of_named) for chunk in rows.split(size)] if len(rows) else [self._of(rows, wanted, of_named)]
+        parts = (
+            [self._of(chunk, wanted, of_named) for chunk in rows.split(size)]
+            if len(rows)
+            else [self._of(rows, wanted, of_named)]
+        )
         return [torch.cat(values) for values in zip(*parts, strict=True)]
 
-    def _of(self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None) -> tuple[torch.Tensor, ...]:
+    def _of(
+        self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None
+    ) -> tuple[torch.Tensor, ...]:
         shard = self.head.shard
         normed = self.head.norm(rows.to(self.head.dtype))
         logits = self.head.logits(normed)

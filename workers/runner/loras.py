@@ -1,6 +1,7 @@
 """LoRA adapters on a rank: what is loaded, and with which of them the rows of a step were computed.
 
-vLLM keeps and applies them. What its kernels applied is read back here, from the mapping of rows that they got.
+vLLM keeps and applies them. What its kernels applied is read back here, from the mapping of rows
+that they got.
 """
 
 import logging
@@ -51,7 +52,10 @@ class Loras:
         """
         config, weights = raw_files(Path(folder))
         if (found := digest_of(config, weights)) != digest:
-            raise ValueError(f"the files have changed since they were registered: {found[:12]} instead of {digest[:12]}")
+            raise ValueError(
+                f"the files have changed since they were registered: {found[:12]} instead of "
+                f"{digest[:12]}"
+            )
         self._scratch.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self._scratch, prefix="lora-") as copy:
             Path(copy, CONFIG).write_bytes(config)
@@ -69,37 +73,65 @@ class Loras:
             self._digests.pop(number, None)
 
     def used(self, first: int, count: int) -> str:
-        """Digest of the adapter that rows `[first, first + count)` of the step were computed with; empty for the model alone.
+        """Digest of the adapter that rows `[first, first + count)` of the step were computed with;
+        empty for the model alone.
 
         Raises RuntimeError when it is not one for all of them, or not one that was loaded here.
         """
         mapping = self._manager._last_mapping
-        numbers = {int(number) for number in mapping.index_mapping[first : first + count]} if mapping is not None else set()
+        numbers = (
+            {int(number) for number in mapping.index_mapping[first : first + count]}
+            if mapping is not None
+            else set()
+        )
         if len(numbers) != 1:
-            raise RuntimeError(f"rows {first} to {first + count - 1} were computed with {len(numbers)} adapters")
+            raise RuntimeError(
+                f"rows {first} to {first + count - 1} were computed with {len(numbers)} adapters"
+            )
         number = numbers.pop()
         if number not in self._digests or (number and number not in self._manager.lora_index_to_id):
-            raise RuntimeError(f"rows {first} to {first + count - 1} were computed with an adapter that is not loaded (number {number})")
+            raise RuntimeError(
+                f"rows {first} to {first + count - 1} were computed with an adapter that is not "
+                f"loaded (number {number})"
+            )
         return self._digests[number]
 
-    def account(self, step: int, view: StepView, tracked: Mapping[str, Tracked], actions: ActionLedger, faulty: Callable[[], bool]) -> None:
-        """Compare the adapter of every row of the step that ran with its request's; once for each request, put it into the ledger.
+    def account(
+        self,
+        step: int,
+        view: StepView,
+        tracked: Mapping[str, Tracked],
+        actions: ActionLedger,
+        faulty: Callable[[], bool],
+    ) -> None:
+        """Compare the adapter of every row of the step that ran with its request's; once for each
+        request, put it into the ledger.
 
-        Raises RuntimeError where they differ, which ends the engine: all rows and cached blocks of this rank are doubtful then.
+        Raises RuntimeError where they differ, which ends the engine: all rows and cached blocks of
+        this rank are doubtful then.
         `faulty`: tests only, whether they are to differ.
         """
         for rows in view.requests:
             asked = tracked.get(rows.id)
-            wanted = asked.spec.lora.digest if asked is not None and asked.spec.lora is not None else ""
+            wanted = (
+                asked.spec.lora.digest if asked is not None and asked.spec.lora is not None else ""
+            )
             used = "another" if faulty() else self.used(rows.first_row, rows.num_rows)
             if used != wanted:
-                raise RuntimeError(f"rows of request {rows.id} were computed with adapter {used[:12]!r} instead of {wanted[:12]!r}")
+                raise RuntimeError(
+                    f"rows of request {rows.id} were computed with adapter {used[:12]!r} instead of "
+                    f"{wanted[:12]!r}"
+                )
             if asked is not None and wanted and not asked.accounted:
                 asked.accounted = True
-                actions.fold(step, "lora", asked.spec.job, asked.spec.request, asked.spec.attempt, used)
+                actions.fold(
+                    step, "lora", asked.spec.job, asked.spec.request, asked.spec.attempt, used
+                )
 
     def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
-        """What adapters may change in this rank's layers, as `LoraSupport.modules` in plain containers. `hf_config`: of the model."""
+        """What adapters may change in this rank's layers, as `LoraSupport.modules` in plain
+        containers. `hf_config`: of the model.
+        """
         layers: dict[str, dict[tuple[int, int], set[int | None]]] = {}
         theirs = _names_at_transformers(self._manager.model, hf_config)
         for name, module in self._manager.modules.items():
@@ -108,7 +140,11 @@ class Loras:
                 layers.setdefault(general, {}).setdefault((inputs, outputs), set()).add(layer)
         return {
             name: [
-                {"inputs": inputs, "outputs": outputs, "layers": as_ranges(number for number in numbers if number is not None)}
+                {
+                    "inputs": inputs,
+                    "outputs": outputs,
+                    "layers": as_ranges(number for number in numbers if number is not None),
+                }
                 for (inputs, outputs), numbers in shapes.items()
             ]
             for name, shapes in layers.items()
@@ -116,7 +152,9 @@ class Loras:
 
 
 def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
-    """vLLM's name of a module → transformers', which an adapter's file has; where they are equal, nothing."""
+    """vLLM's name of a module → transformers', which an adapter's file has; where they are equal,
+    nothing.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
@@ -126,7 +164,11 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
         rename = mapper.get_rename_mapper()
         found = {rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()}
     except Exception as error:  # of many kinds
-        logger.warning("modules of adapters are named as vLLM names them: transformers cannot build %s: %s", hf_config.architectures, error)
+        logger.warning(
+            ("modules of adapters are named as vLLM names them: transformers cannot build %s: %s"),
+            hf_config.architectures,
+            error,
+        )
         return {}
     return {mapped.removesuffix(".weight"): name for mapped, name in found.items() if mapped}
 
@@ -134,36 +176,51 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
 def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
     """Whether vLLM is to put an adapter's layer in place of this module.
 
-    Adapters of experts, embeddings and `lm_head` are refused, and vLLM's layers for experts cannot run on CPUs, with or without one.
+    Adapters of experts, embeddings and `lm_head` are refused, and vLLM's layers for experts cannot
+    run on CPUs, with or without one.
     """
-    return isinstance(module, LinearBase | BaseLayerWithLoRA) and "lm_head" not in name and _supported(name, module, supported)
+    return (
+        isinstance(module, LinearBase | BaseLayerWithLoRA)
+        and "lm_head" not in name
+        and _supported(name, module, supported)
+    )
 
 
 _supported = model_manager.is_supported_lora_module
 model_manager.is_supported_lora_module = _linear_only
 
 
-def _parts(name: str, module: BaseLayerWithLoRA, packed: dict[str, list[str]]) -> list[tuple[str, int, int]]:
-    """(Name, inputs, outputs) of the checkpoint's linear layers that vLLM has in this one. Of other kinds of layers none."""
+def _parts(
+    name: str, module: BaseLayerWithLoRA, packed: dict[str, list[str]]
+) -> list[tuple[str, int, int]]:
+    """(Name, inputs, outputs) of the checkpoint's linear layers that vLLM has in this one.
+
+    Of other kinds of layers none.
+    """
     if not isinstance(module, BaseLinearLayerWithLoRA):
         return []
     base: Any = module.base_layer
     parent, _, last = name.rpartition(".")
     members = packed.get(last, [last])
     sizes = [base.output_size] if len(members) == 1 else list(base.output_sizes)
-    if hasattr(base, "total_num_kv_heads") and len(members) == 3:  # `output_sizes` counts heads that ranks repeat
+    if hasattr(base, "total_num_kv_heads") and len(members) == 3:
+        # `output_sizes` counts heads that ranks repeat
         kv = base.total_num_kv_heads
         sizes = [base.total_num_heads * base.head_size, kv * base.head_size, kv * base.v_head_size]
     if len(sizes) != len(members):
         return []
-    return [(f"{parent}.{member}", base.input_size, size) for member, size in zip(members, sizes, strict=True)]
+    return [
+        (f"{parent}.{member}", base.input_size, size)
+        for member, size in zip(members, sizes, strict=True)
+    ]
 
 
 class _BySegment(PunicaWrapperCPU):
     """vLLM's arithmetic on CPUs, for rows of one adapter at a time.
 
-    vLLM's own takes −1, which means no adapter, for a place in the stack of adapters: in a mixed batch rows of the model alone get
-    the last one. It also copies an adapter's weights for every row.
+    vLLM's own takes −1, which means no adapter, for a place in the stack of adapters: in a mixed
+    batch rows of the model alone get the last one. It also copies an adapter's weights for every
+    row.
     """
 
     def add_lora_linear(
@@ -182,11 +239,15 @@ class _BySegment(PunicaWrapperCPU):
             return
         rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         starts, lengths, slots, *_ = self.prefill_metadata
-        for start, length, slot in zip(starts.tolist(), lengths.tolist(), slots.tolist(), strict=True):
+        for start, length, slot in zip(
+            starts.tolist(), lengths.tolist(), slots.tolist(), strict=True
+        ):
             if slot < 0:
                 continue
             mine, column = rows[start : start + length].float(), 0
             for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
                 shrunk = scale * (mine @ a[slot, 0].float().T)
-                out[start : start + length, column : column + width] += (shrunk @ b[slot, 0].float().T).to(out.dtype)
+                out[start : start + length, column : column + width] += (
+                    shrunk @ b[slot, 0].float().T
+                ).to(out.dtype)
                 column += width

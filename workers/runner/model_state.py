@@ -1,8 +1,9 @@
 """Request-independent state of a rank: tensors, named modules, global steering.
 
-Requests name tensors by content and bring global steering in their own specs, so nothing here changes what a request does.
-Modules and global steering are kept so that ranks can be compared, tensors in use stay, and everyone's rows stay written.
-Calls come one at a time; a rollback undoes the last change, or nothing if that change was refused.
+Requests name tensors by content and bring global steering in their own specs, so nothing here
+changes what a request does. Modules and global steering are kept so that ranks can be compared,
+tensors in use stay, and everyone's rows stay written. Calls come one at a time; a rollback undoes
+the last change, or nothing if that change was refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +28,32 @@ _NOTHING = Named("", ())
 
 
 class RankState:
-    """One per rank. Its methods raise LookupError, ValueError or RuntimeError for what this rank refuses, and change nothing then."""
+    """One per rank.
 
-    def __init__(self, sites: Sequence[Site], num_layers: int, table: AnyTable, actions: ActionLedger, step: Callable[[], int]) -> None:
-        """`num_layers`: of the whole model, of which this stage has some. `step`: the engine step now."""
+    Its methods raise LookupError, ValueError or RuntimeError for what this rank refuses, and change
+    nothing then.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        num_layers: int,
+        table: AnyTable,
+        actions: ActionLedger,
+        step: Callable[[], int],
+    ) -> None:
+        """`num_layers`: of the whole model, of which this stage has some.
+
+        `step`: the engine step now.
+        """
         self._hooks = list(dict.fromkeys(site.hook for site in sites))
         self._num_layers = num_layers
-        self._table, self._held_rows, self._actions, self._step = table, HeldRows(table, actions), actions, step
+        self._table, self._held_rows, self._actions, self._step = (
+            table,
+            HeldRows(table, actions),
+            actions,
+            step,
+        )
         self.vectors: VectorStore = table.vectors
         self.steering = GlobalSteering()
         self._rows: list[tuple[int, SteeringRow]] = []  # that stay written for it
@@ -46,7 +66,8 @@ class RankState:
         """Name → digest."""
         return {name: named.digest for name, named in sorted(self._modules.items())}
 
-    # -- tensors -----------------------------------------------------------------------------------------------------------
+    # -- tensors
+    # ----------------------------------------------------------------------------------------------
 
     def put_vectors(self, vectors: dict[str, Tensor]) -> None:
         """Keep tensors by content hash; all or none."""
@@ -62,20 +83,26 @@ class RankState:
             raise
 
     def drop_vectors(self, names: Sequence[str]) -> None:
-        """Forget tensors, also as the rollback of a `put_vectors` that failed elsewhere; none when one of them is needed.
+        """Forget tensors, also as the rollback of a `put_vectors` that failed elsewhere; none when
+        one of them is needed.
 
-        Having a tensor is not an action: its use is accounted for, by content, when a row is written. Requests that are
-        steered with it already have their rows.
+        Having a tensor is not an action: its use is accounted for, by content, when a row is
+        written. Requests that are steered with it already have their rows.
         """
         needed = {name: "global steering" for name in self.steering.tensors}
-        needed |= {name: f"module {module!r}" for module, named in self._modules.items() for name in named.tensors}
+        needed |= {
+            name: f"module {module!r}"
+            for module, named in self._modules.items()
+            for name in named.tensors
+        }
         for name in names:
             if name in needed:
                 raise RuntimeError(f"vector {name[:12]} is needed by {needed[name]}")
         for name in names:
             self.vectors.drop(name)
 
-    # -- modules -----------------------------------------------------------------------------------------------------------
+    # -- modules
+    # ----------------------------------------------------------------------------------------------
 
     def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> None:
         """Point `name` at this content; with an empty digest, at nothing."""
@@ -84,11 +111,15 @@ class RankState:
             if tensor not in self.vectors:
                 raise LookupError(f"module {name!r}: vector {tensor[:12]} is not on this rank")
         former = self._point(name, Named(digest, tuple(tensors)))
-        self._actions.fold(self._step(), "module_register" if digest else "module_unregister", name, digest)
+        self._actions.fold(
+            self._step(), "module_register" if digest else "module_unregister", name, digest
+        )
         self._changed = (name, digest), former
 
     def rollback_module(self, name: str, digest: str) -> None:
-        """What `name` was before `set_module(name, digest, …)`, where that was the last change here; else nothing."""
+        """What `name` was before `set_module(name, digest, …)`, where that was the last change
+        here; else nothing.
+        """
         former = self._undo((name, digest))
         if isinstance(former, Named):
             self._point(name, former)
@@ -101,20 +132,28 @@ class RankState:
             self._modules[name] = named
         return former
 
-    # -- sites -------------------------------------------------------------------------------------------------------------
+    # -- sites
+    # ----------------------------------------------------------------------------------------------
 
     def check_sites(self, hook: str, layers: Sequence[int]) -> None:
-        """Raises ValueError for what the model does not have. (Sites that other stages have are not an error of this one.)
+        """Raises ValueError for what the model does not have.
 
-        What was accepted fits the model that was published last; a worker with other hooks or layers must not skip it silently.
+        (Sites that other stages have are not an error of this one.)
+
+        What was accepted fits the model that was published last; a worker with other hooks or
+        layers must not skip it silently.
         """
         if hook not in self._hooks:
             raise ValueError(f"unknown hook {hook}; valid: {', '.join(self._hooks)}")
         for layer in (min(layers), max(layers)):
             if not 0 <= layer < self._num_layers:
-                raise ValueError(f"layer {layer} is out of range: the model has layers 0 to {self._num_layers - 1}")
+                raise ValueError(
+                    f"layer {layer} is out of range: the model has layers 0 to "
+                    f"{self._num_layers - 1}"
+                )
 
-    # -- global steering ---------------------------------------------------------------------------------------------------
+    # -- global steering
+    # ----------------------------------------------------------------------------------------------
 
     def prepare_global(self, steering: GlobalSteering) -> None:
         """Check that this could be committed: tensors, shapes, sites and sums. Changes nothing."""
@@ -122,21 +161,38 @@ class RankState:
             self.check_sites(entry.hook, entry.layers)
         rows = steering.standing_rows()
         if len(rows) > MAX_STEERING_ROWS:
-            raise ValueError(f"it takes {len(rows)} rows of the steering table; the limit is {MAX_STEERING_ROWS}")
-        # Positions that are listed are cut to each prompt; alone each of these entries must be possible.
-        listed = [steering_rows([entry.stored([0])])[0] for entry in steering.entries if isinstance(entry.positions, list)]
+            raise ValueError(
+                f"it takes {len(rows)} rows of the steering table; the limit is {MAX_STEERING_ROWS}"
+            )
+        # Positions that are listed are cut to each prompt; alone each of these entries must be
+        # possible.
+        listed = [
+            steering_rows([entry.stored([0])])[0]
+            for entry in steering.entries
+            if isinstance(entry.positions, list)
+        ]
         for row in rows + listed:
             self._table.prepared.get(row)
 
     def commit_global(self, steering: GlobalSteering) -> None:
-        """Make it the global steering: its rows stay written until the next commit. New rows are acquired before old ones are released."""
+        """Make it the global steering: its rows stay written until the next commit.
+
+        New rows are acquired before old ones are released.
+        """
         self._changed = None
         former = self._switch(steering)
-        self._actions.fold(self._step(), "global_set" if steering.entries else "global_clear", steering.version, steering.digest)
+        self._actions.fold(
+            self._step(),
+            "global_set" if steering.entries else "global_clear",
+            steering.version,
+            steering.digest,
+        )
         self._changed = steering.version, former
 
     def rollback_global(self, version: int) -> None:
-        """What was everyone's before `version` was committed, where that was the last change here; else nothing."""
+        """What was everyone's before `version` was committed, where that was the last change here;
+        else nothing.
+        """
         former = self._undo(version)
         if isinstance(former, GlobalSteering):
             self._switch(former)
@@ -149,7 +205,8 @@ class RankState:
         former, self.steering, self._rows = self.steering, steering, rows
         return former
 
-    # -- all ---------------------------------------------------------------------------------------------------------------
+    # -- all
+    # ----------------------------------------------------------------------------------------------
 
     def _undo(self, change: object) -> GlobalSteering | Named | None:
         """The state before `change`, if that was the last one; it can be undone once."""
@@ -166,4 +223,9 @@ class RankState:
 
     def names(self) -> tuple[list[str], list[tuple[str, Named]], int, str]:
         """All state except the rows."""
-        return self.vectors.names(), sorted(self._modules.items()), self.steering.version, self.steering.digest
+        return (
+            self.vectors.names(),
+            sorted(self._modules.items()),
+            self.steering.version,
+            self.steering.digest,
+        )

@@ -1,4 +1,6 @@
-"""Mover: the background thread of a rank that copies rows from slabs to memory or files of their own, so that no step waits for it."""
+"""Mover: the background thread of a rank that copies rows from slabs to memory or files of their
+own, so that no step waits for it.
+"""
 
 import logging
 import queue
@@ -18,7 +20,9 @@ class Mover:
     def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
         """`begin`: called first in the thread."""
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(begin,), name="midstream-mover", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(begin,), name="midstream-mover", daemon=True
+        )
         self._thread.start()
 
     def submit(self, action: Callable[[], T]) -> "Future[T]":
@@ -31,7 +35,8 @@ class Mover:
                     future.set_result(action())
                 except Exception as error:
                     logger.exception("captured rows could not be moved")
-                    future.set_exception(error.with_traceback(None))  # the frames would keep the rows' memory
+                    # the frames would keep the rows' memory
+                    future.set_exception(error.with_traceback(None))
 
         self._queue.put(run)
         return future

@@ -1,7 +1,9 @@
-"""Has vLLM's processes on a CPU sleep while they wait for each other, so that the forward pass may have all cores.
+"""Has vLLM's processes on a CPU sleep while they wait for each other, so that the forward pass may
+have all cores.
 
-vLLM's wait between scheduler and ranks spins for a second, and a core is reserved for that: half of a machine of two. Importing this
-replaces that wait in this process; the other platforms keep vLLM's.
+vLLM's wait between scheduler and ranks spins for a second, and a core is reserved for that: half of
+a machine of two. Importing this replaces that wait in this process; the other platforms keep
+vLLM's.
 """
 
 import ctypes
@@ -14,7 +16,8 @@ from vllm.platforms import current_platform
 #: A nap takes this share of the time waited so far, so that an answer is late by no more than that.
 SHARE = 0.02
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
-#: Linux wakes a sleeping thread up to 50 µs late unless told otherwise (prctl(2), PR_SET_TIMERSLACK).
+#: Linux wakes a sleeping thread up to 50 µs late unless told otherwise (prctl(2),
+#: PR_SET_TIMERSLACK).
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 
 _BEGUN = "midstream_begun"

@@ -1,7 +1,7 @@
 """Overload policies for captured rows that arrive faster than they are written, by bytes waiting.
 
-`block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: they are not recorded, and the
-result reports it.
+`block`: steps wait, for a bounded time. `spill`: rows go to a file instead of memory. `drop`: they
+are not recorded, and the result reports it.
 """
 
 import time
@@ -9,25 +9,40 @@ from collections.abc import Callable
 
 #: How often a step that waits looks again.
 _WAIT_S = 0.005
-#: A step waits this long at most: the other ranks of its stage, which are already in the forward, give up after 300 s.
+#: A step waits this long at most: the other ranks of its stage, which are already in the forward,
+#: give up after 300 s.
 PATIENCE_S = 30.0
 
 
 class Overload:
-    """`limit`: bytes; `backlog`: those of captures that were handed to the writers and are not written."""
+    """`limit`: bytes; `backlog`: those of captures that were handed to the writers and are not
+    written.
+    """
 
-    def __init__(self, policy: str, limit: int, backlog: Callable[[], int], patience_s: float = PATIENCE_S) -> None:
-        self._policy, self._limit, self._backlog, self._patience_s = policy, limit, backlog, patience_s
+    def __init__(
+        self, policy: str, limit: int, backlog: Callable[[], int], patience_s: float = PATIENCE_S
+    ) -> None:
+        self._policy, self._limit, self._backlog, self._patience_s = (
+            policy,
+            limit,
+            backlog,
+            patience_s,
+        )
         self._gave_up = False
 
     @property
     def behind(self) -> bool:
-        """Whether a step has given up waiting, until there is room again: the worker admits no capture meanwhile."""
+        """Whether a step has given up waiting, until there is room again: the worker admits no
+        capture meanwhile.
+        """
         self._gave_up = self._gave_up and self._backlog() > self._limit
         return self._gave_up
 
     def wait(self) -> None:
-        """With `block`: hold the step while the writers are behind. Raises TimeoutError when they stay so."""
+        """With `block`: hold the step while the writers are behind.
+
+        Raises TimeoutError when they stay so.
+        """
         if self._policy != "block":
             return
         start = time.monotonic()
@@ -35,7 +50,8 @@ class Overload:
             if time.monotonic() - start > self._patience_s:
                 self._gave_up = True
                 raise TimeoutError(
-                    f"the writers did not catch up within {self._patience_s:g} s: {waiting >> 20} MiB of captured rows wait; "
+                    f"the writers did not catch up within {self._patience_s:g} s: {waiting >> 20} "
+                    "MiB of captured rows wait; "
                     f"the limit is {self._limit >> 20} MiB (capture_queue_mib)"
                 )
             time.sleep(_WAIT_S)

@@ -1,7 +1,8 @@
 """Per-rank data plane: tracks requests, has their rows planned, and accounts for both.
 
-The adapters call `begin` (new and ended requests), `plan` (the rows of each request), let the forward run, then `drain`.
-An error in here must not take the engine down: it fails the requests concerned, through their receipts.
+The adapters call `begin` (new and ended requests), `plan` (the rows of each request), let the
+forward run, then `drain`. An error in here must not take the engine down: it fails the requests
+concerned, through their receipts.
 """
 
 import logging
@@ -68,15 +69,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A rank that cannot deliver receipts ends with this code, and so the engine does: jobs are then tried elsewhere.
+#: A rank that cannot deliver receipts ends with this code, and so the engine does: jobs are then
+#: tried elsewhere.
 EXIT_NO_RECEIPTS = 70
-#: How long a closing rank waits for the relay to take its receipts; what is left is sent after the next start.
+#: How long a closing rank waits for the relay to take its receipts; what is left is sent after the
+#: next start.
 FLUSH_S = 5.0
 
 _TAINTED = "its cached prefix was computed by a request whose intervention failed"
 _TAINTING = "its cached prefix is being computed by a request whose intervention failed"
-_IDLE = "internal error: its rows are not where the scheduler said: the step's forward pass runs without hook sites"
-_BEGAN_ANEW = "the worker's ranks were resynced while the request ran: its steering cannot be verified"
+_IDLE = (
+    "internal error: its rows are not where the scheduler said: the step's forward "
+    "pass runs without hook sites"
+)
+_BEGAN_ANEW = (
+    "the worker's ranks were resynced while the request ran: its steering cannot be verified"
+)
 
 
 class DataPlane:
@@ -96,9 +104,12 @@ class DataPlane:
         readers: Mapping[type, Reader] | None = None,
         inside: Sequence[Part] = (),
     ) -> None:
-        """`sites`, `buffers`: of the residual bank; `inside`: the other banks. `num_layers`: of the whole model.
+        """`sites`, `buffers`: of the residual bank; `inside`: the other banks.
 
-        `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may. `loras`: None if no adapters are served.
+        `num_layers`: of the whole model.
+
+        `traced`: the forward is compiled or graph-captured. `gate`: where it may begin, if it may.
+        `loras`: None if no adapters are served.
         `readers`: what computes readings, by the type of `StoredCapture.reading`.
         """
         self._config, self._place = config, place
@@ -107,17 +118,42 @@ class DataPlane:
         self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
         self.actions = ActionLedger(self.faults.of_action)
         every = [*sites, *(site for part in inside for site in part.sites)]
-        self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size, self.faults.of_run)
+        self.runs = RunStore(
+            open_store(config.capture_root), every, self._hidden_size, self.faults.of_run
+        )
         queue_bytes = config.capture_queue_mib << 20
-        self._slabs = SlabPool(queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu")
+        self._slabs = SlabPool(
+            queue_bytes, Path(config.spill_dir), pinned=buffers.ring.device.type != "cpu"
+        )
         curve = client_keys(config.curve_secret_file, config.curve_server_key)
-        self._outbox = Outbox(Path(config.outbox_dir), config.worker, place.rank, config.relay_url, on_fatal=_give_up, curve=curve)
+        self._outbox = Outbox(
+            Path(config.outbox_dir),
+            config.worker,
+            place.rank,
+            config.relay_url,
+            on_fatal=_give_up,
+            curve=curve,
+        )
         device = buffers.ring.device
-        begin = partial(begin_helper, device, device.type == "cpu" and torch.get_num_threads() >= len(config.cores))
-        self.readings = readings = Readings(readers or {}, config.memory_limit_kib << 10, self.faults.of_reading)
-        self._writer = make_writer(config, place.rank, self._outbox, self.faults.of_write, begin, readings)
+        begin = partial(
+            begin_helper,
+            device,
+            device.type == "cpu" and torch.get_num_threads() >= len(config.cores),
+        )
+        self.readings = readings = Readings(
+            readers or {}, config.memory_limit_kib << 10, self.faults.of_reading
+        )
+        self._writer = make_writer(
+            config, place.rank, self._outbox, self.faults.of_write, begin, readings
+        )
         self._reports = Reports(
-            config, place, self._writer, self.actions, hidden_size=self._hidden_size, dtype=self._dtype, num_layers=num_layers
+            config,
+            place,
+            self._writer,
+            self.actions,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+            num_layers=num_layers,
         )
         self._streams = Streams(
             open_store(config.capture_root),
@@ -127,56 +163,99 @@ class DataPlane:
             hidden_size=self._hidden_size,
             dtype=self._dtype,
         )
-        self.block_size = sys.maxsize if config.row_store_mib else 1  # of blocks whose rows are kept; set once it is known
-        self._overload = Overload(config.capture_overload, queue_bytes, lambda: self._writer.backlog)
+        # of blocks whose rows are kept; set once it is known
+        self.block_size = sys.maxsize if config.row_store_mib else 1
+        self._overload = Overload(
+            config.capture_overload, queue_bytes, lambda: self._writer.backlog
+        )
         self._mover = Mover(begin)
         self._room = Room(
-            self._slabs, queue_bytes, self._overload, self._mover, self._writer, self._streams, self._hidden_size, self._dtype
+            self._slabs,
+            queue_bytes,
+            self._overload,
+            self._mover,
+            self._writer,
+            self._streams,
+            self._hidden_size,
+            self._dtype,
         )
         residual = Part(RESIDUAL, sites, buffers)
-        self._banks = Banks(residual, inside, self.runs, self.faults.of_row, self._slabs, self._overload, self._mover, traced=traced)
+        self._banks = Banks(
+            residual,
+            inside,
+            self.runs,
+            self.faults.of_row,
+            self._slabs,
+            self._overload,
+            self._mover,
+            traced=traced,
+        )
         self._table = self._banks.table
         self._table.prepared.start()
         self._rows = HeldRows(self._table, self.actions)
-        self.rank_state = RankState(every, num_layers, self._table, self.actions, lambda: self._step)
+        self.rank_state = RankState(
+            every, num_layers, self._table, self.actions, lambda: self._step
+        )
         self._row_store, self._keeping = RowStore(self._mover), cast("Keeping | None", None)
         self._grading = Grading()
         waits, whole = device.type == "cpu", place.stages == 1
-        self._probes = Scorer(self._table.vectors, self._hidden_size, waits=waits, streams=whole, faulty=self.faults.of_score)
+        self._probes = Scorer(
+            self._table.vectors,
+            self._hidden_size,
+            waits=waits,
+            streams=whole,
+            faulty=self.faults.of_score,
+        )
         self.probe_news = self._probes.news  # of the step that ran last, as `found`
         self._view: StepView | None = None  # of the step that was planned and has not run
-        self.entering = Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device) if gate is not None else None
+        self.entering = (
+            Reentry(gate, self.runs, self._hidden_size, self._dtype, buffers.ring.device)
+            if gate is not None
+            else None
+        )
         self.loras = loras
-        self._unkept = 0  # the last step in which a failed request did not leave rows that the scheduler takes for kept
+        # the last step in which a failed request did not leave rows that the scheduler takes for
+        # kept
+        self._unkept = 0
         self._tracked: dict[str, Tracked] = {}
         self._taints = Taints()
         self._live: set[str] = set()  # keys of the tracked
-        self._ends: dict[str, int] = {}  # reported by the worker, for requests that have not finished here
-        self._finished: dict[str, tuple[Tracked, Finish]] = {}  # finished here; the worker has not reported where they end
+        # reported by the worker, for requests that have not finished here
+        self._ends: dict[str, int] = {}
+        # finished here; the worker has not reported where they end
+        self._finished: dict[str, tuple[Tracked, Finish]] = {}
         self.load = Load()
         self._traced = traced
         self._idle = False  # the forward that follows is of the idle family
         self._step = self._idle_steps = 0
         self._preemptions = 0
-        self._schedule = 0  # how batches were composed since this rank last began with nothing to do: two runs can be compared
+        # how batches were composed since this rank last began with nothing to do: two runs can be
+        # compared
+        self._schedule = 0
         self._token_rows = 0  # computed so far, rejected drafts included
 
-    # -- calls of the worker ------------------------------------------------------------------------------------------------
+    # -- calls of the worker
+    # ----------------------------------------------------------------------------------------------
 
     def cleanse(self, steps: list[int]) -> None:
-        """The prefix cache was reset at each rank's step in `steps`: earlier failures can no longer be served from it."""
+        """The prefix cache was reset at each rank's step in `steps`: earlier failures can no longer
+        be served from it.
+        """
         step = steps[self._place.rank]
-        self._taints.forget(step, {tracked.spec.digest for tracked in self._tracked.values() if tracked.failure})
+        self._taints.forget(
+            step, {tracked.spec.digest for tracked in self._tracked.values() if tracked.failure}
+        )
         if self._unkept <= step:
             self._unkept = 0
 
     def end(self, key: str, num_tokens: int) -> None:
-        """Record where a request (`RankSpec.key`) ends, as reported by the worker: after `num_tokens`, prompt included, or -1: forget it.
+        """Record where a request (`RankSpec.key`) ends, as reported by the worker: after
+        `num_tokens`, prompt included, or -1: forget it.
 
         Called in `begin`, with what travelled with the step: every rank gets it in the same one.
 
-        The engine may have computed more by then, and calls an output that a stop string ended, as well as a cancelled
-        one, aborted.
+        The engine may have computed more by then, and calls an output that a stop string ended, as
+        well as a cancelled one, aborted.
         """
         if key in self._finished:
             tracked, finish = self._finished.pop(key)
@@ -186,16 +265,21 @@ class DataPlane:
             self._ends[key] = num_tokens
 
     def expect(self, users: list[Any]) -> None:
-        """Lay out steering that requests will have soon, in a thread: each a `list[StoredSteering]` as plain containers."""
+        """Lay out steering that requests will have soon, in a thread: each a `list[StoredSteering]`
+        as plain containers.
+        """
         for user in users:
-            self._table.prepared.expect(lambda user=user: steering_rows(msgspec.convert(user, list[StoredSteering])))  # type: ignore[misc]
+            self._table.prepared.expect(
+                lambda user=user: steering_rows(msgspec.convert(user, list[StoredSteering]))
+            )  # type: ignore[misc]
 
     def restart(self) -> None:
-        """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next epoch.
+        """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next
+        epoch.
 
-        Every request that is here fails with the reason. The engine may go on with some of them, without any edit, until the
-        worker's abort arrives: they are kept as failed ones, so that none is resumed halfway and no request is
-        served the cache blocks that they fill.
+        Every request that is here fails with the reason. The engine may go on with some of them,
+        without any edit, until the worker's abort arrives: they are kept as failed ones, so that
+        none is resumed halfway and no request is served the cache blocks that they fill.
         """
         waiting = [tracked for tracked, _ in self._finished.values()]
         for tracked in [*waiting, *self._tracked.values()]:
@@ -211,14 +295,19 @@ class DataPlane:
         self.actions.restart()
 
     def divert(self, to: Diversion | None) -> None:
-        """Give captures and receipts to `to`: see `certify`. None: to where they belong, from a plane that never saw a request."""
+        """Give captures and receipts to `to`: see `certify`.
+
+        None: to where they belong, from a plane that never saw a request.
+        """
         self._writer.divert(to)
         if to is None:
             self.restart()
             self.actions.epoch = 0
             self._taints = Taints()
             self._row_store.clear()
-            self._unkept = self._idle_steps = self._preemptions = self._schedule = self._token_rows = 0
+            self._unkept = self._idle_steps = self._preemptions = self._schedule = (
+                self._token_rows
+            ) = 0
 
     def stamp(self, caveats: Sequence[str]) -> None:
         """The caveats of every later manifest."""
@@ -229,7 +318,9 @@ class DataPlane:
         self._reports.origin |= {"attention": tuple(attention), "routing": tuple(routing)}
 
     def fingerprint(self) -> str:
-        """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal where ranks of a stage are."""
+        """CRC32, 8 hex digits, of all that is here and of the table as the device has it: equal
+        where ranks of a stage are.
+        """
         loras = self.loras.names() if self.loras is not None else []
         content = self.rank_state.names(), self.runs.names(), loras, self._table.fingerprint()
         return f"{zlib.crc32(msgspec.msgpack.encode(content)):08x}"
@@ -283,7 +374,8 @@ class DataPlane:
         self._outbox.flush(FLUSH_S)
         self._outbox.close()
 
-    # -- the step -----------------------------------------------------------------------------------------------------------
+    # -- the step
+    # ----------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -295,21 +387,37 @@ class DataPlane:
         ends: Sequence[tuple[str, int]] = (),
         waiting: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Requests that ended before this step, then new ones: rows are released before they are acquired.
+        """Requests that ended before this step, then new ones: rows are released before they are
+        acquired.
 
-        `preempted`: requests that lost their KV cache before this step; their rows stay recorded. `resumed`: those that go on
-        now → tokens that the prefix cache serves them. `ends`: what `end` takes. `waiting`: specs of requests that will
-        come in a later step.
+        `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
+        `resumed`: those that go on now → tokens that the prefix cache serves them. `ends`: what
+        `end` takes. `waiting`: specs of requests that will come in a later step.
         """
         self._keeping = keeping
         self._step += 1
         self._preemptions += preempted
-        needed = {request_id: len(finish.token_ids) for request_id, finish in finished.items() if request_id in self._tracked}
+        needed = {
+            request_id: len(finish.token_ids)
+            for request_id, finish in finished.items()
+            if request_id in self._tracked
+        }
         with self._guard(self._tracked.values(), ""):
             self._judge(self._banks.settle(needed))
-        with self._guard([tracked for tracked in self._tracked.values() if tracked.watch is not None], "probe_failed"):
-            over = [watch for request_id in needed if (watch := self._tracked[request_id].watch) is not None]
-            self._probes.settle(wait=bool(needed) or any(tracked.gates is not None for tracked in self._tracked.values()), over=over)
+        with self._guard(
+            [tracked for tracked in self._tracked.values() if tracked.watch is not None],
+            "probe_failed",
+        ):
+            over = [
+                watch
+                for request_id in needed
+                if (watch := self._tracked[request_id].watch) is not None
+            ]
+            self._probes.settle(
+                wait=bool(needed)
+                or any(tracked.gates is not None for tracked in self._tracked.values()),
+                over=over,
+            )
         for request_id in sorted(finished):
             tracked = self._tracked.pop(request_id, None)
             if tracked is not None:
@@ -331,23 +439,35 @@ class DataPlane:
                 self._check_cached(self._tracked[request_id], cached_tokens)
         for block in keeping.serve if keeping else ():
             self._with_recording(block, self._row_store.serve)
-        if recording := [tracked for tracked in self._tracked.values() if tracked.recordings and not tracked.reported]:
+        if recording := [
+            tracked
+            for tracked in self._tracked.values()
+            if tracked.recordings and not tracked.reported
+        ]:
             with self._guard(recording, "capture_failed"):
                 self._room.make(recording, self._guard)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
-        """Whether the forward of these (request, first position, how many) is of the idle family, in which no site does anything.
+        """Whether the forward of these (request, first position, how many) is of the idle family,
+        in which no site does anything.
 
-        From what every rank is sent alone: the ranks of a stage must replay the same graph, also those that record nothing or whose
-        own plan fails. A forward that runs as Python has no families, and asks each site.
+        From what every rank is sent alone: the ranks of a stage must replay the same graph, also
+        those that record nothing or whose own plan fails. A forward that runs as Python has no
+        families, and asks each site.
         """
-        self._idle = self._traced and not (self._tracked and any(self._touches(*window) for window in windows))
+        self._idle = self._traced and not (
+            self._tracked and any(self._touches(*window) for window in windows)
+        )
         self._idle_steps += self._idle
         return self._idle
 
     def _touches(self, request_id: str, first: int, count: int) -> bool:
         tracked = self._tracked.get(request_id)
-        return tracked is not None and first < tracked.touched[1] and tracked.touched[0] < first + count
+        return (
+            tracked is not None
+            and first < tracked.touched[1]
+            and tracked.touched[0] < first + count
+        )
 
     def plan(self, view: StepView) -> None:
         """Fill the buffers for the forward pass that follows."""
@@ -357,14 +477,22 @@ class DataPlane:
             return
         places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
         self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
-        mine = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
+        mine = [
+            (self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked
+        ]
         if self._idle:
-            lost = {rows.id for _, rows in mine if self._touches(rows.id, rows.first_position, rows.num_rows)}
+            lost = {
+                rows.id
+                for _, rows in mine
+                if self._touches(rows.id, rows.first_position, rows.num_rows)
+            }
             for request_id in lost:
                 self._fail(self._tracked[request_id], _IDLE, "intervention_failed")
             mine = [(tracked, rows) for tracked, rows in mine if rows.id not in lost]
         for tracked, rows in mine:
-            if tracked.gates is not None and (why := tracked.decide(rows.first_position + rows.num_rows)):
+            if tracked.gates is not None and (
+                why := tracked.decide(rows.first_position + rows.num_rows)
+            ):
                 self._fail(tracked, f"{why} (rank {self._place.rank})", "probe_failed")
         with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
             self._banks.plan_steering(mine)
@@ -372,15 +500,22 @@ class DataPlane:
             if "plan" in self.faults:
                 raise RuntimeError("fault injected: plan")
             self._banks.plan_capture(mine)
-        with self._guard([tracked for tracked, _ in mine if tracked.rows or tracked.recordings], ""):
+        with self._guard(
+            [tracked for tracked, _ in mine if tracked.rows or tracked.recordings], ""
+        ):
             if "commit" in self.faults:
                 raise HostMemoryError("fault injected: commit")
             self._banks.commit()
         if self._banks.busy and self.faults.of_site():
             self._banks.lose_site()
         if self.entering is not None:
-            with self._guard([tracked for tracked, _ in mine if tracked.spec.entry is not None], "intervention_failed"):
-                self.entering.plan(mine, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed"))
+            with self._guard(
+                [tracked for tracked, _ in mine if tracked.spec.entry is not None],
+                "intervention_failed",
+            ):
+                self.entering.plan(
+                    mine, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed")
+                )
         if self._place.grades:
             self._grading.plan(mine, view)
 
@@ -405,7 +540,10 @@ class DataPlane:
             self.entering.done()
         if self._banks.busy:
             recorded: list[tuple[Recording, Extent]] = []
-            with self._guard([tracked for tracked in self._tracked.values() if tracked.recordings], "capture_failed"):
+            with self._guard(
+                [tracked for tracked in self._tracked.values() if tracked.recordings],
+                "capture_failed",
+            ):
                 recorded = self._banks.drain()
             self._score(recorded)
         with self._guard(self._tracked.values(), ""):
@@ -423,16 +561,27 @@ class DataPlane:
 
     def _score(self, recorded: list[tuple[Recording, Extent]]) -> None:
         """Score the rows of this step that probes watch, and those that the prefix cache served."""
-        if watched := [tracked for tracked in self._tracked.values() if tracked.watch is not None and not tracked.reported]:
+        if watched := [
+            tracked
+            for tracked in self._tracked.values()
+            if tracked.watch is not None and not tracked.reported
+        ]:
             with self._guard(watched, "probe_failed"):
-                self._probes.take(recorded, [recording for tracked in watched for recording in tracked.recordings.values()])
+                self._probes.take(
+                    recorded,
+                    [recording for tracked in watched for recording in tracked.recordings.values()],
+                )
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Of the step that ran last: (request, first position) of rows that are not finite. Waits for the step, in any thread."""
+        """Of the step that ran last: (request, first position) of rows that are not finite.
+
+        Waits for the step, in any thread.
+        """
         return self._banks.found()
 
     def _judge(self, found: Sequence[NonFinite | Miscount]) -> None:
-        """Fail the requests whose edits left rows that are not finite, or whose sites did not do what was planned.
+        """Fail the requests whose edits left rows that are not finite, or whose sites did not do
+        what was planned.
 
         Of other rows that are not finite, note that the model made them so.
         """
@@ -444,25 +593,46 @@ class DataPlane:
             if tracked is None or tracked.reported:
                 continue
             place = (each.site.hook, each.site.layer) if each.site is not None else None
-            if not each.edited and (tracked.unsound or precedes_edits(tracked.spec, each.position, place, after=False)):
+            if not each.edited and (
+                tracked.unsound or precedes_edits(tracked.spec, each.position, place, after=False)
+            ):
                 tracked.unsound = True
             else:
-                self._fail(tracked, f"{reason(tracked.spec, each)} (rank {self._place.rank})", "intervention_failed", since=each.step)
+                self._fail(
+                    tracked,
+                    f"{reason(tracked.spec, each)} (rank {self._place.rank})",
+                    "intervention_failed",
+                    since=each.step,
+                )
 
     def _miscounted(self, found: Miscount) -> None:
-        """Fail the request; where its rows were not captured as planned, also those that may have been served rows of that step."""
+        """Fail the request; where its rows were not captured as planned, also those that may have
+        been served rows of that step.
+        """
         concerned = [tracked for tracked in [self._tracked.get(found.id)] if tracked is not None]
         if found.kind == "capture_failed":
             self._row_store.clear()
             self._unkept = self._step
-            concerned += [each for each in self._tracked.values() if any(recording.reused for recording in each.recordings.values())]
+            concerned += [
+                each
+                for each in self._tracked.values()
+                if any(recording.reused for recording in each.recordings.values())
+            ]
         for tracked in concerned:
             self._fail(tracked, f"{found} (rank {self._place.rank})", found.kind, since=found.step)
 
-    def _with_recording(self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]) -> None:
-        """Let the row store act on the recording that a block's rows belong to, if this rank has one."""
+    def _with_recording(
+        self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]
+    ) -> None:
+        """Let the row store act on the recording that a block's rows belong to, if this rank has
+        one.
+        """
         tracked = self._tracked.get(block.request_id)
-        recording = tracked.recordings.get(block.capture) if tracked is not None and not tracked.reported else None
+        recording = (
+            tracked.recordings.get(block.capture)
+            if tracked is not None and not tracked.reported
+            else None
+        )
         if tracked is not None and recording is not None:
             with self._guard([tracked], "capture_failed"):
                 action(block.number, recording, block.first, block.stop)
@@ -475,32 +645,61 @@ class DataPlane:
         except Exception as error:
             logger.exception("the data plane failed in step %d", self._step)
             for request in list(tracked):
-                self._fail(request, f"internal error on rank {self._place.rank}: {type(error).__name__}: {error}", kind)
+                self._fail(
+                    request,
+                    f"internal error on rank {self._place.rank}: {type(error).__name__}: {error}",
+                    kind,
+                )
 
-    # -- requests -----------------------------------------------------------------------------------------------------------
+    # -- requests
+    # ----------------------------------------------------------------------------------------------
 
     def _admit(self, request: NewRequest) -> None:
         try:
             spec = msgspec.convert(request.spec, RankSpec)
         except msgspec.ValidationError as error:  # another version's, most likely
-            self._fail(unreadable(request.spec), f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: {error}", "")
+            self._fail(
+                unreadable(request.spec),
+                (
+                    f"rank {self._place.rank} (Midstream {__version__}) cannot read the request: "
+                    f"{error}"
+                ),
+                "",
+            )
             return
-        tracked = Tracked(spec, admitted=self._step, cached_tokens=request.cached_tokens, touched=touched(spec))
+        tracked = Tracked(
+            spec, admitted=self._step, cached_tokens=request.cached_tokens, touched=touched(spec)
+        )
         self._tracked[request.id] = tracked
         self._live.add(spec.key)
-        prepared, unprepared = self.readings.prepare(spec)  # every rank comes here: nothing of its own may keep it from it
+        # every rank comes here: nothing of its own may keep it from it
+        prepared, unprepared = self.readings.prepare(spec)
         if spec.version != __version__:
-            self._fail(tracked, f"the worker runs Midstream {spec.version}, but rank {self._place.rank} runs {__version__}", "")
+            self._fail(
+                tracked,
+                (
+                    f"the worker runs Midstream {spec.version}, but rank {self._place.rank} runs "
+                    f"{__version__}"
+                ),
+                "",
+            )
             return
         try:
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
                     self.rank_state.check_sites(hook, layers)
-            recordings = [self._banks.recording(capture, self._place.tp == 0) for capture in spec.captures]
-        except ValueError as error:  # it is steered all the same: its cached blocks say that they were
+            recordings = [
+                self._banks.recording(capture, self._place.tp == 0) for capture in spec.captures
+            ]
+        except ValueError as error:
+            # it is steered all the same: its cached blocks say that they were
             self._fail(tracked, str(error), "capture_failed")
         if not tracked.reported:
-            tracked.recordings = {number: recording for number, recording in enumerate(recordings) if recording is not None}
+            tracked.recordings = {
+                number: recording
+                for number, recording in enumerate(recordings)
+                if recording is not None
+            }
             with self._guard([tracked], "probe_failed"):
                 tracked.watch = self._probes.watch(request.id, spec, tracked.recordings.values())
                 tracked.gates = gates_of(spec, tracked.watch)
@@ -516,7 +715,10 @@ class DataPlane:
             if wanted and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
             if (most := max(columns_of(wanted), default=-1) + 1) > ROWS_PER_TOKEN:
-                raise ValueError(f"its steering takes {most} rows of the table at one token; at most {ROWS_PER_TOKEN} are allowed")
+                raise ValueError(
+                    f"its steering takes {most} rows of the table at one token; at most "
+                    f"{ROWS_PER_TOKEN} are allowed"
+                )
             for entry in (*spec.global_steering, *spec.steering):
                 self.rank_state.check_sites(entry.hook, entry.layers)
                 check_here([entry])
@@ -524,7 +726,8 @@ class DataPlane:
             if wanted:
                 self.actions.fold(self._step, "steer", *spec.ids, spec.digest)
         except Exception as error:
-            known = type(error) in (LookupError, ValueError)  # raised with a reason; a sweep may raise thousands of them
+            # raised with a reason; a sweep may raise thousands of them
+            known = type(error) in (LookupError, ValueError)
             logger.error("request %s cannot be steered: %s", spec.key, error, exc_info=not known)
             self._fail(tracked, str(error), "intervention_failed")
 
@@ -556,9 +759,11 @@ class DataPlane:
         """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
         if num_tokens >= 0:
             mine = token_ids[:num_tokens]
-            # The last sampled token was never fed back, unless a probe found in its row that the request ends there.
+            # The last sampled token was never fed back, unless a probe found in its row that the
+            # request ends there.
             rows = len(mine) - (1 if len(mine) < len(token_ids) or not tracked.stopped_by else 0)
-            for row, sites in tracked.edited:  # rejected drafts, and what was computed before the end was known, are not its own
+            for row, sites in tracked.edited:
+                # rejected drafts, and what was computed before the end was known, are not its own
                 beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
                 tracked.applied -= len(tracked.open_of(row, beyond)) * sites
             self._reports.over(self._step, tracked, mine, rows)
@@ -566,22 +771,32 @@ class DataPlane:
     def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure now, without waiting for the request to end.
 
-        The request goes on in the engine and fills cache blocks that claim its interventions: their digest is tainted.
+        The request goes on in the engine and fills cache blocks that claim its interventions: their
+        digest is tainted.
         `since`: the step in which it went wrong, where that is not this one.
         """
         self._reports.failed(self._step, tracked, message, kind)
         digest = tracked.spec.digest
         edited = kind not in ("capture_failed", "probe_failed")
-        shared = edited and tracked.spec.entry is None  # else no request, not even itself, is served what it fills under this digest
+        # else no request, not even itself, is served what it fills under this digest
+        shared = edited and tracked.spec.entry is None
         if digest and shared and (self._taints.add(digest, self._step) or since is not None):
             first = self._step if since is None else since
-            for other in list(self._tracked.values()):  # came in the same step or later, on blocks that this one was to fill
+            for other in list(self._tracked.values()):
+                # came in the same step or later, on blocks that this one was to fill
                 served = other.cached_tokens > other.spec.first_affected
-                if other.spec.digest == digest and other.admitted >= first and served and not other.reported:
+                if (
+                    other.spec.digest == digest
+                    and other.admitted >= first
+                    and served
+                    and not other.reported
+                ):
                     self._fail(other, _TAINTING, kind)
 
 
 def _give_up(error: Exception) -> None:
-    """Receipts cannot be kept or delivered: without them no request may succeed, so this rank must not go on."""
+    """Receipts cannot be kept or delivered: without them no request may succeed, so this rank must
+    not go on.
+    """
     logger.critical("this rank cannot deliver receipts: %s", error)
     os._exit(EXIT_NO_RECEIPTS)

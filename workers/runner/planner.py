@@ -1,7 +1,8 @@
-"""Planner of a step: fills the buffers with edited and recorded rows before the forward, empties them after.
+"""Planner of a step: fills the buffers with edited and recorded rows before the forward, empties
+them after.
 
-`row = first_row + position − first_position`, and only inside the step's window: so chunked prefill, preemption and
-resume need no case of their own.
+`row = first_row + position − first_position`, and only inside the step's window: so chunked
+prefill, preemption and resume need no case of their own.
 """
 
 import sys
@@ -37,26 +38,39 @@ class Tracked:
     """A live request with a spec."""
 
     spec: RankSpec
-    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)  # of the table, which it holds
-    columns: list[int] = field(default_factory=list)  # of each row: its place among those of one token
-    recordings: dict[int, Recording] = field(default_factory=dict)  # by index in `RankSpec.captures`
-    applied: int = 0  # token rows changed so far, over all sites of this rank; what is computed again counts once
+    rows: list[tuple[int, SteeringRow]] = field(
+        default_factory=list
+    )  # of the table, which it holds
+    columns: list[int] = field(
+        default_factory=list
+    )  # of each row: its place among those of one token
+    recordings: dict[int, Recording] = field(
+        default_factory=dict
+    )  # by index in `RankSpec.captures`
+    # token rows changed so far, over all sites of this rank; what is computed again counts once
+    applied: int = 0
     reached: int = 0  # the first position that was never computed
-    edited: list[tuple[SteeringRow, int]] = field(default_factory=list)  # its rows, once it is over, and how many sites each edits
+    edited: list[tuple[SteeringRow, int]] = field(
+        default_factory=list
+    )  # its rows, once it is over, and how many sites each edits
     failure: str = ""
     failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
     reported: bool = False
     admitted: int = 0  # the step in which it came, or went on after a preemption
     cached_tokens: int = 0  # served by the prefix cache then
     touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.specs.touched`
-    unsound: bool = False  # the model gave rows that are not finite, before any edit could reach them
+    unsound: bool = (
+        False  # the model gave rows that are not finite, before any edit could reach them
+    )
     accounted: bool = False  # the adapter that its rows are computed with is in the ledger
     watch: Watch | None = None  # the scores of its probes
     gates: Gates | None = None  # what they decide about its steering
     gated: bool = False  # whether they do of any of its rows
     stopped_by: str = ""  # the probe that ended it
     scores: list[ProbeScore] = field(default_factory=list)  # once it is over
-    graded: Callable[[], list[float]] | None = None  # what `RankSpec.grade` asked; waits for the values
+    graded: Callable[[], list[float]] | None = (
+        None  # what `RankSpec.grade` asked; waits for the values
+    )
 
     def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
         """From now on these rows edit its tokens, in this order."""
@@ -73,7 +87,9 @@ class Tracked:
         return ""
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
-        """Those of the positions that a row names at which it edits, where a probe may decide about that."""
+        """Those of the positions that a row names at which it edits, where a probe may decide about
+        that.
+        """
         if not row.gate:
             return positions
         return self.gates.among(row.gate, positions) if self.gates is not None else []
@@ -86,7 +102,9 @@ _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Positions of one request that one of its recordings wants of this step, all of them in a row."""
+    """Positions of one request that one of its recordings wants of this step, all of them in a
+    row.
+    """
 
     request: str
     recording: Recording
@@ -96,7 +114,10 @@ class _Wanted:
 
 
 class _Layout(NamedTuple):
-    """Where the rows of a step lie in its slab; not written to. Steps that generate one token of each request have it in common."""
+    """Where the rows of a step lie in its slab; not written to.
+
+    Steps that generate one token of each request have it in common.
+    """
 
     pattern: np.ndarray  # of each port
     tokens: list[np.ndarray]  # of each pattern: sorted, and each once
@@ -116,8 +137,15 @@ def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
     members, pattern = _patterns_of(tuple(groups))
     tokens = []
     for of_pattern in members.T.tolist():  # two captures of one request may name the same row
-        items = [item for member, of_group in zip(of_pattern, groups.values(), strict=True) if member for item in of_group]
-        tokens.append(_numbers([item.first_token for item in items], [item.count for item in items]))
+        items = [
+            item
+            for member, of_group in zip(of_pattern, groups.values(), strict=True)
+            if member
+            for item in of_group
+        ]
+        tokens.append(
+            _numbers([item.first_token for item in items], [item.count for item in items])
+        )
     per_port = np.array([len(each) for each in tokens])[pattern]
     first_tokens = np.array([item.first_token for item in wanted])
     slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)
@@ -126,11 +154,14 @@ def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
 
 @lru_cache(maxsize=64)
 def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups that want these ports: which groups are in each pattern, bool `[groups, patterns]`; the pattern of each port.
+    """Of groups that want these ports: which groups are in each pattern, bool `[groups, patterns]`;
+    the pattern of each port.
 
     The steps of a request want the same ports one after the other.
     """
-    members, pattern = np.unique(np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True)
+    members, pattern = np.unique(
+        np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True
+    )
     return members, pattern.reshape(-1)
 
 
@@ -140,12 +171,17 @@ def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
     ends = np.cumsum(lengths)
-    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(
+        ends[-1] if len(ends) else 0
+    )
     return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
 
 
 class Planner:
-    """One per rank. `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it."""
+    """One per rank.
+
+    `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it.
+    """
 
     def __init__(
         self,
@@ -173,13 +209,19 @@ class Planner:
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
         self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edits = False
-        self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # edits that each site is to make
-        self._edited: list[tuple[str, np.ndarray]] = []  # request, and the sites that one of its rows edits
+        self._edit_counts = np.zeros(
+            len(self._sites), dtype=np.int32
+        )  # edits that each site is to make
+        self._edited: list[
+            tuple[str, np.ndarray]
+        ] = []  # request, and the sites that one of its rows edits
         self._captured: list[tuple[str, np.ndarray]] = []
         self.due: Due | None = None  # what the current forward's sites are to do; None: nothing
         self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
         self._lists_end = 0
-        self._layout_key: list[tuple[bytes, int, int]] = []  # ports, first token and count of each run that `_layout` is of
+        self._layout_key: list[
+            tuple[bytes, int, int]
+        ] = []  # ports, first token and count of each run that `_layout` is of
         self._layout = _Layout(_NONE, [], _NONE, _NONE)
         self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
         self._step: StepRows | None = None
@@ -197,14 +239,19 @@ class Planner:
         return self._edits
 
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        """Plan the edits of these requests' rows; on an error nothing is edited. First of the two: it starts the step."""
+        """Plan the edits of these requests' rows; on an error nothing is edited.
+
+        First of the two: it starts the step.
+        """
         self._plan[:] = 0
         self._lists, self._lists_end = [], 0
         if self._edited:
             self._edits, self._edited = False, []
             self._edit_counts[:] = 0
             self._staging.clear_rows()
-        runs: list[tuple[int, int, int, int]] = []  # of tokens that one row edits: the first, how many, column, row
+        runs: list[
+            tuple[int, int, int, int]
+        ] = []  # of tokens that one row edits: the first, how many, column, row
         used: dict[int, np.ndarray] = {}  # row → its sites
         for tracked, place in mine:
             if not tracked.rows:
@@ -266,11 +313,15 @@ class Planner:
         if self._overload.drops():  # never what is scored: those rows do not wait for the writers
             for item in wanted:
                 if not item.recording.capture.scored:
-                    item.recording.dropped.update(range(item.first_position, item.first_position + item.count))
+                    item.recording.dropped.update(
+                        range(item.first_position, item.first_position + item.count)
+                    )
             wanted = [item for item in wanted if item.recording.capture.scored]
             if not wanted:
                 return
-        if (key := [(item.recording.wants, item.first_token, item.count) for item in wanted]) != self._layout_key:
+        if (
+            key := [(item.recording.wants, item.first_token, item.count) for item in wanted]
+        ) != self._layout_key:
             self._layout, self._layout_key = _layout_of(wanted), key
         pattern, tokens, base, slots = self._layout
         new = self._staging.new_rows(self._slabs, self._layout.rows, spill=self._overload.spills())
@@ -279,7 +330,8 @@ class Planner:
         self._step = step = StepRows(new.slab, base, pattern, new.landing)
         self._file = new.file
         self._runs = [
-            (item.recording, Extent(step, slot, item.first_position, item.count)) for item, slot in zip(wanted, slots, strict=True)
+            (item.recording, Extent(step, slot, item.first_position, item.count))
+            for item, slot in zip(wanted, slots, strict=True)
         ]
 
     def _forget_rows(self) -> None:
@@ -299,18 +351,35 @@ class Planner:
                 if isinstance(chosen, range):  # of consecutive positions
                     runs = [(chosen.start, len(chosen))] if chosen else []
                 else:
-                    runs = [(chosen[at], count) for at, count in contiguous(np.array(chosen))] if chosen else []
-                wanted += [_Wanted(place.id, recording, at, at + shift, count) for at, count in runs]
+                    runs = (
+                        [(chosen[at], count) for at, count in contiguous(np.array(chosen))]
+                        if chosen
+                        else []
+                    )
+                wanted += [
+                    _Wanted(place.id, recording, at, at + shift, count) for at, count in runs
+                ]
         return wanted
 
-    def _plan_ports(self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray) -> None:
-        """Fill the plan's columns of all ports; a pattern's token list is written once for all its ports."""
-        places = np.zeros((len(tokens), 4), dtype=np.int64)  # of each pattern: count, at, start, pattern
+    def _plan_ports(
+        self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray
+    ) -> None:
+        """Fill the plan's columns of all ports; a pattern's token list is written once for all its
+        ports.
+        """
+        places = np.zeros(
+            (len(tokens), 4), dtype=np.int64
+        )  # of each pattern: count, at, start, pattern
         for number, mine in enumerate(tokens):
             if len(mine):
                 count, at = self._list([mine])
                 self._staging.set_slots(number, mine)
-                places[number] = count, at, int(mine[0]) if mine[-1] - mine[0] == count - 1 else columns.SCATTERED, number
+                places[number] = (
+                    count,
+                    at,
+                    int(mine[0]) if mine[-1] - mine[0] == count - 1 else columns.SCATTERED,
+                    number,
+                )
         of_port = places[pattern]
         for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
             mine = of_port[after::2]
@@ -377,7 +446,9 @@ class Planner:
         self._busy = False
 
     def drain(self) -> list[tuple[Recording, Extent]]:
-        """Hand the captured rows of the forward that ran to their recordings, and return both; the next one does nothing until planned."""
+        """Hand the captured rows of the forward that ran to their recordings, and return both; the
+        next one does nothing until planned.
+        """
         recorded = self._runs
         try:
             if self._step is not None:

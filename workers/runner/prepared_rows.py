@@ -1,8 +1,9 @@
-"""Contents of configuration rows, laid out before a request needs them: by a thread of their own, and kept while there is room.
+"""Contents of configuration rows, laid out before a request needs them: by a thread of their own,
+and kept while there is room.
 
-Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two steps. What is prepared is what
-`RowTable.content` would give then, bit for bit, so ranks agree whichever thread prepared it. Rows of source runs are not kept: each is
-used once.
+Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two
+steps. What is prepared is what `RowTable.content` would give then, bit for bit, so ranks agree
+whichever thread prepared it. Rows of source runs are not kept: each is used once.
 """
 
 import logging
@@ -31,15 +32,24 @@ WAITING = 256
 class PreparedRows:
     """One per rank. `get` belongs to the model thread."""
 
-    def __init__(self, make: Callable[[SteeringRow], Joined], holds: Callable[[str], bool], kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        make: Callable[[SteeringRow], Joined],
+        holds: Callable[[str], bool],
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
         """`make`: lays a row out, in any thread. `holds`: whether this rank has a tensor."""
         self._make, self._holds, self._room = make, holds, kept_bytes
         self._kept: OrderedDict[str, Joined] = OrderedDict()  # by `SteeringRow.key`
         self._size = 0  # bytes of all that is kept
         self._under_way: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
-        self._expected: queue.Queue[Callable[[], Sequence[SteeringRow]] | None] = queue.Queue(WAITING)
-        self._thread = threading.Thread(target=self._run, name="midstream-row-preparer", daemon=True)
+        self._expected: queue.Queue[Callable[[], Sequence[SteeringRow]] | None] = queue.Queue(
+            WAITING
+        )
+        self._thread = threading.Thread(
+            target=self._run, name="midstream-row-preparer", daemon=True
+        )
 
     def start(self) -> None:
         """Start the thread; without it, rows are laid out when they are needed."""
@@ -51,7 +61,10 @@ class PreparedRows:
             self._thread.join()
 
     def expect(self, rows: Callable[[], Sequence[SteeringRow]]) -> None:
-        """Requests will need these rows soon; called in the thread. What cannot be laid out is refused when it is needed."""
+        """Requests will need these rows soon; called in the thread.
+
+        What cannot be laid out is refused when it is needed.
+        """
         if self._thread.is_alive() and not self._expected.full():
             self._expected.put(rows)
 
@@ -117,6 +130,9 @@ class PreparedRows:
 
 
 def rows_of(spec: dict[str, Any]) -> list[SteeringRow]:
-    """The rows that a request needs, of its `RankSpec` as plain containers. Raises msgspec.ValidationError."""
+    """The rows that a request needs, of its `RankSpec` as plain containers.
+
+    Raises msgspec.ValidationError.
+    """
     read = msgspec.convert(spec, RankSpec)
     return [*steering_rows(read.global_steering), *steering_rows(read.steering)]

@@ -1,7 +1,9 @@
-"""News of probes: what a step's scores mean for requests, on its way with the step's output to the scheduler and the worker.
+"""News of probes: what a step's scores mean for requests, on its way with the step's output to the
+scheduler and the worker.
 
-The last stage's first rank attaches it. A rank scores all rows of a step, also those of drafts that are rejected later and of tokens
-beyond an end that is not known yet: the scheduler knows which tokens were kept, and only their rows count.
+The last stage's first rank attaches it. A rank scores all rows of a step, also those of drafts that
+are rejected later and of tokens beyond an end that is not known yet: the scheduler knows which
+tokens were kept, and only their rows count.
 """
 
 from collections.abc import Sequence
@@ -9,8 +11,9 @@ from typing import Any, NamedTuple
 
 #: Attribute of a step's output.
 NEWS = "midstream_probe_news"
-#: Keys of what vLLM passes from scheduler to worker with a request's tokens: their scores, and the probe that ended the request.
-#: (vLLM's `stop_reason` is the user's stop string, which may be any text.)
+#: Keys of what vLLM passes from scheduler to worker with a request's tokens: their scores, and the
+#: probe that ended the request. (vLLM's `stop_reason` is the user's stop string, which may be any
+#: text.)
 SCORES, STOPPED_BY = "midstream_scores", "midstream_stopped_by"
 
 
@@ -44,7 +47,8 @@ class ProbeNews:
         self._scored: dict[str, list[Scored]] = {}
         self._ended: dict[str, str] = {}  # request → the probe that ended it
         self._over: list[str] = []
-        self._limits: dict[str, int] = {}  # of this step: the first position whose row does not count
+        # of this step: the first position whose row does not count
+        self._limits: dict[str, int] = {}
 
     def hear(self, news: Sequence[News]) -> None:
         self._limits.clear()
@@ -55,12 +59,17 @@ class ProbeNews:
         self._over.clear()
         for each in news:
             if each.stop_at >= 0:
-                self._stops[each.request_id] = min((each.stop_at, each.stopped_by), self._stops.get(each.request_id, (each.stop_at, "~")))
+                self._stops[each.request_id] = min(
+                    (each.stop_at, each.stopped_by),
+                    self._stops.get(each.request_id, (each.stop_at, "~")),
+                )
             if each.scored:
                 self._scored.setdefault(each.request_id, []).extend(each.scored)
 
     def cut(self, request: Any, new_token_ids: list[int]) -> tuple[list[int], str]:
-        """The step's tokens of a request that are kept, and which probe ends it behind them; empty: none does."""
+        """The step's tokens of a request that are kept, and which probe ends it behind them; empty:
+        none does.
+        """
         first = request.num_tokens  # the position of the first new token
         stop_at, name = self._stops.pop(request.request_id, (-1, ""))
         limit = first + len(new_token_ids) - 1  # the last new token has no row yet
@@ -79,11 +88,23 @@ class ProbeNews:
         return self._ended.get(request_id, "")
 
     def attach(self, outputs: Any) -> None:
-        """Let scores of kept tokens, and probes that ended requests, travel with the outputs of this step: client → `EngineCoreOutputs`."""
-        for output in (output for each in outputs.values() for output in each.outputs) if self._scored or self._ended else ():
-            scored, limit = self._scored.pop(output.request_id, []), self._limits.get(output.request_id, 0)
-            kept = {each.position: each for each in scored if each.position < limit}  # of one computed again, the last
-            more: dict[str, Any] = {SCORES: [list(kept[place]) for place in sorted(kept)]} if kept else {}
+        """Let scores of kept tokens, and probes that ended requests, travel with the outputs of
+        this step: client → `EngineCoreOutputs`.
+        """
+        for output in (
+            (output for each in outputs.values() for output in each.outputs)
+            if self._scored or self._ended
+            else ()
+        ):
+            scored, limit = (
+                self._scored.pop(output.request_id, []),
+                self._limits.get(output.request_id, 0),
+            )
+            # of one computed again, the last
+            kept = {each.position: each for each in scored if each.position < limit}
+            more: dict[str, Any] = (
+                {SCORES: [list(kept[place]) for place in sorted(kept)]} if kept else {}
+            )
             if name := self.ended_by(output.request_id):
                 more[STOPPED_BY] = name
             if more:

@@ -1,4 +1,6 @@
-"""Stacked weights of probes, so that one batched product scores all rows that the same probes read."""
+"""Stacked weights of probes, so that one batched product scores all rows that the same probes
+read.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,12 +21,16 @@ _KEPT = 64
 
 @dataclass(eq=False)
 class Stack:
-    """What is computed of the rows of all recordings that have the same probes at the same ports."""
+    """What is computed of the rows of all recordings that have the same probes at the same
+    ports.
+    """
 
     ports: np.ndarray
     weight: torch.Tensor  # `[ports, hidden_size, width]`
     bias: torch.Tensor  # `[ports, 1, width]`
-    flat: np.ndarray  # which of `ports × width` results are scores, in the order of the watch's columns
+    flat: (
+        np.ndarray
+    )  # which of `ports × width` results are scores, in the order of the watch's columns
     columns: slice | np.ndarray  # of the watch, ascending
 
 
@@ -81,12 +87,21 @@ class Stacks:
                 if at == side.at:
                     ports.setdefault(side.ports[hook, layer], []).append(place)
             parts = [[probes[here[place]] for place in places] for places in ports.values()]
-            columns = [column for places in ports.values() for place in places for column in kind.columns[place]]
+            columns = [
+                column
+                for places in ports.values()
+                for place in places
+                for column in kind.columns[place]
+            ]
             stacks.append(self._stack(list(ports), parts, columns))
         return Plan(here, kind, stacks)
 
-    def _stack(self, ports: Sequence[int], probes: Sequence[Sequence[StoredProbe]], columns: Sequence[int]) -> Stack:
-        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port, probe after probe, label after label."""
+    def _stack(
+        self, ports: Sequence[int], probes: Sequence[Sequence[StoredProbe]], columns: Sequence[int]
+    ) -> Stack:
+        """`probes`: of each port; `columns`: of the watch, where their scores go, port after port,
+        probe after probe, label after label.
+        """
         parts = [[self._weights(probe) for probe in of_port] for of_port in probes]
         widths = [sum(len(bias) for _, bias in part) for part in parts]
         weight = torch.zeros(len(parts), max(widths), self._hidden_size)
@@ -94,14 +109,22 @@ class Stacks:
         for number, part in enumerate(parts):
             weight[number, : widths[number]] = torch.cat([each for each, _ in part])
             bias[number, 0, : widths[number]] = torch.cat([each for _, each in part])
-        flat = np.concatenate([number * max(widths) + np.arange(width) for number, width in enumerate(widths)])
+        flat = np.concatenate(
+            [number * max(widths) + np.arange(width) for number, width in enumerate(widths)]
+        )
         order = np.argsort(columns)
         of_watch = np.array(columns)[order]
         first, count = int(of_watch[0]), len(of_watch)
-        together = slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch  # a slice is much quicker
-        return Stack(np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together)
+        together = (
+            slice(first, first + count) if int(of_watch[-1]) == first + count - 1 else of_watch
+        )  # a slice is much quicker
+        return Stack(
+            np.array(ports), weight.transpose(1, 2).contiguous(), bias, flat[order], together
+        )
 
     def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:
         labels = len(probe.content.labels)
         weight, bias = probe.content.tensors
-        return self._vectors.get(weight, [labels, self._hidden_size]), self._vectors.get(bias, [labels])
+        return self._vectors.get(weight, [labels, self._hidden_size]), self._vectors.get(
+            bias, [labels]
+        )

@@ -1,7 +1,8 @@
 """Keeps KV blocks that hold values which are not finite out of the prefix cache.
 
-The last stage's first rank attaches to a step's output which requests had such rows, and from which position on. The scheduler
-evicts their blocks from that position on, and gives those requests block hashes that no other request has.
+The last stage's first rank attaches to a step's output which requests had such rows, and from which
+position on. The scheduler evicts their blocks from that position on, and gives those requests block
+hashes that no other request has.
 """
 
 from collections import OrderedDict
@@ -10,7 +11,8 @@ from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-#: Attribute of a step's output: (request id, first position) of each request with rows that were not finite.
+#: Attribute of a step's output: (request id, first position) of each request with rows that were
+#: not finite.
 _FOUND = "midstream_non_finite"
 #: Attribute of a request: the first position from which on its blocks are its own.
 _PRIVATE_FROM = "midstream_private_from"
@@ -21,7 +23,9 @@ Found = Sequence[tuple[str, int]]
 
 
 def attach(output: Any, found: Callable[[], Sequence[Any]], name: str = _FOUND) -> Any:
-    """A step's output with what was found in it, as attribute `name`; of an asynchronous output `found` is called when it is ready."""
+    """A step's output with what was found in it, as attribute `name`; of an asynchronous output
+    `found` is called when it is ready.
+    """
     if isinstance(output, AsyncModelRunnerOutput):
         get_output = output.get_output
 
@@ -30,7 +34,11 @@ def attach(output: Any, found: Callable[[], Sequence[Any]], name: str = _FOUND) 
 
         output.get_output = with_found
         return output
-    return _with(output, found(), name) if isinstance(output, ModelRunnerOutput) and output.req_ids else output
+    return (
+        _with(output, found(), name)
+        if isinstance(output, ModelRunnerOutput) and output.req_ids
+        else output
+    )
 
 
 def _with(output: ModelRunnerOutput, found: Sequence[Any], name: str) -> ModelRunnerOutput:
@@ -45,7 +53,9 @@ def found_in(output: Any) -> Found:
 
 
 def private(request: Any, end: int) -> str:
-    """What the hash of a block that ends before token `end` must include so that no other request finds the block; or nothing."""
+    """What the hash of a block that ends before token `end` must include so that no other request
+    finds the block; or nothing.
+    """
     start = getattr(request, _PRIVATE_FROM, None)
     return request.request_id if start is not None and end > start else ""
 
@@ -55,10 +65,13 @@ class Quarantine:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._left: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()  # freed request → block size, block ids; for each group
+        # freed request → block size, block ids; for each group
+        self._left: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()
 
     def isolate(self, request: Any, request_id: str, position: int) -> bool:
-        """Exclude the request's blocks from `position` on from reuse. `request`: None when it has ended.
+        """Exclude the request's blocks from `position` on from reuse.
+
+        `request`: None when it has ended.
 
         Returns whether its hashes must change.
         """

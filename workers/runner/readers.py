@@ -1,4 +1,6 @@
-"""The readers of a rank: for each kind of reading what computes it on the loaded model, or why nothing does."""
+"""The readers of a rank: for each kind of reading what computes it on the loaded model, or why
+nothing does.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
@@ -17,7 +19,10 @@ from .tuned_maps import TunedMaps
 if TYPE_CHECKING:
     from .architectures import Adapter
 
-_STAGES = "the output matrix is on the last pipeline stage alone, out of reach of the layers of other stages"
+_STAGES = (
+    "the output matrix is on the last pipeline stage alone, out of reach of the "
+    "layers of other stages"
+)
 
 
 def readers_of(
@@ -34,10 +39,13 @@ def readers_of(
 ) -> tuple[dict[type, Reader], dict[str, str]]:
     """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
 
-    `reduce`: the sum over the ranks of the stage. `sites`: (hook, layer) whose features this rank reads. `lens_dir`: the folder that
-    tuned lenses are below. `installed`: by name.
+    `reduce`: the sum over the ranks of the stage. `sites`: (hook, layer) whose features this rank
+    reads. `lens_dir`: the folder that tuned lenses are below. `installed`: by name.
     """
-    readers: dict[type, Reader] = {StoredReader: InstalledReaders(installed or {}), StoredFeatures: Features(sites)}
+    readers: dict[type, Reader] = {
+        StoredReader: InstalledReaders(installed or {}),
+        StoredFeatures: Features(sites),
+    }
     try:
         if stages > 1:
             raise NoHeadError(_STAGES)
@@ -45,4 +53,7 @@ def readers_of(
             head = Head(model, adapter, dtype, device)
     except Exception as error:  # an unusual model is served without a lens
         return readers, {"lens": str(error) or type(error).__name__, "reader": ""}
-    return {**readers, StoredLens: Lens(head, reduce, TunedMaps(lens_dir))}, {"lens": "", "reader": ""}
+    return {**readers, StoredLens: Lens(head, reduce, TunedMaps(lens_dir))}, {
+        "lens": "",
+        "reader": "",
+    }

@@ -1,7 +1,8 @@
-"""Readings: computes what requests ask of captured rows, in the writer threads, with modules of the loaded model.
+"""Readings: computes what requests ask of captured rows, in the writer threads, with modules of the
+loaded model.
 
-Readers run beside the engine's forward passes. They take part in no collective call: a reading that needs every rank of a stage is
-computed in parts, which the host joins (`StoredCapture.everywhere`).
+Readers run beside the engine's forward passes. They take part in no collective call: a reading that
+needs every rank of a stage is computed in parts, which the host joins (`StoredCapture.everywhere`).
 """
 
 import logging
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 HEADER_BYTES = 1 << 14
 
 
-#: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises ReadingError, or anything.
+#: (the capture, with its reading; its index in `RankSpec.captures`) → the rank's part. Raises
+#: ReadingError, or anything.
 Reader = Callable[[FinishedCapture, int], Part]
 
 
@@ -31,21 +33,32 @@ class Preparing(Protocol):
     """A reader that needs something of other ranks."""
 
     def prepare(self, reading: Any) -> Any:
-        """What `FinishedCapture.prepared` is to be. Called when a request begins, by every rank of the stage in the same step, so that it
-        may make collective calls; whether it raises must not depend on the rank."""
+        """What `FinishedCapture.prepared` is to be.
+
+        Called when a request begins, by every rank of the stage in the same step, so that it may
+        make collective calls; whether it raises must not depend on the rank.
+        """
 
 
 class Readings:
     """The consumer of captures that are read instead of stored. Called from writer threads."""
 
-    def __init__(self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False) -> None:
-        """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part. `fails`: tests only, reading fails while true."""
+    def __init__(
+        self, readers: Mapping[type, Reader], limit: int, fails: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`readers`: by the type of `StoredCapture.reading`.
+
+        `limit`: bytes of a part. `fails`: tests only, reading fails while true.
+        """
         self._readers, self._limit, self._fails = dict(readers), limit, fails
         each: Mapping[type, object] = readers
-        self._preparing = {kind: reader for kind, reader in each.items() if isinstance(reader, Preparing)}
+        self._preparing = {
+            kind: reader for kind, reader in each.items() if isinstance(reader, Preparing)
+        }
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
-        """What readers need of other ranks, by the capture's number; and why there is none, which is the same on every rank.
+        """What readers need of other ranks, by the capture's number; and why there is none, which
+        is the same on every rank.
 
         Called by every rank of the stage in the same step.
         """
@@ -83,13 +96,20 @@ class Readings:
         if reader is None or wanted.reading is None:
             raise ReadingError(f"this rank has no reader for {type(wanted.reading).__name__}")
         if capture.dropped:
-            raise ReadingError(f"rows of {len(capture.dropped)} positions were dropped under overload")
+            raise ReadingError(
+                f"rows of {len(capture.dropped)} positions were dropped under overload"
+            )
         if capture.unsound is not None:
             hook, layer, position = capture.unsound
-            raise ReadingError(f"the row at {hook} of layer {layer}, position {position}, is not finite")
+            raise ReadingError(
+                f"the row at {hook} of layer {layer}, position {position}, is not finite"
+            )
         size = wanted.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
         if size > self._limit:
-            raise ReadingError(f"{size} bytes exceed the response limit of {self._limit} ({self._limit >> 10} KiB, memory_limit_kib)")
+            raise ReadingError(
+                f"{size} bytes exceed the response limit of {self._limit} ({self._limit >> 10} "
+                "KiB, memory_limit_kib)"
+            )
         with torch.inference_mode():
             raw = to_msgpack(reader(capture, index_of(capture)))
         if len(raw) > size + HEADER_BYTES:
@@ -103,9 +123,15 @@ def index_of(capture: FinishedCapture) -> int:
 
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int, device: Any = "cpu") -> torch.Tensor:
-    """`[positions, hidden]` of one site in the dtype that they were captured in, in memory of their own, on `device`."""
+    """`[positions, hidden]` of one site in the dtype that they were captured in, in memory of their
+    own, on `device`.
+    """
     raw = np.frombuffer(b"".join(capture.rows(hook, layer)), dtype=DTYPES[capture.dtype].raw).copy()
-    held = torch.from_numpy(raw).view(getattr(torch, capture.dtype)).view(len(capture.positions), capture.hidden_size)
+    held = (
+        torch.from_numpy(raw)
+        .view(getattr(torch, capture.dtype))
+        .view(len(capture.positions), capture.hidden_size)
+    )
     return held.to(device)
 
 

@@ -37,12 +37,19 @@ class Reports:
         self._config, self._place, self._writer, self._actions = config, place, writer, actions
         self._hidden_size, self._dtype = hidden_size, dtype
         self.origin: dict[str, Any] = {
-            "worker": config.worker, "rank": place.rank, "pp": place.pp, "stages": place.stages, "num_layers": num_layers,
-            "caveats": tuple(config.caveats), "identity": config.identity,
-        }  # fmt: skip
+            "worker": config.worker,
+            "rank": place.rank,
+            "pp": place.pp,
+            "stages": place.stages,
+            "num_layers": num_layers,
+            "caveats": tuple(config.caveats),
+            "identity": config.identity,
+        }
 
     def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
-        """The request ended with these tokens, prompt included: write what was recorded of the first `rows`, then report."""
+        """The request ended with these tokens, prompt included: write what was recorded of the
+        first `rows`, then report.
+        """
         if tracked.reported:
             return
         if self._place.grades and (lack := lacking(tracked)):
@@ -59,9 +66,16 @@ class Reports:
                 tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
             self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
         tracked.reported = True
-        recordings = [recording for recording in tracked.recordings.values() if not recording.capture.scored]
-        builds = [partial(self._build, tracked, recording, token_ids, rows) for recording in recordings]
-        size = sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings) * self._dtype.itemsize
+        recordings = [
+            recording for recording in tracked.recordings.values() if not recording.capture.scored
+        ]
+        builds = [
+            partial(self._build, tracked, recording, token_ids, rows) for recording in recordings
+        ]
+        size = (
+            sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings)
+            * self._dtype.itemsize
+        )
         self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
 
     def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
@@ -73,8 +87,13 @@ class Reports:
             recording.forget()
         self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
 
-    def _build(self, tracked: Tracked, recording: Recording, token_ids: list[int], rows: int) -> FinishedCapture:
-        """Runs in a writer thread. Raises InterventionError for a row that is not finite, unless the unedited model made it so."""
+    def _build(
+        self, tracked: Tracked, recording: Recording, token_ids: list[int], rows: int
+    ) -> FinishedCapture:
+        """Runs in a writer thread.
+
+        Raises InterventionError for a row that is not finite, unless the unedited model made it so.
+        """
         place = self._place
         capture = recording.finish(
             tracked.spec,
@@ -86,9 +105,14 @@ class Reports:
         )
         if capture.unsound is not None and not tracked.unsound:
             hook, layer, position = capture.unsound
-            if not precedes_edits(tracked.spec, position, (hook, layer), after=recording.capture.at == "after"):
+            if not precedes_edits(
+                tracked.spec, position, (hook, layer), after=recording.capture.at == "after"
+            ):
                 where = f"{hook} of layer {layer}, position {position}"
-                raise InterventionError(f"the captured row at {where} is not finite, after edits of this request (rank {place.rank})")
+                raise InterventionError(
+                    f"the captured row at {where} is not finite, after edits of this request (rank "
+                    f"{place.rank})"
+                )
         return capture
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:

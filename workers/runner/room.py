@@ -1,4 +1,6 @@
-"""Bounds the host memory of recorded rows: compacts what pins a slab, and hands long captures' rows to the writers."""
+"""Bounds the host memory of recorded rows: compacts what pins a slab, and hands long captures' rows
+to the writers.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,15 +36,23 @@ class Room:
     ) -> None:
         """`floor`: bytes of slabs below which nothing is compacted."""
         self._slabs, self.floor, self._overload, self._mover = slabs, floor, overload, mover
-        self._writer, self._streams, self._hidden_size, self._dtype = writer, streams, hidden_size, dtype
+        self._writer, self._streams, self._hidden_size, self._dtype = (
+            writer,
+            streams,
+            hidden_size,
+            dtype,
+        )
 
     def make(self, tracked: Sequence[Tracked], guard: Guard) -> None:
         """Before a step: wait where captures must not be dropped, then compact.
 
-        A row of a request in its slab holds the rows of all others of that step. When that adds up, have what is needed copied.
+        A row of a request in its slab holds the rows of all others of that step. When that adds up,
+        have what is needed copied.
         """
         self._overload.wait()
-        recordings = [(each, recording) for each in tracked for recording in each.recordings.values()]
+        recordings = [
+            (each, recording) for each in tracked for recording in each.recordings.values()
+        ]
         for each, recording in recordings:
             if not recording.settles:
                 continue
@@ -51,19 +61,29 @@ class Room:
         self._slabs.collect()
         if self._slabs.alive <= self.floor:
             return
-        rows = sum(recording.num_rows * recording.width(self._hidden_size) for _, recording in recordings)
+        rows = sum(
+            recording.num_rows * recording.width(self._hidden_size) for _, recording in recordings
+        )
         needed = rows * self._dtype.itemsize + self._writer.backlog
         if self._slabs.alive > 2 * needed:
             for _, recording in recordings:
                 recording.compact(self._mover)
 
-    def leave(self, view: StepView | None, requests: Mapping[str, Tracked], block_size: int, guard: Guard) -> None:
-        """After a step: hand the writers the rows of long captures that this rank needs no more; blocks are kept when they are full."""
+    def leave(
+        self, view: StepView | None, requests: Mapping[str, Tracked], block_size: int, guard: Guard
+    ) -> None:
+        """After a step: hand the writers the rows of long captures that this rank needs no more;
+        blocks are kept when they are full.
+        """
         for rows in view.requests if view is not None else ():
             tracked = requests.get(rows.id)
             if tracked is None or tracked.reported:
                 continue
-            leaving = [recording for recording in tracked.recordings.values() if recording.stream is not None]
+            leaving = [
+                recording
+                for recording in tracked.recordings.values()
+                if recording.stream is not None
+            ]
             if not leaving and tracked.watch is None:
                 continue
             reached = rows.first_position + rows.num_rows

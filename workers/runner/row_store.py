@@ -1,4 +1,6 @@
-"""Store of captured rows of cached prompts on a rank, under the scheduler's numbers; see `row_index`."""
+"""Store of captured rows of cached prompts on a rank, under the scheduler's numbers; see
+`row_index`.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -7,7 +9,8 @@ from concurrent.futures import TimeoutError as LateError
 from .capture import Extent, Recording
 from .mover import Mover
 
-#: How long a step waits for the copy of rows that were recorded shortly before: the mover is never that far behind.
+#: How long a step waits for the copy of rows that were recorded shortly before: the mover is never
+#: that far behind.
 PATIENCE_S = 30.0
 
 
@@ -27,14 +30,19 @@ class RowStore:
         return sum(_size(copies) for copies in self._kept.values())
 
     def keep(self, number: int, recording: Recording, first: int, stop: int) -> None:
-        """Keep the recorded rows of positions `first … stop`; those that were not recorded are not there."""
+        """Keep the recorded rows of positions `first … stop`; those that were not recorded are not
+        there.
+        """
         selection = recording.selection(first, stop)
         if selection is not None:
             self._kept[number] = self._mover.submit(selection.copy)
 
     def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
         """Give a recording the kept rows. Raises LookupError when they are not there."""
-        lost = f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are not available"
+        lost = (
+            f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are "
+            "not available"
+        )
         if number not in self._kept:
             raise LookupError(lost)
         try:
@@ -51,7 +59,9 @@ class RowStore:
                 copies.cancel()
 
     def clear(self) -> None:
-        """Keep nothing: a step did not capture what it should have, and these rows may be among them."""
+        """Keep nothing: a step did not capture what it should have, and these rows may be among
+        them.
+        """
         self.drop(list(self._kept))
 
 

@@ -1,7 +1,8 @@
 """A sparse autoencoder in float32: from rows to features, as sae-lens computes them.
 
-Sources of the architectures: Bricken et al. 2023 (Towards Monosemanticity); gated, Rajamanoharan et al. 2024, arXiv:2404.16014; JumpReLU,
-Rajamanoharan et al. 2024, arXiv:2407.14435; top-k, Gao et al. 2024, arXiv:2406.04093.
+Sources of the architectures: Bricken et al. 2023 (Towards Monosemanticity); gated, Rajamanoharan et
+al. 2024, arXiv:2404.16014; JumpReLU, Rajamanoharan et al. 2024, arXiv:2407.14435; top-k, Gao et al.
+2024, arXiv:2406.04093.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,9 @@ CHUNK_BYTES = 32 << 20
 
 
 class Scaled(NamedTuple):
-    """Normalised rows, and how a reconstruction of them becomes one of the rows: times `scale`, plus `shift`."""
+    """Normalised rows, and how a reconstruction of them becomes one of the rows: times `scale`,
+    plus `shift`.
+    """
 
     rows: torch.Tensor
     scale: torch.Tensor | float
@@ -48,7 +51,9 @@ NORMALISATIONS: dict[str, Callable[[torch.Tensor], Scaled]] = {
 
 
 class TopFeatures(NamedTuple):
-    """Of n rows the `k` most active features, most active first; where fewer are active, −1 and 0."""
+    """Of n rows the `k` most active features, most active first; where fewer are active, −1 and
+    0.
+    """
 
     indices: np.ndarray  # int32 [n, k]
     activations: np.ndarray  # float32 [n, k]
@@ -62,7 +67,11 @@ class Autoencoder:
     def __init__(self, form: SaeForm, tensors: Mapping[str, torch.Tensor]) -> None:
         self.form, self._tensors = form, tensors
         self._bias = tensors["b_dec"] if form.apply_b_dec_to_input else None
-        self._lengths = torch.linalg.vector_norm(tensors["W_dec"], dim=1) if form.rescale_acts_by_decoder_norm else None
+        self._lengths = (
+            torch.linalg.vector_norm(tensors["W_dec"], dim=1)
+            if form.rescale_acts_by_decoder_norm
+            else None
+        )
         self._opening = tensors["r_mag"].exp() if form.architecture == "gated" else None
 
     @property
@@ -80,9 +89,13 @@ class Autoencoder:
         return torch.addmm(self._tensors["b_dec"], activations, self._tensors["W_dec"])
 
     def top(self, rows: torch.Tensor, k: int) -> TopFeatures:
-        """The most active features of rows `[n, d_in]` of any dtype, encoded in chunks of `CHUNK_BYTES`."""
+        """The most active features of rows `[n, d_in]` of any dtype, encoded in chunks of
+        `CHUNK_BYTES`.
+        """
         parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in self._chunks(rows)]
-        indices, activations, active, errors = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+        indices, activations, active, errors = (
+            torch.cat(column).numpy() for column in zip(*parts, strict=True)
+        )
         return TopFeatures(indices, activations, active, errors)
 
     def _chunks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -93,8 +106,15 @@ class Autoencoder:
         activations = self._encode(scaled.rows)
         values, indices = activations.topk(k, dim=1)
         found = self._decode_active(activations) * scaled.scale + scaled.shift
-        errors = torch.linalg.vector_norm(rows - found, dim=1) / torch.linalg.vector_norm(rows, dim=1)
-        return indices.masked_fill(values == 0, -1).int(), values, activations.count_nonzero(1).int(), errors
+        errors = torch.linalg.vector_norm(rows - found, dim=1) / torch.linalg.vector_norm(
+            rows, dim=1
+        )
+        return (
+            indices.masked_fill(values == 0, -1).int(),
+            values,
+            activations.count_nonzero(1).int(),
+            errors,
+        )
 
     def _decode_active(self, activations: torch.Tensor) -> torch.Tensor:
         """As `decode`, from the active features alone: they are few."""
@@ -103,7 +123,9 @@ class Autoencoder:
         if self._lengths is not None:
             values = values / self._lengths[features]
         starts = torch.searchsorted(rows, torch.arange(len(activations)))
-        return self._tensors["b_dec"] + embedding_bag(features, self._tensors["W_dec"], starts, mode="sum", per_sample_weights=values)
+        return self._tensors["b_dec"] + embedding_bag(
+            features, self._tensors["W_dec"], starts, mode="sum", per_sample_weights=values
+        )
 
     def _encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Of normalised rows."""
@@ -132,7 +154,13 @@ def load(folder: Path, digest: str) -> Autoencoder:
     """The SAE in `folder`, which must have this content. Raises SaeError."""
     with reading(folder) as (content, file):
         if content.digest != digest:
-            detail = f"its files have changed since it was registered (now {content.digest[:12]} instead of {digest[:12]})"
+            detail = (
+                f"its files have changed since it was registered (now {content.digest[:12]} "
+                f"instead of {digest[:12]})"
+            )
             raise SaeError(f"{detail}: register it again")
-        tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in tensors_of(content.form, file).items()}
+        tensors = {
+            name: torch.from_numpy(np.array(tensor))
+            for name, tensor in tensors_of(content.form, file).items()
+        }
     return Autoencoder(content.form, tensors)

@@ -1,5 +1,6 @@
-"""Slabs: memory for captured rows between forward pass and disk. They are reused, because touching fresh
-pages costs more than copying the rows.
+"""Slabs: memory for captured rows between forward pass and disk.
+
+They are reused, because touching fresh pages costs more than copying the rows.
 """
 
 import os
@@ -24,32 +25,47 @@ _LOOSE = 2
 class SlabPool:
     """Used from one thread; slabs may be dropped in any."""
 
-    def __init__(self, keep_bytes: int, spill_dir: Path | None = None, *, pinned: bool = False) -> None:
-        """`keep_bytes`: unused memory that is kept for later slabs in any case; `pinned`: page-locked, for copies from an accelerator."""
+    def __init__(
+        self, keep_bytes: int, spill_dir: Path | None = None, *, pinned: bool = False
+    ) -> None:
+        """`keep_bytes`: unused memory that is kept for later slabs in any case; `pinned`:
+        page-locked, for copies from an accelerator.
+        """
         self._keep, self._spill_dir, self._pinned = keep_bytes, spill_dir, pinned
-        self.alive = 0  # bytes that slabs in use hold, or copies that have not landed; spilled ones not counted
+        # bytes that slabs in use hold, or copies that have not landed; spilled ones not counted
+        self.alive = 0
         self.spilled = 0  # bytes so far
-        self._free: OrderedDict[int, list[torch.Tensor]] = OrderedDict()  # size → uint8 memories; least recently used first
+        self._free: OrderedDict[int, list[torch.Tensor]] = (
+            OrderedDict()
+        )  # size → uint8 memories; least recently used first
         self._free_bytes = 0
-        self._recent: deque[int] = deque(maxlen=_RECENT)  # `alive` as each of the last slabs was made
+        self._recent: deque[int] = deque(
+            maxlen=_RECENT
+        )  # `alive` as each of the last slabs was made
         # Filled from any thread, by garbage collection too: no lock there.
         self._returned: deque[tuple[torch.Tensor, Landing]] = deque()
 
-    def new_slab(self, rows: int, hidden_size: int, dtype: torch.dtype, landing: Landing = LANDED) -> torch.Tensor:
+    def new_slab(
+        self, rows: int, hidden_size: int, dtype: torch.dtype, landing: Landing = LANDED
+    ) -> torch.Tensor:
         """An uninitialised CPU slab `[rows, hidden_size]`.
 
-        Its memory is reused once nothing refers to it or to a view of it, and `landing` is done: a copy that is on its way
-        would write over the next slab's rows. Raises HostMemoryError.
+        Its memory is reused once nothing refers to it or to a view of it, and `landing` is done: a
+        copy that is on its way would write over the next slab's rows. Raises HostMemoryError.
         """
         size = rows * hidden_size * dtype.itemsize
         self.collect()
         memory = self._take(_size_class(size))
-        lent = memory.numpy()[:size]  # an object of its own, to which the slab and all its views refer
+        lent = memory.numpy()[
+            :size
+        ]  # an object of its own, to which the slab and all its views refer
         weakref.finalize(lent, self._returned.append, (memory, landing)).atexit = False
         return torch.from_numpy(lent).view(dtype).view(rows, hidden_size)
 
     def new_file(self, rows: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same in a file without a name, mapped. Its blocks are reserved first: a full disk is an error here, not a fault later.
+        """The same in a file without a name, mapped.
+
+        Its blocks are reserved first: a full disk is an error here, not a fault later.
 
         Raises OSError.
         """
@@ -67,7 +83,9 @@ class SlabPool:
         return memory.view(dtype).view(rows, hidden_size)
 
     def collect(self) -> None:
-        """Reclaim the memory of slabs without references into which nothing is being copied any more."""
+        """Reclaim the memory of slabs without references into which nothing is being copied any
+        more.
+        """
         for _ in range(len(self._returned)):
             memory, landing = self._returned[0]
             done = landing.done()
@@ -79,7 +97,8 @@ class SlabPool:
             self._free.setdefault(len(memory), []).append(memory)
             self._free.move_to_end(len(memory))
             self._free_bytes += len(memory)
-        # Steps of about the same size follow one another: what one has touched, a later one need not touch first.
+        # Steps of about the same size follow one another: what one has touched, a later one need
+        # not touch first.
         while self._free_bytes > max(self._keep, max(self._recent, default=0) - self.alive):
             self._pop(next(iter(self._free)))
 
@@ -100,6 +119,8 @@ class SlabPool:
 
 
 def _size_class(size: int) -> int:
-    """At least `size`, and less than an eighth more, so that slabs of similar sizes share memories."""
+    """At least `size`, and less than an eighth more, so that slabs of similar sizes share
+    memories.
+    """
     step = max(_SMALLEST, 1 << max(0, (size - 1).bit_length() - 4))
     return -(-size // step) * step

@@ -21,7 +21,9 @@ from .vector_pool import Content, EntryPool, Joined, joined
 
 
 class VectorStore:
-    """Steering tensors by content hash, float32 on the CPU: vectors, and the matrices and biases of `lowrank`."""
+    """Steering tensors by content hash, float32 on the CPU: vectors, and the matrices and biases of
+    `lowrank`.
+    """
 
     def __init__(self) -> None:
         self._vectors: dict[str, torch.Tensor] = {}
@@ -33,7 +35,10 @@ class VectorStore:
         return len(self._vectors)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError when the bytes are not what `name` says or a value is not finite. Shapes are checked at use."""
+        """Raises ValueError when the bytes are not what `name` says or a value is not finite.
+
+        Shapes are checked at use.
+        """
         if content_hash(tensor) != name:
             raise ValueError(f"vector {name[:12]}: its content does not match its hash")
         values = torch.from_numpy(to_numpy(tensor).astype("float32"))
@@ -51,17 +56,23 @@ class VectorStore:
         self._vectors.clear()
 
     def get(self, name: str, shape: list[int]) -> torch.Tensor:
-        """Raises LookupError when it was never sent to this rank, ValueError when it has another shape."""
+        """Raises LookupError when it was never sent to this rank, ValueError when it has another
+        shape.
+        """
         values = self._vectors.get(name)  # also asked by the thread that prepares rows
         if values is None:
             raise LookupError(f"vector {name[:12]} is not on this rank")
         if list(values.shape) != shape:
-            raise ValueError(f"vector {name[:12]}: its shape is {list(values.shape)}; {shape} is needed")
+            raise ValueError(
+                f"vector {name[:12]}: its shape is {list(values.shape)}; {shape} is needed"
+            )
         return values
 
 
 class RowTable:
-    """Configuration rows, keyed by content and reference-counted. A row's effect at a site is stored in entries of the pool.
+    """Configuration rows, keyed by content and reference-counted.
+
+    A row's effect at a site is stored in entries of the pool.
 
     Row 0 and entry 0 stay zero: they mean "do nothing".
     """
@@ -85,13 +96,17 @@ class RowTable:
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
         self.vectors, self._runs = vectors, runs
         self._pool = EntryPool(buffers)
-        self.prepared = PreparedRows(self._joined, lambda name: name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in vectors)
+        self.prepared = PreparedRows(
+            self._joined,
+            lambda name: name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in vectors,
+        )
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
         self._references: dict[str, int] = {}
         self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
         self._num_sites: dict[int, int] = {}  # row → how many of them are true
-        self._whole: dict[int, tuple[int, int]] = {}  # row → fingerprint of this rank's columns, and of whole rows
+        # row → fingerprint of this rank's columns, and of whole rows
+        self._whole: dict[int, tuple[int, int]] = {}
 
     @property
     def used(self) -> int:
@@ -110,11 +125,13 @@ class RowTable:
         return self._num_sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
-        """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was written.
+        """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was
+        written.
 
-        Raises LookupError for a vector or a run's row that is not here, ValueError for one that does not fit, also when entries
-        add up to what is not finite, and RuntimeError when all rows or entries are taken (the worker admits no more
-        configurations than fit, so that means a bug and fails the request, not the engine).
+        Raises LookupError for a vector or a run's row that is not here, ValueError for one that
+        does not fit, also when entries add up to what is not finite, and RuntimeError when all rows
+        or entries are taken (the worker admits no more configurations than fit, so that means a bug
+        and fails the request, not the engine).
         """
         if spec.key in self._rows:
             self._references[spec.key] += 1
@@ -160,12 +177,17 @@ class RowTable:
             of_rows.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without a key. Waits for the device."""
+        """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without
+        a key. Waits for the device.
+        """
         found = self._pool.fingerprints()
         for row, (here, whole) in self._whole.items():
             if found[row] == here:  # it is what was written, of which ranks have other columns
                 found[row] = whole
-        return [("", 0, found[0]), *sorted((key, self._references[key], found[row]) for key, row in self._rows.items())]
+        return [
+            ("", 0, found[0]),
+            *sorted((key, self._references[key], found[row]) for key, row in self._rows.items()),
+        ]
 
     def _all_rows(self) -> list[int]:
         return list(range(self._buffers.site_rows.shape[2] - 1, 0, -1))
@@ -174,44 +196,59 @@ class RowTable:
         return self._join(self.content(spec))
 
     def _join(self, content: Content) -> Joined:
-        """`content` has whole rows, and so has the checksum: ranks that hold other columns agree on it. What is written does not."""
+        """`content` has whole rows, and so has the checksum: ranks that hold other columns agree on
+        it. What is written does not.
+        """
         pool, columns = self._buffers.pool, self._columns
         if columns is None or not columns.sharded:
             return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
         whole = joined(content, columns.row.size, pool.dtype, pinned=False)
         vectors = whole.vectors[:, columns.start : columns.stop]
-        return whole._replace(vectors=locked_copy(vectors) if pool.device.type != "cpu" else vectors.contiguous())
+        return whole._replace(
+            vectors=locked_copy(vectors) if pool.device.type != "cpu" else vectors.contiguous()
+        )
 
     def _check_alone(self, family: str, vectors: torch.Tensor) -> None:
-        """Raises ValueError for a sum over columns of several ranks: each rank would add up its own alone."""
+        """Raises ValueError for a sum over columns of several ranks: each rank would add up its own
+        alone.
+        """
         if self._columns is None or not self._columns.sharded:
             return
         shards = torch.unique(torch.nonzero(vectors)[:, 1] // self._columns.size)
         if len(shards) > 1 or family == "add_matched":
             raise ValueError(
-                f"{FAMILY[cast(Family, family)].written} adds up columns of {len(shards)} tensor-parallel ranks: "
+                f"{FAMILY[cast(Family, family)].written} adds up columns of {len(shards)} "
+                "tensor-parallel ranks: "
                 f"its tensors must lie within {self._columns.size} columns, which one rank holds"
             )
 
     def content(self, spec: SteeringRow) -> Content:
-        """(site of this rank, family) → what the row's entries there hold: vectors in the pool's dtype, scalars float32.
+        """(site of this rank, family) → what the row's entries there hold: vectors in the pool's
+        dtype, scalars float32.
 
-        Raises LookupError for a vector or a run's row that is not here, ValueError for one that does not fit. What an entry names
-        is looked up only if it has a site here: a run's row is nowhere but on its own stage.
+        Raises LookupError for a vector or a run's row that is not here, ValueError for one that
+        does not fit. What an entry names is looked up only if it has a site here: a run's row is
+        nowhere but on its own stage.
         """
         does: dict[tuple[int, str], Does] = {}
         for entry in spec.entries:
-            here = [number for layer in entry.layers if (number := self._numbers.get((entry.hook, layer))) is not None]
+            here = [
+                number
+                for layer in entry.layers
+                if (number := self._numbers.get((entry.hook, layer))) is not None
+            ]
             if not here:
                 continue
             mine = self._does(entry)
-            joined: dict[int, tuple[Does, Does]] = {}  # the entries before it are usually the same as well
+            # the entries before it are usually the same as well
+            joined: dict[int, tuple[Does, Does]] = {}
             for number in here:
                 before = does.get((number, entry.family))
                 if before is not None and id(before) not in joined:
                     joined[id(before)] = before, _JOINED[entry.family](before, mine)
                 does[number, entry.family] = mine if before is None else joined[id(before)][1]
-        laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # most sites of an entry hold the same
+        # most sites of an entry hold the same
+        laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         content = {}
         for (site, family), what in does.items():
             if id(what) not in laid:
@@ -225,13 +262,19 @@ class RowTable:
             self._check_alone(family, vectors)
         vectors = vectors.to(self._buffers.pool.dtype)
         if not bool(torch.isfinite(vectors).all()):
-            raise ValueError(f"the sum of the {family} entries exceeds the range of {self._buffers.pool.dtype}")
+            raise ValueError(
+                f"the sum of the {family} entries exceeds the range of {self._buffers.pool.dtype}"
+            )
         return vectors, scalars
 
     def _does(self, entry: StoredSteering) -> Does:
         """What an entry does at each of its sites."""
-        shapes = entry.shapes(self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size)
-        tensors = [self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)]
+        shapes = entry.shapes(
+            self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size
+        )
+        tensors = [
+            self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)
+        ]
         return does_of(entry.family, entry.numbers, tensors, entry.scale)
 
     def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
@@ -294,7 +337,10 @@ class AnyTable(Protocol):
 
 
 class HeldRows:
-    """Rows of the table that a request or global steering holds. Changes of the table are recorded in the ledger."""
+    """Rows of the table that a request or global steering holds.
+
+    Changes of the table are recorded in the ledger.
+    """
 
     def __init__(self, table: AnyTable, actions: ActionLedger) -> None:
         self._table, self._actions = table, actions

@@ -16,16 +16,22 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended in the scheduler. `token_ids`: prompt and generated, the last sampled token included."""
+    """How a request ended in the scheduler.
+
+    `token_ids`: prompt and generated, the last sampled token included.
+    """
 
     token_ids: list[int]
     aborted: bool
-    stopped_by: str = ""  # the probe that ended it behind these tokens, of which the last has a row too
+    # the probe that ended it behind these tokens, of which the last has a row too
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the whole engine is: requests in this step, those that wait, and the share of the KV cache in use."""
+    """How busy the whole engine is: requests in this step, those that wait, and the share of the KV
+    cache in use.
+    """
 
     running: int = 0
     queued: int = 0
@@ -34,13 +40,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """A request's share of the step's token rows: row `first_row + i` is token position `first_position + i`."""
+    """A request's share of the step's token rows: row `first_row + i` is token position
+    `first_position + i`.
+    """
 
     id: str
     first_row: int
     num_rows: int
     first_position: int
-    samples: int = 1  # rows of the step's logits: those of its last tokens, one more than it has draft tokens
+    # rows of the step's logits: those of its last tokens, one more than it has draft tokens
+    samples: int = 1
 
 
 @dataclass(frozen=True, slots=True)

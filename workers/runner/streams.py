@@ -1,8 +1,11 @@
-"""Streams: rows of long captures, written to a file as they land, so that a request holds a window of them in memory, not its length.
+"""Streams: rows of long captures, written to a file as they land, so that a request holds a window
+of them in memory, not its length.
 
-The file has the tensors of the blob one behind the other, each with room for every position that the request may capture, behind room
-for the longest header. When the request has ended, the tensors are moved together, and the header is written last. Where the store can
-take the file as the capture's object, it does; elsewhere, and for other layouts, the rows are read from it as from memory.
+The file has the tensors of the blob one behind the other, each with room for every position that
+the request may capture, behind room for the longest header. When the request has ended, the tensors
+are moved together, and the header is written last. Where the store can take the file as the
+capture's object, it does; elsewhere, and for other layouts, the rows are read from it as from
+memory.
 """
 
 import itertools
@@ -26,19 +29,33 @@ from .layouts import file_name
 
 #: Rows are handed to the writers in parts of about this share of the window.
 _PARTS = 8
-#: Tensors are moved together in pieces of this many bytes, and the file's CRC32 is taken of such pieces.
+#: Tensors are moved together in pieces of this many bytes, and the file's CRC32 is taken of such
+#: pieces.
 _PIECE = 4 << 20
-#: A run of fewer positions is gathered with its neighbours: a write for each of its rows would cost more than copying them.
+#: A run of fewer positions is gathered with its neighbours: a write for each of its rows would cost
+#: more than copying them.
 _SHORT = 16
 #: The most that a token id, or a count of rows, can be.
 _LARGEST = (1 << 31) - 1
 
 
 class Stream:
-    """The file of one recording. `push` is called by the model's thread, the rest by writers, one at a time."""
+    """The file of one recording.
 
-    def __init__(self, recording: Recording, order: np.ndarray, stored_as: torch.dtype, begin: Callable[[], tuple[Draft, int]]) -> None:
-        """`order`: int64, ascending: every position that may be captured. `begin()`: the file, and the bytes reserved for its header."""
+    `push` is called by the model's thread, the rest by writers, one at a time.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        order: np.ndarray,
+        stored_as: torch.dtype,
+        begin: Callable[[], tuple[Draft, int]],
+    ) -> None:
+        """`order`: int64, ascending: every position that may be captured.
+
+        `begin()`: the file, and the bytes reserved for its header.
+        """
         self._ports = dict(recording.ports)
         self._numbers = np.fromiter(self._ports.values(), dtype=np.int64, count=len(self._ports))
         self._num_ports = len(recording.mask)
@@ -47,7 +64,8 @@ class Stream:
         self._draft: Draft | None = None
         self._header = self._row_bytes = 0
         self._written = np.zeros(len(order), dtype=bool)
-        self._bad: dict[torch.dtype, dict[int, set[int]]] = {}  # dtype → position → places of rows that are not finite in it
+        # dtype → position → places of rows that are not finite in it
+        self._bad: dict[torch.dtype, dict[int, set[int]]] = {}
         self._queue: deque[list[Extent]] = deque()
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -55,7 +73,9 @@ class Stream:
         self.begun = False  # whether rows have left the recording
 
     def push(self, runs: list[Extent]) -> None:
-        """Take over these runs, in the order in which they were recorded: of a position recorded twice, the last row counts."""
+        """Take over these runs, in the order in which they were recorded: of a position recorded
+        twice, the last row counts.
+        """
         self.begun = True
         self._queue.append(runs)
 
@@ -73,12 +93,16 @@ class Stream:
                     try:
                         self._write(runs)
                     except Exception as error:
-                        self._error, self._draft = error.with_traceback(None), None  # its place on the disk is free at once
+                        # its place on the disk is free at once
+                        self._error, self._draft = error.with_traceback(None), None
             if self._dropped:
                 self._draft = None
 
-    def seal(self, recording: Recording, expected: set[int], stop: int) -> "tuple[list[int], int, SealedRows]":
-        """Write what is left, and close the file to the positions below `stop`: (those, how many were reused, their rows).
+    def seal(
+        self, recording: Recording, expected: set[int], stop: int
+    ) -> "tuple[list[int], int, SealedRows]":
+        """Write what is left, and close the file to the positions below `stop`: (those, how many
+        were reused, their rows).
 
         Raises what went wrong, OSError and others.
         """
@@ -87,17 +111,29 @@ class Stream:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if extra := {int(position) for position in self._order[self._written] if position < stop} - expected:
+            if (
+                extra := {
+                    int(position) for position in self._order[self._written] if position < stop
+                }
+                - expected
+            ):
                 raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
             lacking = expected - {int(position) for position in self._order[self._written]}
-            reused = {position: run for run in recording.reused for position in run.positions if position in lacking}
+            reused = {
+                position: run
+                for run in recording.reused
+                for position in run.positions
+                if position in lacking
+            }
             for stretch in stretches(reused, sorted(reused)):
                 self._put(stretch.run, stretch.offset, stretch.count)
             kept = np.flatnonzero(self._written & (self._order < stop))
             positions: list[int] = self._order[kept].tolist()
             assert self._draft is not None, "an empty stream was sealed"
             self._move_together(kept)
-            rows = SealedRows(self._draft, self._ports, positions, self._row_bytes, self._header, self._bad)
+            rows = SealedRows(
+                self._draft, self._ports, positions, self._row_bytes, self._header, self._bad
+            )
             return positions, len(reused), rows
 
     def _write(self, runs: Sequence[Extent]) -> None:
@@ -113,7 +149,10 @@ class Stream:
                 self._put(run, 0, run.count)
 
     def _put(self, run: Extent, offset: int, count: int) -> None:
-        """Rows of `count` positions from the run's `offset` on. Those that no capture of the request can have are left out."""
+        """Rows of `count` positions from the run's `offset` on.
+
+        Those that no capture of the request can have are left out.
+        """
         run.step.landing.wait()
         position = run.first_position + offset
         at = int(np.searchsorted(self._order, position))
@@ -125,7 +164,10 @@ class Stream:
         slab = run.step.slab
         if self._draft is None:
             self._draft, self._header = self._begin()
-            self._row_bytes = sum(len(range(slab.shape[1])[columns]) for columns in self._chosen) * self._stored_as.itemsize
+            self._row_bytes = (
+                sum(len(range(slab.shape[1])[columns]) for columns in self._chosen)
+                * self._stored_as.itemsize
+            )
         first_rows = (run.first_rows(self._numbers) + offset).tolist()
         stride = len(self._order) * self._row_bytes
         for place, first in enumerate(first_rows):
@@ -133,9 +175,20 @@ class Stream:
             self._draft.write(self._header + place * stride + at * self._row_bytes, [rows])
         self._written[at : at + count] = True
         for dtype in {slab.dtype, self._stored_as}:
-            self._note(run.step.unsound(dtype), self._bad.setdefault(dtype, {}), range(position, position + count), first_rows)
+            self._note(
+                run.step.unsound(dtype),
+                self._bad.setdefault(dtype, {}),
+                range(position, position + count),
+                first_rows,
+            )
 
-    def _note(self, unsound: np.ndarray | None, bad: dict[int, set[int]], positions: range, first_rows: list[int]) -> None:
+    def _note(
+        self,
+        unsound: np.ndarray | None,
+        bad: dict[int, set[int]],
+        positions: range,
+        first_rows: list[int],
+    ) -> None:
         for position in positions if bad else ():  # computed again
             bad.pop(position, None)
         if unsound is None:
@@ -145,13 +198,18 @@ class Stream:
                 bad.setdefault(positions[offset], set()).add(place)
 
     def _move_together(self, kept: np.ndarray) -> None:
-        """Close the holes that positions left which were not captured: towards the beginning, so nothing is written over too early."""
+        """Close the holes that positions left which were not captured: towards the beginning, so
+        nothing is written over too early.
+        """
         assert self._draft is not None
         stride, to = len(self._order) * self._row_bytes, self._header
         runs = contiguous(kept)
         for place in range(len(self._ports)):
             for first, count in runs:
-                at, left = self._header + place * stride + int(kept[first]) * self._row_bytes, count * self._row_bytes
+                at, left = (
+                    self._header + place * stride + int(kept[first]) * self._row_bytes,
+                    count * self._row_bytes,
+                )
                 while left and at != to:
                     piece = self._draft.read(at, min(left, _PIECE))
                     self._draft.write(to, [piece])
@@ -161,7 +219,9 @@ class Stream:
 
 
 def _numbered(runs: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
-    """Each run with the number of its group: short runs whose positions follow one another belong together."""
+    """Each run with the number of its group: short runs whose positions follow one another belong
+    together.
+    """
     number, before = 0, None
     for run in runs:
         if before is None or before.positions.stop != run.first_position or run.count >= _SHORT:
@@ -171,7 +231,9 @@ def _numbered(runs: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
 
 
 class SealedRows:
-    """The rows of an ended request in its file: a finished capture's `rows`, and its blob where the store takes the file."""
+    """The rows of an ended request in its file: a finished capture's `rows`, and its blob where the
+    store takes the file.
+    """
 
     def __init__(
         self,
@@ -209,14 +271,31 @@ class SealedRows:
             return None
         count = len(self._positions)
         tensors = [
-            (f"{hook}.{layer}", DTYPE_NAMES[capture.dtype], [count, capture.hidden_size], self._tensor) for hook, layer in self._sites
+            (
+                f"{hook}.{layer}",
+                DTYPE_NAMES[capture.dtype],
+                [count, capture.hidden_size],
+                self._tensor,
+            )
+            for hook, layer in self._sites
         ]
-        ends = [np.array(values, dtype="<i8").tobytes() for values in (capture.positions, capture.token_ids)]
-        tensors += [(name, DTYPE_NAMES["int64"], [count], len(end)) for name, end in zip(("positions", "token_ids"), ends, strict=True)]
+        ends = [
+            np.array(values, dtype="<i8").tobytes()
+            for values in (capture.positions, capture.token_ids)
+        ]
+        tensors += [
+            (name, DTYPE_NAMES["int64"], [count], len(end))
+            for name, end in zip(("positions", "token_ids"), ends, strict=True)
+        ]
         manifest = capture.manifest(capture.sites)
-        header, rows = encode_header(tensors, manifest, self._header), self._header + self._tensor * len(self._sites)
+        header, rows = (
+            encode_header(tensors, manifest, self._header),
+            self._header + self._tensor * len(self._sites),
+        )
         if len(header) != self._header:
-            raise RuntimeError(f"a header of {len(header)} bytes does not fit the {self._header} reserved for it")
+            raise RuntimeError(
+                f"a header of {len(header)} bytes does not fit the {self._header} reserved for it"
+            )
         self._draft.write(0, [header])
         self._draft.write(rows, ends)
         size, crc, at = rows + sum(map(len, ends)), 0, 0
@@ -240,7 +319,10 @@ class Streams:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """`scratch`: a file of its own, for what the store does not take. `window`: bytes of a capture's rows that stay in memory."""
+        """`scratch`: a file of its own, for what the store does not take.
+
+        `window`: bytes of a capture's rows that stay in memory.
+        """
         self._store, self._scratch, self._window, self._origin = store, scratch, window, origin
         self._hidden_size, self._dtype = hidden_size, dtype
 
@@ -250,25 +332,47 @@ class Streams:
         return max(1, self._window // _PARTS)
 
     def of(self, spec: RankSpec, recording: Recording, max_tokens: int) -> Stream | None:
-        """None for a capture that fits the window, or may have no end. `max_tokens`: generated at most; 0: unknown."""
+        """None for a capture that fits the window, or may have no end.
+
+        `max_tokens`: generated at most; 0: unknown.
+        """
         if not max_tokens or recording.capture.scored:
             return None
-        chosen = recording.capture.select(0, spec.prompt_tokens + max_tokens - 1, spec.prompt_tokens)
+        chosen = recording.capture.select(
+            0, spec.prompt_tokens + max_tokens - 1, spec.prompt_tokens
+        )
         row = len(recording.ports) * recording.width(self._hidden_size) * self._dtype.itemsize
         if len(chosen) * row <= self._window:
             return None
-        order = np.arange(chosen.start, chosen.stop, chosen.step) if isinstance(chosen, range) else np.array(chosen, dtype=np.int64)
-        stored_as = self._dtype if recording.capture.dtype == "model" else getattr(torch, recording.capture.dtype)
-        ours = "filesystem" in recording.capture.consumers and recording.capture.layout in ("auto", "packed")
+        order = (
+            np.arange(chosen.start, chosen.stop, chosen.step)
+            if isinstance(chosen, range)
+            else np.array(chosen, dtype=np.int64)
+        )
+        stored_as = (
+            self._dtype
+            if recording.capture.dtype == "model"
+            else getattr(torch, recording.capture.dtype)
+        )
+        ours = "filesystem" in recording.capture.consumers and recording.capture.layout in (
+            "auto",
+            "packed",
+        )
 
         def begin() -> tuple[Draft, int]:
             largest = self._largest(spec, recording, order, stored_as)
-            draft = self._store.draft(file_name(largest)) if ours and isinstance(self._store, Drafts) else None
+            draft = (
+                self._store.draft(file_name(largest))
+                if ours and isinstance(self._store, Drafts)
+                else None
+            )
             return draft if draft is not None else self._scratch(), _header_bytes(largest)
 
         return Stream(recording, order, stored_as, begin)
 
-    def _largest(self, spec: RankSpec, recording: Recording, order: np.ndarray, stored_as: torch.dtype) -> FinishedCapture:
+    def _largest(
+        self, spec: RankSpec, recording: Recording, order: np.ndarray, stored_as: torch.dtype
+    ) -> FinishedCapture:
         """Of no rows, but with the longest manifest that the capture may have."""
         sites = {hook: list(layers) for hook, layers in recording.sites.items()}
         return FinishedCapture(
@@ -282,7 +386,9 @@ class Streams:
             token_ids=[_LARGEST] * len(order),
             rows=lambda hook, layer: [],
             reused=_LARGEST,
-            non_finite={(hook, layer): _LARGEST for hook, layers in sites.items() for layer in layers},
+            non_finite={
+                (hook, layer): _LARGEST for hook, layers in sites.items() for layer in layers
+            },
             **self._origin,
         )
 
@@ -295,5 +401,7 @@ def _header_bytes(largest: FinishedCapture) -> int:
         for hook, layers in largest.sites.items()
         for layer in layers
     ]
-    tensors += [(name, DTYPE_NAMES["int64"], [count], 8 * count) for name in ("positions", "token_ids")]
+    tensors += [
+        (name, DTYPE_NAMES["int64"], [count], 8 * count) for name in ("positions", "token_ids")
+    ]
     return len(encode_header(tensors, largest.manifest(largest.sites)))

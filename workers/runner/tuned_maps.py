@@ -1,6 +1,7 @@
 """The affine maps of tuned lenses on a rank, read from their files layer by layer.
 
-A file that is not what was registered fails the reading: its digest is compared whenever the file has another state than before.
+A file that is not what was registered fails the reading: its digest is compared whenever the file
+has another state than before.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,19 +38,26 @@ class TunedMaps:
                 self._check(tuned, file)
                 yield lambda rows, layer: _mapped(rows, file, layer, residual=tuned.residual)
         except (TensorFileError, MidstreamError) as error:
-            raise ReadingError(f"tuned lens {tuned.name!r} ({tuned.digest[:12]}): {error}") from error
+            raise ReadingError(
+                f"tuned lens {tuned.name!r} ({tuned.digest[:12]}): {error}"
+            ) from error
 
     def _check(self, tuned: StoredTuned, file: TensorFile) -> None:
         if self._known.get(tuned.digest) == file.state:
             return
         if (found := file.digest().hex()) != tuned.digest:
-            raise TensorFileError(f"its file has changed since it was registered (now {found[:12]}): register it again")
+            raise TensorFileError(
+                f"its file has changed since it was registered (now {found[:12]}): register it "
+                "again"
+            )
         self._known[tuned.digest] = file.state
 
 
 def _mapped(rows: torch.Tensor, file: TensorFile, layer: int, *, residual: bool) -> torch.Tensor:
     """W h + b in float32, or h + W h + b."""
-    weight, bias = (torch.from_numpy(values.copy()).to(rows.device) for values in map_of(file, layer))
+    weight, bias = (
+        torch.from_numpy(values.copy()).to(rows.device) for values in map_of(file, layer)
+    )
     wide = rows.float()
     made = wide @ weight.T + bias
     return wide + made if residual else made

@@ -1,7 +1,8 @@
-"""Allocation of pool entries to configuration rows: one run of consecutive entries per site and family,
-which sites that hold the same share.
+"""Allocation of pool entries to configuration rows: one run of consecutive entries per site and
+family, which sites that hold the same share.
 
-Runs differ in length, so free entries may lie scattered; then those in use are moved together. Entry 0 stays zero.
+Runs differ in length, so free entries may lie scattered; then those in use are moved together.
+Entry 0 stays zero.
 """
 
 import zlib
@@ -28,7 +29,10 @@ class _Extent(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A content as it is uploaded: its entries one behind the other, each once. Its tensors are on the CPU, and never change."""
+    """A content as it is uploaded: its entries one behind the other, each once.
+
+    Its tensors are on the CPU, and never change.
+    """
 
     content: Content  # parts of the tensors below
     vectors: torch.Tensor  # [entries, hidden_size]
@@ -46,8 +50,10 @@ class Joined(NamedTuple):
         for run in sorted(self.extents):
             crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
             crc = crc32_of(
-                self.vectors[run.first : run.first + run.entries], self.scalars[run.first : run.first + run.entries], crc=crc
-            )  # fmt: skip
+                self.vectors[run.first : run.first + run.entries],
+                self.scalars[run.first : run.first + run.entries],
+                crc=crc,
+            )
         return crc
 
     @property
@@ -58,12 +64,15 @@ class Joined(NamedTuple):
 
 def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> Joined:
     """`hidden_size`, `dtype`: of the pool. `pinned`: for uploads that wait for nothing."""
-    places: dict[int, list[tuple[int, int]]] = {}  # of what is held: where; many sites hold the same, and it is written once
+    # of what is held: where; many sites hold the same, and it is written once
+    places: dict[int, list[tuple[int, int]]] = {}
     held: dict[int, Held] = {}
     for place, what in content.items():
         held[id(what)] = what
         places.setdefault(id(what), []).append(place)
-    vectors, scalars = next(iter(held.values()), (torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS)))
+    vectors, scalars = next(
+        iter(held.values()), (torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS))
+    )
     if len(held) > 1:
         vectors, scalars = (torch.cat(each) for each in zip(*held.values(), strict=True))
     if pinned:
@@ -76,7 +85,13 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
         extents += [_Extent(site, family, first, len(mine)) for site, family in places[name]]
         parts |= dict.fromkeys(places[name], part)
         first += len(mine)
-    return Joined({place: parts[place] for place in content}, vectors, scalars, tuple(extents), _crc32(content))
+    return Joined(
+        {place: parts[place] for place in content},
+        vectors,
+        scalars,
+        tuple(extents),
+        _crc32(content),
+    )
 
 
 def _crc32(content: Content) -> int:
@@ -91,7 +106,10 @@ def _crc32(content: Content) -> int:
 
 
 class EntryPool:
-    """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank. All writes are queued on the device behind what runs there."""
+    """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank.
+
+    All writes are queued on the device behind what runs there.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -107,17 +125,26 @@ class EntryPool:
         return self._used
 
     def write(self, row: int, what: Joined) -> None:
-        """Put what a row does into free entries. Raises RuntimeError when there are too few; then nothing is changed."""
+        """Put what a row does into free entries.
+
+        Raises RuntimeError when there are too few; then nothing is changed.
+        """
         needed = what.entries
         if self._used + needed > self._capacity:
-            raise RuntimeError(f"{needed} steering entries needed, {self._capacity - self._used} of {self._capacity} free")
+            raise RuntimeError(
+                f"{needed} steering entries needed, {self._capacity - self._used} of "
+                f"{self._capacity} free"
+            )
         if self._end + needed > 1 + self._capacity:
             self._close_gaps()
         self._runs[row] = []
         if not needed:  # all its layers are on other stages
             return
         self._put(self._end, what.vectors, what.scalars)  # one copy for all sites
-        self._runs[row] = [_Extent(site, family, self._end + first, entries) for site, family, first, entries in what.extents]
+        self._runs[row] = [
+            _Extent(site, family, self._end + first, entries)
+            for site, family, first, entries in what.extents
+        ]
         self._end += needed
         self._used += needed
         self._name(row)
@@ -142,26 +169,35 @@ class EntryPool:
         self._runs, self._end, self._used = {}, 1, 0
 
     def fingerprints(self) -> dict[int, int]:
-        """Row in use → CRC32 of what its sites find, as the device has it; of row 0: of what "nothing" is. Wherever it lies.
+        """Row in use → CRC32 of what its sites find, as the device has it; of row 0: of what
+        "nothing" is. Wherever it lies.
 
         Waits for the device.
         """
         buffers = self._buffers
-        site_rows, pool, scalars = buffers.site_rows.cpu(), buffers.pool.cpu(), buffers.scalars.cpu()
+        site_rows, pool, scalars = (
+            buffers.site_rows.cpu(),
+            buffers.pool.cpu(),
+            buffers.scalars.cpu(),
+        )
         found = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
         for row, runs in self._runs.items():
             crc = 0
             for run in sorted(runs):
                 first = int(site_rows[run.site, run.family, row])
                 crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
-                crc = crc32_of(pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc)
+                crc = crc32_of(
+                    pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc
+                )
             found[row] = crc
         return found
 
     def _close_gaps(self) -> None:
         """Compact all runs, keeping their order."""
         placed = sorted({(run.first, run.entries) for runs in self._runs.values() for run in runs})
-        index = self._index([entry for first, entries in placed for entry in range(first, first + entries)])
+        index = self._index(
+            [entry for first, entries in placed for entry in range(first, first + entries)]
+        )
         pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
         self._buffers.pool.zero_()
         self._buffers.scalars.zero_()
@@ -170,7 +206,10 @@ class EntryPool:
         for first, entries in placed:
             moved[first] = self._end
             self._end += entries
-        self._runs = {row: [run._replace(first=moved[run.first]) for run in runs] for row, runs in self._runs.items()}
+        self._runs = {
+            row: [run._replace(first=moved[run.first]) for run in runs]
+            for row, runs in self._runs.items()
+        }
         for row, runs in self._runs.items():
             if runs:
                 self._name(row)
@@ -191,12 +230,15 @@ class EntryPool:
         """On the device, without waiting for the forward that runs there."""
         if values.device.type == self._device.type:
             return values
-        return (values if values.is_pinned() else locked_copy(values)).to(self._device, non_blocking=True)
+        return (values if values.is_pinned() else locked_copy(values)).to(
+            self._device, non_blocking=True
+        )
 
 
 def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
     """CRC32 of the bytes of tensors on the CPU, one after the other."""
     for tensor in tensors:
-        flat = torch.cat([tensor.reshape(-1)])  # one element or none has strides that no view of its bytes allows
+        # one element or none has strides that no view of its bytes allows
+        flat = torch.cat([tensor.reshape(-1)])
         crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
     return crc

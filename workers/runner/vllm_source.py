@@ -1,4 +1,5 @@
-"""Reads vLLM's source without importing it: which names a module or class has, and which parameters a function takes.
+"""Reads vLLM's source without importing it: which names a module or class has, and which parameters
+a function takes.
 
 Nothing runs, so that parts for other platforms are read too, and versions that are not installed.
 """
@@ -24,9 +25,17 @@ class Source:
 
     @cached_property
     def version(self) -> str:
-        """As the folder has it: in `_version.py`, where that was generated, or beside it for an installed package."""
+        """As the folder has it: in `_version.py`, where that was generated, or beside it for an
+        installed package.
+        """
         file = self.folder / "_version.py"
-        found = re.search(r"^(?:__version__ = )?version = ['\"]([^'\"]+)", file.read_text(), re.MULTILINE) if file.exists() else None
+        found = (
+            re.search(
+                r"^(?:__version__ = )?version = ['\"]([^'\"]+)", file.read_text(), re.MULTILINE
+            )
+            if file.exists()
+            else None
+        )
         return found[1] if found else "of unknown version"
 
     def module(self, name: str) -> ast.Module | None:
@@ -38,14 +47,19 @@ class Source:
             self._modules[name] = ast.parse(file.read_text()) if file else None
         return self._modules[name]
 
-    def find(self, module: str, name: str, seen: frozenset[str] = frozenset()) -> tuple[str, ast.stmt] | None:
+    def find(
+        self, module: str, name: str, seen: frozenset[str] = frozenset()
+    ) -> tuple[str, ast.stmt] | None:
         """The module that defines `name`, followed through imports, and its definition."""
         tree = self.module(module)
         if tree is None or f"{module}:{name}" in seen:
             return None
         seen |= {f"{module}:{name}"}
         for node in _statements(tree.body):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            if (
+                isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name == name
+            ):
                 return module, node
             if name in _assigned(node):
                 return module, node
@@ -56,26 +70,41 @@ class Source:
         return None
 
     def lacks(self, module: str, owner: str, wanted: str) -> str:
-        """Why `wanted`, such as `schedule` or `touch(blocks)`, is not in the module or class; empty if it is there."""
+        """Why `wanted`, such as `schedule` or `touch(blocks)`, is not in the module or class; empty
+        if it is there.
+        """
         match = _CALL.match(wanted)
         assert match is not None, wanted
-        name, takes = match["name"], [part.strip() for part in (match["takes"] or "").split(",") if part.strip()]
-        found = self._member(module, owner, name, frozenset()) if owner else (self.find(module, name) or (None, None))[1]
+        name, takes = (
+            match["name"],
+            [part.strip() for part in (match["takes"] or "").split(",") if part.strip()],
+        )
+        found = (
+            self._member(module, owner, name, frozenset())
+            if owner
+            else (self.find(module, name) or (None, None))[1]
+        )
         if found is None:
             return f"expected {wanted}, found no {name}"
         if not takes:
             return ""
         if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
             return f"expected {wanted}, found {name}, which is no function"
-        has = [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+        has = [
+            each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)
+        ]
         own = [each for each in has if each not in ("self", "cls")]
         missing = [each for each in takes if each not in own]
         return (
-            f"expected {wanted}, found {name}({', '.join(own)})" if missing or (own[: len(takes)] != takes and _positional(found)) else ""
+            f"expected {wanted}, found {name}({', '.join(own)})"
+            if missing or (own[: len(takes)] != takes and _positional(found))
+            else ""
         )
 
     def _member(self, module: str, owner: str, name: str, seen: frozenset[str]) -> ast.stmt | None:
-        """A method, a field, or an attribute that some method sets; also of the classes it inherits from."""
+        """A method, a field, or an attribute that some method sets; also of the classes it inherits
+        from.
+        """
         place = self.find(module, owner)
         if place is None or not isinstance(place[1], ast.ClassDef) or f"{place[0]}:{owner}" in seen:
             return None
@@ -117,14 +146,30 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _assigned(node: ast.stmt) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return {each.id for each in targets if isinstance(each, ast.Name)}
 
 
 def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return {each.attr for each in flat if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"}
+    flat = [
+        each
+        for target in targets
+        for each in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
+    return {
+        each.attr
+        for each in flat
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
 
 
 def _positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

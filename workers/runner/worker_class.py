@@ -61,7 +61,9 @@ class MidstreamWorker(PlatformWorker):
         die_with_parent()
         super().__init__(*args, **kwargs)
         config = plane_config()
-        logs.configure(config.log_format, config.log_level, "rank", worker=config.worker, rank=self.rank)
+        logs.configure(
+            config.log_format, config.log_level, "rank", worker=config.worker, rank=self.rank
+        )
         self._plane: DataPlane | None = None
         self._found = Found()
         self._certifier: Certifier | None = None
@@ -72,39 +74,67 @@ class MidstreamWorker(PlatformWorker):
         mixed: tuple[type, ...] = (V2Adapter if self.use_v2_model_runner else V1Adapter,)
         if current_platform.is_cpu():
             mixed = (*mixed, CpuBlocks)
-        # The platform names its runner class in code; an instance takes ours, which adds methods and no state.
+        # The platform names its runner class in code; an instance takes ours, which adds methods
+        # and no state.
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
         runner.two_families()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check(self.vllm_config)
         config, model = plane_config(), self.model_config
-        adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)  # refuse before the weights are read
+        # refuse before the weights are read
+        adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)
         quantisation = quantisation_of(self.vllm_config)  # likewise
         with build_errors.kept_for_worker(config.spill_dir, config.boot):
             super().load_model(*args, **kwargs)
         # Before anything runs: on CPUs it replaces vLLM's arithmetic.
-        loras = Loras(self.model_runner.lora_manager, Path(config.spill_dir)) if self.vllm_config.lora_config is not None else None
+        loras = (
+            Loras(self.model_runner.lora_manager, Path(config.spill_dir))
+            if self.vllm_config.lora_config is not None
+            else None
+        )
         try:
             if quantisation.name:
-                check_kernels(self.vllm_config, quantisation.name)  # this machine may have another processor than the worker's
+                # this machine may have another processor than the worker's
+                check_kernels(self.vllm_config, quantisation.name)
             refuse_shared_scales(self.model_runner.get_model())
-            with set_current_vllm_config(self.vllm_config), set_forward_context(None, self.vllm_config):
+            with (
+                set_current_vllm_config(self.vllm_config),
+                set_forward_context(None, self.vllm_config),
+            ):
                 adapter = complete(
-                    adapter, self.model_runner.get_model(), model.hf_config.get_text_config(), dtype=model.dtype, device=self.device
+                    adapter,
+                    self.model_runner.get_model(),
+                    model.hf_config.get_text_config(),
+                    dtype=model.dtype,
+                    device=self.device,
                 )
-            self._found = Found(hooks=list(adapter.hooks), absent={str(hook): why for hook, why in adapter.variant.absent.items()})
+            self._found = Found(
+                hooks=list(adapter.hooks),
+                absent={str(hook): why for hook, why in adapter.variant.absent.items()},
+            )
         except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
             # The worker asks, and ends the engine: an error here would end it without a reason.
             self._found = Found(refused=error.detail)
         pp, tp = get_pp_group(), get_tp_group()
         if not self._found.refused:
-            kinds = attention_kinds(self.model_runner.get_model(), adapter, lambda values: tp.all_gather(values, 0), tp.world_size)
+            kinds = attention_kinds(
+                self.model_runner.get_model(),
+                adapter,
+                lambda values: tp.all_gather(values, 0),
+                tp.world_size,
+            )
             self._found = msgspec.structs.replace(self._found, attention=kinds)
         adapter = misplaced(adapter, faults := Faults(config.fault, self.rank))
         mode = self.vllm_config.compilation_config.mode
-        traced = mode != CompilationMode.NONE or not (model.enforce_eager or current_platform.is_cpu())
-        hooks = tuple(hook for hook in adapter.hooks if hook in self._found.hooks and (not config.hooks or hook in config.hooks))
+        traced = mode != CompilationMode.NONE or not (
+            model.enforce_eager or current_platform.is_cpu()
+        )
+        hooks = tuple(
+            hook
+            for hook in adapter.hooks
+            if hook in self._found.hooks and (not config.hooks or hook in config.hooks)
+        )
         loaded = self.model_runner.get_model()
         sites, buffers = install(
             loaded,
@@ -126,15 +156,30 @@ class MidstreamWorker(PlatformWorker):
             always=traced,
         )
         shapes = {str(hook): places[0].columns.row for hook, places in inner.items()}
-        self._found = msgspec.structs.replace(self._found, inside=shapes, absent=self._found.absent | absent)
+        self._found = msgspec.structs.replace(
+            self._found, inside=shapes, absent=self._found.absent | absent
+        )
         mislabelled(sites, adapter.num_layers, faults)
         try:
-            check_loaded(self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter)
+            check_loaded(
+                self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter
+            )
         except UnsupportedDrafterError as error:
-            self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
-        for of_bank, its_buffers in [(sites, buffers), *((part.sites, part.buffers) for part in inside)]:
+            self._found = msgspec.structs.replace(
+                self._found, refused=self._found.refused or str(error)
+            )
+        for of_bank, its_buffers in [
+            (sites, buffers),
+            *((part.sites, part.buffers) for part in inside),
+        ]:
             warm_up(of_bank, its_buffers)
-        place = Place(rank=self.rank, world=self.parallel_config.world_size, tp=tp.rank_in_group, pp=pp.rank_in_group, stages=pp.world_size)
+        place = Place(
+            rank=self.rank,
+            world=self.parallel_config.world_size,
+            tp=tp.rank_in_group,
+            pp=pp.rank_in_group,
+            stages=pp.world_size,
+        )
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
         installed: dict[str, LoadedReader] = {}
         ops: list[Extension] = []
@@ -143,21 +188,41 @@ class MidstreamWorker(PlatformWorker):
             installed = load_readers(offers, adapter.hidden_size, adapter.num_layers, hooks)
             ops = load_ops(offers, adapter.hidden_size, cpu=self.device.type == "cpu")
         except ExtensionError as error:
-            self._found = msgspec.structs.replace(self._found, refused=self._found.refused or str(error))
+            self._found = msgspec.structs.replace(
+                self._found, refused=self._found.refused or str(error)
+            )
         readers, readings = readers_of(
-            loaded, adapter, dtype=model.dtype, device=self.device, stages=pp.world_size, reduce=tp.all_reduce, lens_dir=config.lens_dir,
+            loaded,
+            adapter,
+            dtype=model.dtype,
+            device=self.device,
+            stages=pp.world_size,
+            reduce=tp.all_reduce,
+            lens_dir=config.lens_dir,
             installed=installed,
             sites=[(site.hook, site.layer) for site in sites] if place.tp == 0 else [],
-        )  # fmt: skip
+        )
         extensions = [*(reader.facts for reader in installed.values()), *ops]
-        self._found = msgspec.structs.replace(self._found, enters=enters, readings=readings, extensions=extensions)
+        self._found = msgspec.structs.replace(
+            self._found, enters=enters, readings=readings, extensions=extensions
+        )
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
             self._plane = DataPlane(
-                config, place, sites, buffers, num_layers=adapter.num_layers, traced=traced, gate=gate, loras=loras, readers=readers,
+                config,
+                place,
+                sites,
+                buffers,
+                num_layers=adapter.num_layers,
+                traced=traced,
+                gate=gate,
+                loras=loras,
+                readers=readers,
                 inside=inside,
-            )  # fmt: skip
-        self._plane.describe(self._found.attention, routing_kinds(loaded, adapter) if "router" in inner else ())
+            )
+        self._plane.describe(
+            self._found.attention, routing_kinds(loaded, adapter) if "router" in inner else ()
+        )
         self._certified = adapter, hooks, traced, inner
         if place.grades:
             tap(loaded, self._plane.grade)
@@ -177,13 +242,18 @@ class MidstreamWorker(PlatformWorker):
             plane.block_size = self.vllm_config.cache_config.block_size or plane.block_size
         if plane.entering is not None:
             cache = self.vllm_config.cache_config
-            plane.entering.block_size = (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize  # no cache: none shared
+            # no cache: none shared
+            plane.entering.block_size = (
+                (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize
+            )
         return result
 
     # Calls that change something return (ok, reason); a rank that refuses has changed nothing.
 
     def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> tuple[bool, str]:
-        """`users`: the steering of requests that will use them, each a `list[StoredSteering]`: it is laid out ahead."""
+        """`users`: the steering of requests that will use them, each a `list[StoredSteering]`: it
+        is laid out ahead.
+        """
 
         def put(plane: DataPlane) -> None:
             plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
@@ -196,7 +266,10 @@ class MidstreamWorker(PlatformWorker):
         return self._answer("drop_vectors", lambda plane: plane.rank_state.drop_vectors(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
-        """`run`: a `RunFiles` as plain containers. This rank reads only what its own sites need and waits for no other."""
+        """`run`: a `RunFiles` as plain containers.
+
+        This rank reads only what its own sites need and waits for no other.
+        """
         return self._answer("put_run", lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
 
     def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
@@ -209,9 +282,16 @@ class MidstreamWorker(PlatformWorker):
     def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
         return self._answer("drop_loras", lambda _: self._loras().drop(numbers))
 
-    def midstream_put_sae(self, digest: str, hook: str, layer: int, folder: str) -> tuple[bool, str]:
-        """The files in `folder` must have this content. Ranks that read no rows at `hook` of `layer` load nothing."""
-        return self._answer("put_sae", lambda plane: _features(plane).put(digest, hook, layer, folder))
+    def midstream_put_sae(
+        self, digest: str, hook: str, layer: int, folder: str
+    ) -> tuple[bool, str]:
+        """The files in `folder` must have this content.
+
+        Ranks that read no rows at `hook` of `layer` load nothing.
+        """
+        return self._answer(
+            "put_sae", lambda plane: _features(plane).put(digest, hook, layer, folder)
+        )
 
     def midstream_drop_saes(self, digests: list[str]) -> tuple[bool, str]:
         return self._answer("drop_saes", lambda plane: _features(plane).drop(digests))
@@ -222,23 +302,43 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
         """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
-        return self._answer("prepare_global", lambda plane: plane.rank_state.prepare_global(msgspec.convert(steering, GlobalSteering)))
+        return self._answer(
+            "prepare_global",
+            lambda plane: plane.rank_state.prepare_global(
+                msgspec.convert(steering, GlobalSteering)
+            ),
+        )
 
     def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
-        """Acquires rows for the new steering before releasing those of the previous one: both must have been admitted."""
-        return self._answer("commit_global", lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)))
+        """Acquires rows for the new steering before releasing those of the previous one: both must
+        have been admitted.
+        """
+        return self._answer(
+            "commit_global",
+            lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)),
+        )
 
     def midstream_rollback_global(self, version: int) -> tuple[bool, str]:
-        """Undoes the commit of `version`; where that was refused, or is not the last change, nothing is done, which is fine."""
-        return self._answer("rollback_global", lambda plane: plane.rank_state.rollback_global(version))
+        """Undoes the commit of `version`; where that was refused, or is not the last change,
+        nothing is done, which is fine.
+        """
+        return self._answer(
+            "rollback_global", lambda plane: plane.rank_state.rollback_global(version)
+        )
 
     def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
         """With an empty `digest`: unregister."""
-        return self._answer("set_module", lambda plane: plane.rank_state.set_module(name, digest, tensors))
+        return self._answer(
+            "set_module", lambda plane: plane.rank_state.set_module(name, digest, tensors)
+        )
 
     def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
-        """Undoes `midstream_set_module(name, digest, …)`, in the same way as `midstream_rollback_global`."""
-        return self._answer("rollback_module", lambda plane: plane.rank_state.rollback_module(name, digest))
+        """Undoes `midstream_set_module(name, digest, …)`, in the same way as
+        `midstream_rollback_global`.
+        """
+        return self._answer(
+            "rollback_module", lambda plane: plane.rank_state.rollback_module(name, digest)
+        )
 
     def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
         return self._answer("cleanse", lambda plane: plane.cleanse(steps))
@@ -261,13 +361,23 @@ class MidstreamWorker(PlatformWorker):
         """One call of the certification run: see `certify`. `begin` comes first and `end` last."""
         if action == "begin":
             adapter, hooks, traced, inner = self._certified
-            self._certifier = Certifier(self._connected(), self.model_runner, adapter, self.vllm_config, hooks, inner, traced=traced)
+            self._certifier = Certifier(
+                self._connected(),
+                self.model_runner,
+                adapter,
+                self.vllm_config,
+                hooks,
+                inner,
+                traced=traced,
+            )
             return None
         if action == "end":
             certifier, self._certifier = self._certifier, None
             return certifier.end(**arguments) if certifier is not None else None
         if action == "judge" and self._certifier is not None:
-            return msgspec.to_builtins(self._certifier.judge(msgspec.convert(arguments, Plan)), builtin_types=(bytes,))
+            return msgspec.to_builtins(
+                self._certifier.judge(msgspec.convert(arguments, Plan)), builtin_types=(bytes,)
+            )
         return getattr(self._certifier, action)(**arguments)
 
     def midstream_fault(self, text: str) -> tuple[bool, str]:
@@ -301,12 +411,16 @@ def _features(plane: DataPlane) -> Features:
 
 
 def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:
-    """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU has a ring of its own each step."""
+    """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU
+    has a ring of its own each step.
+    """
     on_cpu = current_platform.is_cpu()
     return Sizes(
-        ring_rows=(config.step_rows if traced else 0) if on_cpu else 2 * config.step_rows,  # one half is filled, the other read
+        # one half is filled, the other read
+        ring_rows=(config.step_rows if traced else 0) if on_cpu else 2 * config.step_rows,
         capacity=config.step_tokens,
-        lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,  # each port may capture other tokens, and the edits come once
+        # each port may capture other tokens, and the edits come once
+        lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,
         patterns=1 if on_cpu else 2 * sites,
         configurations=config.steering_rows,
         entries=config.steering_entries,

@@ -1,4 +1,6 @@
-"""Writer: passes finished captures to consumers and their receipts to the outbox, without blocking the engine."""
+"""Writer: passes finished captures to consumers and their receipts to the outbox, without blocking
+the engine.
+"""
 
 import logging
 import queue
@@ -20,7 +22,9 @@ from .finished import Consumer, FinishedCapture, Outcome
 from .harvest import Harvest
 from .layouts import Filesystem, StoreConfig, each
 
-if TYPE_CHECKING:  # it imports the kernels' buffers, and so torch, which the fake engine's worker does without
+if (
+    TYPE_CHECKING
+):  # it imports the kernels' buffers, and so torch, which the fake engine's worker does without
     from .config import PlaneConfig
 
 logger = logging.getLogger(__name__)
@@ -28,11 +32,13 @@ logger = logging.getLogger(__name__)
 #: A group is one durable commit: at most this many requests and about this many bytes.
 GROUP_REQUESTS = 256
 GROUP_BYTES = 64 << 20
-#: If these fail, the capture has failed: its rows are nowhere. Failures of others only leave it incomplete.
+#: If these fail, the capture has failed: its rows are nowhere. Failures of others only leave it
+#: incomplete.
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
 #: A message names at most this many positions, and is cut at this many characters.
 _POSITIONS, _MESSAGE = 16, 1000
-#: So much of the boot's id is in the names of segments: enough that two starts of a worker do not share any.
+#: So much of the boot's id is in the names of segments: enough that two starts of a worker do not
+#: share any.
 BOOT_DIGITS = 12
 
 
@@ -42,9 +48,12 @@ class InterventionError(Exception):
 
 @dataclass
 class WriteJob:
-    """A finished request: its receipt, complete but for the captures, and how to make those. `size`: bytes of their rows, about.
+    """A finished request: its receipt, complete but for the captures, and how to make those.
 
-    The builds run in a writer thread; what they refer to stays alive until the receipt is on its way.
+    `size`: bytes of their rows, about.
+
+    The builds run in a writer thread; what they refer to stays alive until the receipt is on its
+    way.
     """
 
     receipt: Receipt
@@ -73,18 +82,29 @@ class _Report:
     away: int = 0  # how many of `failed` are only because the store takes nothing now
 
     def receipt(self) -> Receipt:
-        """The job's receipt with all of this in it; one that was an error before stays one, for its own reason."""
-        receipt = msgspec.structs.replace(self.job.receipt, files=self.files, consumed=self.consumed)
+        """The job's receipt with all of this in it; one that was an error before stays one, for its
+        own reason.
+        """
+        receipt = msgspec.structs.replace(
+            self.job.receipt, files=self.files, consumed=self.consumed
+        )
         if receipt.status == "error" or not (self.failed or self.missing):
             return receipt
         if self.failed:
             kind = STORE_AWAY if self.away == len(self.failed) else self.kind
-            return msgspec.structs.replace(receipt, status="error", kind=kind, message=_cut("; ".join(self.failed)))
-        return msgspec.structs.replace(receipt, status="partial", message=_cut("; ".join(self.missing)))
+            return msgspec.structs.replace(
+                receipt, status="error", kind=kind, message=_cut("; ".join(self.failed))
+            )
+        return msgspec.structs.replace(
+            receipt, status="partial", message=_cut("; ".join(self.missing))
+        )
 
 
 class Diversion(Protocol):
-    """Takes captures and receipts in place of consumers and outbox, see `certify`. Called from writer threads."""
+    """Takes captures and receipts in place of consumers and outbox, see `certify`.
+
+    Called from writer threads.
+    """
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]: ...
 
@@ -92,7 +112,9 @@ class Diversion(Protocol):
 
 
 class Writer:
-    """Threads that hand captures to their consumers in groups, and then the receipts to the outbox."""
+    """Threads that hand captures to their consumers in groups, and then the receipts to the
+    outbox.
+    """
 
     def __init__(
         self,
@@ -104,9 +126,12 @@ class Writer:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
     ) -> None:
-        """`memory_limit`: bytes that the consumer `memory` puts into a receipt. `fail_writes`: tests only, writing fails while true.
+        """`memory_limit`: bytes that the consumer `memory` puts into a receipt.
 
-        `begin`: called first in each thread. `readings`: the consumer of captures that are read; None: there is none.
+        `fail_writes`: tests only, writing fails while true.
+
+        `begin`: called first in each thread. `readings`: the consumer of captures that are read;
+        None: there is none.
         """
         self._begin = begin
         self._outbox = outbox
@@ -114,23 +139,37 @@ class Writer:
         self._queue: queue.SimpleQueue[WriteJob | _Part | None] = queue.SimpleQueue()
         self._pending = 0
         self.backlog = 0  # bytes of rows that wait, or are being written
-        self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}  # since the start
+        self.totals = {
+            "captured_rows": 0,
+            "captured_bytes": 0,
+            "dropped_positions": 0,
+        }  # since the start
         self._diverted: Diversion | None = None
         self._lock = threading.Lock()
-        self._shared: dict[str, Consumer] = {"memory": Memory(memory_limit), "logging": Logging(), HARVEST: Harvest(), **installed()}
+        self._shared: dict[str, Consumer] = {
+            "memory": Memory(memory_limit),
+            "logging": Logging(),
+            HARVEST: Harvest(),
+            **installed(),
+        }
         if readings is not None:
             self._shared[READER] = readings
         usage = Usage(store.store, store.quota)
         self._filesystems = [Filesystem(store, usage, i) for i in range(threads)]
         self._threads = [
-            threading.Thread(target=self._run, args=(filesystem,), name=f"midstream-writer-{i}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(filesystem,), name=f"midstream-writer-{i}", daemon=True
+            )
             for i, filesystem in enumerate(self._filesystems)
         ]
         for thread in self._threads:
             thread.start()
 
     def divert(self, to: "Diversion | None") -> None:
-        """Give all that is submitted from now on to `to`, not to consumers and outbox. None: to those again, and count from zero."""
+        """Give all that is submitted from now on to `to`, not to consumers and outbox.
+
+        None: to those again, and count from zero.
+        """
         self._diverted = to
         if to is None:
             self.totals = dict.fromkeys(self.totals, 0)
@@ -138,8 +177,12 @@ class Writer:
     def submit(self, job: WriteJob) -> None:
         """Returns immediately. Without captures the receipt goes directly to the outbox."""
         if not job.builds:
-            given_up = job.receipt.kind == "capture_failed" and any(filesystem.away for filesystem in self._filesystems)
-            self._deliver(msgspec.structs.replace(job.receipt, kind=STORE_AWAY) if given_up else job.receipt)
+            given_up = job.receipt.kind == "capture_failed" and any(
+                filesystem.away for filesystem in self._filesystems
+            )
+            self._deliver(
+                msgspec.structs.replace(job.receipt, kind=STORE_AWAY) if given_up else job.receipt
+            )
             return
         with self._lock:
             self._pending += 1
@@ -147,7 +190,10 @@ class Writer:
         self._queue.put(job)
 
     def stream(self, write: Callable[[], None], size: int) -> None:
-        """Have `write` called in a writer thread; it raises nothing. `size`: bytes that it lets go of."""
+        """Have `write` called in a writer thread; it raises nothing.
+
+        `size`: bytes that it lets go of.
+        """
         with self._lock:
             self._pending += 1
             self.backlog += size
@@ -176,7 +222,8 @@ class Writer:
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
             count, size = len(group), sum(job.size for job in group)
-            group.clear()  # the memory of the rows is free before the receipts are counted as written
+            # the memory of the rows is free before the receipts are counted as written
+            group.clear()
             del first
             with self._lock:
                 self._pending -= count
@@ -229,27 +276,48 @@ class Writer:
             _note(of_request, capture, by_name)
         return [of_request.receipt() for of_request in reports]
 
-    def _consume(self, captures: Sequence[tuple[_Report, FinishedCapture]], consumers: Mapping[str, Consumer]) -> list[dict[str, Outcome]]:
-        """For each capture its consumers' outcomes. Those built in come first, the files before all: they are what most wait for."""
-        outcomes: list[dict[str, Outcome]] = [dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures]
+    def _consume(
+        self, captures: Sequence[tuple[_Report, FinishedCapture]], consumers: Mapping[str, Consumer]
+    ) -> list[dict[str, Outcome]]:
+        """For each capture its consumers' outcomes.
+
+        Those built in come first, the files before all: they are what most wait for.
+        """
+        outcomes: list[dict[str, Outcome]] = [
+            dict.fromkeys(capture.capture.consumers, Outcome()) for _, capture in captures
+        ]
         names = {name for by_name in outcomes for name in by_name}
-        for name in sorted(names, key=lambda name: (BUILT_IN.index(name) if name in BUILT_IN else len(BUILT_IN), name)):
+        for name in sorted(
+            names,
+            key=lambda name: (BUILT_IN.index(name) if name in BUILT_IN else len(BUILT_IN), name),
+        ):
             mine = [number for number, by_name in enumerate(outcomes) if name in by_name]
             results = each(self._action(name, consumers), [captures[number][1] for number in mine])
             for number, result in zip(mine, results, strict=True):
-                outcomes[number][name] = Outcome(error=str(result) or repr(result)) if isinstance(result, Exception) else result
+                outcomes[number][name] = (
+                    Outcome(error=str(result) or repr(result))
+                    if isinstance(result, Exception)
+                    else result
+                )
         return outcomes
 
     def _deliver(self, receipt: Receipt) -> None:
         (self._outbox.append if self._diverted is None else self._diverted.receipt)(receipt)
 
-    def _action(self, name: str, consumers: Mapping[str, Consumer]) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
+    def _action(
+        self, name: str, consumers: Mapping[str, Consumer]
+    ) -> Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]:
         if self._diverted is not None:
             return self._diverted.consume
         if name in ("filesystem", HARVEST) and self._fail_writes():
-            return lambda captures: [Outcome(error="write failed: fault injected: write", away=name == HARVEST)] * len(captures)
+            return lambda captures: (
+                [Outcome(error="write failed: fault injected: write", away=name == HARVEST)]
+                * len(captures)
+            )
         if name not in consumers:
-            return lambda captures: [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
+            return lambda captures: (
+                [Outcome(error=f"rank {captures[0].rank} has no such consumer")] * len(captures)
+            )
         return consumers[name].consume
 
 
@@ -271,7 +339,11 @@ def _built(report: _Report, build: Callable[[], FinishedCapture]) -> FinishedCap
 def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outcome]) -> None:
     errors = {name: outcome.error for name, outcome in by_name.items() if outcome.error}
     for name, outcome in by_name.items():
-        report.consumed.append(Consumed(name=name, ok=not outcome.error, message=_cut(outcome.error), rows=outcome.rows))
+        report.consumed.append(
+            Consumed(
+                name=name, ok=not outcome.error, message=_cut(outcome.error), rows=outcome.rows
+            )
+        )
         report.files += outcome.files
     for name, error in errors.items():
         logger.error("%s: consumer %s failed: %s", capture, name, error)
@@ -282,10 +354,17 @@ def _note(report: _Report, capture: FinishedCapture, by_name: Mapping[str, Outco
             report.failed.append(f"{kind}: {error}")
             continue
         report.away += fatal and by_name[name].away
-        (report.failed if fatal else report.missing).append(f"{capture.capture.tag}: consumer {name} failed: {error}")
+        (report.failed if fatal else report.missing).append(
+            f"{capture.capture.tag}: consumer {name} failed: {error}"
+        )
     if capture.dropped:
-        some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (", …" if len(capture.dropped) > _POSITIONS else "")
-        report.missing.append(f"{capture.capture.tag}: positions dropped under overload: {some} ({len(capture.dropped)} in total)")
+        some = ", ".join(map(str, capture.dropped[:_POSITIONS])) + (
+            ", …" if len(capture.dropped) > _POSITIONS else ""
+        )
+        report.missing.append(
+            f"{capture.capture.tag}: positions dropped under overload: {some} "
+            f"({len(capture.dropped)} in total)"
+        )
 
 
 def _cut(message: str) -> str:
@@ -308,4 +387,12 @@ def make_writer(
         segment_bytes=config.segment_mib << 20,
         quota=config.capture_quota_mib << 20,
     )
-    return Writer(store, outbox, config.writer_threads, config.memory_limit_kib << 10, fail_writes, begin, readings)
+    return Writer(
+        store,
+        outbox,
+        config.writer_threads,
+        config.memory_limit_kib << 10,
+        fail_writes,
+        begin,
+        readings,
+    )

@@ -23,9 +23,12 @@ class AttemptOutcome(StrEnum):
     CANCELLED = "cancelled"
     LOST = "lost"  # the lease went to another attempt
     RELEASED = "released"  # the engine died, or Redis lost events of it; another attempt follows
-    STORE_AWAY = "store away"  # the artifact store is unavailable; another attempt follows when it is back
-    BUSY = "busy"  # too many jobs of its tenant wait for their formats' checks; another attempt follows
-    OUT_OF_STEP = "out of step"  # its ranks disagree; another attempt follows, or the job has failed for it
+    # the artifact store is unavailable; another attempt follows when it is back
+    STORE_AWAY = "store away"
+    # too many jobs of its tenant wait for their formats' checks; another attempt follows
+    BUSY = "busy"
+    # its ranks disagree; another attempt follows, or the job has failed for it
+    OUT_OF_STEP = "out of step"
     PUT_BACK = "put back"  # not begun: the worker does not serve now
 
 
@@ -34,7 +37,9 @@ class JobFailed(Exception):
 
 
 class StoreAway(MidstreamError):
-    """Rows could not be read from the artifact store, or written to it, because it is unavailable: the job waits for it."""
+    """Rows could not be read from the artifact store, or written to it, because it is unavailable:
+    the job waits for it.
+    """
 
     def __init__(self, detail: str) -> None:
         super().__init__("intervention_failed", detail)
@@ -69,20 +74,28 @@ class Attempt:
             self.task.cancel()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
-        """One event after the other, so that each has a number by which it is told once, however often the call is repeated.
+        """One event after the other, so that each has a number by which it is told once, however
+        often the call is repeated.
 
         Raises EventsLost.
         """
         async with self._emitting:
             self.emitted += 1
             number = self.emitted
-            await patiently(lambda: ledger.emit(self.job.id, self.number, number, event), f"event of {self.job.id}")
+            await patiently(
+                lambda: ledger.emit(self.job.id, self.number, number, event),
+                f"event of {self.job.id}",
+            )
 
     def submit(self, engine: Engine, ask: EngineRequest) -> AsyncGenerator[Progress, None]:
-        """Have the engine generate for a request of this attempt, under its global steering; nothing else submits requests of jobs."""
+        """Have the engine generate for a request of this attempt, under its global steering;
+        nothing else submits requests of jobs.
+        """
         return engine.generate(ask, self.lease.steering)
 
     def check(self) -> None:
-        """Raise CancelledError when the attempt is being stopped: a cancellation alone may be swallowed (see `redis_retry`)."""
+        """Raise CancelledError when the attempt is being stopped: a cancellation alone may be
+        swallowed (see `redis_retry`).
+        """
         if self.ending is not None:
             raise asyncio.CancelledError

@@ -1,7 +1,7 @@
 """Attempts: a worker takes one job from claim to stored outputs, through failures in between.
 
-Every way out ends in the ledger: outputs, a typed problem, a cancellation, or a release to another attempt. A run that
-lost its lease says nothing any more: its attempt is fenced.
+Every way out ends in the ledger: outputs, a typed problem, a cancellation, or a release to another
+attempt. A run that lost its lease says nothing any more: its attempt is fenced.
 """
 
 import asyncio
@@ -45,9 +45,11 @@ from .sweeps import SweepAttempt
 
 logger = logging.getLogger(__name__)
 
-#: A request may see the engine's death before the watch on the engine does; how long the verdict is waited for.
+#: A request may see the engine's death before the watch on the engine does; how long the verdict is
+#: waited for.
 VERDICT_S = 5.0
-#: How long a job's message waits here for the worker to serve again; then it goes back to the queue.
+#: How long a job's message waits here for the worker to serve again; then it goes back to the
+#: queue.
 CLAIM_PATIENCE_S = 20.0
 #: After this it goes back already if another worker serves.
 ELSEWHERE_S = 1.0
@@ -97,7 +99,9 @@ class Attempts:
         return {job_id: attempt.number for job_id, attempt in self._running.items()}
 
     def _cells_at_once(self) -> int:
-        """Few while others wait for their tokens: a step with an ordinary request in it computes every cell from the first layer."""
+        """Few while others wait for their tokens: a step with an ordinary request in it computes
+        every cell from the first layer.
+        """
         limit = self._ledger.settings.sweep_cells_in_flight
         alone = all(attempt.job.sweep is not None for attempt in self._running.values())
         return limit if alone else max(1, limit // SHARE_BESIDE)
@@ -108,8 +112,12 @@ class Attempts:
         alone = all(attempt.job.harvest is not None for attempt in self._running.values())
         return limit if alone else max(1, limit // SHARE_BESIDE)
 
-    def stop(self, job_ids: Iterable[str], ending: AttemptOutcome, held: Mapping[str, int] | None = None) -> None:
-        """`held`: which attempts are meant, as of `held` at some time; without it, whichever runs."""
+    def stop(
+        self, job_ids: Iterable[str], ending: AttemptOutcome, held: Mapping[str, int] | None = None
+    ) -> None:
+        """`held`: which attempts are meant, as of `held` at some time; without it, whichever
+        runs.
+        """
         for job_id in job_ids:
             if job_id in self._running:
                 attempt = self._running[job_id]
@@ -130,7 +138,9 @@ class Attempts:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
 
     async def run_part(self, job_id: str) -> AttemptOutcome:
-        """As `run_job`, of a part of a harvest; put back while this worker has as many as it should."""
+        """As `run_job`, of a part of a harvest; put back while this worker has as many as it
+        should.
+        """
         if self._parts >= PARTS_PER_WORKER:
             await asyncio.sleep(ELSEWHERE_S)
             return AttemptOutcome.PUT_BACK
@@ -167,11 +177,18 @@ class Attempts:
         return AttemptOutcome.NOT_OURS if self._engine_died.is_set() else AttemptOutcome.PUT_BACK
 
     async def _lease(self, patience: float) -> SteeringLease | None:
-        """None when this worker does not serve by then, or within `ELSEWHERE_S` while another one does."""
+        """None when this worker does not serve by then, or within `ELSEWHERE_S` while another one
+        does.
+        """
         while True:
             left = patience - time.monotonic()
             lease = await self._reconciler.lease(min(left, ELSEWHERE_S))
-            if lease is not None or left <= ELSEWHERE_S or self._engine_died.is_set() or await self._another_serves():
+            if (
+                lease is not None
+                or left <= ELSEWHERE_S
+                or self._engine_died.is_set()
+                or await self._another_serves()
+            ):
                 return lease
 
     async def _another_serves(self) -> bool:
@@ -182,12 +199,17 @@ class Attempts:
                 raise
             return False
         model = self._engine.info.name
-        return any(worker.healthy and worker.model == model and worker.worker != self._worker for worker in workers)
+        return any(
+            worker.healthy and worker.model == model and worker.worker != self._worker
+            for worker in workers
+        )
 
     async def _run(self, claim: Claim, lease: SteeringLease) -> AttemptOutcome:
         task = asyncio.current_task()
         assert task is not None, "run_job runs as a task"
-        attempt = Attempt(claim.job, claim.attempt, task, lease, AttemptProgress(claim, self._worker, self.totals))
+        attempt = Attempt(
+            claim.job, claim.attempt, task, lease, AttemptProgress(claim, self._worker, self.totals)
+        )
         if not attempt.reported:
             lease.end()  # awaited by no caller
         job_id = claim.job.id
@@ -217,7 +239,10 @@ class Attempts:
             logger.warning("harvest %s: %s", harvest_id, error)
 
     async def _claim(self, job_id: str, global_steering: GlobalSteering) -> Claim | None:
-        """The claimed job, or None when there is nothing to run. Raises JobFailed for a job that cannot be read, ClaimRefused."""
+        """The claimed job, or None when there is nothing to run.
+
+        Raises JobFailed for a job that cannot be read, ClaimRefused.
+        """
         try:
             return await self._ledger.claim(
                 job_id,
@@ -239,7 +264,9 @@ class Attempts:
             # It may have been claimed nevertheless: waiting callers must be notified.
             view = await patiently(lambda: self._ledger.view(job_id), f"view of {job_id}")
             if view.worker == self._worker and job_id not in self._running:
-                await patiently(lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}")
+                await patiently(
+                    lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}"
+                )
             raise JobFailed(f"{job_id}: {error}") from error
 
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
@@ -251,7 +278,9 @@ class Attempts:
             crash_point("worker.generated")
             began = now()
             stored = await patiently(
-                lambda: self._ledger.store_outputs(attempt.job.id, attempt.number, outputs, attempt.last, attempt.emitted),
+                lambda: self._ledger.store_outputs(
+                    attempt.job.id, attempt.number, outputs, attempt.last, attempt.emitted
+                ),
                 f"outputs of {attempt.job.id}",
             )
             attempt.closed = True
@@ -259,14 +288,21 @@ class Attempts:
             attempt.progress.stored(stored, attempt.reported, began)
             if stored is None:
                 return AttemptOutcome.LOST
-            return AttemptOutcome.SUCCEEDED if stored is State.SUCCEEDED else AttemptOutcome.GENERATED
+            return (
+                AttemptOutcome.SUCCEEDED if stored is State.SUCCEEDED else AttemptOutcome.GENERATED
+            )
         except asyncio.CancelledError:
             if attempt.ending is None:
                 raise  # the event loop itself is going down
             return await self._abandon(attempt, attempt.ending)
         except (Exception, BaseExceptionGroup) as error:
             if attempt.ending is not None:
-                logger.info("job %s attempt %d failed while it was being stopped: %r", attempt.job.id, attempt.number, error)
+                logger.info(
+                    "job %s attempt %d failed while it was being stopped: %r",
+                    attempt.job.id,
+                    attempt.number,
+                    error,
+                )
                 return await self._abandon(attempt, attempt.ending)
             if (ending := _other_attempt(error)) is not None:
                 attempt.detail = str(error)
@@ -292,7 +328,13 @@ class Attempts:
     async def _autoencoders(self, job: Job) -> AsyncIterator[None]:
         """The sparse autoencoders that read the job's features on the ranks."""
         readings = (capture.reading for captures in job.captures for capture in captures)
-        saes = list({reading.sae.digest: reading.sae for reading in readings if isinstance(reading, StoredFeatures)}.values())
+        saes = list(
+            {
+                reading.sae.digest: reading.sae
+                for reading in readings
+                if isinstance(reading, StoredFeatures)
+            }.values()
+        )
         if not saes:
             yield
             return
@@ -303,18 +345,30 @@ class Attempts:
             await self._engine.release_saes(saes)
 
     async def _generate(self, attempt: Attempt) -> list[Output]:
-        """Run all prompts of the job concurrently: the engine batches them with each other and with other jobs."""
+        """Run all prompts of the job concurrently: the engine batches them with each other and with
+        other jobs.
+        """
         job = attempt.job
         await self._engine.check(format_request(job, job.sampling))
         own = {name for entries in job.steering for entry in entries for name in entry.tensors}
-        names = sorted({name for name in own if not is_row(name) and name != ZEROS} | tensors_of(job, attempt.lease.steering))
-        files = {image.digest: await self._fetch_image(image.digest) for prompt in job.prompts for image in prompt.images}
+        names = sorted(
+            {name for name in own if not is_row(name) and name != ZEROS}
+            | tensors_of(job, attempt.lease.steering)
+        )
+        files = {
+            image.digest: await self._fetch_image(image.digest)
+            for prompt in job.prompts
+            for image in prompt.images
+        }
         async with self.sources.holding(job.id, runs_named(own), job.runs):
             await self._engine.hold_vectors(names, self._fetch, users=job.steering)
             try:
                 attempt.check()
                 async with asyncio.TaskGroup() as group:
-                    outputs = [group.create_task(self._prompt(attempt, request, files)) for request in range(len(job.prompts))]
+                    outputs = [
+                        group.create_task(self._prompt(attempt, request, files))
+                        for request in range(len(job.prompts))
+                    ]
             finally:
                 await self._engine.release_vectors(names)
         return [output.result() for output in outputs]
@@ -322,7 +376,9 @@ class Attempts:
     async def _work(self, attempt: Attempt) -> list[Output]:
         if attempt.job.harvest is not None:
             return await self._harvest(attempt)
-        return await (self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt))
+        return await (
+            self._generate(attempt) if attempt.job.sweep is None else self._sweep(attempt)
+        )
 
     async def _harvest(self, attempt: Attempt) -> list[Output]:
         """What a part gives is kept as it comes."""
@@ -330,7 +386,9 @@ class Attempts:
         def refused(kept: HarvestKept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
 
-        await HarvestAttempt(self._ledger, self._engine, attempt, self._sequences, self._shards, self._fetch, refused).run()
+        await HarvestAttempt(
+            self._ledger, self._engine, attempt, self._sequences, self._shards, self._fetch, refused
+        ).run()
         return []
 
     async def _sweep(self, attempt: Attempt) -> list[Output]:
@@ -339,24 +397,34 @@ class Attempts:
         def refused(kept: Kept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
 
-        await SweepAttempt(self._ledger, self._engine, self.sources, attempt, self._cells, self._fetch, refused).run()
+        await SweepAttempt(
+            self._ledger, self._engine, self.sources, attempt, self._cells, self._fetch, refused
+        ).run()
         return []
 
     async def _prompt(self, attempt: Attempt, request: int, files: Mapping[str, bytes]) -> Output:
         output: Output | None = None
-        ask = prompt_request(attempt.job, request, attempt.number, attempt.progress.span.traceparent, files)
+        ask = prompt_request(
+            attempt.job, request, attempt.number, attempt.progress.span.traceparent, files
+        )
         with attempt.progress.prompt(request, len(ask.token_ids)) as told:
             async with aclosing(attempt.submit(self._engine, ask)) as stream:
                 async for progress in stream:
                     attempt.check()
                     told.heard(len(progress.token_ids))
                     output = progress.finished
-                    for event in score_events(progress, attempt.job, attempt.number) if attempt.job.stream else ():
+                    for event in (
+                        score_events(progress, attempt.job, attempt.number)
+                        if attempt.job.stream
+                        else ()
+                    ):
                         await attempt.emit(self._ledger, event)
                     if attempt.job.stream and (progress.text or progress.token_ids or output):
                         await attempt.emit(self._ledger, _token_event(progress, attempt.number))
         if output is None:
-            raise MidstreamError("engine_failed", f"the engine ended prompt {request} without an output")
+            raise MidstreamError(
+                "engine_failed", f"the engine ended prompt {request} without an output"
+            )
         told_of = Event(event="output", data={"index": request}, attempt=attempt.number)
         attempt.finished += 1
         if attempt.finished == len(attempt.job.prompts):
@@ -368,48 +436,74 @@ class Attempts:
     async def _fetch(self, name: str) -> Tensor:
         tensor = await patiently(lambda: self._ledger.get_tensor(name), f"vector {name[:12]}")
         if content_hash(tensor) != name:
-            raise MidstreamError("intervention_failed", f"vector {name[:12]}: content does not match its hash")
+            raise MidstreamError(
+                "intervention_failed", f"vector {name[:12]}: content does not match its hash"
+            )
         return tensor
 
     async def _fetch_image(self, name: str) -> bytes:
         data = await patiently(lambda: self._ledger.get_blob(name), f"image {name[:12]}")
         if data is None or digest_of(data) != name:
-            raise MidstreamError("internal", f"image {name[:12]} is no longer stored, or its content does not match its hash")
+            raise MidstreamError(
+                "internal",
+                f"image {name[:12]} is no longer stored, or its content does not match its hash",
+            )
         return data
 
     async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:
         """Stop the attempt in the engine, and say in the ledger what follows from it."""
         attempt.closed = True
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)  # a task that stopped itself is cancelled at its next await, whatever `uncancel` says
+            await asyncio.sleep(
+                0
+            )  # a task that stopped itself is cancelled at its next await, whatever `uncancel` says
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)
         if ending is AttemptOutcome.RELEASED:
-            await patiently(lambda: self._ledger.release(attempt.job.id, attempt.number), f"release of {attempt.job.id}")
+            await patiently(
+                lambda: self._ledger.release(attempt.job.id, attempt.number),
+                f"release of {attempt.job.id}",
+            )
             crash_point("worker.released")
             return ending
         await self._engine.abort(attempt.job.id, attempt.number)
         if ending is AttemptOutcome.STORE_AWAY:
             job_id, number = attempt.job.id, attempt.number
-            await patiently(lambda: self._ledger.release(job_id, number, away=attempt.detail), f"release of {job_id}")
+            await patiently(
+                lambda: self._ledger.release(job_id, number, away=attempt.detail),
+                f"release of {job_id}",
+            )
         if ending is AttemptOutcome.BUSY:
             job_id, number = attempt.job.id, attempt.number
-            await patiently(lambda: self._ledger.release(job_id, number, later=True), f"release of {job_id}")
+            await patiently(
+                lambda: self._ledger.release(job_id, number, later=True), f"release of {job_id}"
+            )
         if ending is AttemptOutcome.OUT_OF_STEP:
             job_id, number = attempt.job.id, attempt.number
-            await patiently(lambda: self._ledger.desync_release(job_id, number, attempt.detail), f"release of {job_id}")
+            await patiently(
+                lambda: self._ledger.desync_release(job_id, number, attempt.detail),
+                f"release of {job_id}",
+            )
         if ending is AttemptOutcome.CANCELLED:
             crash_point("worker.aborted")
-            await patiently(lambda: self._ledger.finish_cancel(attempt.job.id, attempt.number), f"cancel of {attempt.job.id}")
+            await patiently(
+                lambda: self._ledger.finish_cancel(attempt.job.id, attempt.number),
+                f"cancel of {attempt.job.id}",
+            )
         return ending
 
     async def _give_up(self, attempt: Attempt, problem: Problem) -> AttemptOutcome:
-        """End the job with a problem, unless the engine's death is behind it: then another attempt follows."""
+        """End the job with a problem, unless the engine's death is behind it: then another attempt
+        follows.
+        """
         if problem.type.endswith(":engine_failed") and await self._engine_is_dead():
             return await self._abandon(attempt, AttemptOutcome.RELEASED)
         await self._engine.abort(attempt.job.id, attempt.number)
-        await patiently(lambda: self._ledger.fail(attempt.job.id, attempt.number, problem), f"failure of {attempt.job.id}")
+        await patiently(
+            lambda: self._ledger.fail(attempt.job.id, attempt.number, problem),
+            f"failure of {attempt.job.id}",
+        )
         raise JobFailed(f"{problem.title}: {problem.detail}")
 
     async def _engine_is_dead(self) -> bool:
@@ -421,7 +515,9 @@ class Attempts:
 
 
 def _other_attempt(error: BaseException) -> AttemptOutcome | None:
-    """How an attempt ends that failed through no fault of the job's; None for what is the job's problem."""
+    """How an attempt ends that failed through no fault of the job's; None for what is the job's
+    problem.
+    """
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
         return AttemptOutcome.OUT_OF_STEP
@@ -429,7 +525,11 @@ def _other_attempt(error: BaseException) -> AttemptOutcome | None:
         return AttemptOutcome.STORE_AWAY
     if any(isinstance(leaf, FormatsBusy) for leaf in leaves):
         return AttemptOutcome.BUSY
-    return AttemptOutcome.RELEASED if any(isinstance(leaf, CrowdedOut | EventsLost) for leaf in leaves) else None
+    return (
+        AttemptOutcome.RELEASED
+        if any(isinstance(leaf, CrowdedOut | EventsLost) for leaf in leaves)
+        else None
+    )
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -452,21 +552,40 @@ def _leaves(error: BaseException) -> Iterable[BaseException]:
 
 def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     """What the user's probes gave for tokens that are on their way: one event for each token."""
-    mine = [(probe, start) for probe, start in zip(job.probes, label_starts(job.probes), strict=True) if not probe.watching]
+    mine = [
+        (probe, start)
+        for probe, start in zip(job.probes, label_starts(job.probes), strict=True)
+        if not probe.watching
+    ]
 
     def by_label(values: Sequence[float]) -> dict[str, dict[str, float]]:
-        return {probe.name: dict(zip(probe.content.labels, values[start:], strict=False)) for probe, start in mine}
+        return {
+            probe.name: dict(zip(probe.content.labels, values[start:], strict=False))
+            for probe, start in mine
+        }
 
     told = (
-        TokenScores(index=progress.request, position=each.position, scores=by_label(each.scores), aggregates=by_label(each.aggregates))
+        TokenScores(
+            index=progress.request,
+            position=each.position,
+            scores=by_label(each.scores),
+            aggregates=by_label(each.aggregates),
+        )
         for each in progress.scores
     )
-    return [Event(event="score", data=msgspec.structs.asdict(each), attempt=attempt) for each in told]
+    return [
+        Event(event="score", data=msgspec.structs.asdict(each), attempt=attempt) for each in told
+    ]
 
 
 def _token_event(progress: Progress, attempt: int) -> Event:
     finish_reason = progress.finished.finish_reason if progress.finished else None
-    data = {"index": progress.request, "text": progress.text, "token_ids": progress.token_ids, "finish_reason": finish_reason}
+    data = {
+        "index": progress.request,
+        "text": progress.text,
+        "token_ids": progress.token_ids,
+        "finish_reason": finish_reason,
+    }
     if progress.said is not None:
         data["delta"] = msgspec.to_builtins(progress.said)
     if progress.logprobs:

@@ -1,4 +1,6 @@
-"""Sequences and shards of a unit: a function of its documents and the harvest alone, so that every attempt cuts the same."""
+"""Sequences and shards of a unit: a function of its documents and the harvest alone, so that every
+attempt cuts the same.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ class Document:
 
 @dataclass(frozen=True)
 class CutSequence:
-    """What the model is fed at once. `chosen`: int64, ascending: the positions in the sequence that give rows."""
+    """What the model is fed at once.
+
+    `chosen`: int64, ascending: the positions in the sequence that give rows.
+    """
 
     token_ids: np.ndarray  # int64 `[tokens]`
     spans: list[Span]
@@ -31,17 +36,32 @@ class CutSequence:
         return len(self.chosen) == len(self.token_ids)
 
 
-def cut(harvest: StoredHarvest, documents: Sequence[Document], bos: int | None, eos: int | None) -> list[CutSequence]:
-    """The sequences that give rows, in order. `bos`, `eos`: the model's tokens of a text's beginning and end."""
-    pieces = _packed(harvest, documents, eos) if harvest.cut.fit == "pack" else _apart(harvest, documents)
+def cut(
+    harvest: StoredHarvest, documents: Sequence[Document], bos: int | None, eos: int | None
+) -> list[CutSequence]:
+    """The sequences that give rows, in order.
+
+    `bos`, `eos`: the model's tokens of a text's beginning and end.
+    """
+    pieces = (
+        _packed(harvest, documents, eos)
+        if harvest.cut.fit == "pack"
+        else _apart(harvest, documents)
+    )
     made = [(ids, spans, _eligible(harvest, ids, spans, bos)) for ids, spans in pieces]
     if harvest.positions.sample is not None:
         made = _sampled(harvest, made)
     keeps = harvest.generate is not None
-    return [CutSequence(ids, spans, np.flatnonzero(mask)) for ids, spans, mask in made if keeps or mask.any()]
+    return [
+        CutSequence(ids, spans, np.flatnonzero(mask))
+        for ids, spans, mask in made
+        if keeps or mask.any()
+    ]
 
 
-def _apart(harvest: StoredHarvest, documents: Iterable[Document]) -> Iterator[tuple[np.ndarray, list[Span]]]:
+def _apart(
+    harvest: StoredHarvest, documents: Iterable[Document]
+) -> Iterator[tuple[np.ndarray, list[Span]]]:
     length = harvest.max_length
     for document in documents:
         ids = document.token_ids if harvest.cut.fit == "split" else document.token_ids[:length]
@@ -50,7 +70,9 @@ def _apart(harvest: StoredHarvest, documents: Iterable[Document]) -> Iterator[tu
             yield piece, [(document.number, start, 0, len(piece))]
 
 
-def _packed(harvest: StoredHarvest, documents: Iterable[Document], eos: int | None) -> Iterator[tuple[np.ndarray, list[Span]]]:
+def _packed(
+    harvest: StoredHarvest, documents: Iterable[Document], eos: int | None
+) -> Iterator[tuple[np.ndarray, list[Span]]]:
     between = np.array([] if eos is None else [eos], dtype=np.int64)
     parts: list[np.ndarray] = []
     spans: list[Span] = []
@@ -73,7 +95,9 @@ def _packed(harvest: StoredHarvest, documents: Iterable[Document], eos: int | No
         yield np.concatenate(parts), spans
 
 
-def _eligible(harvest: StoredHarvest, ids: np.ndarray, spans: Sequence[Span], bos: int | None) -> np.ndarray:
+def _eligible(
+    harvest: StoredHarvest, ids: np.ndarray, spans: Sequence[Span], bos: int | None
+) -> np.ndarray:
     """bool `[tokens]`."""
     rule = harvest.positions
     mask = np.zeros(len(ids), bool)
@@ -106,7 +130,9 @@ def _sampled(
 
 
 def keys_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents and positions in them, int64, of these positions of a sequence, each of which is in a span."""
+    """Documents and positions in them, int64, of these positions of a sequence, each of which is in
+    a span.
+    """
     columns = np.array(spans, dtype=np.int64).reshape(-1, 4)
     of = np.searchsorted(columns[:, 2], places, side="right") - 1
     return columns[of, 0], columns[of, 1] + places - columns[of, 2]
@@ -115,7 +141,8 @@ def keys_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[np.ndarray, np.n
 def shards_of(harvest: StoredHarvest, sequences: Sequence[CutSequence]) -> list[list[CutSequence]]:
     """The sequences of each shard, in order: as many as make `shards.mib` of rows, at least one.
 
-    Rows are counted as the model computes them, generated ones by the most that there can be: a scaled dtype's shards are smaller.
+    Rows are counted as the model computes them, generated ones by the most that there can be: a
+    scaled dtype's shards are smaller.
     """
     limit = harvest.shards.mib << 20
     generated = harvest.generate.max_tokens if harvest.generate is not None else 0
@@ -140,12 +167,18 @@ def fed(document: Document, harvest: StoredHarvest) -> int:
 
 
 def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -> list[Document]:
-    """The first documents, the last of them cut short, whose sequences have `tokens` tokens; -1: all."""
+    """The first documents, the last of them cut short, whose sequences have `tokens` tokens; -1:
+    all.
+    """
     if tokens < 0:
         return list(documents)
     found = []
     for document in documents:
-        ids = document.token_ids[: harvest.max_length] if harvest.cut.fit == "truncate" else document.token_ids
+        ids = (
+            document.token_ids[: harvest.max_length]
+            if harvest.cut.fit == "truncate"
+            else document.token_ids
+        )
         if tokens <= 0:
             break
         found.append(Document(document.number, ids[:tokens]))

@@ -1,6 +1,8 @@
-"""A process beside the worker that reads sources of harvests, so that no file can take the worker's memory, nor hold up a cancel.
+"""A process beside the worker that reads sources of harvests, so that no file can take the worker's
+memory, nor hold up a cancel.
 
-The two exchange MessagePack messages over pipes, each behind its length. The process ends with its worker, whose end closes its input.
+The two exchange MessagePack messages over pipes, each behind its length. The process ends with its
+worker, whose end closes its input.
 """
 
 import asyncio
@@ -27,11 +29,14 @@ from ...schemas.settings import Settings
 from .harvest_cut import Document
 from .harvest_source import HarvestSource
 
-#: Data (RLIMIT_DATA: not files that are mapped) that the process may have. What needs more is refused.
+#: Data (RLIMIT_DATA: not files that are mapped) that the process may have. What needs more is
+#: refused.
 LIMIT_MIB = 2048
-#: A request is made again of a new process when the first one ended: something else may have killed it.
+#: A request is made again of a new process when the first one ended: something else may have killed
+#: it.
 TRIES = 2
-#: What the process ends with when its memory does not suffice, and how long that may take, in seconds.
+#: What the process ends with when its memory does not suffice, and how long that may take, in
+#: seconds.
 EXIT_MEMORY, ENDING_S = 3, 5.0
 #: Sources that the process has open: those of the parts that a worker has at a time.
 OPEN = 2
@@ -47,7 +52,9 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Plan, or without `unit` and with `special` read its tokens, or read a unit of a file (None: lines of the request)."""
+    """Plan, or without `unit` and with `special` read its tokens, or read a unit of a file (None:
+    lines of the request).
+    """
 
     harvest: str
     opening: Opening | None = None
@@ -57,7 +64,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`at`: where it reads, with another reply to follow; `unknown`: the harvest has to be opened."""
+    """`at`: where it reads, with another reply to follow; `unknown`: the harvest has to be
+    opened.
+    """
 
     at: str = ""
     unknown: bool = False
@@ -68,9 +77,19 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SourceReader:
-    """The documents of one harvest, by way of a process. May be shared by tasks of one event loop."""
+    """The documents of one harvest, by way of a process.
 
-    def __init__(self, process: "SourceProcess", harvest: StoredHarvest, bundle: TokenizerBundle, roots: str, vocabulary: int) -> None:
+    May be shared by tasks of one event loop.
+    """
+
+    def __init__(
+        self,
+        process: "SourceProcess",
+        harvest: StoredHarvest,
+        bundle: TokenizerBundle,
+        roots: str,
+        vocabulary: int,
+    ) -> None:
         self._process, self._opening = process, Opening(harvest, bundle, roots, vocabulary)
 
     async def plan(self) -> HarvestPlan:
@@ -81,21 +100,28 @@ class SourceReader:
 
     async def special(self) -> tuple[int | None, int | None]:
         """The model's tokens of a text's beginning and end."""
-        special = (await self._ask("the tokenizer", Request(self._opening.harvest.id, special=True))).special
+        special = (
+            await self._ask("the tokenizer", Request(self._opening.harvest.id, special=True))
+        ).special
         assert special is not None, "special tokens are answered by them"
         return special
 
     async def read(self, plan: HarvestPlan, unit: PlannedUnit) -> list[Document]:
         """See `HarvestSource.read`."""
         file = plan.files[unit.file] if plan.files else None
-        place = f"documents {unit.document} to {unit.document + unit.documents - 1} (in {file.key if file else 'source.lines'})"
+        place = (
+            f"documents {unit.document} to {unit.document + unit.documents - 1} (in "
+            f"{file.key if file else 'source.lines'})"
+        )
         reply = await self._ask(place, Request(self._opening.harvest.id, file=file, unit=unit))
         return [Document(number, np.frombuffer(ids, np.int32)) for number, ids in reply.documents]
 
     async def _ask(self, place: str, request: Request) -> Reply:
         stopped = threading.Event()
         try:
-            return await asyncio.to_thread(self._process.ask, self._opening, request, place, stopped)
+            return await asyncio.to_thread(
+                self._process.ask, self._opening, request, place, stopped
+            )
         except asyncio.CancelledError:
             self._process.stop(stopped)
             raise
@@ -110,8 +136,12 @@ class SourceProcess:
         self._asking, self._killing = threading.Lock(), threading.Lock()
         self._asked: threading.Event | None = None  # by whom
 
-    def ask(self, opening: Opening, request: Request, place: str, stopped: threading.Event) -> Reply:
-        """Raises MidstreamError, also if what is at `place` takes too much memory; EOFError once `stopped`, see `stop`."""
+    def ask(
+        self, opening: Opening, request: Request, place: str, stopped: threading.Event
+    ) -> Reply:
+        """Raises MidstreamError, also if what is at `place` takes too much memory; EOFError once
+        `stopped`, see `stop`.
+        """
         with self._asking:
             for tried in range(1, TRIES + 1):
                 with self._killing:
@@ -130,10 +160,22 @@ class SourceProcess:
         raise EOFError("the request was stopped")
 
     def _failure(self, code: int, place: str) -> MidstreamError:
-        """Why the process has ended with `code`: for want of memory, which the kernel or a library tells by a signal, or its own fault."""
+        """Why the process has ended with `code`: for want of memory, which the kernel or a library
+        tells by a signal, or its own fault.
+        """
         if code < 0 or code == EXIT_MEMORY:
-            return MidstreamError("invalid_request", f"{place}: reading it takes more than {self._limit} MiB of memory", field="source")
-        return MidstreamError("internal", f"{place}: the process that reads sources ended with {code}; the worker's log has the reason")
+            return MidstreamError(
+                "invalid_request",
+                f"{place}: reading it takes more than {self._limit} MiB of memory",
+                field="source",
+            )
+        return MidstreamError(
+            "internal",
+            (
+                f"{place}: the process that reads sources ended with {code}; the worker's log "
+                "has the reason"
+            ),
+        )
 
     def stop(self, stopped: threading.Event) -> None:
         """End the request that was made with `stopped`, and the process if it is at it."""
@@ -183,7 +225,10 @@ class SourceProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C is its worker's to handle
-                    env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},  # others reserve more than they use
+                    env={
+                        **os.environ,
+                        "ARROW_DEFAULT_MEMORY_POOL": "system",
+                    },  # others reserve more than they use
                 )
                 atexit.register(self.close)
             return self._process
@@ -225,7 +270,11 @@ class Server:
             if request.opening is not None:
                 told = request.opening
                 self._sources[request.harvest] = HarvestSource(
-                    told.harvest, told.bundle, Settings(harvest_sources=told.roots), told.vocabulary, self._show
+                    told.harvest,
+                    told.bundle,
+                    Settings(harvest_sources=told.roots),
+                    told.vocabulary,
+                    self._show,
                 )
                 while len(self._sources) > OPEN:
                     self._sources.popitem(last=False)
@@ -244,11 +293,15 @@ class Server:
 
     def _made(self, source: HarvestSource, request: Request) -> Reply:
         if request.special:
-            return Reply(special=(source.tokens.special("bos_token"), source.tokens.special("eos_token")))
+            return Reply(
+                special=(source.tokens.special("bos_token"), source.tokens.special("eos_token"))
+            )
         if request.unit is None:
             return Reply(plan=source.plan())
         documents = source.read(request.file, request.unit)
-        return Reply(documents=[(document.number, document.token_ids.tobytes()) for document in documents])
+        return Reply(
+            documents=[(document.number, document.token_ids.tobytes()) for document in documents]
+        )
 
     def _show(self, place: str) -> None:
         _send(self._output, Reply(at=place))
@@ -259,7 +312,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where the machine's memory ends first, it is not the worker that ends
+        Path("/proc/self/oom_score_adj").write_text(
+            "1000"
+        )  # where the machine's memory ends first, it is not the worker that ends
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no message
     server = Server(output)

@@ -1,4 +1,6 @@
-"""Reading a harvest's source: units are planned with what their files held, and read one at a time as long as they hold it."""
+"""Reading a harvest's source: units are planned with what their files held, and read one at a time
+as long as they hold it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +50,10 @@ class HarvestSource:
         self, harvest: StoredHarvest, bundle: TokenizerBundle, settings: Settings, vocabulary: int,
         show: Callable[[str], None] = lambda place: None,
     ) -> None:  # fmt: skip
-        """`vocabulary`: tokens of the model. `show` is called with each place that is about to be read."""
+        """`vocabulary`: tokens of the model.
+
+        `show` is called with each place that is about to be read.
+        """
         self._show = show
         self._harvest, self._source = harvest, harvest.source
         self.tokens = Tokens(harvest, bundle, vocabulary)
@@ -63,8 +68,14 @@ class HarvestSource:
     def plan(self) -> HarvestPlan:
         """The units of the whole source. Raises MidstreamError naming file and place."""
         files: list[SourceFile] = []
-        found = self._units(files) if self._source.lines is None else self._grouped(self._source.lines)
-        units = list(found if self._harvest.max_tokens is None else self._limited(files, found, self._harvest.max_tokens))
+        found = (
+            self._units(files) if self._source.lines is None else self._grouped(self._source.lines)
+        )
+        units = list(
+            found
+            if self._harvest.max_tokens is None
+            else self._limited(files, found, self._harvest.max_tokens)
+        )
         size = max(min(PART_UNITS, -(-len(units) // 4)), -(-len(units) // MOST_PARTS), 1)
         return HarvestPlan(files=files, units=units, parts=-(-len(units) // size))
 
@@ -76,12 +87,16 @@ class HarvestSource:
             self._show(repr(key))
             with self._guarded(key), self._open(key) as handle:
                 files.append(SourceFile(key=key, size=handle.size, stamp=handle.stamp))
-                for unit in self._plan_lines(handle) if kind == "jsonl" else self._plan_table(kind, handle):
+                for unit in (
+                    self._plan_lines(handle) if kind == "jsonl" else self._plan_table(kind, handle)
+                ):
                     yield msgspec.structs.replace(unit, file=number, document=first)
                     self._show(f"{key!r} from document {first} on")
                     first += unit.documents
 
-    def _limited(self, files: list[SourceFile], units: Iterable[PlannedUnit], tokens: int) -> Iterator[PlannedUnit]:
+    def _limited(
+        self, files: list[SourceFile], units: Iterable[PlannedUnit], tokens: int
+    ) -> Iterator[PlannedUnit]:
         """The units that the first `tokens` tokens are in."""
         for unit in units:
             within = msgspec.structs.replace(unit, tokens=tokens)
@@ -96,9 +111,18 @@ class HarvestSource:
         """Units of consecutive lines of the request."""
         start = total = 0
         for stop, line in enumerate(lines, 1):
-            total += max(1, len(line.encode()) if isinstance(line, str) else TOKEN_BYTES * len(line))
+            total += max(
+                1, len(line.encode()) if isinstance(line, str) else TOKEN_BYTES * len(line)
+            )
             if total >= self._target or stop == len(lines):
-                yield PlannedUnit(file=0, start=start, stop=stop, document=start, documents=stop - start, weight=total)
+                yield PlannedUnit(
+                    file=0,
+                    start=start,
+                    stop=stop,
+                    document=start,
+                    documents=stop - start,
+                    weight=total,
+                )
                 start, total = stop, 0
 
     def _plan_lines(self, handle: Handle) -> Iterator[PlannedUnit]:
@@ -109,12 +133,21 @@ class HarvestSource:
             ends = np.flatnonzero(np.frombuffer(piece, np.uint8) == 0x0A) + at + 1
             lengths = np.diff(np.concatenate([[line_start], ends, [at + len(piece)]]))
             if (long := lengths > MAX_DOCUMENT_BYTES).any():
-                raise ValueError(f"line {lines + int(np.argmax(long)) + 1} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB")
+                raise ValueError(
+                    f"line {lines + int(np.argmax(long)) + 1} is longer than "
+                    f"{MAX_DOCUMENT_BYTES >> 20} MiB"
+                )
             summed = at
             for end in ends.tolist():
                 lines += 1
                 if end - begun >= self._target:
-                    yield _unit(begun, end, lines - planned, end - begun, zlib_ng.crc32(piece[summed - at : end - at], crc32))
+                    yield _unit(
+                        begun,
+                        end,
+                        lines - planned,
+                        end - begun,
+                        zlib_ng.crc32(piece[summed - at : end - at], crc32),
+                    )
                     begun, planned, summed, crc32 = end, lines, end, 0
             crc32 = zlib_ng.crc32(piece[summed - at :], crc32)
             line_start = int(ends[-1]) if len(ends) else line_start
@@ -139,16 +172,23 @@ class HarvestSource:
     def read(self, file: SourceFile | None, unit: PlannedUnit) -> list[Document]:
         """The documents of a unit as token ids. `file`: None for lines of the request.
 
-        Raises MidstreamError naming file and place, also if the file was changed since it was planned.
+        Raises MidstreamError naming file and place, also if the file was changed since it was
+        planned.
         """
         return list(self._documents(file, unit))
 
     def _documents(self, file: SourceFile | None, unit: PlannedUnit) -> Iterator[Document]:
         if file is None:
             lines = self._source.lines or []
-            values: Iterator[Value] = ((row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop))
+            values: Iterator[Value] = (
+                (row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop)
+            )
         else:
-            values = self._named(unit, file, (self._lines if self._source.format == "jsonl" else self._rows)(file, unit))
+            values = self._named(
+                unit,
+                file,
+                (self._lines if self._source.format == "jsonl" else self._rows)(file, unit),
+            )
         yield from self.tokens.documents(values, unit.tokens)
         for _ in values:  # beyond the limit of tokens: they belong to what the checksum is of
             pass
@@ -159,7 +199,10 @@ class HarvestSource:
             with self._guarded(file.key):
                 value = next(values, Ellipsis)
             if value is Ellipsis:
-                raise _changed(file, f"it has {row} of {unit.documents} documents from document {unit.document} on")
+                raise _changed(
+                    file,
+                    f"it has {row} of {unit.documents} documents from document {unit.document} on",
+                )
             yield unit.document + row, value, f"document {unit.document + row} (in {file.key})"
         with self._guarded(file.key):
             next(values, Ellipsis)  # compares the checksum
@@ -191,7 +234,9 @@ class HarvestSource:
     @cached_property
     def _member(self) -> msgspec.json.Decoder[Any]:
         """Of a line's object, the member that is wanted; the others are not built."""
-        line = msgspec.defstruct("Line", [("value", Any, msgspec.UNSET)], rename={"value": self._source.field})
+        line = msgspec.defstruct(
+            "Line", [("value", Any, msgspec.UNSET)], rename={"value": self._source.field}
+        )
         return msgspec.json.Decoder(line)
 
     def _rows(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
@@ -199,7 +244,11 @@ class HarvestSource:
         cursor = self._cursor
         self._cursor = None  # nothing goes on behind an error
         if cursor is None or (cursor.file, cursor.row) != (unit.file, unit.start):
-            cursor = Cursor(unit.file, unit.start, self._table(self._source.format, self._open(file.key, file), unit.start))
+            cursor = Cursor(
+                unit.file,
+                unit.start,
+                self._table(self._source.format, self._open(file.key, file), unit.start),
+            )
         crc32 = 0
         for value in cursor.values:
             crc32 = zlib_ng.crc32(to_msgpack(value), crc32)
@@ -214,7 +263,9 @@ class HarvestSource:
         self._cursor = cursor
 
     def _table(self, kind: str, handle: Handle, start: int = 0) -> Iterator[Any]:
-        return READERS[kind](handle, not isinstance(self._store, Distant), self._source.field, start)
+        return READERS[kind](
+            handle, not isinstance(self._store, Distant), self._source.field, start
+        )
 
     def _open(self, key: str, planned: SourceFile | None = None) -> Handle:
         """Raises MidstreamError for a file that is not the one that was planned."""
@@ -222,7 +273,13 @@ class HarvestSource:
         handle = self._store.open(key, hold=False)
         if planned is not None and (handle.size, handle.stamp) != (planned.size, planned.stamp):
             handle.close()
-            raise _changed(planned, f"it has {handle.size:,} bytes of {handle.stamp}, and had {planned.size:,} of {planned.stamp}")
+            raise _changed(
+                planned,
+                (
+                    f"it has {handle.size:,} bytes of {handle.stamp}, and had {planned.size:,} of "
+                    f"{planned.stamp}"
+                ),
+            )
         return handle
 
     @contextmanager
@@ -235,14 +292,24 @@ class HarvestSource:
         except MidstreamError:
             raise
         except MemoryError as error:
-            raise MidstreamError("invalid_request", f"{key!r}: reading it takes too much memory: {error}", field="source") from error
+            raise MidstreamError(
+                "invalid_request",
+                f"{key!r}: reading it takes too much memory: {error}",
+                field="source",
+            ) from error
         except Exception as error:  # pyarrow raises its own, ValueErrors and KeyErrors
             raise MidstreamError("invalid_request", f"{key!r}: {error}", field="source") from error
 
 
 def _unit(start: int, stop: int, documents: int, weight: int, crc32: int) -> PlannedUnit:
-    return PlannedUnit(file=0, start=start, stop=stop, document=0, documents=documents, weight=weight, crc32=crc32)
+    return PlannedUnit(
+        file=0, start=start, stop=stop, document=0, documents=documents, weight=weight, crc32=crc32
+    )
 
 
 def _changed(file: SourceFile, how: str) -> MidstreamError:
-    return MidstreamError("conflict", f"{file.key!r} was changed since the harvest was planned: {how}", field="source.path")
+    return MidstreamError(
+        "conflict",
+        f"{file.key!r} was changed since the harvest was planned: {how}",
+        field="source.path",
+    )

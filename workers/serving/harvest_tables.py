@@ -1,4 +1,6 @@
-"""Values of a column of Parquet and Arrow files, row by row: what is in memory is a page or a batch, and one value."""
+"""Values of a column of Parquet and Arrow files, row by row: what is in memory is a page or a
+batch, and one value.
+"""
 
 import io
 from collections.abc import Callable, Iterator
@@ -20,17 +22,29 @@ def parquet_values(handle: Handle, mapped: bool, field: str, start: int) -> Iter
     meta = parquet.read_metadata(HandleFile(handle))
     columns = [meta.schema.column(at) for at in range(meta.num_columns)]
     # Values of a dictionary are not repeated in memory.
-    texts = [field] if any(column.path == field and column.physical_type == "BYTE_ARRAY" for column in columns) else []
+    texts = (
+        [field]
+        if any(column.path == field and column.physical_type == "BYTE_ARRAY" for column in columns)
+        else []
+    )
     file = parquet.ParquetFile(HandleFile(handle), metadata=meta, read_dictionary=texts)
-    names = [str(column.path).split(".")[0] for column in columns]  # of a list, without what follows
+    # of a list, without what follows
+    names = [str(column.path).split(".")[0] for column in columns]
     _check_field(field, sorted(set(names)))
     first = 0
     for number in range(meta.num_row_groups):
         group = meta.row_group(number)
         if first + group.num_rows > start:
-            each = sum(group.column(at).total_uncompressed_size for at, name in enumerate(names) if name == field) // max(1, group.num_rows)
+            each = sum(
+                group.column(at).total_uncompressed_size
+                for at, name in enumerate(names)
+                if name == field
+            ) // max(1, group.num_rows)
             if each > MAX_DOCUMENT_BYTES:
-                raise ValueError(f"the values of row group {number} (from row {first} on) have {each:,} bytes each{TOO_LARGE}")
+                raise ValueError(
+                    f"the values of row group {number} (from row {first} on) have {each:,} bytes "
+                    f"each{TOO_LARGE}"
+                )
             rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, each)))
             at = first
             for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=[field]):
@@ -43,10 +57,17 @@ def arrow_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterat
     """Likewise. `mapped`: the file is not read into memory as a whole."""
     import pyarrow as pa
 
-    source: Any = pa.BufferReader(pa.py_buffer(handle.view())) if mapped else pa.PythonFile(HandleFile(handle), "r")
+    source: Any = (
+        pa.BufferReader(pa.py_buffer(handle.view()))
+        if mapped
+        else pa.PythonFile(HandleFile(handle), "r")
+    )
     if handle.read(0, len(MAGIC)) == MAGIC:
         file = pa.ipc.open_file(source)
-        schema, batches = file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        schema, batches = (
+            file.schema,
+            (file.get_batch(number) for number in range(file.num_record_batches)),
+        )
     else:  # datasets' files are streams
         stream = pa.ipc.open_stream(source)
         schema, batches = stream.schema, iter(stream)
@@ -58,7 +79,10 @@ def arrow_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterat
         at += batch.num_rows
 
 
-READERS: dict[str, Callable[[Handle, bool, str, int], Iterator[Any]]] = {"parquet": parquet_values, "arrow": arrow_values}
+READERS: dict[str, Callable[[Handle, bool, str, int], Iterator[Any]]] = {
+    "parquet": parquet_values,
+    "arrow": arrow_values,
+}
 TOO_LARGE = f": a document may have {MAX_DOCUMENT_BYTES:,}"
 
 
@@ -102,7 +126,9 @@ class HandleFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._handle.size}[whence]
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._handle.size}[whence]
+        )
         return self._at
 
     def tell(self) -> int:

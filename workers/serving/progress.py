@@ -38,13 +38,18 @@ class Prompt:
         if tokens and not self._begun:
             self._begun = True
             totals.prompt_tokens += self._tokens
-            metrics.FIRST_TOKEN.labels(self._attempt.model).observe(max(0.0, now() - self._attempt.claimed))
+            metrics.FIRST_TOKEN.labels(self._attempt.model).observe(
+                max(0.0, now() - self._attempt.claimed)
+            )
             self._span.event("first token")
         totals.generated_tokens += tokens
 
 
 class AttemptProgress:
-    """One attempt at one job. `span.traceparent` goes to the ranks, and comes back with their receipts."""
+    """One attempt at one job.
+
+    `span.traceparent` goes to the ranks, and comes back with their receipts.
+    """
 
     def __init__(self, claim: Claim, worker: str, totals: Totals) -> None:
         job = self._job = claim.job
@@ -52,16 +57,33 @@ class AttemptProgress:
         self._attempt = claim.attempt
         self._outcome = "failed"
         metrics.QUEUE_WAIT.labels(job.model).observe(max(0.0, self.claimed - claim.queued))
-        traces.record("queue", job.trace, claim.queued, self.claimed, job=job.id, model=job.model, priority=job.priority)
+        traces.record(
+            "queue",
+            job.trace,
+            claim.queued,
+            self.claimed,
+            job=job.id,
+            model=job.model,
+            priority=job.priority,
+        )
         self.span = traces.begin(
-            "attempt", job.trace, at=self.claimed, kind="consumer", job=job.id, model=job.model, attempt=claim.attempt, worker=worker
+            "attempt",
+            job.trace,
+            at=self.claimed,
+            kind="consumer",
+            job=job.id,
+            model=job.model,
+            attempt=claim.attempt,
+            worker=worker,
         )
         logs.bind(job=job.id, attempt=claim.attempt, trace_id=traces.trace_id(job.trace))
 
     @contextmanager
     def prompt(self, request: int, tokens: int) -> Iterator[Prompt]:
         """While prompt `request`, which has so many tokens, is in the engine."""
-        span = traces.begin("prompt", self.span.traceparent, job=self._job.id, request=request, prompt_tokens=tokens)
+        span = traces.begin(
+            "prompt", self.span.traceparent, job=self._job.id, request=request, prompt_tokens=tokens
+        )
         with logs.bound(request=request):
             prompt = Prompt(self, tokens, span)
             try:
@@ -73,8 +95,8 @@ class AttemptProgress:
                 span.end()
 
     def stored(self, state: State | None, receipts: bool, began: float) -> None:
-        """The outputs are in the ledger, where the job is in `state` now (None: they were not taken). `receipts`: it waits for any;
-        `began`: when they were handed over.
+        """The outputs are in the ledger, where the job is in `state` now (None: they were not
+        taken). `receipts`: it waits for any; `began`: when they were handed over.
         """
         if state is None:
             return

@@ -1,7 +1,8 @@
 """Retries of a worker while Redis is unreachable, and their end at shutdown.
 
-It waits and asks again: a restart must not cost a running job. And it cancels until the task is over, not once: redis-py
-awaits its writes with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation that arrives together with the result.
+It waits and asks again: a restart must not cost a running job. And it cancels until the task is
+over, not once: redis-py awaits its writes with `asyncio.wait_for`, which on Python 3.11 swallows a
+cancellation that arrives together with the result.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ CANCEL_AGAIN_S = 0.5
 async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
     """The result of `call`, retried while Redis is unreachable; other errors propagate.
 
-    A call whose answer was lost may run twice: every ledger transition is fenced or idempotent, so the second is refused.
+    A call whose answer was lost may run twice: every ledger transition is fenced or idempotent, so
+    the second is refused.
     """
     pause = FIRST_PAUSE_S
     while True:

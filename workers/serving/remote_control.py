@@ -1,7 +1,8 @@
 """Remote-control commands of a worker. Importing this module registers them with Celery.
 
-`app.control.broadcast("midstream_cancel", arguments={"job_id": …})` stops a running job within milliseconds. A broadcast
-may be lost, so the ledger is updated first, and the heartbeat notices as well.
+`app.control.broadcast("midstream_cancel", arguments={"job_id": …})` stops a running job within
+milliseconds. A broadcast may be lost, so the ledger is updated first, and the heartbeat notices as
+well.
 """
 
 from typing import Any

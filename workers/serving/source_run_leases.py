@@ -1,4 +1,6 @@
-"""Source runs in use by this worker's jobs: loaded before use, and leased so that retention keeps them."""
+"""Source runs in use by this worker's jobs: loaded before use, and leased so that retention keeps
+them.
+"""
 
 import asyncio
 import logging
@@ -21,7 +23,8 @@ from .redis_retry import UNAVAILABLE, patiently
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: A lease on captures lasts this many of a job's leases: a Redis that was away for a while finds it still there when it is back.
+#: A lease on captures lasts this many of a job's leases: a Redis that was away for a while finds it
+#: still there when it is back.
 LEASES = 4
 
 
@@ -32,22 +35,30 @@ class SourceRunLeases:
         self._sources, self._engine, self._worker = SourceRuns(ledger), engine, worker
         self._lease_s = ledger.settings.lease_s
         self._store = open_store(ledger.settings.artifacts)
-        self._held: dict[str, Counter[str]] = {}  # job → keys of the runs that it holds, or waits for
+        # job → keys of the runs that it holds, or waits for
+        self._held: dict[str, Counter[str]] = {}
 
     @asynccontextmanager
-    async def holding(self, job: str, keys: Sequence[str], names: Mapping[str, str], locate: Locate | None = None) -> AsyncIterator[None]:
-        """Have these runs (`run_key`) on every rank in the block, and their captures kept from deletion for their age.
+    async def holding(
+        self, job: str, keys: Sequence[str], names: Mapping[str, str], locate: Locate | None = None
+    ) -> AsyncIterator[None]:
+        """Have these runs (`run_key`) on every rank in the block, and their captures kept from
+        deletion for their age.
 
-        `names`: what the job calls them → the job whose captures they are. `locate`: instead of the ledger's. No holder may begin
-        another such block inside, see `RankRuns`. Raises MidstreamError("intervention_failed") naming the run when one is not
-        there or a rank cannot load it, StoreAway when that is because the artifact store is unavailable, and Quarantined.
+        `names`: what the job calls them → the job whose captures they are. `locate`: instead of the
+        ledger's. No holder may begin another such block inside, see `RankRuns`. Raises
+        MidstreamError("intervention_failed") naming the run when one is not there or a rank cannot
+        load it, StoreAway when that is because the artifact store is unavailable, and Quarantined.
         """
         if not keys:
             yield
             return
         self._held.setdefault(job, Counter()).update(keys)
         try:
-            await patiently(lambda: self._sources.lease({job: keys}, self._seconds), f"lease of {job} on source runs")
+            await patiently(
+                lambda: self._sources.lease({job: keys}, self._seconds),
+                f"lease of {job} on source runs",
+            )
             await self.reading(self._hold(keys, names, locate or self._locate))
             try:
                 yield
@@ -57,12 +68,16 @@ class SourceRunLeases:
             await self._let_go(job, keys)
 
     async def renew(self, sources: SourceRuns) -> None:
-        """With every heartbeat, over its connections: the leases of all that is held, and what this worker has in memory."""
+        """With every heartbeat, over its connections: the leases of all that is held, and what this
+        worker has in memory.
+        """
         await sources.lease(self._held, self._seconds)
         await sources.tell_held(self._worker, self._engine.held_runs(), self._lease_s)
 
     async def reading(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which reads from the artifact store. Raises StoreAway where it fails because that is unavailable.
+        """The result of `work`, which reads from the artifact store.
+
+        Raises StoreAway where it fails because that is unavailable.
 
         After any other failure the store is asked: an error in reading says little about its cause.
         """
@@ -71,7 +86,9 @@ class SourceRunLeases:
         except (MidstreamError, OSError) as error:
             if isinstance(error, Quarantined):
                 raise
-            passes = READ_LATER in str(error) or (isinstance(error, OSError) and error.errno in PASSING)
+            passes = READ_LATER in str(error) or (
+                isinstance(error, OSError) and error.errno in PASSING
+            )
             trouble = "" if passes else await asyncio.to_thread(self._store.trouble)
             if passes or trouble:
                 raise StoreAway(f"{error}; {trouble}" if trouble else str(error)) from error
@@ -85,10 +102,16 @@ class SourceRunLeases:
         try:
             await self._engine.hold_runs(keys, locate)
         except MidstreamError as error:
-            meant = sorted(name for name, job in names.items() if name != job and f" {job}." in f" {error.detail}")
+            meant = sorted(
+                name
+                for name, job in names.items()
+                if name != job and f" {job}." in f" {error.detail}"
+            )
             if isinstance(error, Quarantined) or not meant:
                 raise
-            raise MidstreamError(error.kind, f"run {', '.join(map(repr, meant))}: {error.detail}") from error
+            raise MidstreamError(
+                error.kind, f"run {', '.join(map(repr, meant))}: {error.detail}"
+            ) from error
 
     async def _locate(self, key: str) -> RunFiles:
         return await patiently(lambda: self._sources.files(key), f"source run {key}")
@@ -102,8 +125,14 @@ class SourceRunLeases:
             del self._held[job]
         still = {parse_key(key)[0] for key in self._held.get(job, ())}
         try:
-            await self._sources.unlease([key for key in ended if parse_key(key)[0] not in still], job)
+            await self._sources.unlease(
+                [key for key in ended if parse_key(key)[0] not in still], job
+            )
         except MidstreamError as error:
             if error.kind != UNAVAILABLE:
                 raise
-            logger.info("could not release the leases of %s on source runs; they will expire: %s", job, error)
+            logger.info(
+                "could not release the leases of %s on source runs; they will expire: %s",
+                job,
+                error,
+            )

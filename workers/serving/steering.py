@@ -1,9 +1,11 @@
 """Convergence of the ranks to the desired global steering, and resync when they diverge.
 
-It looks in Redis every `steering_poll_s`: prepares what is proposed, applies what was decided (global steering, named modules),
-and reports. A job begins only while the worker is `serving`, under the global steering that is applied then, and keeps it to
-its end. When ranks of a stage disagree, or may, the worker takes no jobs, stops those that have interventions or captures,
-begins every rank anew from zero, applies all that is desired again, compares the ranks, and goes on; or the engine is given up.
+It looks in Redis every `steering_poll_s`: prepares what is proposed, applies what was decided
+(global steering, named modules), and reports. A job begins only while the worker is `serving`,
+under the global steering that is applied then, and keeps it to its end. When ranks of a stage
+disagree, or may, the worker takes no jobs, stops those that have interventions or captures, begins
+every rank anew from zero, applies all that is desired again, compares the ranks, and goes on; or
+the engine is given up.
 """
 
 import asyncio
@@ -17,7 +19,16 @@ from ...broker.ledger.steering import Steering
 from ...schemas.base import now
 from ...schemas.errors import MidstreamError
 from ...schemas.settings import Settings
-from ...schemas.steering import Desired, GlobalSteering, Module, Proposal, RankApplied, RankSteering, WorkerState, WorkerSteering
+from ...schemas.steering import (
+    Desired,
+    GlobalSteering,
+    Module,
+    Proposal,
+    RankApplied,
+    RankSteering,
+    WorkerState,
+    WorkerSteering,
+)
 from ...schemas.tensors import Tensor, content_hash
 from ..engine.collective import Quarantined, Refused, refusals
 from ..engine.protocol import Engine
@@ -27,7 +38,8 @@ from .steering_leases import AppliedSteering, SteeringLease
 
 logger = logging.getLogger(__name__)
 
-#: How often the ranks are compared, in addition to every receipt, and the worker reports unprompted.
+#: How often the ranks are compared, in addition to every receipt, and the worker reports
+#: unprompted.
 COMPARE_S = 5.0
 #: Global steering that the ranks refused, and what was not stored, is tried again this much later.
 RETRY_S = 1.0
@@ -57,19 +69,36 @@ class Trouble(NamedTuple):
 class _Answer:
     """What was said to the last proposal."""
 
-    def __init__(self, proposal: str = "", applied: list[RankApplied] | None = None, refusal: str = "") -> None:
+    def __init__(
+        self, proposal: str = "", applied: list[RankApplied] | None = None, refusal: str = ""
+    ) -> None:
         self.proposal, self.applied, self.refusal = proposal, applied or [], refusal
         self.held: list[str] = []
 
 
 class SteeringReconciler:
-    """What stands on an engine's ranks. `tell` is called when whether the worker serves has changed; it may raise `unavailable`.
+    """What stands on an engine's ranks.
+
+    `tell` is called when whether the worker serves has changed; it may raise `unavailable`.
 
     `stop_runs(why)` asks every attempt with interventions or captures to end; set by the host.
     """
 
-    def __init__(self, broker: Steering, engine: Engine, settings: Settings, boot: str, tell: Callable[[], Awaitable[None]]) -> None:
-        self._broker, self._engine, self._settings, self._boot, self._tell = broker, engine, settings, boot, tell
+    def __init__(
+        self,
+        broker: Steering,
+        engine: Engine,
+        settings: Settings,
+        boot: str,
+        tell: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._broker, self._engine, self._settings, self._boot, self._tell = (
+            broker,
+            engine,
+            settings,
+            boot,
+            tell,
+        )
         self._worker, self._model = settings.worker_id, settings.served_model
         self.stop_runs: Callable[[str], None] = lambda why: None
         self.state: WorkerState = "serving"
@@ -87,7 +116,8 @@ class SteeringReconciler:
         self._answer = _Answer()
         self._last: list[RankApplied] = []  # answers to the last prepare or commit
         self._version = 0  # of `Desired`, reconciled
-        self._seen: tuple[int, str, str] | None = None  # version, proposal and what was committed, as last looked into
+        # version, proposal and what was committed, as last looked into
+        self._seen: tuple[int, str, str] | None = None
         self._asked = ""
         self._said = ("", "")  # state and detail
         self._troubles: dict[str, Trouble] = {}  # by module
@@ -95,14 +125,17 @@ class SteeringReconciler:
         self._compared = self._retried = self._complained = float("-inf")
         engine.on_quarantine = self.quarantine
 
-    # -- what runs ask -----------------------------------------------------------------------------------------------------
+    # -- what runs ask
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def serving(self) -> bool:
         return self._open.is_set() and not self._closed
 
     async def lease(self, patience_s: float) -> SteeringLease | None:
-        """The global steering for an attempt that begins now; None when the worker does not serve within `patience_s`."""
+        """The global steering for an attempt that begins now; None when the worker does not serve
+        within `patience_s`.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._open.wait()
@@ -128,10 +161,14 @@ class SteeringReconciler:
         self._closed = True
         self._open.set()
 
-    # -- the loop ----------------------------------------------------------------------------------------------------------
+    # -- the loop
+    # ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Apply what is desired, before any job comes. Marks of a former start concern ranks that are gone."""
+        """Apply what is desired, before any job comes.
+
+        Marks of a former start concern ranks that are gone.
+        """
         await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
         await patiently(self._look, "start")
 
@@ -157,7 +194,8 @@ class SteeringReconciler:
                         logger.warning("cannot poll global steering, Redis unreachable: %s", error)
                     away = True
                 elif error.kind == "engine_failed":
-                    logger.warning("the ranks do not respond: %s", error)  # whether the engine is dead is found elsewhere
+                    # whether the engine is dead is found elsewhere
+                    logger.warning("the ranks do not respond: %s", error)
                     await asyncio.sleep(RETRY_S)
                 else:
                     raise
@@ -174,7 +212,9 @@ class SteeringReconciler:
         if look.desync:
             await self._resync(look.desync)
             return
-        open_ends = self.state == "quarantined" or not all(trouble.lasting for trouble in self._troubles.values())
+        open_ends = self.state == "quarantined" or not all(
+            trouble.lasting for trouble in self._troubles.values()
+        )
         retry = open_ends and time.monotonic() - self._retried >= RETRY_S
         seen = look.version, look.proposal, look.committed
         news = self._seen != seen
@@ -197,7 +237,8 @@ class SteeringReconciler:
         except MidstreamError as error:
             if error.kind != VERSION_MISMATCH:
                 raise
-            # Global steering cannot be read: no job may run without it, and a restart would not help.
+            # Global steering cannot be read: no job may run without it, and a restart would not
+            # help.
             self._retried = time.monotonic()
             self._stop_serving("quarantined", error.detail)
             await self._say()
@@ -227,10 +268,14 @@ class SteeringReconciler:
             )
         )
 
-    # -- reconciling -------------------------------------------------------------------------------------------------------
+    # -- reconciling
+    # ----------------------------------------------------------------------------------------------
 
     async def _reconcile(self, desired: Desired, *, skip_global: bool = False) -> None:
-        """Modules, then global steering, then what is proposed. What the ranks refuse is said, and they are compared then."""
+        """Modules, then global steering, then what is proposed.
+
+        What the ranks refuse is said, and they are compared then.
+        """
         self._retried = time.monotonic()
         await self._reconcile_modules(desired.modules)
         why = self.detail if skip_global else await self._reconcile_global(desired.current)
@@ -248,7 +293,9 @@ class SteeringReconciler:
             module, former = wanted.get(name), self._modules.get(name)
             digest = module.digest if module is not None else ""
             trouble = self._troubles.get(name)
-            if (former is not None and digest == former.digest) or (trouble is not None and trouble.lasting and trouble.digest == digest):
+            if (former is not None and digest == former.digest) or (
+                trouble is not None and trouble.lasting and trouble.digest == digest
+            ):
                 continue
             try:
                 await self._set_module(name, module)
@@ -258,13 +305,19 @@ class SteeringReconciler:
             self._troubles.pop(name, None)
             if former is not None:
                 await self._engine.release_vectors(former.tensors, pinned=True)
-        self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in wanted or name in self._modules}
+        self._troubles = {
+            name: trouble
+            for name, trouble in self._troubles.items()
+            if name in wanted or name in self._modules
+        }
 
     async def _set_module(self, name: str, module: Module | None) -> None:
         tensors = module.tensors if module is not None else []
         await self._hold(tensors)
         try:
-            await self._engine.set_module(name, module.digest if module is not None else "", tensors)
+            await self._engine.set_module(
+                name, module.digest if module is not None else "", tensors
+            )
         except BaseException:
             await self._engine.release_vectors(tensors, pinned=True)
             raise
@@ -277,11 +330,15 @@ class SteeringReconciler:
         if self._troubles.get(name) != trouble:
             logger.warning("module %s: %s", name, trouble.why)
         self._troubles[name] = trouble
-        self._compared = float("-inf")  # a change that one rank refused is an action on the others, taken back or not
+        # a change that one rank refused is an action on the others, taken back or not
+        self._compared = float("-inf")
 
     async def _reconcile_global(self, wanted: GlobalSteering) -> str:
         """Why it is not applied; empty when it is."""
-        if (wanted.version, wanted.digest) == (self._global.steering.version, self._global.steering.digest):
+        if (wanted.version, wanted.digest) == (
+            self._global.steering.version,
+            self._global.steering.digest,
+        ):
             return ""
         try:
             await self._hold(wanted.tensors)
@@ -299,13 +356,17 @@ class SteeringReconciler:
         return ""
 
     async def _check(self, wanted: GlobalSteering) -> None:
-        """Who was not there when it was proposed looks at it now: ranks would leave out what is at a layer or hook that they lack."""
+        """Who was not there when it was proposed looks at it now: ranks would leave out what is at
+        a layer or hook that they lack.
+        """
         answers = await self._engine.prepare_global(wanted) if wanted.entries else []
         if why := refusals(answers):
             raise Refused(f"global steering version {wanted.version}: {why}", answers)
 
     async def _consider(self, proposal: Proposal | None) -> None:
-        """Say whether the ranks could apply what is proposed; its tensors stay there until it is decided."""
+        """Say whether the ranks could apply what is proposed; its tensors stay there until it is
+        decided.
+        """
         if (proposal.id if proposal is not None else "") == self._answer.proposal:
             return
         former, self._answer = self._answer, _Answer()
@@ -335,24 +396,34 @@ class SteeringReconciler:
             await self._engine.release_vectors(applied.steering.tensors, pinned=True)
 
     async def _hold(self, tensors: list[str]) -> None:
-        """Raises Refused also when a tensor is not stored any more (what needs it was taken back meanwhile), or cannot be read."""
+        """Raises Refused also when a tensor is not stored any more (what needs it was taken back
+        meanwhile), or cannot be read.
+        """
         try:
             await self._engine.hold_vectors(tensors, self._fetch, pinned=True)
         except MidstreamError as error:
-            if error.kind not in ("intervention_failed", VERSION_MISMATCH) or isinstance(error, Refused | Quarantined):
+            if error.kind not in ("intervention_failed", VERSION_MISMATCH) or isinstance(
+                error, Refused | Quarantined
+            ):
                 raise
             raise Refused(error.detail, []) from error
 
     async def _fetch(self, name: str) -> Tensor:
         tensor = await self._broker.get_tensor(name)
         if content_hash(tensor) != name:
-            raise MidstreamError("intervention_failed", f"tensor {name[:12]}: content does not match its hash")
+            raise MidstreamError(
+                "intervention_failed", f"tensor {name[:12]}: content does not match its hash"
+            )
         return tensor
 
-    # -- out of step -------------------------------------------------------------------------------------------------------
+    # -- out of step
+    # ----------------------------------------------------------------------------------------------
 
     async def _resync(self, why: str) -> None:
-        """Make the ranks equal from zero; what interrupts it has it begin again. Raises ResyncFailed when that is impossible."""
+        """Make the ranks equal from zero; what interrupts it has it begin again.
+
+        Raises ResyncFailed when that is impossible.
+        """
         if self.state != "resyncing":
             self.desyncs += 1
             self.last_desync, self.last_desync_at = why, now()
@@ -380,7 +451,9 @@ class SteeringReconciler:
         self._out_of_step = ""
         self.resyncs += 1
         self._compared = time.monotonic()
-        logger.warning("the ranks are in the same state again, with empty ledgers (epoch %d)", epoch)
+        logger.warning(
+            "the ranks are in the same state again, with empty ledgers (epoch %d)", epoch
+        )
         if self.state == "resyncing":
             self._serve()
         await self._say()
@@ -402,15 +475,19 @@ class SteeringReconciler:
     async def _drain(self, why: str) -> None:
         """Stop what runs with interventions or captures, also what was being claimed just now.
 
-        They record it in the ledger before they end, so that reports of reset ranks about them are stale.
+        They record it in the ledger before they end, so that reports of reset ranks about them are
+        stale.
         """
         deadline = time.monotonic() + DRAIN_S
         while self._global.users or any(applied.users for applied in self._former):
             self.stop_runs(why)
             await asyncio.sleep(DRAIN_CHECK_S)
             if time.monotonic() > deadline:
-                await self._broker.look(self._model, self._worker)  # while Redis is unreachable, no job can end
-                raise ResyncFailed(f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}")
+                # while Redis is unreachable, no job can end
+                await self._broker.look(self._model, self._worker)
+                raise ResyncFailed(
+                    f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}"
+                )
 
     def _forget(self) -> None:
         """The ranks have nothing any more."""
@@ -418,14 +495,17 @@ class SteeringReconciler:
         self._answer, self._version = _Answer(), 0
 
     def _complain(self, why: str) -> None:
-        """An ERROR, but not more often than `desync_log_s`: whatever is wrong may be wrong with every request."""
+        """An ERROR, but not more often than `desync_log_s`: whatever is wrong may be wrong with
+        every request.
+        """
         if time.monotonic() - self._complained < self._settings.desync_log_s:
             logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)
             return
         self._complained = time.monotonic()
         logger.error("ranks diverged; no job begins until they are resynced: %s", why)
 
-    # -- whether it serves -------------------------------------------------------------------------------------------------
+    # -- whether it serves
+    # ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         if not self._closed:

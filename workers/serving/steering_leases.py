@@ -11,7 +11,10 @@ class AppliedSteering:
 
 
 class SteeringLease:
-    """One attempt's hold on the global steering it began under: its tensors stay on the ranks. End it, once or more often."""
+    """One attempt's hold on the global steering it began under: its tensors stay on the ranks.
+
+    End it, once or more often.
+    """
 
     def __init__(self, applied: AppliedSteering) -> None:
         self.steering = applied.steering

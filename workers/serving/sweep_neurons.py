@@ -1,6 +1,8 @@
-"""Which dimensions of a row differ most between the two prompts of a pair: the order of a sweep's columns by rank.
+"""Which dimensions of a row differ most between the two prompts of a pair: the order of a sweep's
+columns by rank.
 
-The rows are those that the pair's unpatched runs have captured, read from their files as any reader does.
+The rows are those that the pair's unpatched runs have captured, read from their files as any reader
+does.
 """
 
 from collections.abc import Sequence
@@ -17,17 +19,29 @@ Site = tuple[str, int]
 
 
 def order_by_difference(
-    store: ArtifactStore, base: RunFiles, source: RunFiles, sites: Sequence[Site], places: Sequence[tuple[int, int]], most: int
+    store: ArtifactStore,
+    base: RunFiles,
+    source: RunFiles,
+    sites: Sequence[Site],
+    places: Sequence[tuple[int, int]],
+    most: int,
 ) -> dict[Site, list[int]]:
-    """Site → the `most` dimensions with the largest Σ |base row − source row| over `places`, in float64; of equal ones the lower first.
+    """Site → the `most` dimensions with the largest Σ |base row − source row| over `places`, in
+    float64; of equal ones the lower first.
 
-    `places`: (position in the patched prompt, position in the other one). Raises ValueError for rows that are not there, and OSError.
+    `places`: (position in the patched prompt, position in the other one). Raises ValueError for
+    rows that are not there, and OSError.
     """
     own, others = (_rows_of(store, files, set(sites)) for files in (base, source))
     order = {}
     for site in sites:
-        first, second = (_rows(rows, site, files) for rows, files in ((own, base), (others, source)))
-        to, of = ([files.positions.index(place[end]) for place in places] for end, files in ((0, base), (1, source)))
+        first, second = (
+            _rows(rows, site, files) for rows, files in ((own, base), (others, source))
+        )
+        to, of = (
+            [files.positions.index(place[end]) for place in places]
+            for end, files in ((0, base), (1, source))
+        )
         distance = np.abs(first[to] - second[of]).sum(0)
         order[site] = np.argsort(-distance, kind="stable")[:most].tolist()
     return order
@@ -40,7 +54,9 @@ def _rows(found: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles)
     return np.concatenate([parts[start] for start in sorted(parts)], axis=1)
 
 
-def _rows_of(store: ArtifactStore, files: RunFiles, wanted: set[Site]) -> dict[Site, dict[int, np.ndarray]]:
+def _rows_of(
+    store: ArtifactStore, files: RunFiles, wanted: set[Site]
+) -> dict[Site, dict[int, np.ndarray]]:
     """Site → first column → `[positions, columns]` float64."""
     found: dict[Site, dict[int, np.ndarray]] = {}
     for file in files.files:
@@ -49,8 +65,12 @@ def _rows_of(store: ArtifactStore, files: RunFiles, wanted: set[Site]) -> dict[S
         for place in header.tensors.values():
             if place.site in wanted:
                 dtype = DTYPE_OF_FILE[place.dtype]
-                bits = np.frombuffer(raw[place.start : place.start + place.length], DTYPES[dtype].raw)
-                found.setdefault(place.site, {})[first] = widened(bits, dtype).reshape(place.shape).astype(np.float64)
+                bits = np.frombuffer(
+                    raw[place.start : place.start + place.length], DTYPES[dtype].raw
+                )
+                found.setdefault(place.site, {})[first] = (
+                    widened(bits, dtype).reshape(place.shape).astype(np.float64)
+                )
     return found
 
 

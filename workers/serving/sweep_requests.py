@@ -14,29 +14,40 @@ from ...schemas.sweeps import Unit
 from ..engine.protocol import EngineRequest
 from ..engine.requests import unit_request
 
-BASE, SOURCE, FIRST = "base", "source", "first"  # tags; `first`: what the receivers of a path compute in its first pass
+# tags; `first`: what the receivers of a path compute in its first pass
+BASE, SOURCE, FIRST = "base", "source", "first"
 
 
 class SweepRequests:
-    """Of one attempt at one sweep. Pure; small enough per cell that a sweep of 20,000 costs the worker a second."""
+    """Of one attempt at one sweep.
 
-    def __init__(self, job: Job, attempt: int, info: ModelInfo, enters: bool, reuses: bool = True) -> None:
-        """`enters`: forwards may begin at the layer that is patched, from what the base runs keep of `pre_attn`. `reuses`: and, by layers
-        or not, at the first position that is patched, behind the KV blocks of the base runs.
+    Pure; small enough per cell that a sweep of 20,000 costs the worker a second.
+    """
+
+    def __init__(
+        self, job: Job, attempt: int, info: ModelInfo, enters: bool, reuses: bool = True
+    ) -> None:
+        """`enters`: forwards may begin at the layer that is patched, from what the base runs keep
+        of `pre_attn`. `reuses`: and, by layers or not, at the first position that is patched,
+        behind the KV blocks of the base runs.
         """
         assert job.sweep is not None
         self._job, self._attempt, self._sweep = job, attempt, job.sweep
         self._info = info
         self.units = Units(job.sweep)
         self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
-        self._for_entry: dict[int, bool] = {}  # pair → do its base runs keep what forwards begin with? As the engine, where not said
+        # pair → do its base runs keep what forwards begin with? As the engine, where not said
+        self._for_entry: dict[int, bool] = {}
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
-        self._ranked: dict[tuple[int, int, int], list[int]] = {}  # (pair, hook, layer) → dimensions, see `rank`
+        # (pair, hook, layer) → dimensions, see `rank`
+        self._ranked: dict[tuple[int, int, int], list[int]] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(job.sweep.pairs)}
         if job.sweep.ablation is not None:
             del self._captured[SOURCE]
         if job.sweep.path is not None:
-            self._captured[FIRST] = job.sweep.num_cells if self.units.passes > 1 else len(job.sweep.pairs)
+            self._captured[FIRST] = (
+                job.sweep.num_cells if self.units.passes > 1 else len(job.sweep.pairs)
+            )
 
     def reference(self, pair: int) -> Unit:
         """The unit of the clean prompt, with whose distribution `kl` compares."""
@@ -61,12 +72,21 @@ class SweepRequests:
                 against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
             )
             kept = self._key(unit, place, BASE) if unit.kind == "base" and self._reuses else ""
-            ask = self._ask(unit, place, [*prompt, *node.prefix], captures=captured, grade=grade, keep_blocks=kept)
+            ask = self._ask(
+                unit,
+                place,
+                [*prompt, *node.prefix],
+                captures=captured,
+                grade=grade,
+                keep_blocks=kept,
+            )
             asks.append(ask)
         return asks
 
     def patched(self, unit: Unit) -> list[EngineRequest]:
-        """The requests of a cell or a noise unit, one per node; of a cell of two passes, the second."""
+        """The requests of a cell or a noise unit, one per node; of a cell of two passes, the
+        second.
+        """
         stored, path = self._sweep.pairs[unit.pair], self._sweep.path
         layers, places = self.units.patched(unit)
         asks = []
@@ -79,12 +99,32 @@ class SweepRequests:
             lowest = min((at for entry in steering for at in entry.layers), default=layers[0])
             enters = self._enters and self._for_entry.get(unit.pair, True)
             entry = Entry(run=base, layer=lowest) if enters and lowest > 0 else None
-            grade = Grade(token_ids=list(node.token_ids), against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "")
+            grade = Grade(
+                token_ids=list(node.token_ids),
+                against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
+            )
             reused = base if self._reuses else ""
-            asks.append(self._ask(unit, place, [*stored.base, *node.prefix], steering=steering, entry=entry, grade=grade, base=reused))
+            asks.append(
+                self._ask(
+                    unit,
+                    place,
+                    [*stored.base, *node.prefix],
+                    steering=steering,
+                    entry=entry,
+                    grade=grade,
+                    base=reused,
+                )
+            )
         return asks
 
-    def _on_path(self, path: StoredPath, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str) -> list[StoredSteering]:
+    def _on_path(
+        self,
+        path: StoredPath,
+        unit: Unit,
+        layers: list[int],
+        places: list[tuple[int, int]],
+        base: str,
+    ) -> list[StoredSteering]:
         """The patches of a cell of a path: of its second pass, or of its only one."""
         sweep, (layer,), hook = self._sweep, layers, self._sweep.hooks[unit.hook]
         if path.sender is not None:
@@ -92,24 +132,42 @@ class SweepRequests:
             assert sender is not None
             run = run_key(self._job.id, self.units.first_request(sender), FIRST)
             mask, written = self._mask(unit), [to for to, _ in places]
-            return [_patch(1.0, mask, hook, [layer], [to], row_name(RunRow(run, hook, layer, to))) for to in written]
+            return [
+                _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(run, hook, layer, to)))
+                for to in written
+            ]
         if not path.receivers:
-            return [*self._patches(unit, layers, places, base), *self._frozen(path, unit.pair, (layer, hook), places, base)]
+            return [
+                *self._patches(unit, layers, places, base),
+                *self._frozen(path, unit.pair, (layer, hook), places, base),
+            ]
         run = run_key(self._job.id, self.units.first_request(unit), FIRST)
         reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
         after = range(places[0][0], len(sweep.pairs[unit.pair].base))
         return [
             _patch(
-                1.0, dims_name(end.dims) if end.dims else "", end.hook, [end.layer], [to], row_name(RunRow(run, end.hook, end.layer, to))
+                1.0,
+                dims_name(end.dims) if end.dims else "",
+                end.hook,
+                [end.layer],
+                [to],
+                row_name(RunRow(run, end.hook, end.layer, to)),
             )
             for to in after
             for end in reached
         ]
 
     def _frozen(
-        self, path: StoredPath, pair: int, sender: tuple[int, Hook], places: list[tuple[int, int]], base: str
+        self,
+        path: StoredPath,
+        pair: int,
+        sender: tuple[int, Hook],
+        places: list[tuple[int, int]],
+        base: str,
     ) -> list[StoredSteering]:
-        """Patches that hold the frozen branches as they are in the run `base`, wherever the sender can be felt."""
+        """Patches that hold the frozen branches as they are in the run `base`, wherever the sender
+        can be felt.
+        """
         sites = path.frozen_sites(*sender, self._top(path))
         after = range(places[0][0], len(self._sweep.pairs[pair].base))
         return [
@@ -126,7 +184,9 @@ class SweepRequests:
         return max((end.layer for end in path.receivers), default=self._info.num_layers - 1)
 
     def first(self, unit: Unit) -> EngineRequest:
-        """The first pass of a cell of two passes, or of the sender that all cells of a pair have: what the receivers compute is kept."""
+        """The first pass of a cell of two passes, or of the sender that all cells of a pair have:
+        what the receivers compute is kept.
+        """
         sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
         assert path is not None
         base = self._key(self.units.base(unit.pair), 0, BASE)
@@ -137,13 +197,20 @@ class SweepRequests:
             layer, hook, places = path.sender.layer, path.sender.hook, pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
             mask = _dims(path.sender.dims)
-            steering = [_patch(1.0, mask, hook, [layer], [to], row_name(RunRow(source, hook, layer, of))) for to, of in places]
+            steering = [
+                _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(source, hook, layer, of)))
+                for to, of in places
+            ]
         steering += self._frozen(path, unit.pair, (layer, hook), places, base)
         (node,) = self.units.nodes[unit.pair]
         return self._ask(
-            unit, self.units.first_request(unit) - self.units.request(unit, 0), [*pair.base, *node.prefix], steering=steering,
-            captures=self._split(self._first_capture(unit)), grade=Grade(token_ids=list(node.token_ids)),
-        )  # fmt: skip
+            unit,
+            self.units.first_request(unit) - self.units.request(unit, 0),
+            [*pair.base, *node.prefix],
+            steering=steering,
+            captures=self._split(self._first_capture(unit)),
+            grade=Grade(token_ids=list(node.token_ids)),
+        )
 
     def _first_capture(self, unit: Unit) -> StoredCapture:
         sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
@@ -169,26 +236,53 @@ class SweepRequests:
 
     def first_files(self, unit: Unit, receipts: Sequence[Receipt]) -> RunFiles:
         """Where its rows are, as its receipts say. Raises ValueError when they name no file."""
-        return self._run_files(self.first_key(unit), self._first_capture(unit), receipts, len(self._sweep.pairs[unit.pair].base))
+        return self._run_files(
+            self.first_key(unit),
+            self._first_capture(unit),
+            receipts,
+            len(self._sweep.pairs[unit.pair].base),
+        )
 
     def compares(self, unit: Unit) -> bool:
         """Whether its distribution is compared with the clean prompt's."""
         return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
 
     def take_over(self, pair: int, told: Sequence[Receipt]) -> None:
-        """The pair's base runs are an earlier attempt's, as these receipts say: perhaps of an engine that enters where this one does
-        not, or the other way round.
+        """The pair's base runs are an earlier attempt's, as these receipts say: perhaps of an
+        engine that enters where this one does not, or the other way round.
         """
         request = self.units.request(self.units.base(pair), 0)
-        files = [file for receipt in told if receipt.request == request for file in receipt.files if file.tag == BASE]
-        there = {(hook, layer) for file in files for hook, layers in file.sites.items() for layer in layers}
-        positions, tokens = max((file.positions for file in files), default=0), len(self._sweep.pairs[pair].base)
+        files = [
+            file
+            for receipt in told
+            if receipt.request == request
+            for file in receipt.files
+            if file.tag == BASE
+        ]
+        there = {
+            (hook, layer)
+            for file in files
+            for hook, layers in file.sites.items()
+            for layer in layers
+        }
+        positions, tokens = (
+            max((file.positions for file in files), default=0),
+            len(self._sweep.pairs[pair].base),
+        )
         for for_entry in (self._enters, not self._enters):
             capture = self._base_capture(pair, 0, for_entry)
-            wanted = {(hook, layer) for hook, layers in capture.sites.items() for layer in layers} if capture else set()
-            if wanted == there and positions == (len(capture.select(0, tokens, tokens)) if capture else 0):
+            wanted = (
+                {(hook, layer) for hook, layers in capture.sites.items() for layer in layers}
+                if capture
+                else set()
+            )
+            if wanted == there and positions == (
+                len(capture.select(0, tokens, tokens)) if capture else 0
+            ):
                 self._for_entry[pair] = for_entry
-                self._captures = {place: capture for place, capture in self._captures.items() if place[0] != pair}
+                self._captures = {
+                    place: capture for place, capture in self._captures.items() if place[0] != pair
+                }
                 return
 
     def runs(self, pair: int) -> list[str]:
@@ -203,22 +297,39 @@ class SweepRequests:
         return found
 
     def control_runs(self, pair: int) -> tuple[str, str]:
-        """Keys of the runs of the pair's two prompts as they are: the patched one, and the one that rows come from."""
-        return self._key(self.units.base(pair), 0, BASE), self._key(self.units.source(pair), 0, SOURCE)
+        """Keys of the runs of the pair's two prompts as they are: the patched one, and the one that
+        rows come from.
+        """
+        return self._key(self.units.base(pair), 0, BASE), self._key(
+            self.units.source(pair), 0, SOURCE
+        )
 
     def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
-        """Where the rows of one of `runs` are, as the receipts of its unit say. Raises ValueError when they name no file."""
+        """Where the rows of one of `runs` are, as the receipts of its unit say.
+
+        Raises ValueError when they name no file.
+        """
         _, request, tag = parse_key(key)
         capture = self._capture(pair, request % self.units.width, tag)
         if capture is None:
             raise ValueError(f"nothing was captured for {key}")
         node = self.units.nodes[pair][request % self.units.width]
-        tokens = len(self._sweep.pairs[pair].base if tag == BASE else self._sweep.pairs[pair].source) + len(node.prefix)
+        tokens = len(
+            self._sweep.pairs[pair].base if tag == BASE else self._sweep.pairs[pair].source
+        ) + len(node.prefix)
         return self._run_files(key, capture, receipts, tokens)
 
-    def _run_files(self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int) -> RunFiles:
+    def _run_files(
+        self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int
+    ) -> RunFiles:
         _, request, tag = parse_key(key)
-        of_it = [file for told in receipts if told.request == request for file in told.files if file.tag == tag]
+        of_it = [
+            file
+            for told in receipts
+            if told.request == request
+            for file in told.files
+            if file.tag == tag
+        ]
         if not of_it:
             raise ValueError(f"nothing was captured for {key}")
         return RunFiles(
@@ -227,7 +338,10 @@ class SweepRequests:
             positions=list(capture.select(0, tokens, tokens)),
             hidden_size=self._info.hidden_size,
             bytes=sum(file.bytes for file in of_it),
-            files=[RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32) for file in of_it],
+            files=[
+                RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32)
+                for file in of_it
+            ],
         )
 
     def _ask(
@@ -262,19 +376,40 @@ class SweepRequests:
     def _key(self, unit: Unit, place: int, tag: str) -> str:
         return run_key(self._job.id, self.units.request(unit, place), tag)
 
-    def _patches(self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str) -> list[StoredSteering]:
+    def _patches(
+        self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str
+    ) -> list[StoredSteering]:
         """`base`: the run of the very same tokens without a patch."""
         sweep, hook, mask = self._sweep, self._sweep.hooks[unit.hook], self._mask(unit)
         everywhere = [position for position, _ in places]
         if unit.kind == "noise":
-            return [_patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(base, hook, at, to))) for to in everywhere for at in layers]
+            return [
+                _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(base, hook, at, to)))
+                for to in everywhere
+                for at in layers
+            ]
         if sweep.ablation == "zeros":
             return [_patch(sweep.alpha, mask, hook, layers, everywhere, ZEROS)]
         if sweep.ablation == "mean":
-            prompt = self._key(self.units.base(unit.pair), 0, BASE)  # the prompt alone, without a beginning of the answer
-            return [_patch(sweep.alpha, mask, hook, [at], everywhere, row_name(RunRow(prompt, hook, at, None))) for at in layers]
+            # the prompt alone, without a beginning of the answer
+            prompt = self._key(self.units.base(unit.pair), 0, BASE)
+            return [
+                _patch(
+                    sweep.alpha,
+                    mask,
+                    hook,
+                    [at],
+                    everywhere,
+                    row_name(RunRow(prompt, hook, at, None)),
+                )
+                for at in layers
+            ]
         source = self._key(self.units.source(unit.pair), 0, SOURCE)
-        return [_patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(source, hook, at, of))) for to, of in places for at in layers]
+        return [
+            _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(source, hook, at, of)))
+            for to, of in places
+            for at in layers
+        ]
 
     def _mask(self, unit: Unit) -> str:
         """The name of the mask that its patches write through; empty: whole rows."""
@@ -284,21 +419,29 @@ class SweepRequests:
         return dims_name(column.dims) if column.dims else self._sweep.mask
 
     def neurons(self, unit: Unit) -> list[int]:
-        """The dimensions that a cell writes by their rank, first the one in which the prompts differ most; empty on other axes."""
+        """The dimensions that a cell writes by their rank, first the one in which the prompts
+        differ most; empty on other axes.
+        """
         ranks = self._sweep.pairs[unit.pair].columns[unit.column].ranks
         return self._ranked[unit.pair, unit.hook, unit.layer][slice(*ranks)] if ranks else []
 
     def rank(self, pair: int, order: dict[tuple[int, int], list[int]]) -> None:
-        """`order`: (hook, layer), as in `Unit` → dimensions, first the one in which the rows of the pair's two prompts differ most."""
+        """`order`: (hook, layer), as in `Unit` → dimensions, first the one in which the rows of the
+        pair's two prompts differ most.
+        """
         self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """What is captured of a base or source unit at a node; None for nothing."""
         found = pair, place, tag
         if found not in self._captures:
-            self._captures[found] = self._source_capture(pair) if tag == SOURCE and not place else None
+            self._captures[found] = (
+                self._source_capture(pair) if tag == SOURCE and not place else None
+            )
             if tag == BASE:
-                self._captures[found] = self._base_capture(pair, place, self._for_entry.get(pair, self._enters))
+                self._captures[found] = self._base_capture(
+                    pair, place, self._for_entry.get(pair, self._enters)
+                )
         return self._captures[found]
 
     def _source_capture(self, pair: int) -> StoredCapture | None:
@@ -308,7 +451,8 @@ class SweepRequests:
         stored, path = self._sweep.pairs[pair], self._sweep.path
         sites = {hook: self._sweep.layers for hook in self._sweep.hooks}
         places = [place for column in stored.columns for place in column.places]
-        if path is not None and path.sender is not None:  # the cells have rows of its pass, not of this prompt
+        if path is not None and path.sender is not None:
+            # the cells have rows of its pass, not of this prompt
             sites, places = {path.sender.hook: [path.sender.layer]}, stored.sender
         positions = sorted({source for _, source in places})
         if not positions:
@@ -325,7 +469,9 @@ class SweepRequests:
             positions.update(position for position, _ in places)
         there = any(column.places for column in sweep.pairs[pair].columns)
         mean = there and sweep.ablation == "mean" and place == 0
-        ranked = place == 0 and any(column.ranks is not None for column in sweep.pairs[pair].columns)
+        ranked = place == 0 and any(
+            column.ranks is not None for column in sweep.pairs[pair].columns
+        )
         if ranked:
             positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)
         if mean or ranked:
@@ -342,10 +488,14 @@ class SweepRequests:
         if there and for_entry:
             entered = [end.layer for end in path.receivers] if path is not None else []
             wanted["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
-        sites: dict[Hook, list[int]] = {hook: sorted(layers) for hook, layers in wanted.items() if layers}
+        sites: dict[Hook, list[int]] = {
+            hook: sorted(layers) for hook, layers in wanted.items() if layers
+        }
         if not sites:
             return None
-        every: PositionSelector = "all_prompt" if mean or for_entry or path is not None else sorted(positions)
+        every: PositionSelector = (
+            "all_prompt" if mean or for_entry or path is not None else sorted(positions)
+        )
         return StoredCapture(sites=sites, positions=every, tag=BASE)
 
 
@@ -353,7 +503,9 @@ def _dims(dims: str) -> str:
     return dims_name(dims) if dims else ""
 
 
-def _patch(alpha: float, mask: str, hook: Hook, layers: list[int], positions: list[int], vector: str) -> StoredSteering:
+def _patch(
+    alpha: float, mask: str, hook: Hook, layers: list[int], positions: list[int], vector: str
+) -> StoredSteering:
     return StoredSteering(
         layers=layers,
         hook=hook,

@@ -12,8 +12,16 @@ class UnverifiedUnit(Exception):
     """No value; the text gives the reason."""
 
 
-def verdict(pair: StoredPair, nodes: Sequence[Node], told: Sequence[Sequence[Receipt]], world: int, compared: bool) -> Grades:
-    """`told`: of the request of each node the receipts of all ranks. `compared`: the first was compared with the clean prompt.
+def verdict(
+    pair: StoredPair,
+    nodes: Sequence[Node],
+    told: Sequence[Sequence[Receipt]],
+    world: int,
+    compared: bool,
+) -> Grades:
+    """`told`: of the request of each node the receipts of all ranks.
+
+    `compared`: the first was compared with the clean prompt.
 
     Raises Unvouched.
     """
@@ -31,7 +39,9 @@ def verified(told: Sequence[Sequence[Receipt]], world: int) -> None:
 
 
 def refusal(told: Sequence[Receipt]) -> str:
-    """Why a rank did not do all that it was asked, of the first that says so; empty when all that reported did."""
+    """Why a rank did not do all that it was asked, of the first that says so; empty when all that
+    reported did.
+    """
     for receipt in told:
         if receipt.verdict != "ok":
             return f"rank {receipt.rank} (stage {receipt.pp}): {receipt.message or _short(receipt)}"
@@ -40,7 +50,11 @@ def refusal(told: Sequence[Receipt]) -> str:
 
 def _short(receipt: Receipt) -> str:
     dropped = sum(len(file.dropped) for file in receipt.files)
-    return f"positions were dropped under overload (count: {dropped})" if dropped else "no reason given"
+    return (
+        f"positions were dropped under overload (count: {dropped})"
+        if dropped
+        else "no reason given"
+    )
 
 
 def _check(receipts: Sequence[Receipt], world: int) -> None:
@@ -50,7 +64,9 @@ def _check(receipts: Sequence[Receipt], world: int) -> None:
         raise UnverifiedUnit(why)
     stages: dict[int, set[tuple[str, int, int, int]]] = {}
     for receipt in receipts:
-        stages.setdefault(receipt.pp, set()).add((receipt.checksum, receipt.actions, receipt.epoch, receipt.applied))
+        stages.setdefault(receipt.pp, set()).add(
+            (receipt.checksum, receipt.actions, receipt.epoch, receipt.applied)
+        )
     if differing := sorted(stage for stage, accounts in stages.items() if len(accounts) > 1):
         raise UnverifiedUnit(f"the ranks of stage {differing[0]} do not report the same values")
 

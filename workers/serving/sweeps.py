@@ -1,8 +1,10 @@
-"""Execution of a sweep: its unpatched prompts, then thousands of patched ones, a few in the engine at a time.
+"""Execution of a sweep: its unpatched prompts, then thousands of patched ones, a few in the engine
+at a time.
 
-A unit counts once every rank has vouched for it: its receipts are read from the ticket, and what they prove is kept in the ledger,
-so that an attempt that follows a killed worker goes on with the rest. What cannot be vouched for becomes a cell without a value and
-with the reason; it never becomes the value of an unpatched prompt, and never ends the sweep.
+A unit counts once every rank has vouched for it: its receipts are read from the ticket, and what
+they prove is kept in the ledger, so that an attempt that follows a killed worker goes on with the
+rest. What cannot be vouched for becomes a cell without a value and with the reason; it never
+becomes the value of an unpatched prompt, and never ends the sweep.
 """
 
 import asyncio
@@ -38,13 +40,15 @@ from .sweep_verdict import UnverifiedUnit, refusal, verdict, verified
 
 logger = logging.getLogger(__name__)
 
-#: How often receipts are looked for while some are awaited. A step of the engine takes about as long.
+#: How often receipts are looked for while some are awaited. A step of the engine takes about as
+#: long.
 POLL_S = 0.05
 #: How long Redis was unreachable: receipts had no time to arrive.
 STALL_S = 2.0
 #: Concurrent pairs: the prompts of the next are processed while the last cells of one are running.
 PAIRS_AT_ONCE = 2
-#: So many times the cells in flight may have left the engine without their receipts having been read.
+#: So many times the cells in flight may have left the engine without their receipts having been
+#: read.
 UNREAD = 4
 #: Cells of two passes whose first passes are held on the ranks together.
 FIRST_PASSES = 64
@@ -78,7 +82,10 @@ class _Pair:
 
 
 class SweepAttempt:
-    """One attempt at one sweep. `cells_in_flight` is shared by all sweeps of the worker; first come, first served."""
+    """One attempt at one sweep.
+
+    `cells_in_flight` is shared by all sweeps of the worker; first come, first served.
+    """
 
     def __init__(
         self,
@@ -93,14 +100,24 @@ class SweepAttempt:
         """`refused`: stops the run when the ledger does not take its word any more."""
         assert attempt.job.sweep is not None
         settings = ledger.settings
-        self._ledger, self._sweeps, self._engine, self._sources, self._attempt = ledger, Sweeps(ledger), engine, sources, attempt
+        self._ledger, self._sweeps, self._engine, self._sources, self._attempt = (
+            ledger,
+            Sweeps(ledger),
+            engine,
+            sources,
+            attempt,
+        )
         self._sweep, self._fetch, self._refused = attempt.job.sweep, fetch, refused
         self._everyone = attempt.lease.steering
         # Global steering may apply below the layer at which a forward would begin.
         enters = settings.sweep_entry and engine.enters and not self._everyone.entries
-        self._requests = SweepRequests(attempt.job, attempt.number, engine.info, enters, settings.sweep_entry)
+        self._requests = SweepRequests(
+            attempt.job, attempt.number, engine.info, enters, settings.sweep_entry
+        )
         self._units = self._requests.units
-        self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}  # request → first pass of a cell, until its second is over
+        self._firsts: dict[
+            int, tuple[Unit, list[Receipt]]
+        ] = {}  # request → first pass of a cell, until its second is over
         self._slots = cells_in_flight
         self._unread = asyncio.Semaphore(UNREAD * settings.sweep_cells_in_flight)
         self._patience_s = settings.capture_timeout_s
@@ -114,15 +131,23 @@ class SweepAttempt:
         self._ended = False  # nothing is kept from here on
 
     async def run(self) -> None:
-        """To the last cell. Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt."""
+        """To the last cell.
+
+        Raises MidstreamError("useless_baseline") when no pair has a use, and what ends an attempt.
+        """
         began = time.monotonic()
         if not self._engine.info.grades:
-            raise MidstreamError("intervention_failed", "the worker's engine cannot return log-probabilities of given tokens")
+            raise MidstreamError(
+                "intervention_failed",
+                "the worker's engine cannot return log-probabilities of given tokens",
+            )
         job = self._attempt.job
         self._records = await patiently(lambda: self._sweeps.records(job.id), f"units of {job.id}")
         if not self._records:
             await self._emit("start", sweep_start(self._sweep))
-        names = sorted({*tensors_of(job, self._everyone), *([self._sweep.mask] if self._sweep.mask else [])})
+        names = sorted(
+            {*tensors_of(job, self._everyone), *([self._sweep.mask] if self._sweep.mask else [])}
+        )
         await self._engine.hold_vectors(names, self._fetch)
         try:
             self._attempt.check()
@@ -132,7 +157,9 @@ class SweepAttempt:
             await self._engine.release_vectors(names)
         if all(pair.useless for pair in self._pairs):
             raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")
-        await self._emit("summary", sweep_summary(self._sweep, self._records, time.monotonic() - began))
+        await self._emit(
+            "summary", sweep_summary(self._sweep, self._records, time.monotonic() - began)
+        )
 
     async def _whole(self) -> None:
         # Tasks that talk to Redis are ended, not cancelled once: see `patience`.
@@ -148,16 +175,27 @@ class SweepAttempt:
         self._attempt.check()
 
     async def _restore(self) -> None:
-        """Say again what the ledger does not know any more: a Redis whose machine died has lost its last second."""
+        """Say again what the ledger does not know any more: a Redis whose machine died has lost its
+        last second.
+        """
         job = self._attempt.job.id
         there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
         lost = [record for number, record in self._records.items() if number not in there]
         if lost:
-            logger.warning("storing again the units that the ledger had lost (count: %d, job: %s)", len(lost), job)
-            await self._keep((record, self._units.cell(record.unit) or Unit(record.unit, "base", 0)) for record in lost)
+            logger.warning(
+                "storing again the units that the ledger had lost (count: %d, job: %s)",
+                len(lost),
+                job,
+            )
+            await self._keep(
+                (record, self._units.cell(record.unit) or Unit(record.unit, "base", 0))
+                for record in lost
+            )
 
     async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
-        event = Event(event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._attempt.number)
+        event = Event(
+            event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._attempt.number
+        )
         await self._attempt.emit(self._ledger, event)
 
     # Asking
@@ -198,9 +236,14 @@ class SweepAttempt:
                 if reason := await self._send(sender, runs):
                     raise MidstreamError("intervention_failed", f"the first pass failed: {reason}")
                 runs = [*runs, self._requests.first_key(sender)]
-            # The next pair waits for room beside this one, which waits for nothing: so they do not wait for each other.
+            # The next pair waits for room beside this one, which waits for nothing: so they do not
+            # wait for each other.
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
-                asked = [(await self._begin(group, unit)).kept for unit in missing if not self._given_up(unit)]
+                asked = [
+                    (await self._begin(group, unit)).kept
+                    for unit in missing
+                    if not self._given_up(unit)
+                ]
                 await asyncio.gather(*asked)
         except MidstreamError as error:  # of loading the runs: those of requests come in a group
             reason = _of_this_alone(error)
@@ -212,23 +255,34 @@ class SweepAttempt:
         return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))
 
     async def _send(self, sender: Unit, runs: Sequence[str]) -> str:
-        """The first pass of a path whose sender all cells of the pair have. Returns why it failed; empty when it is known."""
+        """The first pass of a path whose sender all cells of the pair have.
+
+        Returns why it failed; empty when it is known.
+        """
         if sender.number not in self._records:
             async with self._holding(sender.pair, runs), asyncio.TaskGroup() as group:
                 await (await self._begin(group, sender, [self._requests.first(sender)])).kept
         return self._records[sender.number].reason
 
     async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
-        """Cells of a path whose senders they are. No runs are held while others are waited for: see `RankRuns`."""
+        """Cells of a path whose senders they are.
+
+        No runs are held while others are waited for: see `RankRuns`.
+        """
         runs = self._requests.runs(pair)
-        controls, cells = ([unit for unit in missing if (unit.kind == "cell") == wanted] for wanted in (False, True))
+        controls, cells = (
+            [unit for unit in missing if (unit.kind == "cell") == wanted]
+            for wanted in (False, True)
+        )
         for start in range(0, max(len(cells), 1), FIRST_PASSES):
             batch, firsts = cells[start : start + FIRST_PASSES], []
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
                 noise = [await self._begin(group, unit) for unit in controls if not start]
                 for unit in batch:
                     if not self._given_up(unit):
-                        firsts.append(await self._begin(group, unit, [self._requests.first(unit)], first=True))
+                        firsts.append(
+                            await self._begin(group, unit, [self._requests.first(unit)], first=True)
+                        )
                 await asyncio.gather(*(pending.kept for pending in (*noise, *firsts)))
             known = []
             for pending in firsts:
@@ -239,13 +293,20 @@ class SweepAttempt:
                     known.append(pending)
             held = [*runs, *(self._requests.first_key(pending.unit) for pending in known)]
             async with self._holding(pair, held), asyncio.TaskGroup() as group:
-                asked = [(await self._begin(group, pending.unit)).kept for pending in known if not self._given_up(pending.unit)]
+                asked = [
+                    (await self._begin(group, pending.unit)).kept
+                    for pending in known
+                    if not self._given_up(pending.unit)
+                ]
                 await asyncio.gather(*asked)
             for pending in known:
                 del self._firsts[pending.requests[0]]
 
     async def _rank(self, pair: int) -> None:
-        """Have the dimensions that the pair's cells name by rank. Raises MidstreamError for rows that cannot be read."""
+        """Have the dimensions that the pair's cells name by rank.
+
+        Raises MidstreamError for rows that cannot be read.
+        """
         columns = self._sweep.pairs[pair].columns
         most = max(each.ranks[1] if each.ranks else 0 for each in columns)
         if not most or not columns[0].places:
@@ -259,30 +320,50 @@ class SweepAttempt:
         }
         store = open_store(self._ledger.settings.artifacts)
         try:
-            ordering = asyncio.to_thread(order_by_difference, store, base, source, list(sites.values()), columns[0].places, most)
+            ordering = asyncio.to_thread(
+                order_by_difference,
+                store,
+                base,
+                source,
+                list(sites.values()),
+                columns[0].places,
+                most,
+            )
             order = await self._sources.reading(ordering)
         except (OSError, ValueError) as error:
-            raise MidstreamError("intervention_failed", f"the rows that neurons are chosen from cannot be read: {error}") from error
+            raise MidstreamError(
+                "intervention_failed",
+                f"the rows that neurons are chosen from cannot be read: {error}",
+            ) from error
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
 
     def _sweep_site(self, hook: int, layer: int) -> tuple[str, int]:
         return self._sweep.hooks[hook], self._sweep.layers[layer]
 
     def _missing(self, pair: int) -> list[Unit]:
-        """Patched units that are not known, in the order in which they are asked: by layer, so that forwards that begin at the same
-        layer share a step.
+        """Patched units that are not known, in the order in which they are asked: by layer, so that
+        forwards that begin at the same layer share a step.
 
         What `recovered` is a share of must be beyond the noise, so that is known first.
         """
         noise = [unit for unit in self._units.noise(pair) if unit.number not in self._records]
         columns = self._sweep.pairs[pair].columns
-        cells = [unit for unit in self._units.cells(pair) if columns[unit.column].places and unit.number not in self._records]
+        cells = [
+            unit
+            for unit in self._units.cells(pair)
+            if columns[unit.column].places and unit.number not in self._records
+        ]
         self._pairs[pair].noise_left = len(noise)
         early = self._sweep.metric == "recovered"
-        return sorted([*noise, *cells], key=lambda unit: (early and unit.kind == "cell", unit.layer, unit.column, unit.hook))
+        return sorted(
+            [*noise, *cells],
+            key=lambda unit: (early and unit.kind == "cell", unit.layer, unit.column, unit.hook),
+        )
 
     async def _controls(self, pair: int, needed: bool) -> str:
-        """Ask for the two prompts as they are, and take in what is known of them. Returns why the pair has no values; empty when it has.
+        """Ask for the two prompts as they are, and take in what is known of them.
+
+        Returns why the pair has no values; empty when it has.
 
         `needed`: cells will be compared with them.
         """
@@ -300,9 +381,13 @@ class SweepAttempt:
                     continue  # its failure is kept, and stays
                 if known and unit.kind == "base":
                     self._requests.take_over(pair, self._records[unit.number].receipts)
-                kept_anew = needed and self._sweep.metric == "kl" and unit == reference  # a new attempt's ranks have it no more
+                kept_anew = (
+                    needed and self._sweep.metric == "kl" and unit == reference
+                )  # a new attempt's ranks have it no more
                 if not known or kept_anew:
-                    pending = await self._begin(group, unit, self._requests.control(unit, captures=not known))
+                    pending = await self._begin(
+                        group, unit, self._requests.control(unit, captures=not known)
+                    )
                     asked.append(pending)
                     if self._sweep.metric == "kl":
                         await asyncio.shield(pending.kept)
@@ -310,7 +395,10 @@ class SweepAttempt:
         for unit in units:
             record = records.get(unit.number) or self._records[unit.number]
             if record.value is None:
-                return f"the {'source' if unit.kind == 'source' else 'patched'} prompt failed: {record.reason}"
+                return (
+                    f"the {'source' if unit.kind == 'source' else 'patched'} prompt failed: "
+                    f"{record.reason}"
+                )
         return self._take_in(pair, units, needed)
 
     def _take_in(self, pair: int, units: Sequence[Unit], needed: bool) -> str:
@@ -325,14 +413,20 @@ class SweepAttempt:
             if state.base is None or state.source is None:
                 return "there is no second prompt to compare with"
             for unit in self._units.noise(pair):
-                if (earlier := self._records.get(unit.number)) is not None and earlier.value is not None:
+                if (
+                    earlier := self._records.get(unit.number)
+                ) is not None and earlier.value is not None:
                     state.noise.append(state.base + earlier.value * (state.source - state.base))
             self._judge(state)
-        versions = {told.global_version for record in known for told in record.receipts} - {self._everyone.version}
+        versions = {told.global_version for record in known for told in record.receipts} - {
+            self._everyone.version
+        }
         if needed and versions:
             return (
-                f"the sweep began under global steering version {min(versions)} and was interrupted; the version is now "
-                f"{self._everyone.version}, so its remaining cells are not comparable with those done"
+                f"the sweep began under global steering version {min(versions)} and was "
+                "interrupted; the version is now "
+                f"{self._everyone.version}, so its remaining cells are not comparable with "
+                "those done"
             )
         return ""
 
@@ -349,10 +443,17 @@ class SweepAttempt:
         return bool(state.useless)
 
     async def _begin(
-        self, group: asyncio.TaskGroup, unit: Unit, asks: list[EngineRequest] | None = None, *, first: bool = False
+        self,
+        group: asyncio.TaskGroup,
+        unit: Unit,
+        asks: list[EngineRequest] | None = None,
+        *,
+        first: bool = False,
     ) -> _Pending:
         """Ask the engine, once there is room."""
-        if self._ended:  # a group cancels its tasks once, and this one's cancellation was swallowed (see `patience`)
+        if self._ended:
+            # a group cancels its tasks once, and this one's cancellation was swallowed (see
+            # `patience`)
             raise asyncio.CancelledError
         asks = self._requests.patched(unit) if asks is None else asks
         await self._unread.acquire()
@@ -360,7 +461,9 @@ class SweepAttempt:
         for ask in asks:
             await self._slots.acquire()
             # Given back also when the task never runs.
-            group.create_task(self._request(pending, ask)).add_done_callback(lambda _: self._slots.release())
+            group.create_task(self._request(pending, ask)).add_done_callback(
+                lambda _: self._slots.release()
+            )
         return pending
 
     async def _request(self, pending: _Pending, ask: EngineRequest) -> None:
@@ -370,11 +473,15 @@ class SweepAttempt:
             async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
                 async for progress in stream:
                     finished = progress.finished is not None
-                    pending.reason = pending.reason or (f"the probe {progress.stopped_by!r} ended it" if progress.stopped_by else "")
+                    pending.reason = pending.reason or (
+                        f"the probe {progress.stopped_by!r} ended it" if progress.stopped_by else ""
+                    )
                     totals.generated_tokens += len(progress.token_ids)
             self._attempt.check()
             if not finished:
-                raise MidstreamError("engine_failed", f"the engine ended request {ask.request} without an output")
+                raise MidstreamError(
+                    "engine_failed", f"the engine ended request {ask.request} without an output"
+                )
         except MidstreamError as error:
             pending.reason = pending.reason or _of_this_alone(error)
         pending.left -= 1
@@ -388,7 +495,11 @@ class SweepAttempt:
             request, sender = parse_key(key)[1], self._units.sender(pair)
             receipts = [
                 told
-                for unit in (self._units.base(pair), self._units.source(pair), *([sender] if sender else []))
+                for unit in (
+                    self._units.base(pair),
+                    self._units.source(pair),
+                    *([sender] if sender else []),
+                )
                 if (record := self._records.get(unit.number)) is not None
                 for told in record.receipts
             ]
@@ -408,7 +519,9 @@ class SweepAttempt:
     def _decide(self, unit: Unit, reason: str) -> None:
         """The unit has no value, whatever the engine would say."""
         self._unkept += 1
-        self._decided.append((UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number), unit))
+        self._decided.append(
+            (UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number), unit)
+        )
         self._work.set()
 
     async def _collect(self) -> None:
@@ -422,7 +535,9 @@ class SweepAttempt:
             if not self._unkept:
                 self._all_kept.set()
             settled = await self._settled()
-            await self._keep([(record, pending.unit) for pending, record in settled if not pending.first])
+            await self._keep(
+                [(record, pending.unit) for pending, record in settled if not pending.first]
+            )
             done = {id(pending) for pending, _ in settled}
             self._waiting = [pending for pending in self._waiting if id(pending) not in done]
             for pending, record in settled:
@@ -436,12 +551,16 @@ class SweepAttempt:
 
     async def _keep(self, decided: Iterable[tuple[UnitRecord, Unit]]) -> None:
         batch: list[tuple[UnitRecord, SweepCell | None]] = [
-            (record, sweep_cell(self._sweep, unit, record) if unit.kind == "cell" else None) for record, unit in decided
+            (record, sweep_cell(self._sweep, unit, record) if unit.kind == "cell" else None)
+            for record, unit in decided
         ]
         if not batch:
             return
         job, number, engine = self._attempt.job, self._attempt.number, self._engine
-        kept = await patiently(lambda: self._sweeps.keep(job, number, batch, engine.world, engine.info.pp), f"cells of {job.id}")
+        kept = await patiently(
+            lambda: self._sweeps.keep(job, number, batch, engine.world, engine.info.pp),
+            f"cells of {job.id}",
+        )
         crash_point("sweep.kept")
         if kept != "kept":
             self._refused(kept)
@@ -453,10 +572,14 @@ class SweepAttempt:
     async def _settled(self) -> list[tuple[_Pending, UnitRecord]]:
         """Those of the finished units whose outcome is known."""
         asked = time.monotonic()
-        read = [pending for pending in self._waiting if not pending.told and not pending.reason][:POLL_UNITS]
+        read = [pending for pending in self._waiting if not pending.told and not pending.reason][
+            :POLL_UNITS
+        ]
         requests = [request for pending in read for request in pending.requests]
         job, world = self._attempt.job.id, self._engine.world
-        told = await patiently(lambda: self._sweeps.receipts(job, requests, world), f"receipts of {job}")
+        told = await patiently(
+            lambda: self._sweeps.receipts(job, requests, world), f"receipts of {job}"
+        )
         now = time.monotonic()
         if now - asked > STALL_S:
             for pending in self._waiting:
@@ -468,15 +591,22 @@ class SweepAttempt:
                 _must_be_kept(pending.told)
             elif now - pending.finished > self._patience_s:
                 late.append(pending)
-        if late and not await patiently(lambda: relay_alive_for(self._ledger, self._patience_s), f"receipts of {job}"):
+        if late and not await patiently(
+            lambda: relay_alive_for(self._ledger, self._patience_s), f"receipts of {job}"
+        ):
             late = []
         for pending in late:
-            some = await patiently(lambda of=pending.requests: self._sweeps.told(job, of, world), f"receipts of {job}")  # type: ignore[misc]
+            some = await patiently(
+                lambda of=pending.requests: self._sweeps.told(job, of, world), f"receipts of {job}"
+            )  # type: ignore[misc]
             pending.reason = refusal(some) or (
-                f"{len(some)} of {world * len(pending.requests)} receipts arrived within {self._patience_s:g} s of the engine's output"
+                f"{len(some)} of {world * len(pending.requests)} receipts arrived within "
+                f"{self._patience_s:g} s of the engine's output"
             )
         settled = []
-        for pending in sorted(self._waiting, key=lambda pending: pending.unit.kind == "cell"):  # noise first, of which cells depend
+        for pending in sorted(
+            self._waiting, key=lambda pending: pending.unit.kind == "cell"
+        ):  # noise first, of which cells depend
             if (pending.told or pending.reason) and (record := self._record(pending)) is not None:
                 settled.append((pending, record))
         return settled
@@ -485,10 +615,19 @@ class SweepAttempt:
         """What becomes of a unit; None: it depends on one of which that is not known."""
         unit, state = pending.unit, self._pairs[pending.unit.pair]
         if pending.first or unit.kind == "sender":
-            receipts = [] if pending.first else [told for receipts in pending.told for told in receipts]
+            receipts = (
+                [] if pending.first else [told for receipts in pending.told for told in receipts]
+            )
             reason = pending.reason or self._unverified(pending)
-            return UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number, receipts=receipts)
-        if unit.kind == "cell" and self._sweep.metric == "recovered" and state.noise_left and not state.useless:
+            return UnitRecord(
+                unit=unit.number, reason=reason, attempt=self._attempt.number, receipts=receipts
+            )
+        if (
+            unit.kind == "cell"
+            and self._sweep.metric == "recovered"
+            and state.noise_left
+            and not state.useless
+        ):
             return None
         record = UnitRecord(unit=unit.number, reason=pending.reason, attempt=self._attempt.number)
         if not pending.reason:
@@ -511,7 +650,9 @@ class SweepAttempt:
         unit, state, attempt = pending.unit, self._pairs[pending.unit.pair], self._attempt.number
         stored, nodes = self._sweep.pairs[unit.pair], self._units.nodes[unit.pair]
         try:
-            grades = verdict(stored, nodes, pending.told, self._engine.world, self._requests.compares(unit))
+            grades = verdict(
+                stored, nodes, pending.told, self._engine.world, self._requests.compares(unit)
+            )
             reference = self._sweep.metric == "kl" and unit == self._requests.reference(unit.pair)
             value = 0.0 if reference else in_nats(self._sweep.metric, grades)
         except (UnverifiedUnit, ValueError) as error:
@@ -531,7 +672,9 @@ class SweepAttempt:
             foil_logprob=grades.foil_logprob,
             attempt=attempt,
             neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
-            receipts=[told for receipts in pending.told for told in receipts] if unit.kind in ("base", "source", "sender") else [],
+            receipts=[told for receipts in pending.told for told in receipts]
+            if unit.kind in ("base", "source", "sender")
+            else [],
         )
 
 
@@ -543,7 +686,12 @@ def _of_this_alone(error: MidstreamError) -> str:
 
 
 def _must_be_kept(told: Sequence[Sequence[Receipt]]) -> None:
-    """Raises StoreAway if a rank could not keep the rows because the artifact store is unavailable."""
+    """Raises StoreAway if a rank could not keep the rows because the artifact store is
+    unavailable.
+    """
     for receipt in (receipt for receipts in told for receipt in receipts):
         if receipt.status == "error" and receipt.kind == STORE_AWAY:
-            raise StoreAway(f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): {receipt.message}")
+            raise StoreAway(
+                f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "
+                f"{receipt.message}"
+            )

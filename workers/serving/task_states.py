@@ -1,8 +1,10 @@
-"""Task events at the end of a worker's jobs: when they are sent. (Their content: `broker.queue.task_events`.)
+"""Task events at the end of a worker's jobs: when they are sent.
 
-A job whose receipts are still on their way is no success yet, and neither is one that another attempt has taken over. Such a task
-gives its place in the pool free and is STARTED until the ledger says how the job ended; a thread looks once a second after all of
-those at once.
+(Their content: `broker.queue.task_events`.)
+
+A job whose receipts are still on their way is no success yet, and neither is one that another
+attempt has taken over. Such a task gives its place in the pool free and is STARTED until the ledger
+says how the job ended; a thread looks once a second after all of those at once.
 """
 
 import logging
@@ -23,7 +25,8 @@ from ...schemas.jobs import State
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-#: Of so many jobs the end is awaited; Flower does not hear of what is beyond, and nothing else hangs on it.
+#: Of so many jobs the end is awaited; Flower does not hear of what is beyond, and nothing else
+#: hangs on it.
 AWAITED = 20_000
 
 
@@ -40,7 +43,10 @@ class Settling(Ignore):
 
 
 class PutBack(Ignore):
-    """The message goes back to the queue. (Not Celery's `Reject`, which it logs as a warning with a traceback.)"""
+    """The message goes back to the queue.
+
+    (Not Celery's `Reject`, which it logs as a warning with a traceback.)
+    """
 
     def __init__(self, why: str):
         super().__init__(why)
@@ -50,7 +56,9 @@ class PutBack(Ignore):
 class JobRequest(Request):
     """Celery's side of one task; what it sends as events is what Flower shows."""
 
-    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
         error = exc_info.exception
         error = getattr(error, "exc", error)  # Celery wraps what comes with a traceback
         if isinstance(error, Told) and error.state not in (None, State.QUEUED):
@@ -81,7 +89,9 @@ class Settlements:
     """Tasks that are over here before their jobs are. From any thread."""
 
     def __init__(self, redis_url: str, dispatcher: Callable[[], Any]):
-        """`dispatcher`: Celery's of the present connection, perhaps None; a task that is over keeps that of its own, which may be lost."""
+        """`dispatcher`: Celery's of the present connection, perhaps None; a task that is over keeps
+        that of its own, which may be lost.
+        """
         self._dispatcher = dispatcher
         self._client = redis_open.client(redis_url, socket_timeout=5, socket_connect_timeout=5)
         self._lock = threading.Lock()
@@ -123,7 +133,10 @@ class Settlements:
             try:
                 self.look()
             except redis.RedisError as error:
-                logger.info("could not report the outcomes of tasks that are still STARTED; will retry: %s", error)
+                logger.info(
+                    "could not report the outcomes of tasks that are still STARTED; will retry: %s",
+                    error,
+                )
             except Exception:  # the ends of the others are still to be reported
                 logger.exception("could not report the outcome of a task that is still STARTED")
             with self._lock:

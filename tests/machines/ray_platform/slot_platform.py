@@ -1,8 +1,9 @@
 """vLLM's CPU platform with a device that Ray can place: tests only.
 
-vLLM refuses Ray on platforms without a `ray_device_key`, as the CPU's is. With this folder in PYTHONPATH, vLLM finds the platform by its
-entry point, and a rank takes one of the GPUs that Ray is told of: `ray start --num-gpus 1`. A key of our own would not do: vLLM asks Ray
-for the numbers of a rank's devices, and Ray numbers only the kinds of devices that it knows.
+vLLM refuses Ray on platforms without a `ray_device_key`, as the CPU's is. With this folder in
+PYTHONPATH, vLLM finds the platform by its entry point, and a rank takes one of the GPUs that Ray is
+told of: `ray start --num-gpus 1`. A key of our own would not do: vLLM asks Ray for the numbers of a
+rank's devices, and Ray numbers only the kinds of devices that it knows.
 """
 
 from typing import Any

@@ -1,4 +1,6 @@
-"""A Triton backend that is there, so that vLLM finds one, and compiles nothing: the interpreter does the work."""
+"""A Triton backend that is there, so that vLLM finds one, and compiles nothing: the interpreter
+does the work.
+"""
 
 from triton.backends.compiler import BaseBackend, GPUTarget, Language
 
