@@ -173,7 +173,7 @@ walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs
 smoke-vllm: $(READY) ## capture, steer, patch, two ranks and both runners with another vLLM (PYTHON=…: its interpreter)
 	@test -n "$(PYTHON)" || { echo "PYTHON=…: the interpreter of an environment with another vLLM"; exit 2; }
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
-	@PYTHONPATH=.cache/types $(PYTHON) -m midstream.workers.runner.seams
+	@PYTHONPATH=.cache/types $(PYTHON) -m midstream.workers.runner.support.seams
 	@PYTHONPATH="$(CURDIR)/.cache/types" PATH="$(dir $(abspath $(PYTHON))):$$PATH" $(PYTHON) -m pytest -ra -p no:cacheprovider $(PYTEST_ARGS) tests/engine/test_smoke.py
 
 # Packages that need other versions than vLLM, each in an environment of its own. As in install.sh, the CPU build of torch goes first.

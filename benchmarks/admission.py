@@ -21,9 +21,9 @@ import torch
 
 from midstream.schemas.specs import StoredSteering, steering_rows
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.actions import ActionLedger
-from midstream.workers.runner.sites import Site, Sizes, buffers_of
-from midstream.workers.runner.steering_tables import HeldRows, RowTable, VectorStore
+from midstream.workers.runner.edits.actions import ActionLedger
+from midstream.workers.runner.edits.steering_tables import HeldRows, RowTable, VectorStore
+from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of
 
 REPEATS = 12
 RANK = 8

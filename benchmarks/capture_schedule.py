@@ -10,8 +10,8 @@ import time
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import RankSpec, StoredCapture
-from midstream.workers.runner.ring_budget import RingBudget
-from midstream.workers.runner.row_index import RowIndex, Wanted
+from midstream.workers.runner.base.row_index import RowIndex, Wanted
+from midstream.workers.runner.vllm.ring_budget import RingBudget
 
 REQUESTS, PROMPT, STEPS = 64, 512, 200
 HASHES = [number.to_bytes(32, "big") for number in range(PROMPT // 16)]

@@ -26,8 +26,8 @@ from midstream.broker.artifacts.retention import Usage
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.storage import file_store
 from midstream.storage.store import open_store
-from midstream.workers.runner.finished import FinishedCapture
-from midstream.workers.runner.layouts import Filesystem, StoreConfig
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.layouts import Filesystem, StoreConfig
 
 HIDDEN, ITEM = 576, 2
 

@@ -25,9 +25,9 @@ from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.receipts import Receipt
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.storage.store import open_store
-from midstream.workers.runner.finished import FinishedCapture
-from midstream.workers.runner.layouts import StoreConfig
-from midstream.workers.runner.writer import WriteJob, Writer
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.layouts import StoreConfig
+from midstream.workers.runner.files.writer import WriteJob, Writer
 
 LAYOUTS = ("segment", "packed", "per_file")
 LAYERS, HIDDEN, PROMPT = [5, 15, 25], 576, 24

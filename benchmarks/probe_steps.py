@@ -24,10 +24,10 @@ from midstream import __version__
 from midstream.schemas.probes import ProbeContent, StoredProbe
 from midstream.schemas.specs import RankSpec, probe_captures
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.config import Place, PlaneConfig
-from midstream.workers.runner.plane import DataPlane
-from midstream.workers.runner.sites import Site, Sizes, buffers_of, visit_of
-from midstream.workers.runner.step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of, visit_of
+from midstream.workers.runner.plane.data_plane import DataPlane
 
 CAPACITY = 2048
 #: Bytes that are more than the processor's caches hold.

@@ -86,7 +86,7 @@ def ours(folder: Path) -> dict[str, object]:
     import torch
 
     from midstream.schemas.sae_files import reading
-    from midstream.workers.runner.sae import load
+    from midstream.workers.runner.readings.sae import load
 
     with reading(folder) as (content, _):
         sae = load(folder, content.digest)

@@ -35,7 +35,8 @@ def begin() -> None:
     """In a process of an engine: from now on its data plane is timed."""
     if FILE not in os.environ:
         return
-    from midstream.workers.runner import plane, sites
+    from midstream.workers.runner.hooks import sites
+    from midstream.workers.runner.plane import data_plane as plane
 
     total = np.memmap(os.environ[FILE], dtype=np.float64, mode="r+", shape=len(PARTS))
 

@@ -198,8 +198,10 @@ class S3Store:
         found = self.paths(key)
         for at in range(0, len(found), _AT_ONCE):
             self.ask(
-                "delete", lambda s3, _, at=at: obstore.delete(s3, found[at : at + _AT_ONCE]), key
-            )  # type: ignore[misc]
+                "delete",
+                lambda s3, _, at=at: obstore.delete(s3, found[at : at + _AT_ONCE]),  # type: ignore[misc]
+                key,
+            )
 
     def erase(self, key: str, ranges: Sequence[tuple[int, int]]) -> bool:
         """The object is replaced by one with zeros, unless another process has just done so: then

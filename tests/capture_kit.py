@@ -12,8 +12,8 @@ from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.finished import FinishedCapture, Outcome
-from midstream.workers.runner.layouts import Filesystem, StoreConfig
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
+from midstream.workers.runner.files.layouts import Filesystem, StoreConfig
 
 HIDDEN = 5
 Sites = dict[str, list[int]]

@@ -70,7 +70,7 @@ EXTRAS: dict[str, Extra] = {
         "import midstream.workers.app, midstream.workers.fake.engine, pyarrow, tokenizers"
     ),
     "cpu": Extra(
-        "import midstream.workers.engine.vllm, midstream.workers.runner.plane, vllm",
+        "import midstream.workers.engine.vllm, midstream.workers.runner.plane.data_plane, vllm",
         (TORCH, "worker.lock"),
     ),
     "gpu": Extra("", heavy=True),

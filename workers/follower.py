@@ -43,7 +43,7 @@ def run(settings: Settings) -> None:
         scheduler_class,
         use_all_cores,
     )
-    from .runner.allowlist import check
+    from .runner.support.allowlist import check
 
     settings = for_platform(settings)
     prepare_environment(settings)

@@ -180,9 +180,9 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
     ends = len(clean) - tail, len(corrupt) - tail
     return [
         ("equal", 0, head, 0, head),
-        *blocks,
+        *blocks,  # type: ignore[list-item]
         ("equal", ends[0], len(clean), ends[1], len(corrupt)),
-    ]  # type: ignore[list-item]
+    ]
 
 
 def _matches(some: Sequence[int], others: Sequence[int]) -> int:

@@ -15,5 +15,7 @@ async def well_called(
     hosts: Hosts = connection.app.state.context.hosts
     headers = connection.headers
     hosts.check(
-        connection.scope["method"], headers.getall("host", []), headers.getall("origin", [])
-    )  # type: ignore[typeddict-item]
+        connection.scope["method"],  # type: ignore[typeddict-item]
+        headers.getall("host", []),
+        headers.getall("origin", []),
+    )

@@ -5,7 +5,7 @@ for GPUs that are not here.
 
 Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
 variant that a model can need, then the estimated cost of a step from
-`workers/runner/site_costs.py`. `tests/unit/test_site_paper.py` keeps the facts as they are.
+`workers/runner/hooks/site_costs.py`. `tests/unit/test_site_paper.py` keeps the facts as they are.
 """
 
 # ruff: noqa: E402 -- the environment and where our modules are are settled first
@@ -34,7 +34,7 @@ from site_compiler import KINDS, Absent
 
 from midstream.kernels import triton_site
 from midstream.kernels.plan import SitePlan
-from midstream.workers.runner.site_costs import table
+from midstream.workers.runner.hooks.site_costs import table
 
 #: Llama-3.1-8B and Llama-3.3-70B; a width that is no power of two.
 WIDTHS = (4096, 8192, 576)

@@ -264,8 +264,8 @@ def patch(
         if source_pos is None
         else source_pos
         if np.ndim(source_pos) == 0
-        else [int(each) for each in source_pos]
-    )  # type: ignore[union-attr]
+        else [int(each) for each in source_pos]  # type: ignore[union-attr]
+    )
     source = {"prompt": prompt or 0, **({} if places is None else {"position": places})}
     made = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
     return Op(made.kind, made.name, made.order, made.fields, cache=cache)

@@ -467,8 +467,8 @@ def _vllm(settings: Settings) -> Iterator[Finding]:
     The options are checked only if there are any: that imports vLLM.
     """
     from ...workers.engines import check_options
-    from ...workers.runner.seams import WINDOW, SeamError, verify
-    from ...workers.runner.vllm_source import installed
+    from ...workers.runner.support.seams import WINDOW, SeamError, verify
+    from ...workers.runner.support.vllm_source import installed
 
     try:
         source = installed()
@@ -502,7 +502,7 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
     """What packages of this environment offer, and whether the setting names them; nothing of them
     is imported.
     """
-    from ...workers.runner.extensions import check_installed, named, offered
+    from ...workers.runner.base.extensions import check_installed, named, offered
 
     try:
         check_installed(settings.extensions)

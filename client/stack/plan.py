@@ -31,7 +31,7 @@ def planned(
     Raises MidstreamError.
     """
     from ...workers.engine.plan import model_of, plan
-    from ...workers.runner.architectures import UnsupportedArchitectureError
+    from ...workers.runner.hooks.architectures import UnsupportedArchitectureError
 
     file = Path(checkpoint or settings.model).expanduser() / "config.json"
     try:

@@ -28,7 +28,7 @@ from midstream.schemas.tensors import Tensor
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.rank_control import disagreement
 from midstream.workers.engine.requests import prompt_request
-from midstream.workers.runner.probe_news import Scored
+from midstream.workers.runner.probes.probe_news import Scored
 
 
 class Command(msgspec.Struct, omit_defaults=True):

@@ -11,7 +11,7 @@ from tiny import CHECKPOINTS
 from tolerances import FIDELITY
 
 from midstream.schemas.selectors import HOOKS, Hook
-from midstream.workers.runner.architectures import describe
+from midstream.workers.runner.hooks.architectures import describe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
 #: `fidelity.py` writes the part of the page between these lines.

@@ -31,7 +31,7 @@ from host import DEFAULTS, NO_RELAY, Host
 from midstream.schemas.base import from_json, to_json
 from midstream.schemas.settings import Settings, load_settings, to_environment
 from midstream.schemas.tensors import Tensor
-from midstream.workers.runner.process import die_with_parent
+from midstream.workers.runner.base.process import die_with_parent
 
 
 class Birth(msgspec.Struct):
@@ -285,7 +285,7 @@ def main() -> None:
 
     import midstream.workers.engine.vllm as hosting
     from midstream.workers.engine.no_torchvision import stand_in
-    from midstream.workers.runner.architectures import ARCHITECTURES, BACKEND_CLASS
+    from midstream.workers.runner.hooks.architectures import ARCHITECTURES, BACKEND_CLASS
 
     stand_in()
     hosting.AsyncLLM = InprocLLM  # type: ignore[attr-defined, assignment, misc]

@@ -11,7 +11,7 @@ from reference import Edit, Reference
 from midstream.schemas.jobs import Job
 from midstream.schemas.probes import Action, ProbeContent, ProbeScore, StoredProbe
 from midstream.schemas.specs import StoredSteering
-from midstream.workers.runner.aggregates import aggregate
+from midstream.workers.runner.probes.aggregates import aggregate
 
 HIDDEN = 64
 #: Scores against numpy's on the same rows, float32: sums of 64 products.

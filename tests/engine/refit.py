@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from midstream.workers.engine.certificate import Uncertified
-from midstream.workers.runner.config import plane_config
+from midstream.workers.runner.base.config import plane_config
 
 
 async def certify_with(engine: Any, fault: str) -> dict[str, Any]:

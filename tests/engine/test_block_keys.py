@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from midstream.schemas.specs import RankSpec
-from midstream.workers.runner import process
-from midstream.workers.runner.row_index import RowIndex
+from midstream.workers.runner.base import process
+from midstream.workers.runner.base.row_index import RowIndex
 
 BLOCK = 16
 
@@ -20,7 +20,7 @@ BLOCK = 16
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # of an engine's processes; this one is the tests'
     monkeypatch.setattr(process, "die_with_parent", lambda: None)
-    module = importlib.import_module("midstream.workers.runner.scheduler")
+    module = importlib.import_module("midstream.workers.runner.vllm.scheduler")
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
 

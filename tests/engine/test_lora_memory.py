@@ -16,7 +16,7 @@ from midstream.workers.engine.plan import model_of, plan
 #: Prints bytes: of what is reserved for a step's adapters, and of one adapter that is loaded.
 VLLM = """
 import json, sys
-import midstream.workers.runner.loras
+import midstream.workers.runner.plane.loras
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 options = json.loads(sys.argv[1])

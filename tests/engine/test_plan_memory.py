@@ -21,7 +21,7 @@ import kit
 from direct import Direct
 import msgspec
 from midstream.schemas.settings import Settings
-from midstream.workers.runner.config import plane_config
+from midstream.workers.runner.base.config import plane_config
 direct = Direct(msgspec.convert(json.loads(sys.argv[2]), Settings), {})
 worker = direct.engine._llm.llm.model_executor.driver_worker.worker
 buffers = worker._plane._banks.first.planner._buffers

@@ -148,7 +148,7 @@ def test_a_stop_string_that_reads_like_a_probe_is_the_users() -> None:
 
     from midstream.workers.engine.requests import trial_request
     from midstream.workers.engine.vllm_output import Parts
-    from midstream.workers.runner.probe_news import STOPPED_BY
+    from midstream.workers.runner.probes.probe_news import STOPPED_BY
 
     def finished(stop_reason: str | None, more: dict[str, str] | None) -> tuple[object, ...]:
         part = CompletionOutput(

@@ -32,7 +32,7 @@ from tolerances import FP32_CODES, FP32_HOOKS
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
-from midstream.workers.runner.quantisation import UnsupportedQuantisationError
+from midstream.workers.runner.support.quantisation import UnsupportedQuantisationError
 
 #: Format → the dtype in which `make test` runs it: one of each kind of kernel.
 SHORTLY = {
@@ -287,7 +287,7 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.settings import Settings
 from midstream.workers.engine.vllm import configured
 from midstream.workers.engine.vllm_options import prepare_environment
-from midstream.workers.runner.kernel_check import check_kernels
+from midstream.workers.runner.support.kernel_check import check_kernels
 for model, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     settings = Settings(model=model, dtype=dtype, max_model_len=64)
     prepare_environment(settings)

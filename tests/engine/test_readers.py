@@ -18,7 +18,7 @@ from midstream.schemas.jobs import Job
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.readings import ReaderReading
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.installed_readers import PATIENCE_S
+from midstream.workers.runner.readings.installed_readers import PATIENCE_S
 
 ALL = list(range(LAYERS))
 

@@ -23,7 +23,7 @@ from tolerances import FP32_HOOKS
 
 from midstream.schemas.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
-from midstream.workers.runner import seams
+from midstream.workers.runner.support import seams
 
 pytestmark = [pytest.mark.matrix, pytest.mark.ranks]
 

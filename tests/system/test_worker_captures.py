@@ -24,7 +24,7 @@ from midstream.schemas.specs import StoredCapture
 from midstream.workers.fake.model import residual_rows
 
 PLUGIN = """
-from midstream.workers.runner.finished import Outcome
+from midstream.workers.runner.files.finished_rows import Outcome
 
 class Picky:
     def consume(self, captures):

@@ -22,10 +22,10 @@ from midstream.schemas.selectors import lowest_position
 from midstream.schemas.specs import RankSpec, StoredCapture, steering_digest
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.config import Place, PlaneConfig
-from midstream.workers.runner.plane import DataPlane
-from midstream.workers.runner.row_index import Keeping
-from midstream.workers.runner.step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.base.config import Place, PlaneConfig
+from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+from midstream.workers.runner.base.row_index import Keeping
+from midstream.workers.runner.plane.data_plane import DataPlane
 
 CAPACITY = 64
 VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))

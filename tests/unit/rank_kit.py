@@ -27,16 +27,16 @@ from midstream.schemas.specs import (
 from midstream.schemas.steering import GlobalSteering
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.storage.store import open_store
-from midstream.workers.runner.capture import Ports, Recording
-from midstream.workers.runner.finished import FinishedCapture
-from midstream.workers.runner.mover import Mover
-from midstream.workers.runner.overload import Overload
-from midstream.workers.runner.planner import Planner, Tracked
-from midstream.workers.runner.sites import Buffers, Site
-from midstream.workers.runner.slabs import SlabPool
-from midstream.workers.runner.source_runs import RunStore
-from midstream.workers.runner.steering_tables import RowTable, VectorStore
-from midstream.workers.runner.step import RequestRows
+from midstream.workers.runner.base.engine_step import RequestRows
+from midstream.workers.runner.edits.source_runs import RunStore
+from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.hooks.sites import Buffers, Site
+from midstream.workers.runner.rows.capture import Ports, Recording
+from midstream.workers.runner.rows.mover import Mover
+from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.planner import Planner, Tracked
+from midstream.workers.runner.rows.slabs import SlabPool
 
 HIDDEN = 5
 

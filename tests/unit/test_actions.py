@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.workers.runner.actions import KINDS, ActionLedger, Kind, splitmix64
-from midstream.workers.runner.faults import Faults
+from midstream.workers.runner.edits.actions import KINDS, ActionLedger, Kind, splitmix64
+from midstream.workers.runner.plane.faults import Faults
 
 #: One of each kind: (step, kind, *what is folded).
 ONE_OF_EACH: list[tuple[Any, ...]] = [

@@ -24,8 +24,8 @@ from vllm.config import (
     VllmConfig,
 )
 
-from midstream.workers.runner import allowlist
-from midstream.workers.runner.allowlist import RULES, UnsupportedConfigurationError, check
+from midstream.workers.runner.support import allowlist
+from midstream.workers.runner.support.allowlist import RULES, UnsupportedConfigurationError, check
 
 #: Fields that say how much, where or when, but not what a step's rows are. Of a section only: a new
 #: field of vLLM must be looked at.
@@ -213,9 +213,9 @@ def config(tmp_path: Path) -> VllmConfig:
         max_model_len=64,
     )
     made = VllmConfig(model_config=model)
-    made.parallel_config.worker_cls = "midstream.workers.runner.worker_class.MidstreamWorker"
+    made.parallel_config.worker_cls = "midstream.workers.runner.vllm.worker_class.MidstreamWorker"
     made.scheduler_config.scheduler_cls = (
-        "midstream.workers.runner.scheduler.MidstreamAsyncScheduler"
+        "midstream.workers.runner.vllm.scheduler.MidstreamAsyncScheduler"
     )
     return made
 
@@ -453,7 +453,7 @@ def test_every_setting_of_vllm_is_either_ruled_or_known_to_be_harmless(section: 
 
 
 def test_a_rank_refuses_before_it_reads_the_weights(config: VllmConfig) -> None:
-    from midstream.workers.runner.worker_class import MidstreamWorker
+    from midstream.workers.runner.vllm.worker_class import MidstreamWorker
 
     put(config, "parallel_config.prefill_context_parallel_size", 2)
     with pytest.raises(

@@ -16,7 +16,7 @@ from transformers import FalconConfig
 from tree import ROOT
 
 from midstream.schemas.selectors import HOOKS
-from midstream.workers.runner.architectures import (
+from midstream.workers.runner.hooks.architectures import (
     ARCHITECTURES,
     BACKEND_CLASS,
     UNKNOWN,

@@ -10,7 +10,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.v1.attention.backend import AttentionType
 
-from midstream.workers.runner.attention_kinds import kind_of
+from midstream.workers.runner.hooks.attention_kinds import kind_of
 
 _IMPL: dict[str, Any] = {"scale": 0.25, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
 _MODULE: dict[str, Any] = {

@@ -14,12 +14,12 @@ from midstream.schemas.interventions import PLACE
 from midstream.schemas.specs import PROBED, StoredCapture, StoredSteering, columns_of, steering_rows
 from midstream.schemas.tensors import content_hash, from_numpy
 from midstream.storage.store import open_store
-from midstream.workers.runner.banks import Bank
-from midstream.workers.runner.capture import Ports, Recording
-from midstream.workers.runner.finished import Columns
-from midstream.workers.runner.sites import Site
-from midstream.workers.runner.source_runs import RunStore
-from midstream.workers.runner.steering_tables import RowTable, VectorStore
+from midstream.workers.runner.edits.source_runs import RunStore
+from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
+from midstream.workers.runner.files.finished_rows import Columns
+from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.rows.banks import Bank
+from midstream.workers.runner.rows.capture import Ports, Recording
 
 #: Two ranks, each with one head of five numbers: `make_buffers` has rows of five.
 SHAPE = RowShape(heads=2, width=5)

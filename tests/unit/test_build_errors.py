@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.workers.runner import build_errors
+from midstream.workers.runner.support import build_errors
 
 
 def test_an_error_without_a_text_is_named_with_its_place_in_vllm() -> None:

@@ -18,8 +18,8 @@ from midstream.schemas.errors import MidstreamError
 from midstream.storage.file_store import FileStore
 from midstream.storage.s3_store import S3Store
 from midstream.storage.store import ArtifactStore
-from midstream.workers.runner.finished import FinishedCapture
-from midstream.workers.runner.layouts import blob_of
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.layouts import blob_of
 
 LAYOUTS = ["packed", "per_file", "segment"]
 STAGES: list[Sites] = [{"pre_attn": [0], "post_block": [0, 1]}, {"post_block": [2, 3]}]

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from midstream.workers.runner import cell_steps
-from midstream.workers.runner.cell_steps import CELLS, Based, CellSteps
+from midstream.workers.runner.vllm import cell_steps
+from midstream.workers.runner.vllm.cell_steps import CELLS, Based, CellSteps
 
 
 class Request(NamedTuple):

@@ -22,7 +22,7 @@ from midstream.workers.engine.comparison import (
     verdict,
 )
 from midstream.workers.engine.reference import NotComparableError, Tensors
-from midstream.workers.runner.fidelity import as_served
+from midstream.workers.runner.hooks.config_rules import as_served
 
 ROWS, HIDDEN = 6, 32
 

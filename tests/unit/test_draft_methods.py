@@ -21,7 +21,7 @@ from midstream.schemas.settings import Settings, SettingsError
 from midstream.workers.engine.drafts import check_drafter, check_drafts, speculative_config
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.engine.vllm_options import engine_options
-from midstream.workers.runner.drafters import (
+from midstream.workers.runner.support.drafters import (
     CONDITIONS,
     METHODS,
     UnsupportedDrafterError,
@@ -102,7 +102,7 @@ def drafting(method: str, **options: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _target(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class of vLLM's that an EAGLE-3 head fits."""
-    from midstream.workers.runner import drafters
+    from midstream.workers.runner.support import drafters
 
     monkeypatch.setattr(drafters, "get_model_cls", lambda _: LlamaForCausalLM)
 
@@ -216,7 +216,7 @@ def test_a_model_that_a_head_cannot_serve_is_refused(
 def test_a_model_that_keeps_no_streams_for_a_head_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from midstream.workers.runner import drafters
+    from midstream.workers.runner.support import drafters
 
     monkeypatch.setattr(drafters, "get_model_cls", lambda _: nn.Module)
     (found,) = refusals(drafting("eagle3"))

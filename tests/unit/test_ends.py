@@ -11,7 +11,7 @@ import pytest
 
 from midstream.schemas.source_runs import RunRow, row_name
 from midstream.workers.engine.ends import Ends
-from midstream.workers.runner import process
+from midstream.workers.runner.base import process
 
 
 def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -> None:
@@ -51,7 +51,7 @@ def test_ends_of_one_turn_are_one_message_and_a_cancelled_sender_still_sends() -
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours over one that never has anything to do."""
     monkeypatch.setattr(process, "die_with_parent", lambda: None)
-    from midstream.workers.runner import scheduler
+    from midstream.workers.runner.vllm import scheduler
 
     class Idle:
         waiting: list[Any] = []
@@ -95,7 +95,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from midstream.workers.runner.scheduler import _accept_ends, ends
+    from midstream.workers.runner.vllm.scheduler import _accept_ends, ends
 
     assert not scheduler.has_finished_requests()
     _accept_ends()
@@ -110,7 +110,7 @@ def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) ->
 
 
 def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(scheduler: Any) -> None:
-    from midstream.workers.runner.scheduler import waiting
+    from midstream.workers.runner.vllm.scheduler import waiting
 
     def came(name: str, **spec: Any) -> dict[str, Any]:
         scheduler.add_request(

@@ -29,7 +29,7 @@ from midstream.workers.engine.option_check import accepted
 from midstream.workers.engine.option_lists import OURS, PROVEN, UNKNOWN, WRONG, Proven, tables
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.engines import check_options
-from midstream.workers.runner.allowlist import check
+from midstream.workers.runner.support.allowlist import check
 
 PAGE = ROOT / "docs" / "engine-options.md"
 LISTS: dict[str, Any] = {"OURS": OURS, "WRONG": WRONG, "PROVEN": PROVEN, "UNKNOWN": UNKNOWN}
@@ -92,7 +92,7 @@ def test_no_proven_option_leads_to_a_refused_configuration(
     settings = Settings(model=str(served), engine_options=case.options(tmp_path, path), **given)
     made: VllmConfig = AsyncEngineArgs(
         **vllm_options.engine_options(settings),
-        worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
+        worker_cls="midstream.workers.runner.vllm.worker_class.MidstreamWorker",
     ).create_engine_config(UsageContext.ENGINE_CONTEXT)
     made.scheduler_config.scheduler_cls = vllm_options.scheduler_class(made)
     check(made)

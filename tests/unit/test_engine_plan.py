@@ -16,9 +16,9 @@ from midstream.schemas.ring import QUEUE_BYTES, Ring, plan_queue
 from midstream.schemas.settings import Settings
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.plan import model_of, plan
-from midstream.workers.runner import prepared_rows
-from midstream.workers.runner.architectures import ARCHITECTURES, UnsupportedArchitectureError
-from midstream.workers.runner.sites import Buffers, Sizes, buffers_of
+from midstream.workers.runner.edits import prepared_rows
+from midstream.workers.runner.hooks.architectures import ARCHITECTURES, UnsupportedArchitectureError
+from midstream.workers.runner.hooks.sites import Buffers, Sizes, buffers_of
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

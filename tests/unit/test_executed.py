@@ -15,8 +15,8 @@ from rank_kit import Rank, Request, steering
 from midstream.kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED
 from midstream.schemas.selectors import HOOKS, Window
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner import finite_check
-from midstream.workers.runner.row_index import Keeping, KeptBlock
+from midstream.workers.runner.base.row_index import Keeping, KeptBlock
+from midstream.workers.runner.rows import finite_check
 
 
 @pytest.fixture

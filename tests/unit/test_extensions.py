@@ -24,7 +24,7 @@ from midstream.schemas.models import ModelInfo
 from midstream.schemas.readings import StoredReader
 from midstream.schemas.settings import SettingsError
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.extensions import (
+from midstream.workers.runner.base.extensions import (
     ExtensionError,
     agreed,
     check_installed,
@@ -33,7 +33,7 @@ from midstream.workers.runner.extensions import (
     offered,
     trusted,
 )
-from midstream.workers.runner.installed_readers import LoadedReader, load_readers
+from midstream.workers.runner.readings.installed_readers import LoadedReader, load_readers
 
 HIDDEN, LAYERS = 8, 4
 Site = Callable[..., None]

@@ -13,9 +13,9 @@ from midstream.schemas.readings import READER, StoredFeatures
 from midstream.schemas.sae_files import reading
 from midstream.schemas.saes import StoredSae
 from midstream.schemas.specs import RankSpec, StoredCapture
-from midstream.workers.runner.features import Features
-from midstream.workers.runner.finished import FinishedCapture, ReadingError
-from midstream.workers.runner.sae import load
+from midstream.workers.runner.files.finished_rows import FinishedCapture, ReadingError
+from midstream.workers.runner.readings.features import Features
+from midstream.workers.runner.readings.sae import load
 
 #: What a part has apart from its positions, at most.
 HEADER = 300

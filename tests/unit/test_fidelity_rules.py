@@ -13,9 +13,9 @@ import torch
 import transformers
 from tiny import CHECKPOINTS, Checkpoint
 
-from midstream.workers.runner import fidelity
-from midstream.workers.runner.architectures import UnsupportedArchitectureError, describe
-from midstream.workers.runner.fidelity import EVERYWHERE, REFUSED, ROPE_KEYS
+from midstream.workers.runner.hooks import config_rules as fidelity
+from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError, describe
+from midstream.workers.runner.hooks.config_rules import EVERYWHERE, REFUSED, ROPE_KEYS
 
 
 def package(name: str) -> Path:

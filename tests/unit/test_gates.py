@@ -30,8 +30,8 @@ from midstream.schemas.steering import GlobalSteering, Module, content_digest
 from midstream.schemas.tensors import from_numpy
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.rank_spec import rank_spec
-from midstream.workers.runner.gates import Gates, gates_of
-from midstream.workers.runner.watches import ProbeError, Watch
+from midstream.workers.runner.probes.gates import Gates, gates_of
+from midstream.workers.runner.probes.watches import ProbeError, Watch
 
 PROMPT = 4
 

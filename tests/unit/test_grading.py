@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from midstream.schemas.specs import Grade, RankSpec
-from midstream.workers.runner.grading import KEPT, Grading, lacking, tap
-from midstream.workers.runner.planner import Tracked
-from midstream.workers.runner.step import RequestRows, StepView
+from midstream.workers.runner.base.engine_step import RequestRows, StepView
+from midstream.workers.runner.plane.grading import KEPT, Grading, lacking, tap
+from midstream.workers.runner.rows.planner import Tracked
 
 VOCABULARY = 50
 PROMPT = 6

@@ -24,13 +24,13 @@ from midstream.kernels import idle_sites, single_site, sites_idle
 from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.selectors import PositionSelector, Window
 from midstream.schemas.specs import RankSpec, StoredCapture, touched
-from midstream.workers.runner.adapters import V1Adapter, V2Adapter
-from midstream.workers.runner.graph_families import (
+from midstream.workers.runner.vllm.graph_families import (
     Batch,
     Execution,
     capture_both_families,
     dispatch_by_family,
 )
+from midstream.workers.runner.vllm.runner_adapters import V1Adapter, V2Adapter
 
 SIZES = [1, 2, 4, 8]
 BOTH = CUDAGraphMode.FULL_AND_PIECEWISE

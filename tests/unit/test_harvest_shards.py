@@ -21,8 +21,8 @@ from midstream.storage.shards import (
     tensor_bits,
 )
 from midstream.storage.store import open_store
-from midstream.workers.runner.finished import FinishedCapture
-from midstream.workers.runner.harvest import Harvest
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.harvest_shards import Harvest
 
 WIDTH = 8
 SITES = {"post_block": [1, 3]}

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.linear import (
 
 from midstream.schemas.banks import RowShape
 from midstream.schemas.selectors import INSIDE
-from midstream.workers.runner.finished import Columns
-from midstream.workers.runner.inside import Group, Inner, _wrap, find
+from midstream.workers.runner.files.finished_rows import Columns
+from midstream.workers.runner.plane.inside_hooks import Group, Inner, _wrap, find
 
 HIDDEN, HEADS, KEYS, WIDTH, NEURONS = 64, 4, 2, 16, 96
 DENSE = [hook for hook in INSIDE if hook != "router"]

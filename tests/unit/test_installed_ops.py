@@ -25,8 +25,8 @@ from midstream.schemas.extensions import Extension
 from midstream.schemas.models import ModelInfo
 from midstream.schemas.specs import SteeringSpec, StoredSteering, steering_digest
 from midstream.schemas.tensors import from_numpy
-from midstream.workers.runner.extensions import ExtensionError, trusted
-from midstream.workers.runner.installed_ops import ON_CPUS, check_here, load_ops
+from midstream.workers.runner.base.extensions import ExtensionError, trusted
+from midstream.workers.runner.edits.installed_ops import ON_CPUS, check_here, load_ops
 
 HIDDEN = 8
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from midstream.workers.runner import process
+from midstream.workers.runner.base import process
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
 ) -> None:
     """With several steps under way a step may be empty because all that runs is in another one."""
     monkeypatch.setattr(process, "die_with_parent", lambda: None)
-    from midstream.workers.runner import scheduler
+    from midstream.workers.runner.vllm import scheduler
 
     class Stock:
         kv_cache_manager = SimpleNamespace(usage=0.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from midstream.schemas.selectors import HOOKS, Hook
-from midstream.workers.runner.laws import (
+from midstream.workers.runner.certificate.laws import (
     STREAM,
     Finding,
     Shape,

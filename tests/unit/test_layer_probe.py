@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from midstream.schemas.selectors import HOOKS
-from midstream.workers.runner.architectures import Variant
-from midstream.workers.runner.layer_probe import LayerShape, NoStreamError, probe
-from midstream.workers.runner.taps import Tap
+from midstream.workers.runner.hooks.architectures import Variant
+from midstream.workers.runner.hooks.layer_discovery import LayerShape, NoStreamError, probe
+from midstream.workers.runner.hooks.taps import Tap
 
 HIDDEN = 64
 

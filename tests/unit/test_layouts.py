@@ -19,7 +19,7 @@ from midstream.schemas.captures import index_of
 from midstream.storage import file_store
 from midstream.storage.blobs import read_entries
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.finished import FinishedCapture, Outcome
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 
 SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}
 

@@ -5,7 +5,7 @@ import time
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from midstream.workers.runner import naps  # noqa: F401 - what is tested
+from midstream.workers.runner.vllm import idle_sleep as naps  # noqa: F401 - what is tested
 
 
 def test_a_wait_takes_little_of_a_core_and_is_over_soon() -> None:

@@ -10,8 +10,13 @@ import pytest
 from tree import ROOT
 
 from midstream.schemas.selectors import HOOKS, Hook
-from midstream.workers.runner.architectures import ARCHITECTURES, PRE_NORM, Variant, neighbours
-from midstream.workers.runner.site_costs import CASES, SHAPES, launches, step_cost, table
+from midstream.workers.runner.hooks.architectures import (
+    ARCHITECTURES,
+    PRE_NORM,
+    Variant,
+    neighbours,
+)
+from midstream.workers.runner.hooks.site_costs import CASES, SHAPES, launches, step_cost, table
 
 PAIRS = [("attn_out", "post_attn"), ("mlp_in",), ("mlp_out", "post_block", "pre_attn")]
 #: (launches before, after) of a layer with all its hooks in a traced forward; where it runs as
@@ -215,7 +220,7 @@ def test_the_launches_of_a_forward_hold_every_site_once() -> None:
 def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case() -> None:
     text = table()
     assert text in (ROOT / "docs" / "kernels.md").read_text(), (
-        "print it with `python -m midstream.workers.runner.site_costs`"
+        "print it with `python -m midstream.workers.runner.hooks.site_costs`"
     )
     assert all(shape.name in text for shape in SHAPES)
     assert all(f"| {case} |" in text for case in CASES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from midstream.client.stack.processes import birth, wait_for
-from midstream.workers.runner.process import die_with_parent
+from midstream.workers.runner.base.process import die_with_parent
 
 #: Starts a child as vLLM starts its processes, says its pid, and stays.
 PARENT = """
@@ -70,7 +70,7 @@ def test_an_orphan_ends_even_if_the_parent_died_first(tmp_path: Path, when: str)
 def test_a_process_without_a_parent_to_watch_goes_on() -> None:
     assert multiprocessing.parent_process() is None
     program = (
-        "from midstream.workers.runner.process import die_with_parent; "
+        "from midstream.workers.runner.base.process import die_with_parent; "
         "die_with_parent(); print('alive')"
     )
     assert (

@@ -21,8 +21,8 @@ from midstream.schemas.selectors import HOOKS, PositionSelector, Window, select
 from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import StoredCapture
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.row_index import Keeping, KeptBlock
-from midstream.workers.runner.step import Finish, NewRequest
+from midstream.workers.runner.base.engine_step import Finish, NewRequest
+from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from plane_kit import Rig, capturing, run, steered
 from rank_kit import Request, stream_of
 
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.capture import Extent, Selection
-from midstream.workers.runner.host_memory import HostMemoryError
-from midstream.workers.runner.row_index import Keeping, KeptBlock
+from midstream.workers.runner.base.host_memory import HostMemoryError
+from midstream.workers.runner.base.row_index import Keeping, KeptBlock
+from midstream.workers.runner.rows.capture import Extent, Selection
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from midstream.kernels.plan import ALIKE, ALIKE_FROM, DEPTH, EDITS, ROWS_PER_TOK
 from midstream.schemas.selectors import HOOKS, Window, select
 from midstream.schemas.specs import SteeringRow, StoredCapture, StoredSteering, columns_of
 from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.runner.buffers import Staging
+from midstream.workers.runner.rows.buffers import Staging
 
 
 def capture(positions="all", at="before", tag="t", every_n=1, **sites: list[int]) -> StoredCapture:

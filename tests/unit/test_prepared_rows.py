@@ -17,8 +17,8 @@ from rank_kit import HIDDEN, steering
 from midstream.schemas.source_runs import RunRow, row_name
 from midstream.schemas.specs import SteeringRow, steering_rows
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.prepared_rows import PreparedRows
-from midstream.workers.runner.vector_pool import Joined, joined
+from midstream.workers.runner.edits.prepared_rows import PreparedRows
+from midstream.workers.runner.edits.vector_pool import Joined, joined
 
 NAME = content_hash(VECTOR)
 

@@ -11,9 +11,15 @@ import midstream
 from midstream.client.probes import fit
 from midstream.schemas.errors import MidstreamError
 from midstream.schemas.probes import Action, ProbeContent, StoredProbe
-from midstream.workers.runner.aggregates import aggregate
-from midstream.workers.runner.probe_news import SCORES, STOPPED_BY, News, ProbeNews, Scored
-from midstream.workers.runner.watches import ProbeError, Watch, news_of_all
+from midstream.workers.runner.probes.aggregates import aggregate
+from midstream.workers.runner.probes.probe_news import (
+    SCORES,
+    STOPPED_BY,
+    News,
+    ProbeNews,
+    Scored,
+)
+from midstream.workers.runner.probes.watches import ProbeError, Watch, news_of_all
 
 
 def probe(

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
-from midstream.workers.runner.quantisation import (
+from midstream.workers.runner.support.quantisation import (
     CAVEATS,
     MEASURED,
     REFUSED,
@@ -136,7 +136,7 @@ def test_4_bit_weights_with_8_bit_activations_have_a_caveat(
 
 
 def test_experts_that_a_checkpoint_leaves_out_are_not_quantised() -> None:
-    from midstream.workers.runner.quantisation import _leaves_out_experts
+    from midstream.workers.runner.support.quantisation import _leaves_out_experts
 
     assert _leaves_out_experts({"ignore": ["re:.*experts.*"]})
     assert not _leaves_out_experts({"ignored_layers": ["lm_head"]})

@@ -15,8 +15,8 @@ from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream.schemas.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.schemas.tensors import content_hash, from_numpy
-from midstream.workers.runner.faults import CALLS, answer
-from midstream.workers.runner.step import NewRequest
+from midstream.workers.runner.base.engine_step import NewRequest
+from midstream.workers.runner.plane.faults import CALLS, answer
 
 NAME = content_hash(VECTOR)
 JOY = "d" * 64

@@ -13,11 +13,11 @@ from midstream.schemas.readings import READER, LensPart, StoredLens, StoredTuned
 from midstream.schemas.receipts import Consumed, Receipt
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.schemas.tuned_files import FILE, check_on
-from midstream.workers.runner.finished import FinishedCapture
-from midstream.workers.runner.head import Shard
-from midstream.workers.runner.lens import Lens
-from midstream.workers.runner.readings import Readings
-from midstream.workers.runner.tuned_maps import TunedMaps
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.hooks.output_head import Shard
+from midstream.workers.runner.readings.logit_lens import Lens
+from midstream.workers.runner.readings.readings import Readings
+from midstream.workers.runner.readings.tuned_lenses import TunedMaps
 
 LAYERS, POSITIONS, HIDDEN, VOCABULARY = [1, 3], [0, 4, 5], 6, 11
 NAMED = [2, 9]
@@ -124,7 +124,9 @@ def test_readings_come_by_prompt_and_leave_other_consumers_alone() -> None:
 
 
 def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.workers.runner.lens.CHUNK_BYTES", 2 * 4 * VOCABULARY)
+    monkeypatch.setattr(
+        "midstream.workers.runner.readings.logit_lens.CHUNK_BYTES", 2 * 4 * VOCABULARY
+    )
     sizes: list[int] = []
     head = PlainHead(0, 1)
     monkeypatch.setattr(head, "norm", lambda rows: sizes.append(len(rows)) or rows)

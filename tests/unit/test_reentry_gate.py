@@ -11,9 +11,14 @@ from torch import nn
 
 from midstream.schemas.selectors import PositionSelector
 from midstream.schemas.specs import Entry, RankSpec, StoredCapture, StoredSteering
-from midstream.workers.runner.planner import Tracked
-from midstream.workers.runner.reentry import Reentry, ReentryGate, first_layer, install_gate
-from midstream.workers.runner.step import RequestRows, StepView
+from midstream.workers.runner.base.engine_step import RequestRows, StepView
+from midstream.workers.runner.plane.reentry import (
+    Reentry,
+    ReentryGate,
+    first_layer,
+    install_gate,
+)
+from midstream.workers.runner.rows.planner import Tracked
 
 HIDDEN, BLOCK, PROMPT = 8, 4, 10
 CAPTURE = StoredCapture(sites={"post_block": [3]}, positions="all", tag="t")

@@ -26,7 +26,7 @@ from midstream.schemas.saes import Sae, SaeRequest
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import SteeringSpec, StoredSteering
 from midstream.schemas.tensors import Tensor, to_numpy
-from midstream.workers.runner.sae import NORMALISATIONS, load
+from midstream.workers.runner.readings.sae import NORMALISATIONS, load
 
 MODEL = ModelInfo(
     name="tiny",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from midstream.schemas.ring import MOST_BYTES, plan_ring
 from midstream.schemas.selectors import Window
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.ring_budget import CapturedRows, RingBudget, stage_sites
+from midstream.workers.runner.vllm.ring_budget import CapturedRows, RingBudget, stage_sites
 
 ONE_STAGE = [range(4)]
 STAGES = [range(1), range(1, 4)]

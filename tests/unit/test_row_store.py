@@ -9,10 +9,10 @@ from rank_kit import Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.banks import RowShape
 from midstream.schemas.specs import RankSpec, StoredCapture
-from midstream.workers.runner import row_index
-from midstream.workers.runner.mover import Mover
-from midstream.workers.runner.row_index import PIECES, RowIndex, Wanted
-from midstream.workers.runner.row_store import RowStore
+from midstream.workers.runner.base import row_index
+from midstream.workers.runner.base.row_index import PIECES, RowIndex, Wanted
+from midstream.workers.runner.rows.mover import Mover
+from midstream.workers.runner.rows.row_store import RowStore
 
 BLOCK = 4
 HASHES = [b"a", b"b", b"c", b"d"]

@@ -18,7 +18,7 @@ from midstream.schemas.errors import MidstreamError
 from midstream.schemas.routing import RoutingKind
 from midstream.schemas.specs import RankSpec, StoredCapture
 from midstream.storage.store import open_store
-from midstream.workers.runner.finished import Columns, FinishedCapture
+from midstream.workers.runner.files.finished_rows import Columns, FinishedCapture
 
 SHAPE = RowShape(heads=4, width=3)
 ROWS = np.arange(24, dtype=np.float32).reshape(2, 12)

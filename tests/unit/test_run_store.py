@@ -18,9 +18,9 @@ from midstream.schemas.selectors import HOOKS
 from midstream.schemas.source_runs import RunFiles, RunRow, row_name, run_key
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.faults import Faults, answer
-from midstream.workers.runner.sites import Site
-from midstream.workers.runner.source_runs import RunStore
+from midstream.workers.runner.edits.source_runs import RunStore
+from midstream.workers.runner.hooks.sites import Site
+from midstream.workers.runner.plane.faults import Faults, answer
 
 KEY = run_key("job_x", 0, "tag")
 SITES = {"post_block": [2, 3], "pre_attn": [2]}

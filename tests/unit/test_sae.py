@@ -10,8 +10,8 @@ import torch
 from sae_rows import FORMS, ROOT
 
 from midstream.schemas.sae_files import SaeError, decoder_row, feature_of, reading, tensors_of
-from midstream.workers.runner import sae
-from midstream.workers.runner.sae import Autoencoder, load
+from midstream.workers.runner.readings import sae
+from midstream.workers.runner.readings.sae import Autoencoder, load
 
 NAMES = [*FORMS, "flat", "gemma_scope"]
 #: Those whose features depend on their own weights alone.

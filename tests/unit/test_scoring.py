@@ -9,10 +9,10 @@ import torch
 from midstream.schemas.probes import Action, ProbeContent, StoredProbe
 from midstream.schemas.specs import RankSpec, probe_captures
 from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.runner.capture import Extent, Recording, StepRows
-from midstream.workers.runner.landing import LANDED
-from midstream.workers.runner.probes import _AT_ONCE, _BYTES, Scorer
-from midstream.workers.runner.steering_tables import VectorStore
+from midstream.workers.runner.edits.steering_tables import VectorStore
+from midstream.workers.runner.plane.probe_scores import _AT_ONCE, _BYTES, Scorer
+from midstream.workers.runner.rows.capture import Extent, Recording, StepRows
+from midstream.workers.runner.rows.pending_rows import LANDED
 
 HIDDEN, LAYERS = 16, 3
 rng = np.random.default_rng(0)
@@ -237,7 +237,7 @@ def test_rows_that_cannot_be_scored_later_are_an_error_of_the_step_that_tries(
 ) -> None:
     steps = Steps("flag")
     steps.take((0, 0, 1))
-    monkeypatch.setattr("midstream.workers.runner.probes._products", lambda *_: 1 / 0)
+    monkeypatch.setattr("midstream.workers.runner.plane.probe_scores._products", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         steps.scorer.settle(wait=True, over=steps.watches)
     steps.scorer.settle(wait=True, over=steps.watches)  # said once

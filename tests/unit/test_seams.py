@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 from tree import ROOT, imports_of, sources
 
-from midstream.workers.runner import seams
-from midstream.workers.runner.seams import READ, SEAMS, WINDOW, Seam, SeamError, mismatches, verify
-from midstream.workers.runner.vllm_source import Source, installed
+from midstream.workers.runner.support import seams
+from midstream.workers.runner.support.seams import (
+    READ,
+    SEAMS,
+    WINDOW,
+    Seam,
+    SeamError,
+    mismatches,
+    verify,
+)
+from midstream.workers.runner.support.vllm_source import Source, installed
 
 #: What vLLM documents, or exports for users, and what only types need.
 PUBLIC = {
@@ -47,12 +55,12 @@ def test_every_module_of_vllm_that_workers_import_is_a_seam() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["adapters.py", "scheduler.py", "graph_families.py", "worker_class.py"]
+    "file", ["runner_adapters.py", "scheduler.py", "graph_families.py", "worker_class.py"]
 )
 def test_every_method_that_is_extended_is_a_seam(file: str) -> None:
     extended = {
         node.attr
-        for node in ast.walk(ast.parse((ROOT / "workers" / "runner" / file).read_text()))
+        for node in ast.walk(ast.parse((ROOT / "workers" / "runner" / "vllm" / file).read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Call)
         and ast.unparse(node.value.func) == "super"
@@ -61,7 +69,7 @@ def test_every_method_that_is_extended_is_a_seam(file: str) -> None:
 
 
 def test_the_page_shows_the_seams() -> None:
-    mark = "written by `python -m midstream.workers.runner.seams --table` -->"
+    mark = "written by `python -m midstream.workers.runner.support.seams --table` -->"
     page = (ROOT / "docs" / "vllm-versions.md").read_text()
     assert page.split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[
         0

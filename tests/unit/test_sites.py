@@ -14,8 +14,8 @@ from midstream.kernels import idle_sites
 from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, Planned
 from midstream.schemas.interventions import PLACE
 from midstream.schemas.selectors import HOOKS, Hook
-from midstream.workers.runner import sites as site_module
-from midstream.workers.runner.architectures import (
+from midstream.workers.runner.hooks import sites as site_module
+from midstream.workers.runner.hooks.architectures import (
     PRE_NORM,
     UNKNOWN,
     Adapter,
@@ -24,7 +24,7 @@ from midstream.workers.runner.architectures import (
     Variant,
     _materialised,
 )
-from midstream.workers.runner.sites import Buffers, Site, Sizes, install, warm_up
+from midstream.workers.runner.hooks.sites import Buffers, Site, Sizes, install, warm_up
 
 HIDDEN, TOKENS = 8, 5
 SIZES = Sizes(ring_rows=256, capacity=TOKENS, lists=64, patterns=2, configurations=2, entries=8)
@@ -468,7 +468,7 @@ def test_shared_launches_give_the_bits_of_sites_one_by_one(
     for merged in (True, False):
         if not merged:
             monkeypatch.setattr(
-                "midstream.workers.runner.sites.neighbours",
+                "midstream.workers.runner.hooks.sites.neighbours",
                 lambda variant, hooks, **_: [(hook,) for hook in hooks if hook in variant.taps],
             )
         model, _ = toy(kind)

@@ -17,11 +17,11 @@ from rank_kit import HIDDEN, Rank, Request, rows_of, wanted_rows
 
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture
-from midstream.workers.runner.host_memory import HostMemoryError
-from midstream.workers.runner.mover import Mover
-from midstream.workers.runner.overload import Overload
-from midstream.workers.runner.process import begin_helper, threads_elsewhere
-from midstream.workers.runner.slabs import SlabPool
+from midstream.workers.runner.base.host_memory import HostMemoryError
+from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
+from midstream.workers.runner.rows.mover import Mover
+from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.slabs import SlabPool
 
 ROW_BYTES = HIDDEN * 4
 

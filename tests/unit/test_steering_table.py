@@ -19,8 +19,8 @@ from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 from midstream.schemas.interventions import FAMILIES, PLACE, SCALARS, Family
 from midstream.schemas.source_runs import ZEROS, RunRow, row_name
 from midstream.schemas.specs import ONES, StoredSteering, steering_digest, steering_rows
-from midstream.workers.runner.steering_tables import RowTable
-from midstream.workers.runner.vector_pool import EntryPool, crc32_of, joined
+from midstream.workers.runner.edits.steering_tables import RowTable
+from midstream.workers.runner.edits.vector_pool import EntryPool, crc32_of, joined
 
 RNG = np.random.default_rng(7)
 V, W = RNG.normal(size=(2, HIDDEN)).astype(np.float32)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.workers.runner import process
-from midstream.workers.runner.step import RequestRows, StepView
+from midstream.workers.runner.base import process
+from midstream.workers.runner.base.engine_step import RequestRows, StepView
 
 #: Request → (first position, tokens, drafts among them). The second is the last token of a prompt,
 #: padded with placeholder drafts.
@@ -33,7 +33,7 @@ class Plane:
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(process, "die_with_parent", lambda: None)
-    from midstream.workers.runner import adapters
+    from midstream.workers.runner.vllm import runner_adapters as adapters
 
     return adapters
 

@@ -20,7 +20,7 @@ from midstream.storage import blobs, file_store
 from midstream.storage.blobs import SEGMENT_ALIGNMENT, Blob, read_entries
 from midstream.storage.file_store import FileSegment
 from midstream.storage.store import open_store
-from midstream.workers.runner.layouts import blob_of
+from midstream.workers.runner.files.layouts import blob_of
 
 
 def blob(request: int = 0, rows: int = 3) -> Blob:

@@ -19,7 +19,7 @@ from midstream.schemas.receipts import STORE_AWAY, Receipt
 from midstream.storage import calls, s3_client, s3_store
 from midstream.storage.calls import Tally
 from midstream.storage.s3_store import S3Store, open_store
-from midstream.workers.runner.writer import WriteJob
+from midstream.workers.runner.files.writer import WriteJob
 
 
 @pytest.fixture

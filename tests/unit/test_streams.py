@@ -24,8 +24,8 @@ from midstream.client import CaptureReader
 from midstream.schemas.selectors import HOOKS
 from midstream.schemas.specs import StoredCapture
 from midstream.storage.file_store import FileDraft, FileStore
-from midstream.workers.runner import streams
-from midstream.workers.runner.row_index import Keeping, KeptBlock
+from midstream.workers.runner.base.row_index import Keeping, KeptBlock
+from midstream.workers.runner.rows import streams
 
 WIDE = {hook: [0, 1] for hook in HOOKS}
 ROWS = 12 * HIDDEN * 4  # bytes of a position of those

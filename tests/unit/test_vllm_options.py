@@ -13,7 +13,7 @@ from midstream.workers.engine import vllm_options
 from midstream.workers.engine.vllm_options import engine_options, scheduler_class
 
 ASYNC, SYNC = (
-    f"midstream.workers.runner.scheduler.{name}"
+    f"midstream.workers.runner.vllm.scheduler.{name}"
     for name in ("MidstreamAsyncScheduler", "MidstreamScheduler")
 )
 

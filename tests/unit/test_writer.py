@@ -23,10 +23,10 @@ from midstream.client import CaptureReader
 from midstream.schemas.receipts import Receipt, receipt_decoder
 from midstream.schemas.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.runner.consumers import Installed, available, installed
-from midstream.workers.runner.finished import FinishedCapture, Outcome
-from midstream.workers.runner.layouts import StoreConfig
-from midstream.workers.runner.writer import WriteJob, Writer
+from midstream.workers.runner.files.consumers import Installed, available, installed
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
+from midstream.workers.runner.files.layouts import StoreConfig
+from midstream.workers.runner.files.writer import WriteJob, Writer
 
 MEMORY_LIMIT = 4096
 
@@ -146,7 +146,7 @@ def test_several_captures_go_each_to_its_own_consumers(
 def test_the_logging_consumer_defaults_to_stderr() -> None:
     """As in a rank's process: vLLM sets up its own loggers only."""
     code = (
-        "from midstream.workers.runner.consumers import Logging; from capture_kit "
+        "from midstream.workers.runner.files.consumers import Logging; from capture_kit "
         "import finished; Logging().consume([finished()])"
     )
     paths = os.pathsep.join(
@@ -285,7 +285,7 @@ PLUGIN = """
 import sys
 
 import numpy as np
-from midstream.workers.runner.finished import Outcome
+from midstream.workers.runner.files.finished_rows import Outcome
 
 SEEN = []
 

@@ -30,8 +30,8 @@ from ...schemas.selectors import HOOKS, INSIDE, Hook
 from ...schemas.specs import StoredCapture, StoredSteering, content_key
 from ...schemas.steering import GlobalSteering
 from ...schemas.tensors import Tensor, content_hash, from_numpy
-from ..runner.certify import Copy, EditRun, Judgement, Plan, direction
-from ..runner.laws import (
+from ..runner.certificate.certify import Copy, EditRun, Judgement, Plan, direction
+from ..runner.certificate.laws import (
     STREAM,
     TOLERANCES,
     Finding,

@@ -16,7 +16,7 @@ import torch
 from ...schemas.certificates import LawFigure
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
-from ..runner.fidelity import as_served
+from ..runner.hooks.config_rules import as_served
 from .option_check import accepted
 from .reference import NotComparableError, Reference, Tensors
 

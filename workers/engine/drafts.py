@@ -1,6 +1,6 @@
 """Drafts of speculative decoding, as the settings ask for them.
 
-What vLLM may make of that: `workers/runner/drafters.py`.
+What vLLM may make of that: `workers/runner/support/drafters.py`.
 """
 
 from typing import Any

@@ -30,7 +30,7 @@ from ...schemas.base import from_json, to_json
 from ...schemas.errors import MidstreamError
 from ...schemas.models import SHOWN_IDENTITY
 from ...schemas.settings import Settings
-from ..runner.config import PlaneConfig
+from ..runner.base.config import PlaneConfig
 
 log = logging.getLogger(__name__)
 

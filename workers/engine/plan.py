@@ -15,8 +15,8 @@ from ...schemas.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
 from ...schemas.ring import Ring, plan_queue, plan_ring
 from ...schemas.selectors import HOOKS, Hook
 from ...schemas.settings import Settings
-from ..runner.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
-from ..runner.site_costs import CASES, Machine, Shape, StepCost, step_cost
+from ..runner.hooks.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
+from ..runner.hooks.site_costs import CASES, Machine, Shape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: As `kernels.plan` has them, which imports torch; a test compares.

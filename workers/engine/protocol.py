@@ -17,7 +17,7 @@ from ...schemas.source_runs import RunFiles
 from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
 from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
 from ...schemas.tensors import Tensor
-from ..runner.probe_news import Scored
+from ..runner.probes.probe_news import Scored
 
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
 Fetch = Callable[[str], Awaitable[Tensor]]

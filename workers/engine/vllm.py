@@ -38,16 +38,16 @@ from ...schemas.settings import Settings, SettingsError
 from ...schemas.specs import StoredCapture
 from ...schemas.steering import GlobalSteering, RankSteering
 from ...schemas.version import __version__
-from ..runner import build_errors, seams
-from ..runner.allowlist import check
-from ..runner.architectures import UnsupportedArchitectureError, describe
-from ..runner.config import Found, PlaneConfig
-from ..runner.consumers import available
-from ..runner.extensions import agreed, check_installed, named
-from ..runner.kernel_check import check_kernels
-from ..runner.quantisation import quantisation_of, refuse_gguf
-from ..runner.ring_budget import CapturedRows
-from ..runner.stages import stage_layers
+from ..runner.base.config import Found, PlaneConfig
+from ..runner.base.extensions import agreed, check_installed, named
+from ..runner.files.consumers import available
+from ..runner.hooks.architectures import UnsupportedArchitectureError, describe
+from ..runner.support import build_errors, seams
+from ..runner.support.allowlist import check
+from ..runner.support.kernel_check import check_kernels
+from ..runner.support.quantisation import quantisation_of, refuse_gguf
+from ..runner.vllm.ring_budget import CapturedRows
+from ..runner.vllm.stages import stage_layers
 from . import nodes
 from .admission import CaptureBudget, StepRows
 from .certificate import Access, certify, keep
@@ -705,5 +705,5 @@ def _row_store_mib(settings: Settings) -> int:
 def _engine_args(settings: Settings) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         **engine_options(settings),
-        worker_cls="midstream.workers.runner.worker_class.MidstreamWorker",
+        worker_cls="midstream.workers.runner.vllm.worker_class.MidstreamWorker",
     )

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from ...broker.ops.private_files import private_folder
 from ...schemas.base import to_json
 from ...schemas.settings import Settings, SettingsError
-from ..runner.quantisation import W4A8
+from ..runner.support.quantisation import W4A8
 from . import no_torchvision
 from .drafts import speculative_config
 from .option_check import accepted
@@ -141,7 +141,7 @@ def scheduler_class(config: VllmConfig) -> str:
         overlaps = (
             config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
         )
-    return f"midstream.workers.runner.scheduler.{'MidstreamAsyncScheduler' if overlaps else 'MidstreamScheduler'}"
+    return f"midstream.workers.runner.vllm.scheduler.{'MidstreamAsyncScheduler' if overlaps else 'MidstreamScheduler'}"
 
 
 def prepare_environment(settings: Settings) -> None:

@@ -15,7 +15,7 @@ from ...schemas.errors import MidstreamError, invalid, shortened
 from ...schemas.jobs import Message, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.limits import MAX_DETAIL
 from ...schemas.specs import RankSpec
-from ..runner.probe_news import SCORES, STOPPED_BY, Scored
+from ..runner.probes.probe_news import SCORES, STOPPED_BY, Scored
 from .protocol import EngineRequest, Progress
 from .tool_calls import ToolReader
 

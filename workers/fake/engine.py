@@ -32,7 +32,7 @@ from ...schemas.steering import GlobalSteering, RankSteering
 from ..engine.protocol import EngineRequest, Progress
 from ..engine.rank_control import RankControl, row_wish
 from ..engine.rank_spec import rank_spec
-from ..runner.probe_news import Scored
+from ..runner.probes.probe_news import Scored
 from .model import Dice, make_bundle, make_info, make_tokenizer, weights_of
 from .rank import FakeFaults
 from .ranks import FakeRanks

@@ -18,8 +18,8 @@ from ...schemas.settings import Settings
 from ...schemas.specs import StoredSteering
 from ...schemas.version import __version__
 from ..engine.saes import served
-from ..runner.consumers import available
-from ..runner.installed_readers import LoadedReader
+from ..runner.files.consumers import available
+from ..runner.readings.installed_readers import LoadedReader
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8

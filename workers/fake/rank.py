@@ -17,7 +17,7 @@ from ...schemas.source_runs import ZEROS, RunFiles, is_row, parse_row
 from ...schemas.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
 from ...schemas.steering import GlobalSteering, SteeringTemplate
 from ...schemas.tensors import Tensor
-from ..runner.actions import ActionLedger, Kind
+from ..runner.edits.actions import ActionLedger, Kind
 from .model import HIDDEN_SIZE
 
 Answer = tuple[bool, str]

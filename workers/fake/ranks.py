@@ -24,12 +24,12 @@ from ...storage.store import open_store
 from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
 from ..engine.protocol import EngineRequest
-from ..runner.finished import FinishedCapture
-from ..runner.gates import Gates, gates_of
-from ..runner.installed_readers import LoadedReader
-from ..runner.layouts import StoreConfig
-from ..runner.watches import Watch
-from ..runner.writer import BOOT_DIGITS, WriteJob, Writer
+from ..runner.files.finished_rows import FinishedCapture
+from ..runner.files.layouts import StoreConfig
+from ..runner.files.writer import BOOT_DIGITS, WriteJob, Writer
+from ..runner.probes.gates import Gates, gates_of
+from ..runner.probes.watches import Watch
+from ..runner.readings.installed_readers import LoadedReader
 from .grades import FakeGrades, Ungradable
 from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows, weights_of
 from .rank import FakeFaults, FakeRank

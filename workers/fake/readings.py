@@ -11,9 +11,9 @@ from ...schemas.errors import MidstreamError
 from ...schemas.readings import FeaturesPart, LensPart, StoredFeatures, StoredLens, StoredReader
 from ...schemas.selectors import HOOKS
 from ...schemas.settings import Settings
-from ..runner.extensions import ExtensionError, named, trusted
-from ..runner.finished import FinishedCapture, Outcome, ReadingError
-from ..runner.installed_readers import InstalledReaders, LoadedReader, load_readers
+from ..runner.base.extensions import ExtensionError, named, trusted
+from ..runner.files.finished_rows import FinishedCapture, Outcome, ReadingError
+from ..runner.readings.installed_readers import InstalledReaders, LoadedReader, load_readers
 from .model import HIDDEN_SIZE, NUM_LAYERS, VOCABULARY
 
 

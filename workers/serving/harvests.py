@@ -573,8 +573,9 @@ class HarvestAttempt:
         while left:
             batch = sorted(left)[:POLL_REQUESTS]
             found = await patiently(
-                lambda batch=batch: self._receipts.receipts(job, batch, world), f"receipts of {job}"
-            )  # type: ignore[misc]
+                lambda batch=batch: self._receipts.receipts(job, batch, world),  # type: ignore[misc]
+                f"receipts of {job}",
+            )
             told |= found
             left -= found.keys()
             if left and not found:

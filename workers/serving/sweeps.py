@@ -597,8 +597,9 @@ class SweepAttempt:
             late = []
         for pending in late:
             some = await patiently(
-                lambda of=pending.requests: self._sweeps.told(job, of, world), f"receipts of {job}"
-            )  # type: ignore[misc]
+                lambda of=pending.requests: self._sweeps.told(job, of, world),  # type: ignore[misc]
+                f"receipts of {job}",
+            )
             pending.reason = refusal(some) or (
                 f"{len(some)} of {world * len(pending.requests)} receipts arrived within "
                 f"{self._patience_s:g} s of the engine's output"

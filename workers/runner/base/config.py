@@ -1,0 +1,147 @@
+"""Configuration of a rank at boot.
+
+What compiled graphs depend on (version, buffer layout, traced code) goes through vLLM's
+`additional_config`, which is part of the compile cache's key. The rest changes with every boot and
+goes through one environment variable, which is not.
+"""
+
+import os
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
+from ....schemas.attention import AttentionKind
+from ....schemas.banks import RowShape
+from ....schemas.base import Record, from_json, to_json
+from ....schemas.extensions import Extension
+from ....schemas.interventions import EVERY, SCALARS
+from ....schemas.version import __version__
+
+KEY = "midstream"
+VARIABLE = "_MIDSTREAM_PLANE"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of this rank: global rank, number of ranks, rank in its stage, stage, number of
+    stages.
+    """
+
+    rank: int
+    world: int
+    tp: int
+    pp: int
+    stages: int
+
+    @property
+    def grades(self) -> bool:
+        """Whether this rank grades next tokens."""
+        return self.tp == 0 and self.pp == self.stages - 1
+
+
+class Found(Record):
+    """What a rank found in the model that it loaded."""
+
+    hooks: list[str] = []  # of the residual stream, that every layer has
+    inside: dict[str, RowShape] = {}  # of the others, those that were asked for and every layer has
+    absent: dict[str, str] = {}  # hook → why there is none
+    refused: str = ""  # why the model cannot be served
+    readings: dict[str, str] = {}  # kind of reading → why there is none; empty: it is served
+    extensions: list[Extension] = []  # that it loaded
+    enters: bool = False  # forwards may begin above the first layer
+    attention: list[AttentionKind] = []  # of the layers that its stage holds
+
+
+class PlaneConfig(Record):
+    """Everything but the requests."""
+
+    version: str
+    worker: str
+    boot: str
+    relay_url: str
+    outbox_dir: str
+    capture_root: str
+    hooks: list[str]  # of the residual stream, those that exist; empty: all that the model has
+    steering_rows: int  # distinct configurations in one step, the sentinel row not counted
+    steering_entries: int  # pool entries, the sentinel not counted
+    step_tokens: int  # token rows in one step, at most
+    # captured rows of one step, at most: the ring, on an accelerator each of its halves; 0: no ring
+    step_rows: int
+    capture_queue_mib: int
+    capture_window_mib: int
+    capture_overload: str  # block | spill | drop
+    spill_dir: str
+    row_store_mib: int
+    sweep_entry: bool  # forwards may begin above the first layer, where they run as Python
+    writer_threads: int
+    segment_limit_kib: int
+    segment_mib: int
+    memory_limit_kib: int
+    capture_quota_mib: int
+    cores: list[int]  # those that the worker may run on; vLLM binds each rank to some of them
+    log_format: str = "text"
+    log_level: str = "INFO"
+    extensions: list[str] = []  # packages whose extensions are loaded
+    fault: str = ""  # tests only: see `faults`
+    curve_secret_file: str = ""  # see `broker.receipts.curve`
+    curve_server_key: str = ""
+    inside: list[str] = []  # hooks of other widths that are served where the model has them
+    lens_dir: str = ""  # folder that tuned lenses are below
+    identity: str = ""  # of the model, for receipts and manifests
+    # for manifests: of the model, its quantisation and the engine's options; a certification may
+    # add some
+    caveats: list[str] = []
+
+    def layout(self) -> dict[str, Any]:
+        """For `additional_config`: what a compiled graph depends on."""
+        kernels = (
+            tuple(family.name for family in EVERY),
+            SCALARS,
+            COLUMNS,
+            ROWS_PER_TOKEN,
+            Planned._fields,
+        )
+        shapes = (
+            self.hooks,
+            self.inside,
+            self.steering_rows,
+            self.steering_entries,
+            self.step_tokens,
+            self.step_rows,
+            kernels,
+        )
+        return {KEY: {"version": self.version, "buffers": str(shapes), "code": traced_code()}}
+
+    def export(self) -> None:
+        """Hand the config to the engine processes started after this."""
+        os.environ[VARIABLE] = to_json(self).decode()
+
+
+@cache
+def traced_code() -> str:
+    """CRC32, 8 hex digits, of the modules whose calls are in compiled graphs: graphs that were
+    compiled from other code are not used.
+    """
+    runner = Path(__file__).parents[1]
+    checksum = 0
+    for file in (
+        *sorted((runner.parents[1] / "kernels").glob("*.py")),
+        runner / "hooks" / "sites.py",
+        runner / "plane" / "inside_hooks.py",
+    ):
+        checksum = zlib.crc32(file.name.encode() + file.read_bytes(), checksum)
+    return f"{checksum:08x}"
+
+
+def plane_config() -> PlaneConfig:
+    """The config that the worker exported; raises RuntimeError when versions differ."""
+    config = from_json(os.environ[VARIABLE], PlaneConfig)
+    if config.version != __version__:
+        raise RuntimeError(
+            f"this rank runs Midstream {__version__}, but its worker runs {config.version}: "
+            "install one version on both"
+        )
+    return config

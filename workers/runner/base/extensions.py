@@ -1,0 +1,203 @@
+"""Extensions of a rank: finds what installed packages offer, and loads what the operator named.
+
+A package offers a reader by an entry point of the group `midstream.readers`, an op by one of
+`midstream.ops`. The entry's object is a class or function that is called without arguments, once
+per process, and gives a `ReaderCode` (`installed_readers`) or an `OpCode` (`installed_ops`).
+Nothing of a package is imported unless the setting `extensions` names the package. See
+`docs/extending.md`.
+"""
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from ....schemas.errors import MidstreamError
+from ....schemas.extensions import Extension, OpTerms, ReaderTerms
+from ....schemas.settings import SettingsError
+
+Terms = TypeVar("Terms", ReaderTerms, OpTerms)
+
+#: Entry point group → kind of extension.
+GROUPS = {"midstream.readers": "reader", "midstream.ops": "op"}
+#: Files and bytes of a package whose digest is taken, at most.
+MAX_FILES, MAX_BYTES = 10_000, 256 << 20
+
+
+class ExtensionError(Exception):
+    """An extension that the operator named cannot be served, with its name and the reason."""
+
+
+class Offer(NamedTuple):
+    """What an installed package offers; nothing of it has been imported."""
+
+    kind: str
+    name: str
+    package: str
+    version: str
+    entry: EntryPoint
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} of {self.package} {self.version}"
+
+
+def normal(package: str) -> str:
+    """A package's name as package installers compare it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def named(setting: str) -> list[str]:
+    """The packages that the setting `extensions` names."""
+    return [normal(name.strip()) for name in setting.split(",") if name.strip()]
+
+
+def offered() -> list[Offer]:
+    """All that is installed, trusted or not, by kind and name."""
+    found = set()
+    for group, kind in GROUPS.items():
+        for entry in entry_points(group=group):
+            if entry.dist is not None:
+                found.add(
+                    Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
+                )
+    return sorted(found, key=lambda offer: offer[:4])
+
+
+def trusted(packages: Sequence[str]) -> list[Offer]:
+    """What the packages offer.
+
+    Raises ExtensionError for one that is not installed or offers nothing, and for a name that two
+    offer.
+    """
+    offers = [offer for offer in offered() if offer.package in packages]
+    for package in packages:
+        if not any(offer.package == package for offer in offers):
+            raise ExtensionError(f"extensions: {package} {_lacking(package)}")
+    for before, offer in pairwise(offers):
+        if before[:2] == offer[:2]:
+            raise ExtensionError(
+                f"extensions: {before.package} and {offer.package} both offer the {offer.kind} "
+                f"{offer.name!r}"
+            )
+    return offers
+
+
+def check_installed(setting: str) -> None:
+    """Before any process of an engine starts.
+
+    Raises SettingsError for a package that offers nothing here.
+    """
+    try:
+        trusted(named(setting))
+    except ExtensionError as error:
+        raise SettingsError(str(error)) from error
+
+
+def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
+    """What all ranks have loaded.
+
+    Raises MidstreamError for ranks that have different versions or different code.
+    """
+    first = {(each.kind, each.name): each for each in of_ranks[0]}
+    for rank, found in enumerate(of_ranks[1:], 1):
+        other = {(each.kind, each.name): each for each in found}
+        for key in sorted(first.keys() | other.keys()):
+            if first.get(key) != other.get(key):
+                raise MidstreamError(
+                    "engine_failed",
+                    f"the ranks have different versions of the {' '.join(key)}: rank 0 has "
+                    f"{_shown(first.get(key))}, rank {rank} has "
+                    f"{_shown(other.get(key))}; install one version on all machines",
+                )
+    return list(of_ranks[0])
+
+
+def _shown(extension: Extension | None) -> str:
+    return (
+        "none"
+        if extension is None
+        else f"{extension.package} {extension.version} with code {extension.digest[:12]}"
+    )
+
+
+def _lacking(package: str) -> str:
+    try:
+        return (
+            f"{distribution(package).version} has no entry point of the group {' or '.join(GROUPS)}"
+        )
+    except PackageNotFoundError:
+        return "is not installed"
+
+
+def digest(offer: Offer) -> str:
+    """SHA-256 over the files of the top-level package or module that the entry point names,
+    compiled ones left out.
+
+    Raises ExtensionError. What the package imports from elsewhere is not part of it.
+    """
+    top = offer.entry.module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ExtensionError(f"{offer}: there is no module {top}")
+    roots = [Path(each) for each in spec.submodule_search_locations or []]
+    files = [
+        (root, path)
+        for root in roots
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and _counts(path)
+    ]
+    if not roots and spec.origin is not None:
+        files = [(Path(spec.origin).parent, Path(spec.origin))]
+    if len(files) > MAX_FILES or sum(path.stat().st_size for _, path in files) > MAX_BYTES:
+        raise ExtensionError(
+            f"{offer}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of code"
+        )
+    total = hashlib.sha256()
+    for root, path in files:
+        content = path.read_bytes()
+        total.update(
+            msgspec.msgpack.encode((path.relative_to(root).as_posix(), len(content))) + content
+        )
+    return total.hexdigest()
+
+
+def _counts(path: Path) -> bool:
+    return path.suffix not in (".pyc", ".pyo") and "__pycache__" not in path.parts
+
+
+def code_of(offer: Offer) -> Any:
+    """What the entry point names, made. Raises ExtensionError for anything that is raised."""
+    try:
+        return offer.entry.load()()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module that calls sys.exit() must not end the rank
+        raise ExtensionError(f"{offer}: {error!r}") from error
+
+
+def declared(code: object, terms: type[Terms]) -> Terms:
+    """What the code declares. Raises ValueError."""
+    about = next(iter((type(code).__doc__ or "").strip().splitlines()), "")
+    given = {name: getattr(code, name) for name in terms.__struct_fields__ if hasattr(code, name)}
+    made = msgspec.convert({"about": about, **given}, terms)
+    for name, option in made.options.items():
+        option.checked(option.default)
+        if not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"option {name!r} is not a name")
+    return made
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """The same array, read-only."""
+    array.flags.writeable = False
+    return array

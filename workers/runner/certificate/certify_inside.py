@@ -1,0 +1,239 @@
+"""Proof of the hook points inside attention and MLP: what the loaded modules make of their rows
+must be the rows of other hooks.
+
+Every rank judges its own columns. Modules that reduce over the ranks of a stage are called by all
+of them, in the same order.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....schemas.attention import AttentionKind
+from ....schemas.selectors import Hook
+from ..hooks.attention_kinds import kind_of
+from ..plane.inside_hooks import Inner
+from .laws import Finding, Rows, Shape, rowwise
+
+logger = logging.getLogger(__name__)
+
+#: (hooks, layer) → rows on this rank, or None where this rank has none: of a hook that another rank
+#: records.
+Held = Callable[[Hook, int], torch.Tensor | None]
+#: This rank's rows, or the recording rank's: `[rows, hidden]` on all ranks of the stage.
+Shared = Callable[[Hook, int], torch.Tensor]
+
+
+class InsideLaws:
+    """Judges one rank's rows of a prompt, of which every position was captured at the hooks inside,
+    in order.
+    """
+
+    def __init__(
+        self,
+        found: Mapping[Hook, Sequence[Inner]],
+        layers: Mapping[int, nn.Module],
+        shape: Shape,
+        *,
+        held: Held,
+        compared: Rows | None,
+        places: Sequence[int],
+        shared: Shared,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`compared`: rows of the residual hooks at `places` of the prompt, on the rank that
+        records them.
+        """
+        self._found, self._layers, self._shape = found, layers, shape
+        self._held, self._compared, self._places, self._shared = (
+            held,
+            compared,
+            list(places),
+            shared,
+        )
+        self._dtype, self._device = dtype, device
+
+    def findings(self) -> Iterator[Finding]:
+        """Of all laws whose hooks are there. What a module raises is no proof and ends no run."""
+        laws: list[Callable[[int, int], Iterator[Finding]]] = [
+            self._output,
+            self._down,
+            self._router,
+            self._attention,
+            self._projections,
+        ]
+        for law in laws:
+            for place, number in enumerate(self._layers):
+                try:
+                    yield from law(place, number)
+                except Exception:
+                    logger.warning(
+                        "certification: %s of layer %d", law.__name__, number, exc_info=True
+                    )
+
+    def _rows(self, hook: Hook, number: int) -> torch.Tensor | None:
+        """As the model computes with them."""
+        rows = self._held(hook, number)
+        return None if rows is None else rows.to(self._dtype).to(self._device)
+
+    def _through(self, hook: Hook, into: Hook, place: int, number: int) -> Iterator[Finding]:
+        """The projection behind `hook` gives the rows of `into`, as they are or through a norm
+        behind the branch.
+        """
+        rows = self._rows(hook, number) if hook in self._found else None
+        if rows is None or into not in self._shape.hooks:
+            return
+        output = _first(self._found[hook][place].module(rows[self._places]))
+        if self._compared is None:
+            return
+        wanted = self._compared(into, number)
+        norms = [
+            child
+            for name, child in self._layers[number].named_children()
+            if name.startswith("post") and "norm" in name
+        ]
+        given = [output, *(_first(norm(output.clone())) for norm in norms)]
+        tolerance = self._shape.tolerance("module")
+        figure = min(
+            rowwise(each.float().cpu(), wanted, tolerance, median=self._shape.routes(number))
+            for each in given
+        )
+        yield Finding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
+
+    def _output(self, place: int, number: int) -> Iterator[Finding]:
+        yield from self._through("z", "attn_out", place, number)
+
+    def _down(self, place: int, number: int) -> Iterator[Finding]:
+        yield from self._through("mlp_act", "mlp_out", place, number)
+
+    def _router(self, place: int, number: int) -> Iterator[Finding]:
+        if "router" not in self._found or "mlp_in" not in self._shape.hooks:
+            return
+        logits = _first(self._found["router"][place].module(self._shared("mlp_in", number)))
+        rows = self._held("router", number)
+        if rows is not None:
+            figure = rowwise(
+                logits.float().cpu(), rows[self._places], self._shape.tolerance("module")
+            )
+            yield Finding("gate(mlp_in) = router", ("router",), number, figure, "module")
+
+    def _attention(self, place: int, number: int) -> Iterator[Finding]:
+        hooks: tuple[Hook, ...] = ("q", "k", "v", "z")
+        if not set(hooks) <= self._found.keys():
+            return
+        query, key, value, z = (self._held(hook, number) for hook in hooks)
+        if query is None or key is None or value is None or z is None:
+            return
+        kind = kind_of(number, self._layers[number], lambda own: own, 1)  # of this rank's heads
+        if kind is None or kind.refused:
+            return
+        width = self._found["k"][place].columns.row.width
+        made = attend(query, key, value, kind, width)
+        yield Finding(
+            "attention(q, k, v) = z",
+            ("q", "k", "v"),
+            number,
+            rowwise(made, z, self._shape.tolerance("batch")),
+            "batch",
+        )
+
+    def _projections(self, place: int, number: int) -> Iterator[Finding]:
+        if not {"q_proj", "k_proj", "q", "k"} <= self._found.keys():
+            return
+        rows = [
+            each for hook in ("q_proj", "k_proj") if (each := self._rows(hook, number)) is not None
+        ]
+        wanted = [each for hook in ("q", "k") if (each := self._held(hook, number)) is not None]
+        if len(rows) + len(wanted) < 4:
+            return
+        layer, attention = self._layers[number], self._found["q"][place].module
+        parent = next(
+            (
+                part
+                for part in layer.modules()
+                if any(child is attention for child in part.children())
+            ),
+            layer,
+        )
+        norms, width = _norms(parent), self._found["q"][place].columns.row.width
+        normed = [
+            _normed(norms.get(letter), each, width) for letter, each in zip("qk", rows, strict=True)
+        ]
+        candidates = [tuple(normed)]
+        rotary = next(
+            (
+                child
+                for name, child in parent.named_children()
+                if "rotary" in name or "rope" in name
+            ),
+            None,
+        )
+        if rotary is not None:
+            positions = torch.arange(len(normed[0]), device=self._device)
+            candidates.append(tuple(rotary(positions, normed[0].clone(), normed[1].clone())))
+        tolerance = self._shape.tolerance("module")
+        for place_of, (hook, rows_of) in enumerate(zip(("q_proj", "k_proj"), wanted, strict=True)):
+            figure = min(
+                rowwise(each[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
+                for each in candidates
+            )
+            yield Finding(f"norm and rotary embedding of {hook}", (hook,), number, figure, "module")
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: AttentionKind, width: int
+) -> torch.Tensor:
+    """`[tokens, heads × value width]` float32: causal attention of `kind` over a whole prompt;
+    query and key heads have `width`.
+    """
+    count, heads = len(query), query.shape[1] // width
+    q = query.view(count, heads, width).transpose(0, 1)
+    shared = heads // (key.shape[1] // width)
+    k, v = (
+        rows.view(count, heads // shared, -1).transpose(0, 1).repeat_interleave(shared, dim=0)
+        for rows in (key, value)
+    )
+    scores = kind.scale * q @ k.transpose(1, 2)
+    if kind.softcap:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    distance = torch.arange(count)[:, None] - torch.arange(count)[None]
+    if kind.slopes:
+        scores = scores - torch.tensor(kind.slopes)[:, None, None] * distance
+    seen = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
+    if kind.chunk:
+        seen &= (
+            torch.arange(count)[:, None] // kind.chunk == torch.arange(count)[None] // kind.chunk
+        )
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if kind.sinks:
+        scores = torch.cat(
+            [scores, torch.tensor(kind.sinks)[:, None, None].expand(-1, count, 1)], dim=2
+        )
+    weights = scores.softmax(dim=2)[:, :, :count]
+    return (weights @ v).transpose(0, 1).reshape(count, -1)
+
+
+def _norms(parent: nn.Module) -> dict[str, nn.Module]:
+    """`q` or `k` → the norm of it."""
+    return {
+        letter: child
+        for letter in "qk"
+        for name, child in parent.named_children()
+        if name.startswith(f"{letter}_") and "norm" in name
+    }
+
+
+def _normed(norm: nn.Module | None, rows: torch.Tensor, width: int) -> torch.Tensor:
+    if norm is None:
+        return rows
+    by_head = max((parameter.numel() for parameter in norm.parameters()), default=width) <= width
+    return _first(norm(rows.reshape(-1, width) if by_head else rows)).reshape(rows.shape)
+
+
+def _first(output: Any) -> torch.Tensor:
+    tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor

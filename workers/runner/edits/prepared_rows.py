@@ -1,0 +1,138 @@
+"""Contents of configuration rows, laid out before a request needs them: by a thread of their own,
+and kept while there is room.
+
+Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two
+steps. What is prepared is what `RowTable.content` would give then, bit for bit, so ranks agree
+whichever thread prepared it. Rows of source runs are not kept: each is used once.
+"""
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import torch
+
+from ....schemas.source_runs import is_row
+from ....schemas.specs import RankSpec, SteeringRow, steering_rows
+from .vector_pool import Joined
+
+logger = logging.getLogger(__name__)
+
+#: What is kept at most, of those used last; on an accelerator it is pinned memory.
+KEPT_BYTES = 64 << 20
+#: Rows that wait for the thread at most; it is a hint that may be lost.
+WAITING = 256
+
+
+class PreparedRows:
+    """One per rank. `get` belongs to the model thread."""
+
+    def __init__(
+        self,
+        make: Callable[[SteeringRow], Joined],
+        holds: Callable[[str], bool],
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """`make`: lays a row out, in any thread. `holds`: whether this rank has a tensor."""
+        self._make, self._holds, self._room = make, holds, kept_bytes
+        self._kept: OrderedDict[str, Joined] = OrderedDict()  # by `SteeringRow.key`
+        self._size = 0  # bytes of all that is kept
+        self._under_way: dict[str, Future[None]] = {}
+        self._lock = threading.Lock()
+        self._expected: queue.Queue[Callable[[], Sequence[SteeringRow]] | None] = queue.Queue(
+            WAITING
+        )
+        self._thread = threading.Thread(
+            target=self._run, name="midstream-row-preparer", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the thread; without it, rows are laid out when they are needed."""
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._expected.put(None)
+            self._thread.join()
+
+    def expect(self, rows: Callable[[], Sequence[SteeringRow]]) -> None:
+        """Requests will need these rows soon; called in the thread.
+
+        What cannot be laid out is refused when it is needed.
+        """
+        if self._thread.is_alive() and not self._expected.full():
+            self._expected.put(rows)
+
+    def get(self, spec: SteeringRow) -> Joined:
+        """What the row holds. Raises what `make` raises."""
+        names = {name for entry in spec.entries for name in entry.tensors}
+        if any(map(is_row, names)):
+            return self._make(spec)
+        if all(map(self._holds, names)):  # else it is refused, whatever is kept of it
+            with self._lock:
+                under_way = self._under_way.get(spec.key)
+            if under_way is not None:
+                under_way.result()
+            with self._lock:
+                if spec.key in self._kept:
+                    self._kept.move_to_end(spec.key)
+                    return self._kept[spec.key]
+        joined = self._make(spec)
+        self._keep(spec.key, joined)
+        return joined
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._size = 0
+
+    def _keep(self, key: str, joined: Joined) -> None:
+        with self._lock:
+            if (former := self._kept.pop(key, None)) is not None:
+                self._size -= former.size
+            self._kept[key] = joined
+            self._size += joined.size
+            while len(self._kept) > 1 and self._size > self._room:
+                self._size -= self._kept.popitem(last=False)[1].size
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (expected := self._expected.get()) is not None:
+            try:
+                rows = expected()
+            except Exception as error:  # refused where it is needed
+                logger.debug("cannot read expected rows: %s", error)
+                continue
+            for spec in rows:
+                self._prepare(spec)
+
+    def _prepare(self, spec: SteeringRow) -> None:
+        if any(is_row(name) for entry in spec.entries for name in entry.tensors):
+            return
+        done: Future[None] = Future()
+        with self._lock:
+            if spec.key in self._kept:
+                return
+            self._under_way[spec.key] = done
+        try:
+            self._keep(spec.key, self._make(spec))
+        except Exception as error:
+            logger.debug("cannot prepare row %s: %s", spec.key, error)
+        finally:
+            with self._lock:
+                del self._under_way[spec.key]
+            done.set_result(None)
+
+
+def rows_of(spec: dict[str, Any]) -> list[SteeringRow]:
+    """The rows that a request needs, of its `RankSpec` as plain containers.
+
+    Raises msgspec.ValidationError.
+    """
+    read = msgspec.convert(spec, RankSpec)
+    return [*steering_rows(read.global_steering), *steering_rows(read.steering)]

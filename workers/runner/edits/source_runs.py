@@ -1,0 +1,250 @@
+"""Source runs on this rank, and their rows.
+
+A run is the captured rows of one prompt of a settled job. Every rank reads them from the capture
+files independently, and keeps what its own sites need; so no rank waits for another, and one that
+fails reports the reason.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ....schemas.blobs import Header, read_header
+from ....schemas.dtypes import DTYPES
+from ....schemas.receipts import READ_LATER
+from ....schemas.selectors import Hook, as_ranges
+from ....schemas.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
+from ....storage.store import PASSING, ArtifactStore
+from ..hooks.sites import Site
+
+#: safetensors' name of a dtype → torch's; rows are kept as they were captured.
+_DTYPES = {facts.file: getattr(torch, name) for name, facts in DTYPES.items()}
+#: Longer lists of numbers are cut.
+_SHOWN_RANGES = 16
+
+
+@dataclass(frozen=True)
+class _LoadedRun:
+    places: dict[int, int]  # position → row
+    # of this rank's sites: `[positions, size]`, whole rows, on the CPU
+    rows: dict[tuple[str, int], torch.Tensor]
+    crc32: int  # of the rows
+    bytes: int
+
+
+class RunStore:
+    """One per rank. Refusals are raised as LookupError or ValueError and change nothing."""
+
+    def __init__(
+        self,
+        store: ArtifactStore,
+        sites: Sequence[Site],
+        hidden_size: int,
+        lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`lost`: tests only; whether the next look-up finds nothing."""
+        self._store, self._hidden_size, self._lost = store, hidden_size, lost
+        self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
+        self._runs: dict[str, _LoadedRun] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def bytes(self) -> int:
+        """Of the rows that are held."""
+        return sum(run.bytes for run in self._runs.values())
+
+    def names(self) -> list[tuple[str, int]]:
+        """Key and CRC32 of the rows of each run, sorted: equal on all ranks of a stage."""
+        return sorted((key, run.crc32) for key, run in self._runs.items())
+
+    def put(self, files: RunFiles) -> None:
+        """Read the rows of this rank's sites.
+
+        A run that is here already stays: what a key names never changes.
+
+        Raises ValueError for files that are not there, damaged, of something else, or not all of
+        it, and for paths that leave the capture root.
+        """
+        if files.key in self._runs:
+            return
+        if files.hidden_size not in (0, self._hidden_size):
+            raise ValueError(
+                f"run {files.key}: its rows have {files.hidden_size} elements, but the model's "
+                f"have {self._hidden_size}"
+            )
+        if not files.positions:
+            raise ValueError(f"run {files.key}: it has no rows")
+        wanted = self._sites.intersection(
+            (hook, layer) for hook, layers in files.sites.items() for layer in layers
+        )
+        parts: dict[tuple[str, int], list[_Part]] = {}
+        if wanted:
+            for file in files.files:
+                try:
+                    for site, part in self._read(files, file, wanted).items():
+                        parts.setdefault(site, []).append(part)
+                except (OSError, ValueError, MemoryError) as error:
+                    passes = isinstance(error, OSError) and error.errno in PASSING
+                    raise ValueError(
+                        f"run {files.key}: {file.path}: {f'{READ_LATER}: ' if passes else ''}{error}"
+                    ) from error
+        if missing := wanted - parts.keys():
+            raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")
+        rows = {}
+        for site, found in parts.items():
+            try:
+                rows[site] = _whole(found)
+            except ValueError as error:
+                raise ValueError(f"run {files.key}: {_site(*site)} {error}") from error
+        crc = 0
+        for site in sorted(rows):
+            crc = zlib.crc32(
+                rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc)
+            )
+        places = {position: place for place, position in enumerate(files.positions)}
+        self._runs[files.key] = _LoadedRun(
+            places, rows, crc, sum(each.nbytes for each in rows.values())
+        )
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Drop runs; unknown ones are ignored. Rows of running requests are in the table."""
+        for key in keys:
+            self._runs.pop(key, None)
+
+    def clear(self) -> None:
+        self._runs.clear()
+
+    def row(self, name: str) -> torch.Tensor:
+        """What `schemas.source_runs.row_name` names: float32, the whole row, on the CPU; a mean is
+        taken in float64.
+
+        Raises LookupError when the run, its site or a position is not here, ValueError when a value
+        is not finite or `name` is no such name.
+        """
+        wanted = parse_row(name)
+        run, rows = self._find(wanted.key, wanted.hook, wanted.layer)
+        if wanted.position is not None:
+            values = rows[self._places(wanted, run, (wanted.position,))[0]].float()
+        else:
+            chosen = rows[self._places(wanted, run, wanted.mean)] if wanted.mean else rows
+            values = chosen.double().mean(0).float()
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name}: has values that are not finite")
+        return values
+
+    def rows(self, key: str, hook: Hook, layer: int, positions: Sequence[int]) -> torch.Tensor:
+        """`[len(positions), size]` as captured, on the CPU; a view where `positions` are in a row.
+
+        Raises LookupError.
+        """
+        run, rows = self._find(key, hook, layer)
+        places = self._places(RunRow(key, hook, layer, None), run, positions)
+        if places and places == list(range(places[0], places[0] + len(places))):
+            return rows[places[0] : places[0] + len(places)]
+        return rows[places]
+
+    def _find(self, key: str, hook: Hook, layer: int) -> tuple[_LoadedRun, torch.Tensor]:
+        run = self._runs.get(key)
+        if run is None or self._lost():
+            raise LookupError(f"source run {key} is not on this rank")
+        rows = run.rows.get((hook, layer))
+        if rows is None:
+            raise LookupError(
+                f"source run {key} has no rows of {_site(hook, layer)}"
+                + self._elsewhere(hook, layer)
+            )
+        return run, rows
+
+    def _elsewhere(self, hook: Hook, layer: int) -> str:
+        return "" if (hook, layer) in self._sites else ", which is not on this rank"
+
+    def _places(self, wanted: RunRow, run: _LoadedRun, positions: Sequence[int]) -> list[int]:
+        """Where the rows of `positions` are."""
+        try:
+            return [run.places[position] for position in positions]
+        except KeyError:
+            lacking = as_ranges(
+                [position for position in positions if position not in run.places], _SHOWN_RANGES
+            )
+            raise LookupError(
+                f"source run {wanted.key} has no row of {_site(wanted.hook, wanted.layer)} at "
+                f"position {lacking}"
+            ) from None
+
+    def _read(
+        self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]
+    ) -> "dict[tuple[str, int], _Part]":
+        """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
+        with self._store.open(file.path) as handle:
+            header = read_header(
+                lambda start, count: handle.read(file.offset + start, count), file.bytes
+            )
+            held = {
+                place.site: place for place in header.tensors.values() if place.site is not None
+            }
+            self._check(files, header)
+            mine = {site: place for site, place in held.items() if site in wanted}
+            if not mine:  # another stage's
+                return {}
+            raw = handle.read(file.offset, file.bytes)
+            if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
+                raise ValueError("its content has changed since the capture")
+        rows, row, columns = {}, header.manifest.row, header.manifest.columns
+        size = self._hidden_size if row is None else row.size
+        start, stop = columns or (0, size)
+        shape = [len(files.positions), stop - start]
+        for site, place in mine.items():
+            if place.shape != shape or place.dtype not in _DTYPES:
+                raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {shape}")
+            # so that rows of others are not held as well
+            own = bytearray(memoryview(raw)[place.start : place.start + place.length])
+            rows[site] = _Part(
+                start, size, torch.frombuffer(own, dtype=_DTYPES[place.dtype]).view(place.shape)
+            )
+        return rows
+
+    def _check(self, files: RunFiles, header: Header) -> None:
+        manifest = header.manifest
+        if (key := run_key(manifest.job, manifest.request, manifest.tag)) != files.key:
+            raise ValueError(f"these are rows of {key}")
+        if manifest.positions != files.positions:
+            theirs, mine = (
+                as_ranges(manifest.positions, _SHOWN_RANGES),
+                as_ranges(files.positions, _SHOWN_RANGES),
+            )
+            raise ValueError(f"it has positions {theirs}, but the run has {mine}")
+
+
+class _Part(NamedTuple):
+    """Columns of a site's rows, as one rank recorded them."""
+
+    start: int
+    size: int  # of the whole row
+    rows: torch.Tensor  # `[positions, columns]`
+
+
+def _whole(parts: list[_Part]) -> torch.Tensor:
+    """The whole rows. Raises ValueError unless the parts are all of them, each once."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    reached = 0
+    for part in ordered:
+        if part.start < reached:
+            raise ValueError("occurs in two of its files")
+        if part.start > reached:
+            break
+        reached += part.rows.shape[1]
+    if reached != ordered[0].size:
+        raise ValueError(f"is in its files only up to dimension {reached} of {ordered[0].size}")
+    return ordered[0].rows if len(ordered) == 1 else torch.cat([part.rows for part in ordered], 1)
+
+
+def _site(hook: str, layer: int) -> str:
+    return f"{hook} of layer {layer}"

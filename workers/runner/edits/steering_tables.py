@@ -1,0 +1,365 @@
+"""Vectors of this rank, and the rows of its steering tables in use."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from ....kernels.plan import Does, does_of, laid_out
+from ....schemas.interventions import FAMILIES, FAMILY, PLACE, Family
+from ....schemas.source_runs import ZEROS, is_row
+from ....schemas.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
+from ....schemas.tensors import Tensor, content_hash, to_numpy
+from ..base.host_memory import locked_copy
+from ..files.finished_rows import Columns
+from ..hooks.sites import Buffers, Site
+from .actions import ActionLedger
+from .prepared_rows import PreparedRows
+from .source_runs import RunStore
+from .vector_pool import Content, EntryPool, Joined, joined
+
+
+class VectorStore:
+    """Steering tensors by content hash, float32 on the CPU: vectors, and the matrices and biases of
+    `lowrank`.
+    """
+
+    def __init__(self) -> None:
+        self._vectors: dict[str, torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._vectors
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Raises ValueError when the bytes are not what `name` says or a value is not finite.
+
+        Shapes are checked at use.
+        """
+        if content_hash(tensor) != name:
+            raise ValueError(f"vector {name[:12]}: its content does not match its hash")
+        values = torch.from_numpy(to_numpy(tensor).astype("float32"))
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"vector {name[:12]}: has values that are not finite")
+        self._vectors[name] = values
+
+    def names(self) -> list[str]:
+        return sorted(self._vectors)
+
+    def drop(self, name: str) -> None:
+        self._vectors.pop(name, None)
+
+    def clear(self) -> None:
+        self._vectors.clear()
+
+    def get(self, name: str, shape: list[int]) -> torch.Tensor:
+        """Raises LookupError when it was never sent to this rank, ValueError when it has another
+        shape.
+        """
+        values = self._vectors.get(name)  # also asked by the thread that prepares rows
+        if values is None:
+            raise LookupError(f"vector {name[:12]} is not on this rank")
+        if list(values.shape) != shape:
+            raise ValueError(
+                f"vector {name[:12]}: its shape is {list(values.shape)}; {shape} is needed"
+            )
+        return values
+
+
+class RowTable:
+    """Configuration rows, keyed by content and reference-counted.
+
+    A row's effect at a site is stored in entries of the pool.
+
+    Row 0 and entry 0 stay zero: they mean "do nothing".
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        buffers: Buffers,
+        vectors: VectorStore,
+        runs: RunStore,
+        faulty: Callable[[Content], Content] = lambda content: content,
+        columns: Columns | None = None,
+    ) -> None:
+        """`faulty`: tests only, what is written instead of a row's content.
+
+        `columns`: those that this rank holds of the rows; None: all of the hidden size.
+        """
+        self._columns = columns
+        self._faulty = faulty
+        self._buffers = buffers
+        self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
+        self.vectors, self._runs = vectors, runs
+        self._pool = EntryPool(buffers)
+        self.prepared = PreparedRows(
+            self._joined,
+            lambda name: name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in vectors,
+        )
+        self._free_rows = self._all_rows()
+        self._rows: dict[str, int] = {}
+        self._references: dict[str, int] = {}
+        self._sites: dict[int, np.ndarray] = {}  # row → bool [sites]
+        self._num_sites: dict[int, int] = {}  # row → how many of them are true
+        # row → fingerprint of this rank's columns, and of whole rows
+        self._whole: dict[int, tuple[int, int]] = {}
+
+    @property
+    def used(self) -> int:
+        return len(self._rows)
+
+    @property
+    def entries_used(self) -> int:
+        return self._pool.used
+
+    def sites(self, row: int) -> np.ndarray:
+        """Which sites of this rank a row in use edits: bool `[sites]`."""
+        return self._sites[row]
+
+    def num_sites(self, row: int) -> int:
+        """How many sites of this rank a row in use edits."""
+        return self._num_sites[row]
+
+    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
+        """The row that holds `spec`'s content; where it was written now, with the CRC32 of what was
+        written.
+
+        Raises LookupError for a vector or a run's row that is not here, ValueError for one that
+        does not fit, also when entries add up to what is not finite, and RuntimeError when all rows
+        or entries are taken (the worker admits no more configurations than fit, so that means a bug
+        and fails the request, not the engine).
+        """
+        if spec.key in self._rows:
+            self._references[spec.key] += 1
+            return self._rows[spec.key], None
+        what = self.prepared.get(spec)
+        if (content := self._faulty(what.content)) is not what.content:
+            what = self._join(content)
+        if not self._free_rows:
+            raise RuntimeError(f"all {self.used} steering rows are in use")
+        row = self._free_rows[-1]
+        self._pool.write(row, what)
+        self._free_rows.pop()
+        self._rows[spec.key], self._references[spec.key] = row, 1
+        self._sites[row] = np.zeros(len(self._numbers), dtype=bool)
+        self._sites[row][[site for site, _ in content]] = True
+        self._num_sites[row] = int(self._sites[row].sum())
+        if self._columns is not None and self._columns.sharded:
+            self._whole[row] = what.fingerprint(), what.crc32
+        return row, what.crc32
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a row in use has this content."""
+        return key in self._rows
+
+    def release(self, key: str) -> bool:
+        """Release one reference; True if the row became free (it is zeroed)."""
+        self._references[key] -= 1
+        if self._references[key]:
+            return False
+        row = self._rows.pop(key)
+        del self._references[key], self._sites[row], self._num_sites[row]
+        self._whole.pop(row, None)
+        self._pool.erase(row)
+        self._free_rows.append(row)
+        return True
+
+    def clear(self) -> None:
+        """Drop all rows, including held ones, and zero the buffers."""
+        self._pool.clear()
+        self.prepared.clear()
+        self._free_rows = self._all_rows()
+        for of_rows in (self._rows, self._references, self._sites, self._num_sites, self._whole):
+            of_rows.clear()
+
+    def fingerprint(self) -> list[tuple[str, int, int]]:
+        """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without
+        a key. Waits for the device.
+        """
+        found = self._pool.fingerprints()
+        for row, (here, whole) in self._whole.items():
+            if found[row] == here:  # it is what was written, of which ranks have other columns
+                found[row] = whole
+        return [
+            ("", 0, found[0]),
+            *sorted((key, self._references[key], found[row]) for key, row in self._rows.items()),
+        ]
+
+    def _all_rows(self) -> list[int]:
+        return list(range(self._buffers.site_rows.shape[2] - 1, 0, -1))
+
+    def _joined(self, spec: SteeringRow) -> Joined:
+        return self._join(self.content(spec))
+
+    def _join(self, content: Content) -> Joined:
+        """`content` has whole rows, and so has the checksum: ranks that hold other columns agree on
+        it. What is written does not.
+        """
+        pool, columns = self._buffers.pool, self._columns
+        if columns is None or not columns.sharded:
+            return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
+        whole = joined(content, columns.row.size, pool.dtype, pinned=False)
+        vectors = whole.vectors[:, columns.start : columns.stop]
+        return whole._replace(
+            vectors=locked_copy(vectors) if pool.device.type != "cpu" else vectors.contiguous()
+        )
+
+    def _check_alone(self, family: str, vectors: torch.Tensor) -> None:
+        """Raises ValueError for a sum over columns of several ranks: each rank would add up its own
+        alone.
+        """
+        if self._columns is None or not self._columns.sharded:
+            return
+        shards = torch.unique(torch.nonzero(vectors)[:, 1] // self._columns.size)
+        if len(shards) > 1 or family == "add_matched":
+            raise ValueError(
+                f"{FAMILY[cast(Family, family)].written} adds up columns of {len(shards)} "
+                "tensor-parallel ranks: "
+                f"its tensors must lie within {self._columns.size} columns, which one rank holds"
+            )
+
+    def content(self, spec: SteeringRow) -> Content:
+        """(site of this rank, family) → what the row's entries there hold: vectors in the pool's
+        dtype, scalars float32.
+
+        Raises LookupError for a vector or a run's row that is not here, ValueError for one that
+        does not fit. What an entry names is looked up only if it has a site here: a run's row is
+        nowhere but on its own stage.
+        """
+        does: dict[tuple[int, str], Does] = {}
+        for entry in spec.entries:
+            here = [
+                number
+                for layer in entry.layers
+                if (number := self._numbers.get((entry.hook, layer))) is not None
+            ]
+            if not here:
+                continue
+            mine = self._does(entry)
+            # the entries before it are usually the same as well
+            joined: dict[int, tuple[Does, Does]] = {}
+            for number in here:
+                before = does.get((number, entry.family))
+                if before is not None and id(before) not in joined:
+                    joined[id(before)] = before, _JOINED[entry.family](before, mine)
+                does[number, entry.family] = mine if before is None else joined[id(before)][1]
+        # most sites of an entry hold the same
+        laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        content = {}
+        for (site, family), what in does.items():
+            if id(what) not in laid:
+                laid[id(what)] = self._laid_out(family, what)
+            content[site, PLACE[family]] = laid[id(what)]
+        return content
+
+    def _laid_out(self, family: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
+        vectors, scalars = laid_out(family, does)
+        if FAMILY[cast(Family, family)].sums:
+            self._check_alone(family, vectors)
+        vectors = vectors.to(self._buffers.pool.dtype)
+        if not bool(torch.isfinite(vectors).all()):
+            raise ValueError(
+                f"the sum of the {family} entries exceeds the range of {self._buffers.pool.dtype}"
+            )
+        return vectors, scalars
+
+    def _does(self, entry: StoredSteering) -> Does:
+        """What an entry does at each of its sites."""
+        shapes = entry.shapes(
+            self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size
+        )
+        tensors = [
+            self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)
+        ]
+        return does_of(entry.family, entry.numbers, tensors, entry.scale)
+
+    def _tensor(self, name: str, shape: list[int]) -> torch.Tensor:
+        """float32 on the CPU."""
+        if name == ZEROS:
+            return torch.zeros(shape)
+        if name == ONES:
+            return torch.ones(shape)
+        if name.startswith(DIMS_PREFIX):
+            return _mask(name, shape)
+        if not is_row(name):
+            return self.vectors.get(name, shape)
+        values = self._runs.row(name)
+        if list(values.shape) != shape:
+            raise ValueError(f"{name}: its shape is {list(values.shape)}; {shape} is needed")
+        return values
+
+
+def _mask(name: str, shape: list[int]) -> torch.Tensor:
+    mask = torch.zeros(shape)
+    for dims in dims_named(name):
+        if dims.stop > shape[0]:
+            raise ValueError(f"{name}: a row has {shape[0]} dimensions")
+        mask[dims.start : dims.stop] = 1
+    return mask
+
+
+def _added(before: Does, then: Does) -> Does:
+    return Does(before.vectors + then.vectors)
+
+
+def _replaced(before: Does, then: Does) -> Does:
+    """One replacement after another is one replacement: s → (1−a)·((1−b)·s + b·u) + a·t."""
+    alpha = float(then.scalars[0])
+    kept = (1.0 - alpha) * float(before.scalars[0])
+    if alpha == 1.0 or not kept:
+        return then
+    if not alpha:  # with its bits, the sign of a zero among them
+        return before
+    joined = kept + alpha
+    return Does((kept * before.vectors + alpha * then.vectors) / joined, (joined,))
+
+
+#: For each family that is `joined`, see `steering_rows`: a first and what follows it, as one.
+_JOINED = {"add": _added, "replace": _replaced}
+assert _JOINED.keys() == {family.name for family in FAMILIES if family.joined}
+
+
+class AnyTable(Protocol):
+    """The table of one bank, or of all."""
+
+    vectors: VectorStore
+
+    @property
+    def prepared(self) -> Any: ...
+
+    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]: ...
+
+    def release(self, key: str) -> bool: ...
+
+
+class HeldRows:
+    """Rows of the table that a request or global steering holds.
+
+    Changes of the table are recorded in the ledger.
+    """
+
+    def __init__(self, table: AnyTable, actions: ActionLedger) -> None:
+        self._table, self._actions = table, actions
+
+    def acquire(self, step: int, wanted: Sequence[SteeringRow]) -> list[tuple[int, SteeringRow]]:
+        """All of them, or none when it raises (as `RowTable.acquire`)."""
+        held: list[tuple[int, SteeringRow]] = []
+        try:
+            for spec in wanted:
+                row, written = self._table.acquire(spec)
+                held.append((row, spec))
+                if written is not None:
+                    self._actions.fold(step, "row_admit", spec.key, written)
+        except Exception:
+            self.release(step, held)
+            raise
+        return held
+
+    def release(self, step: int, held: Sequence[tuple[int, SteeringRow]]) -> None:
+        for _, spec in held:
+            if self._table.release(spec.key):
+                self._actions.fold(step, "row_release", spec.key)

@@ -1,0 +1,244 @@
+"""Allocation of pool entries to configuration rows: one run of consecutive entries per site and
+family, which sites that hold the same share.
+
+Runs differ in length, so free entries may lie scattered; then those in use are moved together.
+Entry 0 stays zero.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ....schemas.interventions import SCALARS
+from ..base.host_memory import locked_copy
+from ..hooks.sites import Buffers
+
+#: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
+Held = tuple[torch.Tensor, torch.Tensor]
+#: (site, family) → what is held there. The same object at several sites is stored in the pool once.
+Content = Mapping[tuple[int, int], Held]
+
+
+class _Extent(NamedTuple):
+    site: int
+    family: int
+    first: int
+    entries: int
+
+
+class Joined(NamedTuple):
+    """A content as it is uploaded: its entries one behind the other, each once.
+
+    Its tensors are on the CPU, and never change.
+    """
+
+    content: Content  # parts of the tensors below
+    vectors: torch.Tensor  # [entries, hidden_size]
+    scalars: torch.Tensor  # [entries, SCALARS]
+    extents: tuple[_Extent, ...]  # `first` counts from 0
+    crc32: int  # of places and bytes
+
+    @property
+    def entries(self) -> int:
+        return len(self.vectors)
+
+    def fingerprint(self) -> int:
+        """As `EntryPool.fingerprints` finds it where it was written."""
+        crc = 0
+        for run in sorted(self.extents):
+            crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
+            crc = crc32_of(
+                self.vectors[run.first : run.first + run.entries],
+                self.scalars[run.first : run.first + run.entries],
+                crc=crc,
+            )
+        return crc
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return int(self.vectors.nbytes + self.scalars.nbytes)
+
+
+def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> Joined:
+    """`hidden_size`, `dtype`: of the pool. `pinned`: for uploads that wait for nothing."""
+    # of what is held: where; many sites hold the same, and it is written once
+    places: dict[int, list[tuple[int, int]]] = {}
+    held: dict[int, Held] = {}
+    for place, what in content.items():
+        held[id(what)] = what
+        places.setdefault(id(what), []).append(place)
+    vectors, scalars = next(
+        iter(held.values()), (torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS))
+    )
+    if len(held) > 1:
+        vectors, scalars = (torch.cat(each) for each in zip(*held.values(), strict=True))
+    if pinned:
+        vectors, scalars = locked_copy(vectors), locked_copy(scalars)
+    extents: list[_Extent] = []
+    parts: dict[tuple[int, int], Held] = {}
+    first = 0
+    for name, (mine, _) in held.items():
+        part = vectors[first : first + len(mine)], scalars[first : first + len(mine)]
+        extents += [_Extent(site, family, first, len(mine)) for site, family in places[name]]
+        parts |= dict.fromkeys(places[name], part)
+        first += len(mine)
+    return Joined(
+        {place: parts[place] for place in content},
+        vectors,
+        scalars,
+        tuple(extents),
+        _crc32(content),
+    )
+
+
+def _crc32(content: Content) -> int:
+    """Of places and bytes."""
+    crc = 0
+    known: dict[int, int] = {}  # most sites of an entry hold the same
+    for place, held in content.items():
+        if id(held) not in known:
+            known[id(held)] = crc32_of(*held)
+        crc = zlib.crc32(f"{place} {known[id(held)]}".encode(), crc)
+    return crc
+
+
+class EntryPool:
+    """Owns `Buffers.pool`, `scalars` and `site_rows` of one rank.
+
+    All writes are queued on the device behind what runs there.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._device = buffers.pool.device
+        self._capacity = len(buffers.pool) - 1
+        self._runs: dict[int, list[_Extent]] = {}  # by row
+        self._end = 1  # entries from here on are free; before it there may be gaps
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """Entries in use."""
+        return self._used
+
+    def write(self, row: int, what: Joined) -> None:
+        """Put what a row does into free entries.
+
+        Raises RuntimeError when there are too few; then nothing is changed.
+        """
+        needed = what.entries
+        if self._used + needed > self._capacity:
+            raise RuntimeError(
+                f"{needed} steering entries needed, {self._capacity - self._used} of "
+                f"{self._capacity} free"
+            )
+        if self._end + needed > 1 + self._capacity:
+            self._close_gaps()
+        self._runs[row] = []
+        if not needed:  # all its layers are on other stages
+            return
+        self._put(self._end, what.vectors, what.scalars)  # one copy for all sites
+        self._runs[row] = [
+            _Extent(site, family, self._end + first, entries)
+            for site, family, first, entries in what.extents
+        ]
+        self._end += needed
+        self._used += needed
+        self._name(row)
+
+    def erase(self, row: int) -> None:
+        """Free a row's entries and zero them."""
+        runs = self._runs.pop(row)
+        self._buffers.site_rows[:, :, row] = 0
+        if runs:  # they lie behind one another: written so, and moved together
+            first = min(run.first for run in runs)
+            last = max(run.first + run.entries for run in runs)
+            self._buffers.pool[first:last] = 0
+            self._buffers.scalars[first:last] = 0
+            self._used -= last - first
+        if not self._used:
+            self._end = 1
+
+    def clear(self) -> None:
+        """Zero everything, including entries that no row owns."""
+        for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
+            buffer.zero_()
+        self._runs, self._end, self._used = {}, 1, 0
+
+    def fingerprints(self) -> dict[int, int]:
+        """Row in use → CRC32 of what its sites find, as the device has it; of row 0: of what
+        "nothing" is. Wherever it lies.
+
+        Waits for the device.
+        """
+        buffers = self._buffers
+        site_rows, pool, scalars = (
+            buffers.site_rows.cpu(),
+            buffers.pool.cpu(),
+            buffers.scalars.cpu(),
+        )
+        found = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
+        for row, runs in self._runs.items():
+            crc = 0
+            for run in sorted(runs):
+                first = int(site_rows[run.site, run.family, row])
+                crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
+                crc = crc32_of(
+                    pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc
+                )
+            found[row] = crc
+        return found
+
+    def _close_gaps(self) -> None:
+        """Compact all runs, keeping their order."""
+        placed = sorted({(run.first, run.entries) for runs in self._runs.values() for run in runs})
+        index = self._index(
+            [entry for first, entries in placed for entry in range(first, first + entries)]
+        )
+        pool, scalars = self._buffers.pool[index], self._buffers.scalars[index]  # copies
+        self._buffers.pool.zero_()
+        self._buffers.scalars.zero_()
+        self._put(1, pool, scalars)
+        self._end, moved = 1, {}
+        for first, entries in placed:
+            moved[first] = self._end
+            self._end += entries
+        self._runs = {
+            row: [run._replace(first=moved[run.first]) for run in runs]
+            for row, runs in self._runs.items()
+        }
+        for row, runs in self._runs.items():
+            if runs:
+                self._name(row)
+
+    def _put(self, first: int, pool: torch.Tensor, scalars: torch.Tensor) -> None:
+        self._buffers.pool[first : first + len(pool)] = self._there(pool)
+        self._buffers.scalars[first : first + len(scalars)] = self._there(scalars)
+
+    def _name(self, row: int) -> None:
+        """Write the start of the row's entries to each site."""
+        sites, families, firsts, _ = self._index(self._runs[row]).t()
+        self._buffers.site_rows[sites, families, row] = firsts.to(torch.int32)
+
+    def _index(self, numbers: Sequence[int] | Sequence[_Extent]) -> torch.Tensor:
+        return self._there(torch.tensor(numbers, dtype=torch.int64))
+
+    def _there(self, values: torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for the forward that runs there."""
+        if values.device.type == self._device.type:
+            return values
+        return (values if values.is_pinned() else locked_copy(values)).to(
+            self._device, non_blocking=True
+        )
+
+
+def crc32_of(*tensors: torch.Tensor, crc: int = 0) -> int:
+    """CRC32 of the bytes of tensors on the CPU, one after the other."""
+    for tensor in tensors:
+        # one element or none has strides that no view of its bytes allows
+        flat = torch.cat([tensor.reshape(-1)])
+        crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
+    return crc

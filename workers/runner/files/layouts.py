@@ -1,0 +1,301 @@
+"""File layouts of captures: one file per request and stage, one per tensor, or many requests in one
+segment.
+
+`filesystem`, the consumer that does it, groups what it gets into as few disk round trips as it can.
+If a group fails, each capture is tried alone, so that one that cannot be written does not fail the
+others.
+"""
+
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ....broker.artifacts.retention import Usage
+from ....schemas.captures import SEGMENT_SUFFIX, SEGMENTS
+from ....schemas.receipts import CapturedFile
+from ....storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
+from ....storage.store import PASSING, ArtifactStore, NotInPlaceError, Rewriting, Segment
+from .finished_rows import FinishedCapture, Outcome
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Sites = dict[str, list[int]]
+Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
+
+#: What a position takes in a blob besides its rows, about: two integers, and their text in the
+#: manifest.
+_POSITION_BYTES = 32
+#: A store that takes test writes but answers so for this many captures of a group is asked no more
+#: for the others.
+_PASSING_TRIES = 2
+#: Segments that one writer keeps open: one per tag, those used last.
+_OPEN_SEGMENTS = 16
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where captures go and what goes where. Sizes in bytes."""
+
+    store: ArtifactStore
+    owner: str  # part of the segments' names: no other process may have it
+    segment_limit: int = 64 << 10  # `auto`: up to this size into a segment
+    segment_bytes: int = 256 << 20  # a segment is closed at this size
+    quota: int = 0  # of the whole store; 0: none
+
+
+def _whole(capture: FinishedCapture) -> list[tuple[str, Sites]]:
+    return [("", capture.sites)]
+
+
+def _per_site(capture: FinishedCapture) -> list[tuple[str, Sites]]:
+    return [
+        (f".{hook}.{layer}", {hook: [layer]})
+        for hook, layers in capture.sites.items()
+        for layer in layers
+    ]
+
+
+#: Layout → its blobs, as (suffix of the name, sites). Only those of `segment` share a file.
+LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, Sites]]]] = {
+    "packed": _whole,
+    "per_file": _per_site,
+    "segment": _whole,
+}
+
+
+def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
+    """The rows at `sites` as tensors `<hook>.<layer>` `[positions, hidden_size]`, with int64
+    `positions` and `token_ids`.
+
+    Its buffers are the capture's own: use it while the capture lives. Raises what the capture's
+    `rows` raises, and ValueError.
+    """
+    count = len(capture.positions)
+    tensors: list[tuple[str, str, Sequence[int], Sequence[Any]]] = []
+    for hook, layers in sites.items():
+        for layer in layers:
+            buffers = list(capture.rows(hook, layer)) if count else []
+            tensors.append(
+                (f"{hook}.{layer}", capture.dtype, [count, capture.hidden_size], buffers)
+            )
+    for name, values in (("positions", capture.positions), ("token_ids", capture.token_ids)):
+        tensors.append((name, "int64", [count], [np.array(values, dtype="<i8").tobytes()]))
+    return make_blob(capture.manifest(sites), tensors)
+
+
+def file_name(capture: FinishedCapture, suffix: str = "") -> str:
+    """The key of a blob in a separate file."""
+    spec = capture.spec
+    return f"{capture.capture.tag}/{spec.job}/p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{capture.part}{suffix}.safetensors"
+
+
+class Filesystem:
+    """The consumer `filesystem`: writes captures into `config.store`, durably.
+
+    Belongs to one writer thread.
+    """
+
+    def __init__(self, config: StoreConfig, usage: Usage, thread: int = 0) -> None:
+        """`thread`: number of the writer thread, part of its segments' names.
+
+        `usage` may be shared.
+        """
+        self._config = config
+        self._usage = usage
+        self._owner = f"{config.owner}-{thread}"
+        self._numbers = itertools.count()
+        self._segments: OrderedDict[str, Segment] = OrderedDict()  # tag → the one appended to
+        #: The last write failed because the store takes nothing.
+        self.away = False
+        try:
+            config.store.prepare()
+        except OSError as error:  # every write reports it again, to its own request
+            logger.error("cannot write captures to %s: %s", config.store.uri, error)
+
+    def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Raises nothing: a failed write is reported in its outcome."""
+        outcomes: list[Outcome] = [Outcome()] * len(captures)
+        # one commit each: all files, and the segment of each tag
+        groups: dict[tuple[str, str], list[int]] = {}
+        for number, capture in enumerate(captures):
+            layout = self._layout(capture)
+            groups.setdefault(
+                ("segment", capture.capture.tag) if layout == "segment" else ("files", ""), []
+            ).append(number)
+        parts = [
+            (kind, part)
+            for (kind, _), numbers in groups.items()
+            for part in self._parts(kind, numbers, captures)
+        ]
+        for kind, numbers in parts:
+            write = self._append if kind == "segment" else self._publish
+            for number, outcome in zip(
+                numbers, self._each(write, [captures[n] for n in numbers]), strict=True
+            ):
+                outcomes[number] = outcome
+        return outcomes
+
+    def _parts(
+        self, kind: str, group: list[int], captures: Sequence[FinishedCapture]
+    ) -> list[list[int]]:
+        """Numbers of captures that are written together: those of a segment are so few that it can
+        be rewritten in memory.
+        """
+        store = self._config.store
+        if kind != "segment" or not isinstance(store, Rewriting):
+            return [group]
+        parts, size = list[list[int]](), 0
+        for number in group:
+            more = (
+                captures[number].size
+                + _POSITION_BYTES * len(captures[number].positions)
+                + SEGMENT_ALIGNMENT
+            )
+            if not parts or size + more > store.rewritten_bytes:
+                parts.append([])
+                size = 0
+            parts[-1].append(number)
+            size += more
+        return parts
+
+    def _each(self, write: Write, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """`write` on the group; if that fails, on each alone.
+
+        While the store takes nothing, nothing is tried: rows must not pile up.
+        """
+        if self.away and (trouble := self._config.store.trouble()):
+            return [Outcome(error=_reason(trouble), away=True)] * len(captures)
+        try:
+            outcomes = list(write(captures))
+        except Exception as error:
+            self.away = isinstance(error, OSError) and bool(self._config.store.trouble())
+            passes = isinstance(error, OSError) and error.errno in PASSING
+            failed = Outcome(error=_reason(error), away=self.away or passes)
+        else:
+            self.away = False
+            return outcomes
+        if self.away or len(captures) == 1:
+            return [failed] * len(captures)
+        outcomes = []
+        for capture in captures:
+            waiting = [outcome for outcome in outcomes if outcome.away]
+            outcomes += (
+                waiting[-1:] if len(waiting) >= _PASSING_TRIES else self._each(write, [capture])
+            )
+        return outcomes
+
+    def close(self) -> None:
+        while self._segments:
+            self._segments.popitem()[1].close()
+
+    def _layout(self, capture: FinishedCapture) -> str:
+        if capture.capture.layout == "auto":
+            return "segment" if capture.size <= self._config.segment_limit else "packed"
+        return capture.capture.layout
+
+    def _publish(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Captures whose blobs are files of their own."""
+        planned = [
+            [
+                (file_name(capture, suffix), sites)
+                for suffix, sites in LAYOUTS[self._layout(capture)](capture)
+            ]
+            for capture in captures
+        ]
+        files = [
+            [(key, self._blob(capture, sites)) for key, sites in parts]
+            for capture, parts in zip(captures, planned, strict=True)
+        ]
+        self._usage.take(2 * SEGMENT_ALIGNMENT + blob.size for parts in files for _, blob in parts)
+        publish(self._config.store, [file for parts in files for file in parts])
+        return [
+            Outcome(
+                files=tuple(
+                    _captured(capture, blob, key, 0, self._layout(capture)) for key, blob in parts
+                )
+            )
+            for capture, parts in zip(captures, files, strict=True)
+        ]
+
+    def _blob(self, capture: FinishedCapture, sites: Sites) -> Blob:
+        whole = capture.whole(capture) if sites is capture.sites else None
+        return blob_of(capture, sites) if whole is None else whole
+
+    def _append(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
+        """Captures of one tag."""
+        blobs = [blob_of(capture, capture.sites) for capture in captures]
+        self._usage.take(SEGMENT_ALIGNMENT + blob.size for blob in blobs)
+        segment = self._segment(captures[0].capture.tag)
+        try:
+            offsets = append(segment, blobs)
+        except NotInPlaceError as error:
+            logger.warning("%s; writing its captures to another segment", error)
+            segment = self._segment(captures[0].capture.tag)
+            offsets = append(segment, blobs)
+        return [
+            Outcome(files=(_captured(capture, blob, segment.key, offset, "segment"),))
+            for capture, blob, offset in zip(captures, blobs, offsets, strict=True)
+        ]
+
+    def _segment(self, tag: str) -> Segment:
+        """The tag's open segment, or a new one: the old one may be full, in doubt after an error,
+        or no longer at its path.
+        """
+        segment = self._segments.get(tag)
+        if segment is not None and (
+            segment.size >= self._config.segment_bytes or not segment.usable
+        ):
+            self._segments.pop(tag).close()
+            segment = None
+        if segment is None:
+            segment = self._config.store.segment(
+                f"{tag}/{SEGMENTS}/{self._owner}.{next(self._numbers)}{SEGMENT_SUFFIX}"
+            )
+            self._segments[tag] = segment
+            while len(self._segments) > _OPEN_SEGMENTS:
+                self._segments.popitem(last=False)[1].close()
+        self._segments.move_to_end(tag)
+        return segment
+
+
+def each(
+    action: Callable[[Sequence[T]], Sequence[Outcome]], items: Sequence[T]
+) -> list[Outcome | Exception]:
+    """`action` on the group; if that raises, on each item alone, and what it raises then."""
+    try:
+        return list(action(items))
+    except Exception as error:
+        if len(items) == 1:
+            # Without the frames: they would keep the rows' memory.
+            return [error.with_traceback(None)]
+    return [outcome for item in items for outcome in each(action, [item])]
+
+
+def _reason(error: Exception | str) -> str:
+    return f"write failed: {error}"
+
+
+def _captured(
+    capture: FinishedCapture, blob: Blob, path: str, offset: int, layout: str
+) -> CapturedFile:
+    sites = blob.manifest.sites
+    return CapturedFile(
+        path=path,
+        bytes=blob.size,
+        crc32=blob.crc32,
+        rows=len(capture.positions) * sum(map(len, sites.values())),
+        sites=sites,
+        positions=len(capture.positions),
+        offset=offset,
+        layout=layout,
+        tag=capture.capture.tag,
+        reused=blob.manifest.reused,
+        dropped=list(capture.dropped),
+        non_finite=blob.manifest.non_finite,
+    )

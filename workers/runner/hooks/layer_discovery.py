@@ -1,0 +1,541 @@
+"""What a loaded decoder layer does with the residual stream, found by running it once on random
+rows.
+
+Its parts that compute (attention, MLP, experts) are replaced by ones that return random rows, and
+its norms run as they are. Where the stream, and what each branch adds to it, can be read is then a
+question of which tensors are sums of which: it is answered by least squares, needs no attention
+metadata, and does not depend on any name. Every answer is checked by an edit in place.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....schemas.selectors import Hook
+from .taps import Law, Tap, Taps
+
+#: Rows of the probe: of very different lengths, so that a norm of a tensor is no multiple of it.
+_SCALES = (1.0, 4.0, 0.5, 8.0, 2.0)
+#: How far a sum may be from what it should be, relative to its rows: rounding, and by dtype.
+_EXACT = {torch.float32: 1e-4, torch.float64: 1e-8}
+_ROUNDED = 3e-2
+#: What parts return instead of one tensor; tried in turn. The probe's five rows fit neither by
+#: accident.
+_RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda rows: rows,
+    lambda rows: (rows, None),
+    lambda rows: (rows, None, None),
+)
+_HIDDEN = ("hidden_states", "hidden", "x", "inputs")
+_POSITIONS = ("positions", "position_ids")
+
+
+class NoStreamError(ValueError):
+    """The layer does not add branches to a residual stream in a way that can be read and edited;
+    the message says how far it got.
+    """
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Where the hook points of one layer are."""
+
+    taps: Taps
+    absent: Mapping[Hook, str]
+    laws: Mapping[Hook, Law]
+
+
+@dataclass
+class _Call:
+    """One call of a part of the layer."""
+
+    path: str
+    leaf: bool
+    # `[rows, hidden]`, as they were before the call
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    output: torch.Tensor | None = None  # the first tensor that it returned, or that it wrote to
+    mixes: bool = False  # holds attention or another mixer of tokens
+
+
+@dataclass
+class _Run:
+    calls: list[_Call]
+    entered: tuple[torch.Tensor, torch.Tensor | None]  # hidden, residual
+    left: tuple[torch.Tensor, torch.Tensor | None]
+
+
+_Edit = tuple[Tap, torch.Tensor]  # where, and what is added
+
+
+def probe(
+    layer: nn.Module,
+    hidden_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    known: Sequence[float] = (),
+) -> LayerShape:
+    """The shape of `layer`.
+
+    `known`: multipliers that the model's config states. Raises NoStreamError.
+    """
+    probing = _Probe(layer, hidden_size, dtype, device, (1.0, *known, *_scalars(layer)))
+    with torch.inference_mode():
+        return probing.shape()
+
+
+def _scalars(layer: nn.Module) -> Iterator[float]:
+    """The layer's own multipliers."""
+    for tensor in itertools.chain(layer.parameters(recurse=False), layer.buffers(recurse=False)):
+        if tensor.numel() == 1:
+            yield float(tensor)
+
+
+class _Probe:
+    def __init__(
+        self,
+        layer: nn.Module,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        known: Sequence[float],
+    ) -> None:
+        self.layer, self.hidden_size, self.dtype, self.device = layer, hidden_size, dtype, device
+        self.known = known
+        self.exact = _EXACT.get(dtype, _ROUNDED)
+        names = list(inspect.signature(layer.forward).parameters)
+        self.residual = "residual" in names
+        self.returns: dict[str, int] = {}
+
+    # -- one run
+    # ----------------------------------------------------------------------------------------------
+
+    def run(self, edit: _Edit | None = None) -> _Run:
+        """Try what the parts may return until the layer takes it."""
+        first: Exception | None = None
+        composites = [path for path, part in _parts(self.layer) if not _is_leaf(part)]
+        combinations = (
+            [tuple(self.returns[path] for path in composites)]
+            if self.returns
+            else itertools.product(range(3), repeat=len(composites))
+        )
+        for combination in itertools.islice(combinations, 81):
+            try:
+                run = self._run(dict(zip(composites, combination, strict=True)), edit)
+            except Exception as error:  # of many kinds
+                first = first or error
+                continue
+            self.returns = dict(zip(composites, combination, strict=True))
+            return run
+        raise NoStreamError(
+            f"the layer cannot be run by itself ({type(first).__name__}: "
+            f"{' '.join(str(first).split())[:200]})"
+        )
+
+    def _run(self, returns: Mapping[str, int], edit: _Edit | None) -> _Run:
+        generator = torch.Generator().manual_seed(0)
+        calls: list[_Call] = []
+        hidden, residual = self._rows(generator), self._rows(generator) if self.residual else None
+        stubs = {path: self._rows(generator) for path in returns}
+        with ExitStack() as stack:
+            for path, part in _parts(self.layer):
+                stack.enter_context(
+                    self._recorded(
+                        path, part, calls, stubs.get(path), _RETURNS[returns.get(path, 0)], edit
+                    )
+                )
+            entered = (hidden.clone(), None if residual is None else residual.clone())
+            output = self.layer.forward(**self._arguments(hidden, residual))
+        tensors = [
+            each
+            for each in (output if isinstance(output, tuple) else (output,))
+            if self._is_rows(each)
+        ]
+        if not tensors:
+            raise NoStreamError("the layer returns no rows")
+        left = [each.reshape(-1, self.hidden_size).clone() for each in tensors]
+        return _Run(calls, entered, (left[0], left[1] if len(left) > 1 else None))
+
+    def _rows(self, generator: torch.Generator) -> torch.Tensor:
+        rows = torch.randn(len(_SCALES), self.hidden_size, generator=generator)
+        order = torch.randperm(len(_SCALES), generator=generator)
+        return (rows * torch.tensor(_SCALES)[order, None]).to(self.dtype).to(self.device)
+
+    def _arguments(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.layer.forward).parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if name in _HIDDEN and not any(value is hidden for value in found.values()):
+                found[name] = hidden
+            elif name == "residual":
+                found[name] = residual
+            elif name in _POSITIONS:
+                found[name] = torch.arange(len(_SCALES), device=self.device)
+            elif parameter.default is parameter.empty:
+                found[name] = None
+        if not any(value is hidden for value in found.values()):
+            raise NoStreamError("the layer's forward takes no hidden_states")
+        return found
+
+    def _is_rows(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.shape[-1:] == (self.hidden_size,)
+            and value.numel() == len(_SCALES) * self.hidden_size
+        )
+
+    @contextmanager
+    def _recorded(
+        self,
+        path: str,
+        part: nn.Module,
+        calls: list[_Call],
+        stub: torch.Tensor | None,
+        returned: Callable[[torch.Tensor], Any],
+        edit: _Edit | None,
+    ) -> Iterator[None]:
+        forward = part.forward
+        signature = inspect.signature(forward)
+        mixes = any(_mixes(module) for module in part.modules())
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind_partial(*args, **kwargs).arguments
+            out = bound.get("output")
+            given = [
+                value
+                for value in (*args, *kwargs.values())
+                if value is not out and self._is_rows(value)
+            ]
+            if edit is not None and (edit[0].path, edit[0].side) == (path, "input") and given:
+                (given[1] if edit[0].kind == "pair" else given[0]).add_(edit[1])
+            call = _Call(
+                path,
+                stub is None,
+                [value.reshape(-1, self.hidden_size).clone() for value in given],
+                mixes=mixes,
+            )
+            calls.append(call)
+            if stub is None:
+                result: Any = forward(*args, **kwargs)
+            elif out is not None and self._is_rows(out):
+                out.copy_(stub.reshape(out.shape))
+                result = None
+            else:
+                result = returned(stub.clone().reshape(given[0].shape if given else stub.shape))
+            tensor = out if result is None else result[0] if isinstance(result, tuple) else result
+            if tensor is not None and self._is_rows(tensor):
+                if edit is not None and (edit[0].path, edit[0].side) == (path, "output"):
+                    tensor.add_(edit[1])
+                call.output = tensor.reshape(-1, self.hidden_size).clone()
+            return result
+
+        own = "forward" in vars(part)
+        part.forward = record
+        try:
+            yield
+        finally:
+            if own:
+                part.forward = forward
+            else:
+                del part.forward
+
+    # -- what it means
+    # ----------------------------------------------------------------------------------------------
+
+    def fit(
+        self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]
+    ) -> dict[Any, float] | None:
+        """The multiples of `columns` whose sum is `target`, without those that add nothing; None if
+        there are none.
+        """
+        weights = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-9)
+        wanted = (target.double() * weights).flatten().cpu()
+        chosen = {
+            name: (column.double() * weights).flatten().cpu() for name, column in columns.items()
+        }
+        while chosen:
+            length = {name: max(float(column.norm()), 1e-30) for name, column in chosen.items()}
+            matrix = torch.stack([column / length[name] for name, column in chosen.items()], 1)
+            parts = (
+                torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0].tolist()
+            )
+            adds = {
+                name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)
+            }
+            if all(adds.values()):
+                found = {
+                    name: self._snapped(part / length[name])
+                    for name, part in zip(chosen, parts, strict=True)
+                }
+                rest = sum((value * chosen[name] for name, value in found.items()), -wanted)
+                error = rest.reshape(len(_SCALES), -1).norm(dim=-1).max()
+                return found if float(error) < self.exact else None
+            chosen = {name: column for name, column in chosen.items() if adds[name]}
+        return None
+
+    def _snapped(self, value: float) -> float:
+        """The stated multiplier that this is, but for rounding; itself if it is none."""
+        for known in self.known:
+            if abs(value - known) <= max(self.exact, 1e-3) * abs(known):
+                return known
+        return value
+
+    def shape(self) -> LayerShape:
+        run = self.run()
+        branches = self._branches(run)
+        kind, stream, law = self._law(run, branches)
+        places = [place for place in law if place != "stream"]
+        taps: Taps = {"pre_attn": Tap("", "input", kind), "post_block": Tap("", "output", kind)}
+        absent: dict[Hook, str] = {}
+        laws: dict[Hook, Law] = {}
+        middle = self._middle(run, branches, stream, law)
+        if middle is None and len(places) > 2:
+            raise NoStreamError(
+                f"{len(places)} branches are added to the stream at once "
+                f"({', '.join(run.calls[place].path for place in places)})"
+            )
+        if middle is None and len(places) == 1:
+            self._one_branch(run, places[0], kind, law, taps, absent, laws)
+        elif middle is None:
+            self._parallel(run, places, kind, law, taps, absent, laws)
+        else:
+            self._two_branches(run, middle, kind, law, taps, absent, laws)
+        self._check_edits(taps, laws, kind)
+        return LayerShape(taps, absent, laws)
+
+    def _branches(self, run: _Run) -> dict[int, torch.Tensor]:
+        """Call → what it returned, where no earlier one returned the same, as a dropout does."""
+        known = [each for each in run.entered if each is not None]
+        found: dict[int, torch.Tensor] = {}
+        for number, call in enumerate(run.calls):
+            if call.output is not None and not any(
+                _same(call.output, each) for each in (*known, *found.values())
+            ):
+                found[number] = call.output
+        return found
+
+    def _law(
+        self, run: _Run, branches: Mapping[int, torch.Tensor]
+    ) -> tuple[Any, torch.Tensor, dict[Any, float]]:
+        """(pair or single, what enters, what leaves as multiples of it and of the branches)."""
+        (hidden, residual), (left, second) = run.entered, run.left
+        for kind in ("pair", "single"):
+            if kind == "pair" and (residual is None or second is None):
+                continue
+            stream = hidden + residual if kind == "pair" and residual is not None else hidden
+            leaving = left + second if kind == "pair" and second is not None else left
+            law = self.fit(leaving, {"stream": stream, **branches})
+            if law is not None and "stream" in law and len(law) > 1:
+                return kind, stream, law
+        raise NoStreamError("what leaves the layer is not what enters it plus what its parts add")
+
+    def _middle(
+        self,
+        run: _Run,
+        branches: Mapping[int, torch.Tensor],
+        stream: torch.Tensor,
+        leaving: Mapping[Any, float],
+    ) -> tuple[int, Tap, dict[Any, float]] | None:
+        """The first call that reads the stream after a branch was added: (call, tap, the stream
+        there).
+        """
+        for number, call in enumerate(run.calls):
+            before: dict[Any, torch.Tensor] = {
+                "stream": stream,
+                **{place: each for place, each in branches.items() if place < number},
+            }
+            pair = [call.inputs[0] + call.inputs[1]] if len(call.inputs) == 2 else []
+            for kind, target in [("pair", each) for each in pair] + [
+                ("single", each) for each in call.inputs[:1]
+            ]:
+                law = self.fit(target, before)
+                if (
+                    law is not None
+                    and "stream" in law
+                    and len(law) > 1
+                    and law.keys() <= leaving.keys()
+                ):
+                    return number, Tap(call.path, "input", kind), law  # type: ignore[arg-type]
+        return None
+
+    def _two_branches(
+        self,
+        run: _Run,
+        middle: Any,
+        kind: Any,
+        law: dict[Any, float],
+        taps: Taps,
+        absent: Any,
+        laws: Any,
+    ) -> None:
+        number, tap, there = middle
+        first = [place for place in there if place != "stream"]
+        second = [place for place in law if place != "stream" and place not in first]
+        taps["post_attn"] = tap
+        if len(first) > 1:
+            absent["attn_out"] = (
+                "it is the sum of several parts "
+                f"({', '.join(run.calls[place].path for place in first)})"
+            )
+        elif tap.kind == "pair":
+            taps["attn_out"], laws["post_attn"] = (
+                Tap(tap.path, "input"),
+                {"pre_attn": there["stream"], "attn_out": 1.0},
+            )
+        else:
+            taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
+            laws["post_attn"] = {"pre_attn": there["stream"], "attn_out": there[first[0]]}
+        kept = law["stream"] / there["stream"]
+        if len(second) > 1:
+            absent["mlp_out"] = (
+                "it is the sum of several parts "
+                f"({', '.join(run.calls[place].path for place in second)})"
+            )
+        elif second and kind == "pair":
+            taps["mlp_out"], laws["post_block"] = (
+                Tap("", "output"),
+                {"post_attn": kept, "mlp_out": 1.0},
+            )
+        elif second:
+            taps["mlp_out"] = Tap(run.calls[second[0]].path, "output")
+            laws["post_block"] = {"post_attn": kept, "mlp_out": law[second[0]]}
+        else:
+            absent["mlp_out"] = "nothing is added after post_attn"
+        reader = run.calls[number]
+        if reader.leaf and reader.output is not None:
+            taps["mlp_in"] = Tap(reader.path, "output")
+        else:
+            absent["mlp_in"] = "the MLP reads the stream, which is post_attn"
+
+    def _parallel(
+        self,
+        run: _Run,
+        places: list[int],
+        kind: Any,
+        law: dict[Any, float],
+        taps: Taps,
+        absent: Any,
+        laws: Any,
+    ) -> None:
+        attention, mlp = sorted(places)
+        absent["post_attn"] = (
+            "attention and MLP both read the stream that enters the layer (parallel residual)"
+        )
+        if kind == "pair":
+            raise NoStreamError(
+                "two branches are added at once to a stream that is a pair of tensors"
+            )
+        taps["attn_out"], taps["mlp_out"] = (
+            Tap(run.calls[attention].path, "output"),
+            Tap(run.calls[mlp].path, "output"),
+        )
+        computes = next((call for call in reversed(run.calls[: mlp + 1]) if not call.leaf), None)
+        if computes is not None and not computes.mixes:
+            taps["mlp_in"] = Tap(computes.path, "input")
+        else:
+            absent["mlp_in"] = "no part of the layer is the MLP"
+        laws["post_block"] = {
+            "pre_attn": law["stream"],
+            "attn_out": law[attention],
+            "mlp_out": law[mlp],
+        }
+
+    def _one_branch(
+        self,
+        run: _Run,
+        place: int,
+        kind: Any,
+        law: dict[Any, float],
+        taps: Taps,
+        absent: Any,
+        laws: Any,
+    ) -> None:
+        call = run.calls[place]
+        mixes = any(each.mixes for each in run.calls)
+        mine: Hook = "attn_out" if mixes else "mlp_out"
+        taps[mine] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
+        for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out"):
+            if hook != mine:
+                absent[hook] = "the layer has one branch"
+        laws["post_block"] = {
+            "pre_attn": law["stream"],
+            mine: 1.0 if kind == "pair" else law[place],
+        }
+
+    def _check_edits(self, taps: Taps, laws: Mapping[Hook, Law], kind: Any) -> None:
+        """Add rows in place where a branch or the stream can be edited: they must reach what leaves
+        the layer, times their multiplier.
+        """
+        last: Law = laws.get("post_block", {})
+        through: dict[Hook, float | None] = {
+            "mlp_out": last.get("mlp_out"),
+            "post_attn": last.get("post_attn"),
+            "attn_out": last.get("attn_out"),
+        }
+        if "post_attn" in laws and "post_attn" in last:
+            through["attn_out"] = laws["post_attn"]["attn_out"] * last["post_attn"]
+        plain, added = self.run(), self._rows(torch.Generator().manual_seed(1))
+        for hook, expected in through.items():
+            tap = taps.get(hook)
+            if tap is None or expected is None or not tap.path:
+                continue
+            run = self.run((tap, added))
+            change = self._leaving(run, kind) - self._leaving(plain, kind)
+            mlp = taps.get("mlp_out")
+            if hook != "mlp_out" and mlp is not None:
+                change = change - last["mlp_out"] * (
+                    self._branch(run, mlp) - self._branch(plain, mlp)
+                )
+            size = added.norm(dim=-1) + self._leaving(plain, kind).norm(dim=-1)
+            if float(((change - expected * added).norm(dim=-1) / size).max()) > self.exact:
+                raise NoStreamError(
+                    f"an edit at {hook} ({tap.path}, {tap.side}) does not reach the stream as it "
+                    "should"
+                )
+
+    def _branch(self, run: _Run, tap: Tap) -> torch.Tensor:
+        """What the MLP adds."""
+        if not tap.path:
+            return run.left[0]
+        return next(
+            call.output for call in run.calls if call.path == tap.path and call.output is not None
+        )
+
+    def _leaving(self, run: _Run, kind: Any) -> torch.Tensor:
+        left, second = run.left
+        return left + second if kind == "pair" and second is not None else left
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layer's own parts; those of a list count each by itself."""
+    seen: set[nn.Module] = set()
+    for name, part in layer.named_children():
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            for inner, each in part.named_children():
+                if each not in seen:
+                    seen.add(each)
+                    yield f"{name}.{inner}", each
+        elif part not in seen:
+            seen.add(part)
+            yield name, part
+
+
+def _is_leaf(part: nn.Module) -> bool:
+    return next(part.children(), None) is None
+
+
+def _mixes(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return isinstance(module, AttentionLayerBase)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())

@@ -1,0 +1,103 @@
+"""The adapter of a loaded model: what the table says of it, or what its layers turn out to do."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....schemas.selectors import HOOKS, Hook
+from .architectures import UNKNOWN, Adapter, UnsupportedArchitectureError, Variant
+from .layer_discovery import LayerShape, NoStreamError, probe
+from .sites import language_model
+
+#: Module of vLLM's Transformers backend.
+BACKEND_MODULE = "vllm.model_executor.models.transformers"
+
+
+def complete(
+    adapter: Adapter, model: nn.Module, config: Any, *, dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """`adapter` for `model`, which is loaded. `config`: its HF text config.
+
+    The table counts only if vLLM runs the model as the table has it: by its own file, or by the
+    Transformers backend. Raises UnsupportedArchitectureError if no stream is found.
+    """
+    backend = type(language_model(model)).__module__.startswith(BACKEND_MODULE)
+    if adapter.variant.known and adapter.variant.backend == backend:
+        return adapter
+    path = decoder_layers(model, adapter)
+    known = [float(value) for value in vars(config).values() if isinstance(value, float) and value]
+    found: dict[int, LayerShape] = {}
+    for number, layer in enumerate(language_model(model).get_submodule(path)):
+        if isinstance(layer, nn.Identity):  # of another pipeline stage
+            continue
+        try:
+            found[number] = probe(
+                layer, adapter.hidden_size, dtype=dtype, device=device, known=known
+            )
+        except NoStreamError as error:
+            raise UnsupportedArchitectureError(
+                f"{adapter.architecture}: no residual stream was found in layer {number}: {error}"
+            ) from error
+    return _joined(replace(adapter, variant=UNKNOWN), path, backend, found)
+
+
+def _joined(adapter: Adapter, path: str, backend: bool, found: dict[int, LayerShape]) -> Adapter:
+    """With the hooks that all layers have."""
+    absent: dict[Hook, str] = {}
+    for hook in HOOKS:
+        lacking = [number for number, shape in found.items() if hook not in shape.taps]
+        if lacking:
+            reason = found[lacking[0]].absent.get(hook, "it was not found")
+            absent[hook] = (
+                reason if len(lacking) == len(found) else f"layer {lacking[0]} has none: {reason}"
+            )
+    variants = {
+        number: Variant(
+            path,
+            {hook: tap for hook, tap in shape.taps.items() if hook not in absent},
+            absent,
+            backend=backend,
+            stated=_stated(shape, absent),
+        )
+        for number, shape in found.items()
+    }
+    first = variants[min(variants)]
+    return replace(
+        adapter,
+        variant=first,
+        kinds={number: variant for number, variant in variants.items() if variant != first},
+    )
+
+
+def _stated(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
+    return {
+        hook: law
+        for hook, law in shape.laws.items()
+        if hook not in absent and not absent.keys() & law.keys()
+    }
+
+
+def decoder_layers(model: nn.Module, adapter: Adapter) -> str:
+    """Path of the decoder layers in vLLM's language model. Raises UnsupportedArchitectureError."""
+    found = sorted(
+        _lists(language_model(model), adapter.num_layers), key=lambda path: path.count(".")
+    )
+    if not found:
+        raise UnsupportedArchitectureError(
+            f"{adapter.architecture}: no list of {adapter.num_layers} decoder layers was "
+            "found in the model"
+        )
+    return found[0]
+
+
+def _lists(root: nn.Module, length: int) -> Iterator[str]:
+    for path, module in root.named_modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == length
+            and any(next(layer.children(), None) is not None for layer in module)
+        ):
+            yield path

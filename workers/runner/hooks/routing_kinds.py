@@ -1,0 +1,131 @@
+"""How each layer of the loaded model chooses experts, found out by running vLLM's router; what no
+rule reproduces is refused.
+"""
+
+import itertools
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+from ....schemas.layer_kinds import grouped
+from ....schemas.routing import RoutingKind, Scoring, routed
+from .architectures import Adapter
+from .sites import held_layers
+
+#: Rows of random logits that a rule must reproduce: their experts, and their weights to this
+#: relative error.
+_ROWS = 64
+_NEAR = 1e-4
+
+
+def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
+    """Of the layers that this rank's stage holds and that choose experts.
+
+    After the weights have been read.
+    """
+    return grouped(
+        found
+        for number, layer in held_layers(model, adapter)
+        if (found := kind_of(number, layer)) is not None
+    )
+
+
+def choosers(layer: nn.Module) -> list[Any]:
+    """The modules of a layer that choose experts."""
+    return [
+        module
+        for module in layer.modules()
+        if hasattr(module, "router") and hasattr(module, "routed_experts")
+    ]
+
+
+def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
+    """Of one layer; None if it has no experts to choose from."""
+    runners = choosers(layer)
+    if not runners:
+        return None
+    router = runners[0].router
+    if len(runners) > 1:
+        return RoutingKind(layers=[number], refused=f"{len(runners)} modules choose experts")
+    if not isinstance(router, BaseRouter):
+        return RoutingKind(
+            layers=[number],
+            refused=f"{type(router).__name__} is no router that can be run by itself",
+        )
+    try:
+        found = rule_of(router, next(layer.parameters()).device)
+    except Exception as error:
+        # whatever a router of vLLM's raises for rows alone: then the layer's choice is not known
+        return RoutingKind(
+            layers=[number], refused=f"{type(router).__name__} cannot be run by itself: {error}"
+        )
+    if found is None:
+        return RoutingKind(
+            layers=[number],
+            refused=f"no rule that is known chooses as {type(router).__name__} does",
+        )
+    after = float(getattr(runners[0], "routed_scaling_factor", 1.0))
+    return msgspec.structs.replace(found, layers=[number], scale=found.scale * after)
+
+
+def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
+    """The rule that chooses and weighs as the router does, for random logits; None: there is
+    none.
+    """
+    experts, top = int(router.global_num_experts), int(router.top_k)
+    random = torch.Generator().manual_seed(experts)
+    logits = 2 * torch.randn(_ROWS, experts, generator=random)
+    given = router._compute_routing(torch.zeros(_ROWS, 1, device=device), logits.to(device), None)
+    weights, chosen = (np.asarray(each.detach().float().cpu()) for each in given[:2])
+    bias = getattr(router, "e_score_correction_bias", None)
+    groups = (
+        (int(router.num_expert_group or 1), int(router.topk_group or 1))
+        if _has_groups(router)
+        else (1, 1)
+    )
+    known = [] if bias is None else [float(value) for value in bias.detach().float().cpu()]
+    for scoring, normalised in itertools.product(get_args(Scoring), (True, False)):
+        rule = RoutingKind(
+            layers=[],
+            experts=experts,
+            top=top,
+            scoring=scoring,
+            normalised=normalised,
+            groups=groups[0],
+            kept=groups[1],
+            bias=known,
+        )
+        if (scale := _scale(rule, logits.numpy(), chosen, weights)) is not None:
+            return msgspec.structs.replace(rule, scale=scale)
+    return None
+
+
+def _has_groups(router: Any) -> bool:
+    return getattr(router, "num_expert_group", None) is not None and getattr(
+        router, "use_grouped_topk", True
+    )
+
+
+def _scale(
+    rule: RoutingKind, logits: np.ndarray, chosen: np.ndarray, weights: np.ndarray
+) -> float | None:
+    """The factor between the rule's weights and the router's; None: it chooses others, or there is
+    no one factor.
+    """
+    own, mine = routed(logits, rule)
+    dense, ours = np.zeros((2, *logits.shape))
+    np.put_along_axis(dense, chosen.astype(np.int64), weights, axis=1)
+    np.put_along_axis(ours, own, mine, axis=1)
+    scale = float(dense.sum() / ours.sum())
+    nearest = round(scale, 3)
+    scale = nearest if abs(scale - nearest) <= _NEAR * abs(nearest) else scale
+    return (
+        scale
+        if np.array_equal(dense != 0, ours != 0)
+        and np.allclose(dense, scale * ours, rtol=_NEAR, atol=1e-7)
+        else None
+    )

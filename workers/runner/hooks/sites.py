@@ -1,0 +1,346 @@
+"""Installation of hook points in a loaded model: wraps the instances of the modules that the
+adapter names.
+
+Sites are installed after loading and before compilation or graph capture; model files stay as they
+are. Neighbouring sites, whose tensors are the same, share one launch. In a traced forward every
+launch is one opaque op whose tensors are buffers of its module, so the same graph serves idle and
+busy steps. A forward that runs as Python asks first whether the launch is busy.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....kernels import pair_site, single_site
+from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
+from ....schemas.interventions import EVERY, FAMILIES, SCALARS
+from ....schemas.selectors import Hook
+from .architectures import Adapter, UnsupportedArchitectureError, neighbours
+from .taps import Kind, Side
+
+
+@dataclass
+class Site:
+    """One hook point of one layer that this rank holds."""
+
+    hook: Hook
+    layer: int  # absolute layer number
+    kind: Kind
+    # the forward that follows has something to do in this site's launch; traced forwards do not ask
+    busy: bool = False
+    # it is the first site of its launch; the sites behind it that do not lead share it
+    leads: bool = True
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much the buffers hold."""
+
+    ring_rows: int  # captured rows of one step, over all sites
+    capacity: int  # token rows of one step
+    # token indices of one step, over all sites; sites × capacity is enough for every step
+    lists: int
+    patterns: int  # distinct sets of captured tokens in one step
+    configurations: int  # distinct intervention configurations in one step
+    entries: int  # vectors of those configurations
+
+
+@dataclass
+class Buffers:
+    """Shared by all sites of the rank, filled before the forward; row, slot and entry 0 of the
+    tables mean "nothing".
+
+    They stay where they are, but for `ring`: a forward that is not traced writes to whatever `ring`
+    is when it runs.
+    """
+
+    ring: torch.Tensor  # [ring_rows, hidden] model dtype
+    plan: torch.Tensor  # int32 [sites, COLUMNS]
+    lists: torch.Tensor  # int32 [lists]
+    token_rows: torch.Tensor  # int32 [capacity, ROWS_PER_TOKEN]
+    capture_slots: torch.Tensor  # int32 [patterns, capacity], NO_SLOT: not captured
+    site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
+    pool: torch.Tensor  # [1 + entries, hidden] model dtype
+    scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
+    broken: torch.Tensor  # int32 [capacity], written by the sites: see `kernels.plan.Planned`
+    counts: torch.Tensor  # int32 [sites, COUNTS], written by the sites
+
+
+#: In the order of the ops' arguments; of two of them a launch gets its own rows.
+_ORDER = tuple(field.name for field in fields(Buffers))
+_BY_SITE = ("plan", "site_rows")
+
+#: (hidden, residual or None) → None: runs the op of one launch.
+Visit = Callable[[torch.Tensor, torch.Tensor | None], None]
+
+
+def install(
+    model: nn.Module,
+    adapter: Adapter,
+    sizes: Sizes,
+    hooks: Sequence[Hook],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    always: bool,
+) -> tuple[list[Site], Buffers]:
+    """Wrap what the adapter names in the layers that this rank holds, for each of `hooks`.
+
+    Returns the sites in (layer, hook) order, where site `i` is `plan[i]` and `site_rows[i]`, and
+    the buffers. `always`: the forward is traced, or a graph is captured from it, so that every op
+    must be in it, and none begins above the first layer. Raises UnsupportedArchitectureError when a
+    hook does not exist or the model is not built as the adapter says.
+    """
+    ordered = [hook for hook in adapter.hooks if hook in hooks]
+    for hook in hooks:
+        adapter.tap(hook, 0)
+    layers = held_layers(model, adapter) if ordered else []
+    placed = [
+        (number, layer, hook, adapter.tap(hook, number))
+        for number, layer in layers
+        for hook in ordered
+    ]
+    sites = [Site(hook, number, tap.kind) for number, _, hook, tap in placed]
+    buffers = buffers_of(len(sites), sizes, adapter.hidden_size, dtype, device)
+    _lead(
+        sites,
+        adapter,
+        ordered,
+        next_layer=always and bool(ordered) and not read_between_layers(model, adapter),
+    )
+    visits: dict[nn.Module, dict[Side, list[tuple[bool, Visit]]]] = {}
+    for first, mine in _launches(sites):
+        _, layer, _, tap = placed[first]
+        module = _submodule(layer, tap.path, adapter)
+        visit = visit_of(module, mine, first, buffers, always)
+        visits.setdefault(module, {"input": [], "output": []})[tap.side].append(
+            (mine[-1].kind == "pair", visit)
+        )
+    for module, sides in visits.items():
+        _wrap(module, sides["input"], sides["output"])
+    return sites, buffers
+
+
+def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
+    """Run each op that the sites need once, on one row, while nothing is planned.
+
+    On a GPU this compiles the kernels, each of which is the same for every number of rows and of
+    sites. Without graphs the first busy step would.
+    """
+    # pairs behind a branch are their own
+    kinds = {(mine[0].kind, mine[-1].kind): (first, mine) for first, mine in _launches(sites)}
+    for _, (first, mine) in sorted(kinds.items()):
+        one = slice(first, first + len(mine))
+        arguments = [
+            getattr(buffers, name)[one] if name in _BY_SITE else getattr(buffers, name)
+            for name in _ORDER
+        ]
+        stream = buffers.pool.new_zeros(1, buffers.pool.shape[1])
+        if mine[-1].kind == "pair":
+            pair_site(stream, stream.clone(), *arguments, _branches(mine))
+        else:
+            single_site(stream, *arguments)
+
+
+def _launches(sites: Sequence[Site]) -> Iterator[tuple[int, Sequence[Site]]]:
+    """The sites that share a launch, and the number of the first."""
+    firsts = [number for number, site in enumerate(sites) if site.leads]
+    for first, stop in itertools.pairwise([*firsts, len(sites)]):
+        yield first, sites[first:stop]
+
+
+def _branches(sites: Sequence[Site]) -> int:
+    """How many sites of a launch are of `hidden` alone, where the last is of a pair."""
+    return sum(site.kind == "single" for site in sites)
+
+
+def _lead(
+    sites: Sequence[Site], adapter: Adapter, hooks: Sequence[Hook], *, next_layer: bool
+) -> None:
+    """Say of each site whether it is the first of its launch.
+
+    `sites`: of all held layers, which follow each other, in order.
+    """
+    for last, site in itertools.pairwise(sites):
+        groups = neighbours(adapter.of(last.layer), hooks, next_layer=next_layer)
+        site.leads = not any(
+            (last.hook, site.hook) in itertools.pairwise(group) for group in groups
+        )
+
+
+def read_between_layers(model: nn.Module, adapter: Adapter) -> tuple[int, ...]:
+    """After how many layers the model keeps the stream (for EAGLE-3): it must not see the edits of
+    the layer behind.
+    """
+    return tuple(getattr(decoder(model, adapter), "aux_hidden_state_layers", ()))
+
+
+def has_sites(module: nn.Module) -> bool:
+    """Whether a site is at the input or output of this module itself."""
+    return any(name.startswith("midstream_") for name, _ in module.named_buffers(recurse=False))
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of vLLM's model that generates text: of a model that takes images the one below it,
+    else the model.
+    """
+    below: Any = model
+    return below.get_language_model() if getattr(model, "supports_multimodal", False) else below
+
+
+def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module]]:
+    """(absolute number, decoder layer) of those that this rank holds; those of other pipeline
+    stages are placeholders.
+    """
+    layers = _submodule(decoder(model, adapter), adapter.layers.rpartition(".")[2], adapter)
+    return [
+        (number, layer) for number, layer in enumerate(layers) if not isinstance(layer, nn.Identity)
+    ]
+
+
+def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
+    """The module whose forward runs the decoder layers.
+
+    Some language models are that alone, and their head is above.
+    """
+    below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
+    found: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
+    return found
+
+
+def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise UnsupportedArchitectureError(
+            f"{adapter.architecture} does not match its adapter: {error}"
+        ) from error
+
+
+def buffers_of(
+    sites: int, sizes: Sizes, hidden: int, dtype: torch.dtype, device: torch.device
+) -> Buffers:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+    return Buffers(
+        ring=empty(sizes.ring_rows, hidden, dtype=dtype),
+        plan=empty(sites, COLUMNS),
+        lists=empty(sizes.lists),
+        token_rows=empty(sizes.capacity, ROWS_PER_TOKEN),
+        capture_slots=empty(sizes.patterns, sizes.capacity, fill=NO_SLOT),
+        site_rows=empty(
+            sites, len(EVERY if device.type == "cpu" else FAMILIES), 1 + sizes.configurations
+        ),
+        pool=empty(1 + sizes.entries, hidden, dtype=dtype),
+        scalars=empty(1 + sizes.entries, SCALARS, dtype=torch.float32),
+        broken=empty(sizes.capacity),
+        counts=empty(sites, COUNTS),
+    )
+
+
+def visit_of(
+    module: nn.Module,
+    sites: Sequence[Site],
+    first: int,
+    buffers: Buffers,
+    always: bool,
+    bank: str = "",
+) -> Visit:
+    """The call of the op of these sites, from a traced forward and from one that runs as Python.
+
+    `first`: their first row.
+
+    `bank`: whose buffers they are, where that is not the residual one.
+    """
+    own = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
+    leader, branches = sites[0], _branches(sites)
+    # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
+    shared = f"midstream_{bank}_" if bank else "midstream_"
+    names = tuple(
+        f"midstream_{leader.hook}_{name}" if name in own else f"{shared}{name}" for name in _ORDER
+    )
+    for name, of_module in zip(_ORDER, names, strict=True):
+        module.register_buffer(of_module, own.get(name, getattr(buffers, name)), persistent=False)
+
+    def arguments() -> list[torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return [getattr(module, name) for name in names]
+        return [own[name] if name in own else getattr(buffers, name) for name in _ORDER]
+
+    def visit(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if torch.compiler.is_compiling() or always or leader.busy:
+            if residual is None:
+                single_site(hidden, *arguments())
+            else:
+                pair_site(hidden, residual, *arguments(), branches)
+
+    return visit
+
+
+def _wrap(
+    module: nn.Module, before: Sequence[tuple[bool, Visit]], after: Sequence[tuple[bool, Visit]]
+) -> None:
+    """Have `module.forward` visit these sites, in order, before and after what it does.
+
+    Each: whether it takes a pair, the call.
+    """
+    forward = module.forward
+    hidden_at, residual_at = places(forward)
+    names = list(inspect.signature(forward).parameters)
+    hidden_name = names[hidden_at] if hidden_at < len(names) else "hidden_states"
+    # some write to a tensor that they are given
+    written_at = names.index("output") if "output" in names else len(names)
+    # Closed over, not read from objects: tracing guards what it reads.
+    inputs, outputs = tuple(before), tuple(after)
+
+    def with_sites(*args: Any, **kwargs: Any) -> Any:
+        for pair, visit in inputs:
+            hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
+            residual = (
+                (args[residual_at] if residual_at < len(args) else kwargs["residual"])
+                if pair
+                else None
+            )
+            visit(hidden, residual)
+        output = forward(*args, **kwargs)
+        for pair, visit in outputs:
+            if output is None:
+                visit(args[written_at] if written_at < len(args) else kwargs["output"], None)
+            else:
+                visit(
+                    output[0] if isinstance(output, tuple) else output, output[1] if pair else None
+                )
+        return output
+
+    with_sites.bare = forward  # type: ignore[attr-defined]
+    module.forward = with_sites
+
+
+@contextmanager
+def without_sites(module: nn.Module) -> Iterator[None]:
+    """Within it no site in this module runs, whatever calls its parts."""
+    wrapped = [part for part in module.modules() if hasattr(part.__dict__.get("forward"), "bare")]
+    forwards = [part.forward for part in wrapped]
+    for part, forward in zip(wrapped, forwards, strict=True):
+        part.forward = forward.bare
+    try:
+        yield
+    finally:
+        for part, forward in zip(wrapped, forwards, strict=True):
+            part.forward = forward
+
+
+def places(forward: Callable[..., Any]) -> tuple[int, int]:
+    """Where `hidden_states` and `residual` are among the positional arguments; norms take them
+    first and second.
+    """
+    names = list(inspect.signature(forward).parameters)
+    hidden = names.index("hidden_states") if "hidden_states" in names else 0
+    return hidden, names.index("residual") if "residual" in names else hidden + 1

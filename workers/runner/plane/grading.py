@@ -1,0 +1,218 @@
+"""Grading of the next token after a prompt, from the logits before vLLM's sampler changes them.
+
+Why not by `SamplingParams.logprob_token_ids`: `docs/decisions/0006-reentry-and-grading.md`.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ....schemas.specs import Grade
+from ..base.engine_step import RequestRows, StepView
+from ..base.host_memory import locked_copy, locked_like
+from ..rows.planner import Tracked
+
+#: Distributions kept for comparison; the least recently used are evicted first.
+KEPT = 64
+
+
+class _Due(NamedTuple):
+    tracked: Tracked
+    grade: Grade
+    row: int  # of the step's logits: the one behind the prompt's last token
+
+
+class Grading:
+    """Of the last stage's first rank.
+
+    `plan` before the forward, `take` with the logits that follow from it.
+    """
+
+    def __init__(self) -> None:
+        self._due: list[_Due] = []
+        self._rows = 0  # logits of the step
+        self._kept: OrderedDict[str, torch.Tensor] = (
+            OrderedDict()
+        )  # name → log-probabilities, float32 `[vocabulary]`
+
+    @property
+    def due(self) -> list[Tracked]:
+        """Whose prompts end in the step that was planned, until its logits were taken."""
+        return [due.tracked for due in self._due]
+
+    def plan(self, mine: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+        """`mine`: the requests of `view` with a spec."""
+        self._due = []
+        ending = {
+            rows.id: tracked
+            for tracked, rows in mine
+            if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
+            if rows.first_position
+            < tracked.spec.prompt_tokens
+            <= rows.first_position + rows.num_rows
+        }
+        if not ending:
+            return
+        self._rows = 0
+        for rows in view.requests:
+            self._rows += rows.samples
+            tracked = ending.get(rows.id)
+            if tracked is not None and tracked.spec.grade is not None:
+                drafts = (
+                    rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
+                )  # vLLM pads a prompt's last token with them
+                self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1 - drafts))
+
+    def take(self, logits: torch.Tensor) -> list[tuple[Tracked, str]]:
+        """Grade the requests that are due, of whose step these `[rows, vocabulary]` are; returns
+        those that cannot be, with the reason.
+
+        Waits for nothing: the values are on their way when this returns.
+        """
+        due, self._due = self._due, []
+        if not due:
+            return []
+        if logits.ndim != 2 or len(logits) != self._rows:
+            return [
+                (
+                    each.tracked,
+                    f"the step returned logits {list(logits.shape)}; expected {self._rows} rows",
+                )
+                for each in due
+            ]
+        logprobs = torch.log_softmax(
+            logits.index_select(0, _there([each.row for each in due], logits.device)).float(),
+            dim=-1,
+        )
+        for number, each in enumerate(due):
+            if each.grade.keep:
+                self._kept[each.grade.keep] = logprobs[number].clone()
+                self._kept.move_to_end(each.grade.keep)
+        wrong = {
+            number: why
+            for number, each in enumerate(due)
+            if (why := self._refusal(each.grade, logits.shape[1]))
+        }
+        numbers = [number for number in range(len(due)) if number not in wrong]
+        self._grade([due[number] for number in numbers], numbers, logprobs)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return [(due[number].tracked, why) for number, why in wrong.items()]
+
+    def forget(self) -> None:
+        """Drop all kept distributions."""
+        self._due.clear()
+        self._kept.clear()
+
+    def _refusal(self, grade: Grade, vocabulary: int) -> str:
+        outside = [token for token in grade.token_ids if not 0 <= token < vocabulary]
+        if outside:  # an accelerator would end the process
+            return f"token ids {outside} are outside the vocabulary of {vocabulary}"
+        if grade.against and grade.against not in self._kept:
+            return f"the reference distribution {grade.against!r} is no longer stored"
+        return ""
+
+    def _grade(self, due: Sequence[_Due], numbers: Sequence[int], logprobs: torch.Tensor) -> None:
+        """`logprobs[numbers[i]]` is of `due[i]`."""
+        rows = [
+            number for each, number in zip(due, numbers, strict=True) for _ in each.grade.token_ids
+        ]
+        tokens = [token for each in due for token in each.grade.token_ids]
+        places = _there([rows, tokens], logprobs.device)
+        parts, ends = [logprobs[places[0], places[1]].double()], len(tokens)
+        against: dict[str, list[int]] = {}
+        for place, each in enumerate(due):
+            if each.grade.against:
+                against.setdefault(each.grade.against, []).append(place)
+        divergence: dict[int, int] = {}  # place in `due` → index of its value
+        for name, of_name in against.items():
+            self._kept.move_to_end(name)
+            parts.append(
+                _divergence(
+                    self._kept[name],
+                    logprobs.index_select(
+                        0, _there([numbers[place] for place in of_name], logprobs.device)
+                    ),
+                )
+            )
+            divergence |= {place: ends + number for number, place in enumerate(of_name)}
+            ends += len(of_name)
+        values = _Values(torch.cat(parts))
+        begin = 0
+        for place, each in enumerate(due):
+            indices = list(range(begin, begin + len(each.grade.token_ids)))
+            begin += len(each.grade.token_ids)
+            if place in divergence:
+                indices.append(divergence[place])
+            each.tracked.graded = values.of(indices)
+
+
+def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """D(kept ‖ each of them), nats, float64 `[rows]`, of log-probabilities `[vocabulary]` and
+    `[rows, vocabulary]`.
+    """
+    first = kept.double()
+    share = first.exp()
+    # A token of probability 0 adds nothing, whatever its probability in the other.
+    return torch.where(share > 0, share * (first - logprobs.double()), 0.0).sum(dim=-1)
+
+
+def _there(numbers: Any, device: torch.device) -> torch.Tensor:
+    """Integers on the device, without waiting for it."""
+    here = torch.tensor(numbers, dtype=torch.int64)
+    return here if device.type == "cpu" else locked_copy(here).to(device, non_blocking=True)
+
+
+class _Values:
+    """A step's values on their way to this process."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._event = values, None
+        if values.device.type != "cpu":
+            self._values = locked_like(values)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def of(self, indices: Sequence[int]) -> Callable[[], list[float]]:
+        """Waits for them."""
+
+        def read() -> list[float]:
+            if self._event is not None:
+                self._event.synchronize()
+            return [float(self._values[index]) for index in indices]
+
+        return read
+
+
+def lacking(tracked: Tracked) -> str:
+    """Why an ended request has no grade of the next token; empty if it has one or requested
+    none.
+    """
+    if tracked.spec.grade is None:
+        return ""
+    if tracked.graded is None:
+        return "the next token was not graded: no logits at the end of the prompt"
+    values = tracked.graded()
+    return (
+        "" if all(map(math.isfinite, values)) else f"the next token's grade is not finite: {values}"
+    )
+
+
+def tap(model: nn.Module, take: Callable[[torch.Tensor], None]) -> None:
+    """Pass every result of `model.compute_logits` to `take`, including dummy runs and logits of
+    prompt tokens.
+    """
+    compute_logits = model.compute_logits
+
+    def with_grades(*args: Any, **kwargs: Any) -> Any:
+        logits = compute_logits(*args, **kwargs)
+        if logits is not None:  # another rank of the stage gets them
+            take(logits)
+        return logits
+
+    model.compute_logits = with_grades

@@ -1,0 +1,437 @@
+"""Hook points inside attention and MLP: found in the loaded layers by what their modules are, not
+by names; and installed there.
+
+vLLM fuses the projections of queries, keys and values, and shares one rotary embedding among
+layers. So `q`, `k` and `v` are read where they enter a layer's own attention, `q_proj` and `k_proj`
+are columns of what the fused projection gives, `z` and `mlp_act` enter the output projection and
+the down projection, and `router` leaves the gate of the experts.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fusion import fused_act_quant
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+
+from ....schemas.banks import BANK, BANKS, RowShape
+from ....schemas.selectors import INSIDE, Hook
+from ..files.finished_rows import Columns
+from ..hooks.architectures import Adapter
+from ..hooks.sites import Site, Sizes, Visit, buffers_of, held_layers, visit_of
+from ..rows.banks import Part
+
+#: Where a hook's rows are: an argument of the module's forward, by its place, or columns of what it
+#: returns.
+Side = int | Literal["output"]
+_ATTENTION = re.compile(r"attn|attention")
+#: Names of projections, where their classes do not distinguish them.
+_OUTPUT = re.compile(r"^(o_proj|out_proj|c_proj|dense|wo|o)$")
+_DOWN = re.compile(r"^(down_proj|fc2|c_proj|dense_4h_to_h|w2|fc_out)$")
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Where one hook of one layer is."""
+
+    module: nn.Module
+    side: Side
+    columns: Columns
+    first: int = 0  # column of the tensor at which the rows begin
+
+
+class Missing(ValueError):
+    """Why a layer does not have a hook."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """This rank among the ranks of its stage, and what the model has that one rank alone does not
+    show.
+    """
+
+    rank: int
+    size: int
+    hidden_size: int
+
+
+class _Layer:
+    """One loaded layer."""
+
+    def __init__(self, layer: nn.Module, group: Group) -> None:
+        self._layer, self._group = layer, group
+        self._parts = dict(layer.named_modules())
+        self._latent: Any = next(
+            (part for part in self._parts.values() if isinstance(part, MLAAttention)), None
+        )
+        self._attention = {
+            path: part for path, part in self._parts.items() if isinstance(part, Attention)
+        }
+
+    # -- the hooks
+    # ----------------------------------------------------------------------------------------------
+
+    def q(self) -> Inner:
+        return Inner(self._attend(), 0, self._query(self._attend().head_size))
+
+    def k(self) -> Inner:
+        return Inner(self._own_cache(), 1, self._keys(self._attend().head_size))
+
+    def v(self) -> Inner:
+        return Inner(self._own_cache(), 2, self._keys(self._attend().head_size_v))
+
+    def q_proj(self) -> Inner:
+        module, columns = self._projection("q"), self._query(self._attend().head_size)
+        return Inner(module, "output", columns)
+
+    def k_proj(self) -> Inner:
+        module, columns = self._projection("k"), self._keys(self._attend().head_size)
+        fused = isinstance(_base(module), QKVParallelLinear)
+        return Inner(
+            module, "output", columns, self._query(self._attend().head_size).size if fused else 0
+        )
+
+    def z(self) -> Inner:
+        columns = self._query(
+            self._attend().head_size_v if self._latent is None else self._latent.v_head_dim
+        )
+        linears = {
+            path: part
+            for path, part in self._linears(attention=True).items()
+            if _base(part).output_size == self._group.hidden_size
+        }
+        fitting = {
+            path: part
+            for path, part in linears.items()
+            if _base(part).input_size == columns.row.size
+        }
+        module = _only(fitting, _OUTPUT, "output projection")
+        self._splits(module)
+        return Inner(module, 0, columns)
+
+    def mlp_act(self) -> Inner:
+        if self._experts():
+            raise Missing("its experts are fused")
+        linears = {
+            path: part
+            for path, part in self._linears(attention=False).items()
+            if _base(part).output_size == self._group.hidden_size
+        }
+        module = _only(
+            {path: part for path, part in linears.items() if not _reads_stream(path, linears)},
+            _DOWN,
+            "down projection",
+        )
+        self._splits(module)
+        if (
+            fused_act_quant._FUSED_ACT_QUANT
+            and fused_act_quant.get_input_quant_key(_base(module)) is not None
+        ):
+            raise Missing("one kernel computes and quantises what enters its down projection")
+        width = _base(module).input_size
+        size = width // (self._group.size if isinstance(_base(module), RowParallelLinear) else 1)
+        first = self._group.rank * size if size < width else 0
+        return Inner(
+            module,
+            0,
+            Columns(
+                RowShape(heads=1, width=width),
+                first,
+                first + size,
+                size < width or self._group.rank == 0,
+            ),
+        )
+
+    def router(self) -> Inner:
+        experts = self._experts()
+        if not experts:
+            raise Missing("it has no experts")
+        gates = [
+            part
+            for path, part in self._linears(attention=False).items()
+            if isinstance(_base(part), ReplicatedLinear) and _base(part).output_size in experts
+        ]
+        if len(gates) != 1:
+            raise Missing(f"{len(gates)} modules could be its router")
+        gate = _base(gates[0])
+        if (made := getattr(gate, "out_dtype", None)) not in (None, gate.params_dtype):
+            raise Missing(f"its router gives {made}, not the model's dtype")
+        width = gate.output_size
+        return Inner(
+            gates[0],
+            "output",
+            Columns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0),
+        )
+
+    # -- what they are found by
+    # ---------------------------------------------------------------------------------------------
+
+    def _attend(self) -> Any:
+        if self._latent is not None:
+            raise Missing("its keys and values are latent (MLA)")
+        if len(self._attention) != 1:
+            raise Missing(
+                "it has no attention"
+                if not self._attention
+                else f"it has {len(self._attention)} attentions"
+            )
+        return next(iter(self._attention.values()))
+
+    def _own_cache(self) -> Any:
+        attention = self._attend()
+        if getattr(attention, "kv_sharing_target_layer_name", None) is not None:
+            raise Missing("it uses the keys and values of another layer")
+        return attention
+
+    def _query(self, width: int) -> Columns:
+        heads, group = (
+            (self._attend() if self._latent is None else self._latent).num_heads,
+            self._group,
+        )
+        return Columns(
+            RowShape(heads=heads * group.size, width=width),
+            group.rank * heads * width,
+            (group.rank + 1) * heads * width,
+        )
+
+    def _keys(self, width: int) -> Columns:
+        heads, group = self._attend().num_kv_heads, self._group
+        fused = [
+            _base(part)
+            for part in self._linears(attention=True).values()
+            if isinstance(_base(part), QKVParallelLinear)
+        ]
+        total = fused[0].total_num_kv_heads if fused else heads * group.size
+        replicas = max(1, heads * group.size // total)
+        first = group.rank // replicas * heads * width
+        return Columns(
+            RowShape(heads=total, width=width),
+            first,
+            first + heads * width,
+            group.rank % replicas == 0,
+        )
+
+    def _projection(self, letter: str) -> nn.Module:
+        attention = self._attend()
+        linears = self._linears(attention=True)
+        fused = [part for part in linears.values() if isinstance(_base(part), QKVParallelLinear)]
+        if len(fused) == 1:
+            size = attention.num_heads * attention.head_size + attention.num_kv_heads * (
+                attention.head_size + attention.head_size_v
+            )
+            if sum(_base(fused[0]).output_partition_sizes) != size:
+                raise Missing("its projection gives more than queries, keys and values")
+            return fused[0]
+        heads = attention.num_heads if letter == "q" else attention.num_kv_heads
+        width = heads * attention.head_size * self._group.size
+        named = [
+            part
+            for path, part in linears.items()
+            if path.rpartition(".")[2] in (f"{letter}_proj", letter, f"w{letter}")
+        ]
+        if len(named) != 1 or _base(named[0]).output_size != width:
+            raise Missing("its queries and keys are not given by projections of their own")
+        return named[0]
+
+    def _linears(self, *, attention: bool) -> dict[str, nn.Module]:
+        """Path → linear module in the layer's attention, or outside of it."""
+        within = {path.partition(".")[0] for path in self._attention if "." in path}
+        within |= {
+            name
+            for name, _ in self._layer.named_children()
+            if not within and _ATTENTION.search(name)
+        }
+        # LoRA calls what is around it
+        outer = {
+            path: part for path, part in self._parts.items() if not path.endswith(".base_layer")
+        }
+        linears = {
+            path: part for path, part in outer.items() if isinstance(_base(part), LinearBase)
+        }
+        return {
+            path: part
+            for path, part in linears.items()
+            if (path.partition(".")[0] in within) == attention
+        }
+
+    def _experts(self) -> set[int]:
+        """How many experts a module of the layer chooses from."""
+        configs = (getattr(part, "moe_config", None) for part in self._parts.values())
+        return {
+            number
+            for each in configs
+            if each is not None and isinstance(number := each.num_logical_experts, int)
+        }
+
+    def _splits(self, module: nn.Module) -> None:
+        if self._group.size > 1 and not (
+            isinstance(_base(module), RowParallelLinear) and _base(module).input_is_parallel
+        ):
+            raise Missing("every rank computes the whole of it, or splits it after the hook")
+
+
+def _base(part: nn.Module) -> Any:
+    """A linear module without what LoRA puts around it."""
+    inner = getattr(part, "base_layer", part)
+    return inner if isinstance(inner, LinearBase) else part
+
+
+def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
+    """Whether it is a square matrix beside one that is not: no down projection."""
+    square = _base(linears[path]).input_size == _base(linears[path]).output_size
+    return square and len(linears) > 1
+
+
+def _only(found: Mapping[str, nn.Module], names: re.Pattern[str], what: str) -> nn.Module:
+    """The one that splits its input over ranks, or is named so. Raises Missing."""
+    rows = [part for part in found.values() if isinstance(_base(part), RowParallelLinear)]
+    named = [part for path, part in found.items() if names.search(path.rpartition(".")[2])]
+    for candidates in (rows, named):
+        if len(candidates) == 1:
+            return candidates[0]
+    raise Missing(f"{len(rows) or len(named)} modules could be its {what}")
+
+
+def find(
+    layers: Sequence[tuple[int, nn.Module]], hooks: Sequence[Hook], group: Group
+) -> tuple[dict[Hook, list[Inner]], dict[str, str]]:
+    """Hook → where it is in each of `layers`; and hook → why there is none.
+
+    A hook must be in every layer, with rows of one shape; rows of one bank must have one shape too.
+    """
+    found: dict[Hook, list[Inner]] = {}
+    absent: dict[str, str] = {}
+    shapes: dict[str, tuple[Hook, Columns]] = {}
+    # `z` decides about the shape of its bank: where values are narrower than keys, as in latent
+    # attention, it remains.
+    for hook in sorted((hook for hook in INSIDE if hook in hooks), key=lambda hook: hook != "z"):
+        inners: list[Inner] = []
+        try:
+            for number, layer in layers:
+                try:
+                    inners.append(getattr(_Layer(layer, group), hook)())
+                except Missing as error:
+                    raise Missing(f"layer {number}: {error}") from error
+                if inners[-1].columns != inners[0].columns:
+                    raise Missing(
+                        f"layer {number} has rows of another width than layer {layers[0][0]}"
+                    )
+            other, columns = shapes.setdefault(BANK[hook], (hook, inners[0].columns))
+            if inners[0].columns != columns:
+                raise Missing(f"its heads have another width than those of {other}")
+        except Missing as error:
+            absent[hook] = str(error)
+            continue
+        found[hook] = inners
+    return {hook: found[hook] for hook in INSIDE if hook in found}, absent
+
+
+def install_inside(
+    model: nn.Module,
+    adapter: Adapter,
+    hooks: Sequence[Hook],
+    group: Group,
+    sizes: Callable[[int], Sizes],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    always: bool,
+) -> tuple[list[Part], dict[Hook, list[Inner]], dict[str, str]]:
+    """Wrap what is there of `hooks` in the layers that this rank holds.
+
+    Returns one part for each bank, hook → where it is in each layer, and hook → why it is not
+    there.
+    `sizes`: of the buffers of so many sites; `always` as for `sites.install`.
+    """
+    layers = held_layers(model, adapter)
+    found, absent = find(layers, hooks, group)
+    parts = []
+    wrapped: dict[nn.Module, list[tuple[Inner, Visit, Site]]] = {}
+    for bank, of_bank in BANKS.items():
+        mine = [hook for hook in of_bank if hook in found]
+        if not mine:
+            continue
+        columns = found[mine[0]][0].columns
+        places = [
+            (hook, number, inner)
+            for place, (number, _) in enumerate(layers)
+            for hook in mine
+            for inner in [found[hook][place]]
+        ]
+        sites = [Site(hook, number, "single") for hook, number, _ in places]
+        buffers = buffers_of(len(sites), sizes(len(sites)), columns.size, dtype, device)
+        for first, (site, (_, _, inner)) in enumerate(zip(sites, places, strict=True)):
+            visit = visit_of(inner.module, [site], first, buffers, always, bank)
+            wrapped.setdefault(inner.module, []).append((inner, visit, site))
+        parts.append(Part(bank, sites, buffers, columns))
+    for module, visits in wrapped.items():
+        _wrap(module, visits, always)
+    return parts, found, absent
+
+
+def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:
+    """Have `module.forward` visit these sites.
+
+    Edited rows take the place of those that it gets, or are written into what it returns.
+    """
+    forward = module.forward
+    names = tuple(inspect.signature(getattr(forward, "bare", forward)).parameters)
+    inputs = tuple(
+        (inner.side, inner.columns.size, visit, site)
+        for inner, visit, site in visits
+        if inner.side != "output"
+    )
+    outputs = tuple(
+        (inner.first, inner.columns.size, visit, site)
+        for inner, visit, site in visits
+        if inner.side == "output"
+    )
+
+    def with_sites(*args: Any, **kwargs: Any) -> Any:
+        for side, width, visit, site in inputs:
+            if torch.compiler.is_compiling() or always or site.busy:
+                if side < len(args):
+                    args = (*args[:side], _visited(visit, args[side], width), *args[side + 1 :])
+                else:
+                    kwargs = {**kwargs, names[side]: _visited(visit, kwargs[names[side]], width)}
+        result = forward(*args, **kwargs)
+        for first, width, visit, site in outputs:
+            if torch.compiler.is_compiling() or always or site.busy:
+                rows = result[0] if isinstance(result, tuple) else result
+                _visit_columns(visit, rows, first, width)
+        return result
+
+    with_sites.bare = getattr(forward, "bare", forward)  # type: ignore[attr-defined]
+    module.forward = with_sites
+
+
+def _visited(visit: Visit, rows: torch.Tensor, width: int) -> torch.Tensor:
+    """`rows`, of any shape with `width` numbers for each token, as the site leaves them.
+
+    Views of a larger tensor are copied.
+    """
+    flat = rows.reshape(-1, width).contiguous()
+    visit(flat, None)
+    return flat.view(rows.shape)
+
+
+def _visit_columns(visit: Visit, rows: torch.Tensor, first: int, width: int) -> None:
+    """Columns of `rows` `[tokens, …]` as the site leaves them."""
+    flat = rows.view(-1, rows.shape[-1])
+    if flat.shape[1] == width:
+        visit(flat, None)
+        return
+    part = flat[:, first : first + width].contiguous()
+    visit(part, None)
+    flat[:, first : first + width] = part

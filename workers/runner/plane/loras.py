@@ -1,0 +1,253 @@
+"""LoRA adapters on a rank: what is loaded, and with which of them the rows of a step were computed.
+
+vLLM keeps and applies them. What its kernels applied is read back here, from the mapping of rows
+that they got.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from vllm.lora import model_manager
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import LinearBase
+
+from ....schemas.lora_files import CONFIG, WEIGHTS, digest_of, general_name, raw_files
+from ....schemas.selectors import as_ranges
+from ..base.engine_step import StepView
+from ..edits.actions import ActionLedger
+from ..rows.planner import Tracked
+
+logger = logging.getLogger(__name__)
+
+
+class Loras:
+    """One per rank that serves adapters. `manager`: the runner's `LRUCacheWorkerLoRAManager`."""
+
+    def __init__(self, manager: Any, scratch: Path) -> None:
+        """`scratch`: a folder for copies while they are loaded."""
+        self._worker, self._manager, self._scratch = manager, manager._adapter_manager, scratch
+        self._digests: dict[int, str] = {0: ""}  # vLLM's number → content
+        for wrapper in self._manager.punica_wrapper_mapping.values():
+            if type(wrapper) is PunicaWrapperCPU:
+                wrapper.__class__ = _BySegment
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._digests.values()
+
+    def names(self) -> list[tuple[int, str]]:
+        return sorted(self._digests.items())
+
+    def put(self, number: int, digest: str, folder: str) -> None:
+        """Load the adapter in `folder`, which must have this content. Raises ValueError.
+
+        vLLM reads a copy of the very bytes that were compared: the files may change meanwhile.
+        """
+        config, weights = raw_files(Path(folder))
+        if (found := digest_of(config, weights)) != digest:
+            raise ValueError(
+                f"the files have changed since they were registered: {found[:12]} instead of "
+                f"{digest[:12]}"
+            )
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=self._scratch, prefix="lora-") as copy:
+            Path(copy, CONFIG).write_bytes(config)
+            Path(copy, WEIGHTS).write_bytes(weights)
+            try:
+                lora = self._worker._load_adapter(LoRARequest(digest, number, copy))
+                self._manager.add_adapter(lora)
+            except Exception as error:  # of many kinds
+                raise ValueError(f"vLLM cannot load it: {error}") from error
+        self._digests[number] = digest
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._manager.remove_adapter(number)
+            self._digests.pop(number, None)
+
+    def used(self, first: int, count: int) -> str:
+        """Digest of the adapter that rows `[first, first + count)` of the step were computed with;
+        empty for the model alone.
+
+        Raises RuntimeError when it is not one for all of them, or not one that was loaded here.
+        """
+        mapping = self._manager._last_mapping
+        numbers = (
+            {int(number) for number in mapping.index_mapping[first : first + count]}
+            if mapping is not None
+            else set()
+        )
+        if len(numbers) != 1:
+            raise RuntimeError(
+                f"rows {first} to {first + count - 1} were computed with {len(numbers)} adapters"
+            )
+        number = numbers.pop()
+        if number not in self._digests or (number and number not in self._manager.lora_index_to_id):
+            raise RuntimeError(
+                f"rows {first} to {first + count - 1} were computed with an adapter that is not "
+                f"loaded (number {number})"
+            )
+        return self._digests[number]
+
+    def account(
+        self,
+        step: int,
+        view: StepView,
+        tracked: Mapping[str, Tracked],
+        actions: ActionLedger,
+        faulty: Callable[[], bool],
+    ) -> None:
+        """Compare the adapter of every row of the step that ran with its request's; once for each
+        request, put it into the ledger.
+
+        Raises RuntimeError where they differ, which ends the engine: all rows and cached blocks of
+        this rank are doubtful then.
+        `faulty`: tests only, whether they are to differ.
+        """
+        for rows in view.requests:
+            asked = tracked.get(rows.id)
+            wanted = (
+                asked.spec.lora.digest if asked is not None and asked.spec.lora is not None else ""
+            )
+            used = "another" if faulty() else self.used(rows.first_row, rows.num_rows)
+            if used != wanted:
+                raise RuntimeError(
+                    f"rows of request {rows.id} were computed with adapter {used[:12]!r} instead of "
+                    f"{wanted[:12]!r}"
+                )
+            if asked is not None and wanted and not asked.accounted:
+                asked.accounted = True
+                actions.fold(
+                    step, "lora", asked.spec.job, asked.spec.request, asked.spec.attempt, used
+                )
+
+    def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
+        """What adapters may change in this rank's layers, as `LoraSupport.modules` in plain
+        containers. `hf_config`: of the model.
+        """
+        layers: dict[str, dict[tuple[int, int], set[int | None]]] = {}
+        theirs = _names_at_transformers(self._manager.model, hf_config)
+        for name, module in self._manager.modules.items():
+            for part, inputs, outputs in _parts(name, module, self._manager.packed_modules_mapping):
+                general, layer = general_name(theirs.get(part, part))
+                layers.setdefault(general, {}).setdefault((inputs, outputs), set()).add(layer)
+        return {
+            name: [
+                {
+                    "inputs": inputs,
+                    "outputs": outputs,
+                    "layers": as_ranges(number for number in numbers if number is not None),
+                }
+                for (inputs, outputs), numbers in shapes.items()
+            ]
+            for name, shapes in layers.items()
+        }
+
+
+def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
+    """vLLM's name of a module → transformers', which an adapter's file has; where they are equal,
+    nothing.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    try:
+        with torch.device("meta"):
+            reference = getattr(transformers, hf_config.architectures[0])(hf_config)
+        rename = mapper.get_rename_mapper()
+        found = {rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()}
+    except Exception as error:  # of many kinds
+        logger.warning(
+            ("modules of adapters are named as vLLM names them: transformers cannot build %s: %s"),
+            hf_config.architectures,
+            error,
+        )
+        return {}
+    return {mapped.removesuffix(".weight"): name for mapped, name in found.items() if mapped}
+
+
+def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
+    """Whether vLLM is to put an adapter's layer in place of this module.
+
+    Adapters of experts, embeddings and `lm_head` are refused, and vLLM's layers for experts cannot
+    run on CPUs, with or without one.
+    """
+    return (
+        isinstance(module, LinearBase | BaseLayerWithLoRA)
+        and "lm_head" not in name
+        and _supported(name, module, supported)
+    )
+
+
+_supported = model_manager.is_supported_lora_module
+model_manager.is_supported_lora_module = _linear_only
+
+
+def _parts(
+    name: str, module: BaseLayerWithLoRA, packed: dict[str, list[str]]
+) -> list[tuple[str, int, int]]:
+    """(Name, inputs, outputs) of the checkpoint's linear layers that vLLM has in this one.
+
+    Of other kinds of layers none.
+    """
+    if not isinstance(module, BaseLinearLayerWithLoRA):
+        return []
+    base: Any = module.base_layer
+    parent, _, last = name.rpartition(".")
+    members = packed.get(last, [last])
+    sizes = [base.output_size] if len(members) == 1 else list(base.output_sizes)
+    if hasattr(base, "total_num_kv_heads") and len(members) == 3:
+        # `output_sizes` counts heads that ranks repeat
+        kv = base.total_num_kv_heads
+        sizes = [base.total_num_heads * base.head_size, kv * base.head_size, kv * base.v_head_size]
+    if len(sizes) != len(members):
+        return []
+    return [
+        (f"{parent}.{member}", base.input_size, size)
+        for member, size in zip(members, sizes, strict=True)
+    ]
+
+
+class _BySegment(PunicaWrapperCPU):
+    """vLLM's arithmetic on CPUs, for rows of one adapter at a time.
+
+    vLLM's own takes −1, which means no adapter, for a place in the stack of adapters: in a mixed
+    batch rows of the model alone get the last one. It also copies an adapter's weights for every
+    row.
+    """
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[torch.Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.no_lora or self.batch_size < 0:  # below: no step has begun
+            return
+        rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        starts, lengths, slots, *_ = self.prefill_metadata
+        for start, length, slot in zip(
+            starts.tolist(), lengths.tolist(), slots.tolist(), strict=True
+        ):
+            if slot < 0:
+                continue
+            mine, column = rows[start : start + length].float(), 0
+            for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+                shrunk = scale * (mine @ a[slot, 0].float().T)
+                out[start : start + length, column : column + width] += (
+                    shrunk @ b[slot, 0].float().T
+                ).to(out.dtype)
+                column += width

@@ -1,0 +1,254 @@
+"""Re-entry: starting a step's forward above the first layer, with rows of a source run.
+
+Only forwards that run as Python do. Why, how, and what it gains:
+`docs/decisions/0006-reentry-and-grading.md`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....schemas.specs import RankSpec
+from ..base.engine_step import RequestRows, StepView
+from ..base.host_memory import locked_copy
+from ..edits.source_runs import RunStore
+from ..hooks.architectures import ARCHITECTURES, Adapter
+from ..hooks.sites import held_layers, places
+from ..rows.finite_check import all_finite
+from ..rows.planner import Tracked
+
+#: Of one request: the engine's request as this rank knows it, and its rows of the step.
+_Member = tuple[Tracked, RequestRows]
+
+
+class ReentryGate:
+    """The entry layer of the rank's next forward.
+
+    The layers below return their input, at no cost.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        """`layers`: the absolute numbers of those that the rank holds, ascending."""
+        self.layers = layers
+        self.begin = 0  # absolute number of the first layer that is computed; 0: all are
+        # `[rows of the step, hidden_size]`, what enters that layer, if the rank holds it
+        self.stream: torch.Tensor | None = None
+
+    def open(self, begin: int) -> int:
+        """The next forward begins at this layer; returns how many of the rank's layers it leaves
+        out.
+        """
+        self.begin = begin
+        return sum(layer < begin for layer in self.layers)
+
+    def close(self) -> None:
+        """The next forward begins at the first layer again."""
+        self.begin, self.stream = 0, None
+
+    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What enters the first layer, in the shape of `hidden` (`[…, rows, hidden_size]`, perhaps
+        padded): ours to write to.
+
+        Rows that could not be had are zeros: their requests have failed.
+        """
+        stream = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        if self.stream is not None:
+            stream.view(-1, hidden.shape[-1])[: len(self.stream)] = self.stream
+        return stream
+
+
+def enters_above(adapter: Adapter) -> bool:
+    """Whether a forward may begin above the first layer: layers are known to hand on their stream
+    and nothing else, as the table says.
+
+    Not where layers are of several kinds: recurrent ones keep a state of their own.
+    """
+    return adapter.architecture in ARCHITECTURES and not adapter.kinds
+
+
+def install_gate(model: nn.Module, adapter: Adapter) -> ReentryGate:
+    """Wrap the decoder layers that this rank holds.
+
+    After `sites.install`: the sites of a layer that is left out must not run.
+    """
+    held = held_layers(model, adapter)
+    gate = ReentryGate([number for number, _ in held])
+    for number, layer in held:
+        _wrap(gate, number, layer, pair=adapter.tap("pre_attn", 1).kind == "pair")
+    return gate
+
+
+def _wrap(gate: ReentryGate, number: int, layer: nn.Module, *, pair: bool) -> None:
+    """`pair`: the layer takes and gives `(hidden, residual)`, whose sum is the stream; else one
+    tensor.
+    """
+    forward = layer.forward
+    hidden_at, residual_at = places(type(layer).forward.__get__(layer))
+
+    def with_gate(*args: Any, **kwargs: Any) -> Any:
+        if number > gate.begin or not gate.begin:
+            return forward(*args, **kwargs)
+        arguments = list(args)
+        hidden = arguments[hidden_at] if hidden_at < len(arguments) else kwargs["hidden_states"]
+        if number < gate.begin:
+            # A later stage wants two tensors, also where nothing was deferred yet.
+            return (hidden, hidden) if pair else hidden
+        stream = gate.entering(hidden)
+        # −0 + x is x, bit for bit, also where x is a zero: as a replaced row.
+        _put(
+            arguments,
+            kwargs,
+            hidden_at,
+            "hidden_states",
+            torch.full_like(hidden, -0.0) if pair else stream,
+        )
+        if pair:
+            _put(arguments, kwargs, residual_at, "residual", stream)
+        return forward(*arguments, **kwargs)
+
+    layer.forward = with_gate
+
+
+def _put(
+    args: list[Any], kwargs: dict[str, Any], place: int, name: str, value: torch.Tensor
+) -> None:
+    if place < len(args):
+        args[place] = value
+    else:
+        kwargs[name] = value
+
+
+def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size: int) -> int:
+    """The layer at which a step of these requests begins, the same on every rank; 0: the first, as
+    ever.
+
+    `None` for a request without a spec. `block_size`: tokens in a block of the KV cache. What is
+    known only here, such as whether the rows are, must not count: ranks that leave out other layers
+    would wait for each other.
+    """
+    layers: list[int] = []
+    jobs: dict[str, list[int]] = {}  # job of the runs → layers that its requests are entered at
+    for spec, rows in step:
+        if spec is None or spec.entry is None or not _may_enter(spec, rows, block_size):
+            return 0
+        layers.append(spec.entry.layer)
+        jobs.setdefault(spec.entry.run.split(".", 1)[0], []).append(spec.entry.layer)
+    lowest = min(layers, default=0)
+    # The runs of one job have rows of every layer that one of them is entered at.
+    return lowest if all(lowest in of_job for of_job in jobs.values()) else 0
+
+
+def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
+    """Whether nothing needs what the layers below the entry would compute of these rows."""
+    assert spec.entry is not None
+    if spec.captures or rows.first_position + rows.num_rows != spec.prompt_tokens:
+        return False
+    # Blocks that end before the first position that is touched are found by others.
+    if rows.first_position < max(spec.first_affected, 0) // block_size * block_size:
+        return False
+    return all(
+        layer >= spec.entry.layer
+        for entry in (*spec.global_steering, *spec.steering)
+        for layer in entry.layers
+    )
+
+
+class Reentry:
+    """One per rank: `plan` before the forward, `done` after it."""
+
+    def __init__(
+        self,
+        gate: ReentryGate,
+        runs: RunStore,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`hidden_size` and `dtype`: of the stream."""
+        self._gate, self._runs, self._hidden_size, self._dtype, self._device = (
+            gate,
+            runs,
+            hidden_size,
+            dtype,
+            device,
+        )
+        self.block_size = 1  # of the KV cache, once it is known
+        self.steps = 0  # that began above the first layer
+        self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
+
+    def plan(
+        self, mine: Sequence[_Member], view: StepView, fail: Callable[[Tracked, str], None]
+    ) -> None:
+        """`mine`: the requests of `view` with a spec.
+
+        Calls `fail` for those whose rows are not on this rank.
+        """
+        if not any(tracked.spec.entry is not None for tracked, _ in mine):
+            return
+        specs = {rows.id: tracked.spec for tracked, rows in mine}
+        begin = first_layer([(specs.get(rows.id), rows) for rows in view.requests], self.block_size)
+        if not begin:
+            return
+        self.steps += 1
+        self.skipped += self._gate.open(begin) * view.num_rows
+        if begin in self._gate.layers:  # the other stages' forward goes on with what they get
+            self._gate.stream = self._stream(begin, mine, view.num_rows, fail)
+
+    def done(self) -> None:
+        if self._gate.begin:
+            self._gate.close()
+
+    def _stream(
+        self,
+        layer: int,
+        mine: Sequence[_Member],
+        num_rows: int,
+        fail: Callable[[Tracked, str], None],
+    ) -> torch.Tensor:
+        """`[num_rows, hidden_size]`, what enters `layer`."""
+        by_run: dict[str, list[_Member]] = {}
+        for tracked, rows in mine:
+            assert tracked.spec.entry is not None
+            by_run.setdefault(tracked.spec.entry.run, []).append((tracked, rows))
+        stream = torch.zeros(num_rows, self._hidden_size, dtype=self._dtype)
+        for key, members in by_run.items():
+            try:
+                self._fill(stream, key, layer, members)
+            except LookupError as error:
+                if len(members) == 1:
+                    fail(members[0][0], str(error))
+                    continue
+                for member in members:  # find the requests whose rows are missing
+                    try:
+                        self._fill(stream, key, layer, [member])
+                    except LookupError as of_one:
+                        fail(member[0], str(of_one))
+        return (stream if self._device.type == "cpu" else locked_copy(stream)).to(
+            self._device, non_blocking=True
+        )
+
+    def _fill(self, stream: torch.Tensor, key: str, layer: int, members: Sequence[_Member]) -> None:
+        """Raises LookupError when one of these requests' rows is not in the run, or the run not
+        here.
+        """
+        positions = [
+            position
+            for _, rows in members
+            for position in range(rows.first_position, rows.first_position + rows.num_rows)
+        ]
+        found = self._runs.rows(key, "pre_attn", layer, positions)
+        if not all_finite(found):
+            raise LookupError(
+                f"source run {key}: its rows of pre_attn of layer {layer} are not all finite"
+            )
+        if len(positions) == len(stream):
+            stream.copy_(found)
+        else:
+            tokens = [
+                token
+                for _, rows in members
+                for token in range(rows.first_row, rows.first_row + rows.num_rows)
+            ]
+            stream[torch.tensor(tokens)] = found.to(self._dtype)

@@ -1,0 +1,156 @@
+"""Reports of ended or failed requests: makes the receipt and hands captures to the writer."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....schemas.receipts import Receipt
+from ....schemas.specs import RankSpec
+from ....schemas.version import __version__
+from ..base.config import Place, PlaneConfig
+from ..edits.actions import ActionLedger
+from ..files.finished_rows import FinishedCapture
+from ..files.writer import InterventionError, WriteJob, Writer
+from ..probes.watches import ProbeError
+from ..rows.capture import Recording
+from ..rows.finite_check import precedes_edits
+from ..rows.planner import Tracked
+from .grading import lacking
+
+
+class Reports:
+    """One per rank. At most one receipt for each request: `Tracked.reported`."""
+
+    def __init__(
+        self,
+        config: PlaneConfig,
+        place: Place,
+        writer: Writer,
+        actions: ActionLedger,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        num_layers: int,
+    ) -> None:
+        """`hidden_size` and `dtype`: of captured rows. `num_layers`: of the whole model."""
+        self._config, self._place, self._writer, self._actions = config, place, writer, actions
+        self._hidden_size, self._dtype = hidden_size, dtype
+        self.origin: dict[str, Any] = {
+            "worker": config.worker,
+            "rank": place.rank,
+            "pp": place.pp,
+            "stages": place.stages,
+            "num_layers": num_layers,
+            "caveats": tuple(config.caveats),
+            "identity": config.identity,
+        }
+
+    def over(self, step: int, tracked: Tracked, token_ids: list[int], rows: int) -> None:
+        """The request ended with these tokens, prompt included: write what was recorded of the
+        first `rows`, then report.
+        """
+        if tracked.reported:
+            return
+        if self._place.grades and (lack := lacking(tracked)):
+            self.failed(step, tracked, lack, "intervention_failed")
+            return
+        if tracked.watch is not None:
+            try:
+                tracked.scores, checksum = tracked.watch.results(rows, tracked.stopped_by)
+            except ProbeError as error:
+                self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
+                return
+            if tracked.gates is not None:
+                checksum = tracked.gates.checksum(rows, checksum)
+                tracked.scores = [tracked.gates.shown(score, rows) for score in tracked.scores]
+            self._actions.fold(step, "probe", *tracked.spec.ids, checksum)
+        tracked.reported = True
+        recordings = [
+            recording for recording in tracked.recordings.values() if not recording.capture.scored
+        ]
+        builds = [
+            partial(self._build, tracked, recording, token_ids, rows) for recording in recordings
+        ]
+        size = (
+            sum(recording.num_rows * recording.width(self._hidden_size) for recording in recordings)
+            * self._dtype.itemsize
+        )
+        self._writer.submit(WriteJob(self._receipt(step, tracked), builds, size))
+
+    def failed(self, step: int, tracked: Tracked, message: str, kind: str) -> None:
+        """Report it now, without waiting for the request to end. `kind`: see `Receipt.kind`."""
+        if tracked.reported:
+            return
+        tracked.failure, tracked.failure_kind, tracked.reported = message, kind, True
+        for recording in tracked.recordings.values():
+            recording.forget()
+        self._writer.submit(WriteJob(self._receipt(step, tracked), [], 0))
+
+    def _build(
+        self, tracked: Tracked, recording: Recording, token_ids: list[int], rows: int
+    ) -> FinishedCapture:
+        """Runs in a writer thread.
+
+        Raises InterventionError for a row that is not finite, unless the unedited model made it so.
+        """
+        place = self._place
+        capture = recording.finish(
+            tracked.spec,
+            token_ids,
+            rows=rows,
+            hidden_size=self._hidden_size,
+            dtype=self._dtype,
+            **self.origin,
+        )
+        if capture.unsound is not None and not tracked.unsound:
+            hook, layer, position = capture.unsound
+            if not precedes_edits(
+                tracked.spec, position, (hook, layer), after=recording.capture.at == "after"
+            ):
+                where = f"{hook} of layer {layer}, position {position}"
+                raise InterventionError(
+                    f"the captured row at {where} is not finite, after edits of this request (rank "
+                    f"{place.rank})"
+                )
+        return capture
+
+    def _receipt(self, step: int, tracked: Tracked) -> Receipt:
+        spec, place = tracked.spec, self._place
+        return Receipt(
+            version=__version__,
+            worker=self._config.worker,
+            boot=self._config.boot,
+            job=spec.job,
+            request=spec.request,
+            attempt=spec.attempt,
+            rank=place.rank,
+            world=place.world,
+            tp=place.tp,
+            pp=place.pp,
+            step=step,
+            actions=self._actions.count,
+            checksum=self._actions.checksum,
+            status="error" if tracked.failure else "ok",
+            message=tracked.failure,
+            applied=tracked.applied,
+            kind=tracked.failure_kind,
+            global_version=spec.global_version,
+            epoch=self._actions.epoch,
+            graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
+            trace=spec.trace,
+            scores=tracked.scores if place.tp == 0 and not tracked.failure else [],
+            identity=self._config.identity,
+        )
+
+
+def unreadable(raw: dict[str, Any]) -> Tracked:
+    """A request whose spec cannot be read, for an error receipt."""
+    spec = RankSpec(
+        version=str(raw.get("version", "")),
+        job=str(raw.get("job", "")),
+        request=int(raw.get("request", 0)),
+        attempt=int(raw.get("attempt", 0)),
+        prompt_tokens=0,
+    )
+    return Tracked(spec)

@@ -1,0 +1,286 @@
+"""Watches: the scores of one request on a rank."""
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ....schemas.probes import ProbeScore, StoredProbe
+from .aggregates import aggregate
+from .probe_news import News, Scored
+
+#: Positions for which a watch has room at first; it grows by doubling.
+_ROOM = 256
+
+
+class ProbeError(RuntimeError):
+    """A token could not be scored."""
+
+
+class Kind:
+    """What watches of the same probes have in common. A column is a label of a probe."""
+
+    def __init__(self, probes: Sequence[StoredProbe]) -> None:
+        contents = [probe.content for probe in probes]
+        ends = np.cumsum([len(content.labels) for content in contents]).tolist()
+        # of each probe
+        self.columns = [
+            range(end - len(content.labels), end)
+            for content, end in zip(contents, ends, strict=True)
+        ]
+        self.width: int = ends[-1]
+        thresholds = [
+            np.inf if threshold is None else threshold
+            for content in contents
+            for threshold in content.thresholds
+        ]
+        stops = [probe.action == "stop" for probe in probes for _ in probe.content.labels]
+        self.thresholds = np.array(thresholds)
+        # of the columns that end a request
+        self.stop_thresholds = np.where(stops, self.thresholds, np.inf)
+        self.acts = any(stops)
+        # about what follows the token
+        self.decides = self.acts or any(probe.action == "steer" for probe in probes)
+        self.names = [probe.name for probe in probes for _ in probe.content.labels]
+        kinds = [
+            (content.aggregation, content.decay if content.aggregation == "exponential" else 0.0)
+            for content in contents
+        ]
+        of_column = [
+            kind for kind, content in zip(kinds, contents, strict=True) for _ in content.labels
+        ]
+        #: Aggregation and decay → columns.
+        self.aggregations = {
+            kind: np.array([number for number, each in enumerate(of_column) if each == kind])
+            for kind in dict.fromkeys(kinds)
+        }
+        # of one position; of means and maxima see `advanced`
+        self._steps = np.array([1.0 - decay for _, decay in of_column])
+
+    def advanced(self, before: np.ndarray, scores: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """`[watches, columns]`: aggregates at each one's position, from those at the position
+        before and its scores there.
+        """
+        made: np.ndarray = before + self._steps * (scores - before)
+        if (last := self.aggregations.get(("last", 0.0))) is not None:
+            made[:, last] = scores[:, last]
+        if (means := self.aggregations.get(("mean", 0.0))) is not None:
+            made[:, means] = before[:, means] + (scores[:, means] - before[:, means]) / (
+                positions[:, None] + 1
+            )
+        if (largest := self.aggregations.get(("max", 0.0))) is not None:
+            made[:, largest] = np.maximum(before[:, largest], scores[:, largest])
+        return made
+
+
+class Watch:
+    """The scores of one request on this rank: `scores[position, column]`, a column for each label
+    of each probe. NaN: not computed.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        probes: Sequence[StoredProbe],
+        streams_from: int = -1,
+        kind: Kind | None = None,
+    ) -> None:
+        """`request_id`: in the engine.
+
+        `streams_from`: the first position whose scores are news; -1: none is.
+
+        `kind`: of these probes, where there is one already.
+        """
+        self.request_id, self.probes, self._streams_from = request_id, list(probes), streams_from
+        self.kind = kind or Kind(probes)
+        self.scores = np.full((_ROOM, self.kind.width), np.nan, dtype=np.float32)
+        self.aggregates = np.full((_ROOM, self.kind.width), np.nan)  # filled up to `_aggregated`
+        self._aggregated = 0
+        self.reached = 0  # the first position that was never scored
+        self._lowest = 0  # of the positions scored since the last news
+
+    @property
+    def urgent(self) -> bool:
+        """Whether its scores are needed as soon as a step is over."""
+        return self.kind.decides or self._streams_from >= 0
+
+    def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
+        """`scores`: `[positions, len(columns)]`, from position `first` on.
+
+        What is computed again replaces what was there.
+        """
+        stop = first + len(scores)
+        if stop > len(self.scores):
+            more = max(stop, 2 * len(self.scores)) - len(self.scores)
+            self.scores = np.pad(self.scores, ((0, more), (0, 0)), constant_values=np.nan)
+            self.aggregates = np.pad(self.aggregates, ((0, more), (0, 0)), constant_values=np.nan)
+        self.scores[first:stop, columns] = scores
+        self.reached = max(self.reached, stop)
+        self._aggregated, self._lowest = min(self._aggregated, first), min(self._lowest, first)
+
+    def _aggregate(self, stop: int) -> None:
+        """The aggregates of the positions below `stop`."""
+        first = self._aggregated
+        if first >= stop:
+            return
+        if first and stop == first + 1:
+            self._advance(first)
+            return
+        for (kind, decay), columns in self.kind.aggregations.items():
+            before = self.aggregates[first - 1, columns] if first else None
+            self.aggregates[first:stop, columns] = aggregate(
+                kind, self.scores[first:stop, columns], decay, before, first
+            )
+        self._aggregated = stop
+
+    def _advance(self, position: int) -> None:
+        """As `_aggregate`, by one position: what most steps need of most requests."""
+        made = self.kind.advanced(
+            self.aggregates[[position - 1]], self.scores[[position]], np.array([position])
+        )
+        self.aggregates[position] = made[0]
+        self._aggregated = position + 1
+
+    @property
+    def follows(self) -> bool:
+        """Whether it needs what `news_of_all` computes for many at a time: the aggregates of one
+        position, to compare with thresholds.
+        """
+        return (
+            self.kind.acts
+            and self._streams_from < 0
+            and 0 < self._aggregated == self._lowest == self.reached - 1
+        )
+
+    def follow(self, others: Sequence["Watch"]) -> list[News]:
+        """News of these watches, of this one's kind, that all follow."""
+        positions = [watch.reached - 1 for watch in others]
+        before = np.array(
+            [
+                watch.aggregates[position - 1]
+                for watch, position in zip(others, positions, strict=True)
+            ]
+        )
+        scores = np.array(
+            [watch.scores[position] for watch, position in zip(others, positions, strict=True)]
+        )
+        made = self.kind.advanced(before, scores, np.array(positions))
+        for watch, position, aggregates in zip(others, positions, made, strict=True):
+            watch.aggregates[position] = aggregates
+            watch._aggregated = watch._lowest = position + 1
+        above = made >= self.kind.stop_thresholds
+        crossed = np.flatnonzero(above.any(axis=1)).tolist() if above.any() else []
+        return [
+            News(
+                others[each].request_id,
+                positions[each],
+                self.kind.names[int(above[each].argmax())],
+                [],
+            )
+            for each in crossed
+        ]
+
+    def news(self, stop: int) -> News | None:
+        """What follows from the scores since the last news, of positions below `stop`; None:
+        nothing that anybody waits for.
+        """
+        first, self._lowest = self._lowest, stop
+        if not self.kind.acts and self._streams_from < 0:
+            return None
+        self._aggregate(stop)
+        stop_at, name = -1, ""
+        if (
+            self.kind.acts
+            and (above := self.aggregates[first:stop] >= self.kind.stop_thresholds).any()
+        ):
+            row = int(above.any(axis=1).argmax())
+            stop_at, name = first + row, self.kind.names[int(above[row].argmax())]
+        told = range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
+        scored = [
+            Scored(position, self.scores[position].tolist(), self.aggregates[position].tolist())
+            for position in told
+        ]
+        return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
+
+    def above(self, probe: int, position: int) -> bool:
+        """Whether an aggregate of probe number `probe`, up to this position, is at or above its
+        threshold. Raises ProbeError.
+        """
+        mine = self.kind.columns[probe]
+        if position < self.reached:
+            self._aggregate(position + 1)
+        aggregates = (
+            self.aggregates[position, mine.start : mine.stop]
+            if position < self.reached
+            else np.full(1, np.nan)
+        )
+        if not np.isfinite(aggregates).all():
+            why = "its score is not finite" if position < self.reached else "it was not scored"
+            raise ProbeError(
+                f"probe {self.probes[probe].name!r}: {why} at position {position}, which "
+                "decides about the next one's edits"
+            )
+        return bool((aggregates >= self.kind.thresholds[mine.start : mine.stop]).any())
+
+    def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
+        """Of the first `positions` tokens: the results, and a CRC32 of all scores.
+
+        Raises ProbeError.
+
+        `stopped_by`: the probe that ended the request.
+        """
+        scores = self.scores[:positions]
+        if len(scores) < positions or not np.isfinite(scores).all():
+            bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
+            where = int(bad[0]) if len(bad) else len(scores)
+            column = int(np.flatnonzero(~np.isfinite(scores[where]))[0]) if len(bad) else 0
+            name = next(
+                probe.name
+                for probe, mine in zip(self.probes, self.kind.columns, strict=True)
+                if column in mine
+            )
+            seen = "its score is not finite" if where < self.reached else "it was not scored"
+            raise ProbeError(f"probe {name!r}: {seen} at position {where}")
+        self._aggregate(positions)
+        aggregates = self.aggregates[:positions]
+        above = np.asarray(aggregates >= self.kind.thresholds)
+        firsts = np.where(above.any(axis=0), above.argmax(axis=0), -1).tolist()
+        crossed = [None if first < 0 else first for first in firsts]
+        last: list[float] = aggregates[-1].tolist()
+        results = [
+            ProbeScore(
+                name=probe.name,
+                digest=probe.digest,
+                labels=probe.content.labels,
+                score=last[mine.start : mine.stop],
+                positions=positions,
+                crossed=crossed[mine.start : mine.stop],
+                action=probe.action,
+                tokens=np.ascontiguousarray(
+                    scores[:, mine.start : mine.stop], dtype="<f4"
+                ).tobytes()
+                if probe.tokens
+                else b"",
+                watching=probe.watching,
+                model=probe.model,
+                stopped=probe.name == stopped_by,
+            )
+            for probe, mine in zip(self.probes, self.kind.columns, strict=True)
+        ]
+        return results, zlib.crc32(scores.tobytes())
+
+
+def news_of_all(watches: Iterable[Watch]) -> list[News]:
+    """What follows from what was put into these: of those that score one more token, as most do in
+    most steps, together.
+    """
+    found: list[News] = []
+    kinds: dict[int, list[Watch]] = {}
+    for watch in watches:
+        if watch.follows:
+            kinds.setdefault(id(watch.kind), []).append(watch)
+        elif (news := watch.news(watch.reached)) is not None:
+            found.append(news)
+    for mine in kinds.values():
+        found += mine[0].follow(mine)
+    return found

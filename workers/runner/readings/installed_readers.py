@@ -1,0 +1,225 @@
+"""Installed readers: loads them, tries each at the start, and gives them the rows of requests (the
+reader of `StoredReader`).
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ....schemas.extensions import Extension, Option, ReaderTerms, Rows
+from ....schemas.readings import Array, ReaderPart, StoredReader
+from ..base.extensions import ExtensionError, Offer, code_of, declared, digest, frozen
+from ..base.helper_threads import Apart
+from ..files.consumers import rows_of
+from ..files.finished_rows import FinishedCapture, ReadingError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an installed reader may take for a request's rows: a writer thread waits.
+PATIENCE_S = 5.0
+#: Rows of the check at the start: positions of each call.
+_CHECKED_POSITIONS = (1, 5)
+_SEED = 17
+
+
+class ReaderCode(Protocol):
+    """An installed reader.
+
+    `ReaderTerms` has the meaning of what it declares; all but `returns` may be left out.
+    """
+
+    returns: Mapping[str, str]
+    row_bytes: int
+    fixed_bytes: int
+    grows: Mapping[str, int]
+    options: Mapping[str, Option]
+
+    def read(self, rows: Rows) -> Mapping[str, np.ndarray]:
+        """The arrays that `returns` names. One call at a time; what it raises fails the request."""
+
+
+@dataclass(frozen=True)
+class LoadedReader:
+    """A reader that passed its check."""
+
+    facts: Extension
+    terms: ReaderTerms
+    apart: Apart[Rows, dict[str, Array]]
+
+    def read(self, rows: Rows) -> dict[str, Array]:
+        """Raises what the reader raises, LateError, and ValueError for an answer that it has not
+        declared.
+        """
+        return self.apart.ask(rows)
+
+
+def load_readers(
+    offers: Iterable[Offer], hidden_size: int, num_layers: int, hooks: Sequence[str]
+) -> dict[str, LoadedReader]:
+    """The readers that trusted packages offer, by name, each tried with random rows of the model's
+    shape. Raises ExtensionError.
+    """
+    found = {}
+    for offer in offers:
+        if offer.kind != "reader":
+            continue
+        try:
+            found[offer.name] = loaded = _loaded(offer)
+            _check(loaded, hidden_size, num_layers, hooks)
+        except ExtensionError:
+            raise
+        except Exception as error:
+            raise ExtensionError(
+                f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
+            ) from error
+        logger.info("%s is loaded, code %s", offer, loaded.facts.digest[:12])
+    return found
+
+
+def _loaded(offer: Offer) -> LoadedReader:
+    code = digest(offer)
+    reader: ReaderCode = code_of(offer)
+    terms = declared(reader, ReaderTerms)
+    for name in terms.grows:
+        if type(terms.options[name].default) is not int or terms.options[name].high is None:
+            raise ValueError(f"grows: {name} is not an integer option with an upper limit")
+    facts = Extension(
+        kind="reader",
+        name=offer.name,
+        package=offer.package,
+        version=offer.version,
+        digest=code,
+        reader=terms,
+        checked=["answers as declared", "same rows, same answer", "input unchanged"],
+    )
+
+    def read(rows: Rows) -> dict[str, Array]:
+        return _arrays(reader.read(rows), terms, rows)
+
+    return LoadedReader(facts, terms, Apart(f"reader {offer.name}", read, PATIENCE_S, "request"))
+
+
+def _arrays(told: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
+    """The answer as it crosses the wire. Raises ValueError for one that is not as declared."""
+    if not isinstance(told, Mapping) or set(told) != set(terms.returns):
+        shown = sorted(map(str, told)) if isinstance(told, Mapping) else type(told).__name__
+        raise ValueError(f"returned {shown}, but declares the arrays {sorted(terms.returns)}")
+    found = {}
+    for name, dtype in terms.returns.items():
+        values = told[name]
+        if not isinstance(values, np.ndarray) or values.dtype != np.dtype(dtype):
+            shown = (
+                f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
+            )
+            raise ValueError(f"{name} is a {shown}, but is declared as an array of {dtype}")
+        raw = np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
+        found[name] = (dtype, list(values.shape), raw)
+    size = sum(raw.nbytes for _, _, raw in found.values())
+    most = terms.fixed_bytes + len(rows.positions) * len(rows.sites) * terms.size(rows.options)
+    if size > most:
+        raise ValueError(
+            f"returned {size} bytes for {len(rows.positions) * len(rows.sites)} rows, but "
+            f"declares at most {most}"
+        )
+    return {
+        name: Array(dtype=dtype, shape=shape, data=raw.tobytes())
+        for name, (dtype, shape, raw) in found.items()
+    }
+
+
+def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Sequence[str]) -> None:
+    """Random rows: the answer is as declared, the same again, and the rows are unchanged.
+
+    Raises ValueError, or what the reader raises.
+    """
+    generator = np.random.default_rng(_SEED)
+    sites = [(hook, layer) for hook in hooks[:2] for layer in sorted({0, num_layers - 1})]
+    options = {name: option.default for name, option in loaded.terms.options.items()}
+    for count in _CHECKED_POSITIONS:
+        values = {
+            site: generator.standard_normal((count, hidden_size), dtype=np.float32)
+            for site in sites
+        }
+        answers = []
+        for _ in range(2):
+            rows = Rows(
+                sites={site: frozen(each.copy()) for site, each in values.items()},
+                positions=frozen(np.arange(count, dtype=np.int64)),
+                token_ids=frozen(np.arange(count, dtype=np.int64) + 1),
+                prompt_tokens=count,
+                options=dict(options),
+                num_layers=num_layers,
+            )
+            answers.append(loaded.read(rows))
+            for site, each in values.items():
+                if rows.sites.get(site) is None or rows.sites[site].tobytes() != each.tobytes():
+                    raise ValueError(f"changes its input: the rows of {site[0]}, layer {site[1]}")
+        if answers[0] != answers[1]:
+            raise ValueError("gives different answers for the same rows")
+
+
+class InstalledReaders:
+    """Those of a rank.
+
+    Called from writer threads; each reader takes one call at a time, with a time limit.
+    """
+
+    def __init__(self, loaded: Mapping[str, LoadedReader]) -> None:
+        self._loaded = dict(loaded)
+
+    def __call__(self, capture: FinishedCapture, number: int) -> ReaderPart:
+        """`number`: the capture's place among the request's.
+
+        Raises ReadingError with the reader's name and its reason.
+        """
+        wanted = capture.capture.reading
+        assert isinstance(wanted, StoredReader)
+        reader = self._loaded.get(wanted.name)
+        if reader is None:
+            raise ReadingError(f"{wanted.name}: this rank has no reader of this name")
+        facts = reader.facts
+        if facts.digest != wanted.digest:
+            raise ReadingError(
+                f"{wanted.name}: the job was accepted for the code {wanted.digest[:12]}, but "
+                f"this rank has {facts.package} "
+                f"{facts.version}, code {facts.digest[:12]}: submit it again"
+            )
+        try:
+            arrays = reader.read(_rows(capture, wanted)) if capture.positions else {}
+        except Exception as error:
+            raise ReadingError(f"{wanted.name}: {type(error).__name__}: {error}") from error
+        return ReaderPart(
+            capture=number,
+            name=wanted.name,
+            package=facts.package,
+            version=facts.version,
+            digest=facts.digest,
+            options=wanted.options,
+            sites=capture.sites,
+            of=capture.capture.num_sites,
+            positions=capture.positions,
+            token_ids=capture.token_ids,
+            arrays=arrays,
+        )
+
+
+def _rows(capture: FinishedCapture, wanted: StoredReader) -> Rows:
+    """float32 of their own: what is read is exact in any dtype that rows are captured in."""
+    sites = {
+        (hook, layer): rows_of(capture, hook, layer)
+        for hook, layers in capture.sites.items()
+        for layer in layers
+    }
+    return Rows(
+        sites={site: frozen(rows.astype(np.float32, copy=True)) for site, rows in sites.items()},
+        positions=frozen(np.array(capture.positions, dtype=np.int64)),
+        token_ids=frozen(np.array(capture.token_ids, dtype=np.int64)),
+        prompt_tokens=capture.spec.prompt_tokens,
+        options=dict(wanted.options),
+        num_layers=capture.num_layers,
+        stage=capture.pp,
+        stages=capture.stages,
+    )

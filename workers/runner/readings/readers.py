@@ -1,0 +1,59 @@
+"""The readers of a rank: for each kind of reading what computes it on the loaded model, or why
+nothing does.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ....schemas.readings import StoredFeatures, StoredLens, StoredReader
+from ..hooks.output_head import Head, NoHeadError
+from .features import Features
+from .installed_readers import InstalledReaders, LoadedReader
+from .logit_lens import Lens
+from .readings import Reader
+from .tuned_lenses import TunedMaps
+
+if TYPE_CHECKING:
+    from ..hooks.architectures import Adapter
+
+_STAGES = (
+    "the output matrix is on the last pipeline stage alone, out of reach of the "
+    "layers of other stages"
+)
+
+
+def readers_of(
+    model: nn.Module,
+    adapter: "Adapter",
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    stages: int,
+    sites: Collection[tuple[str, int]],
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    lens_dir: str,
+    installed: Mapping[str, LoadedReader] | None = None,
+) -> tuple[dict[type, Reader], dict[str, str]]:
+    """(Type of reading → its reader, kind of reading → why there is none; empty: it is served).
+
+    `reduce`: the sum over the ranks of the stage. `sites`: (hook, layer) whose features this rank
+    reads. `lens_dir`: the folder that tuned lenses are below. `installed`: by name.
+    """
+    readers: dict[type, Reader] = {
+        StoredReader: InstalledReaders(installed or {}),
+        StoredFeatures: Features(sites),
+    }
+    try:
+        if stages > 1:
+            raise NoHeadError(_STAGES)
+        with torch.inference_mode():
+            head = Head(model, adapter, dtype, device)
+    except Exception as error:  # an unusual model is served without a lens
+        return readers, {"lens": str(error) or type(error).__name__, "reader": ""}
+    return {**readers, StoredLens: Lens(head, reduce, TunedMaps(lens_dir))}, {
+        "lens": "",
+        "reader": "",
+    }

@@ -1,0 +1,166 @@
+"""A sparse autoencoder in float32: from rows to features, as sae-lens computes them.
+
+Sources of the architectures: Bricken et al. 2023 (Towards Monosemanticity); gated, Rajamanoharan et
+al. 2024, arXiv:2404.16014; JumpReLU, Rajamanoharan et al. 2024, arXiv:2407.14435; top-k, Gao et al.
+2024, arXiv:2406.04093.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding_bag
+
+from ....schemas.interventions import LAYER_NORM_EPS
+from ....schemas.sae_files import SaeError, reading, tensors_of
+from ....schemas.saes import SaeForm
+
+#: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most so many.
+CHUNK_BYTES = 32 << 20
+
+
+class Scaled(NamedTuple):
+    """Normalised rows, and how a reconstruction of them becomes one of the rows: times `scale`,
+    plus `shift`.
+    """
+
+    rows: torch.Tensor
+    scale: torch.Tensor | float
+    shift: torch.Tensor | float
+
+
+def _layer_norm(rows: torch.Tensor) -> Scaled:
+    mean = rows.mean(1, keepdim=True)
+    centred = rows - mean
+    deviation = centred.std(1, keepdim=True)  # with n − 1, as sae-lens
+    return Scaled(centred / (deviation + LAYER_NORM_EPS), deviation, mean)
+
+
+def _constant_norm(rows: torch.Tensor) -> Scaled:
+    factor = rows.shape[1] ** 0.5 / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return Scaled(rows * factor, 1 / factor, 0.0)
+
+
+NORMALISATIONS: dict[str, Callable[[torch.Tensor], Scaled]] = {
+    "none": lambda rows: Scaled(rows, 1.0, 0.0),
+    "layer_norm": _layer_norm,
+    "constant_norm_rescale": _constant_norm,
+}
+
+
+class TopFeatures(NamedTuple):
+    """Of n rows the `k` most active features, most active first; where fewer are active, −1 and
+    0.
+    """
+
+    indices: np.ndarray  # int32 [n, k]
+    activations: np.ndarray  # float32 [n, k]
+    active: np.ndarray  # int32 [n]: how many features are active
+    errors: np.ndarray  # float32 [n]: ‖row − reconstruction‖ / ‖row‖, of all active features
+
+
+class Autoencoder:
+    """Its tensors are float32, of sae-lens' names and shapes."""
+
+    def __init__(self, form: SaeForm, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.form, self._tensors = form, tensors
+        self._bias = tensors["b_dec"] if form.apply_b_dec_to_input else None
+        self._lengths = (
+            torch.linalg.vector_norm(tensors["W_dec"], dim=1)
+            if form.rescale_acts_by_decoder_norm
+            else None
+        )
+        self._opening = tensors["r_mag"].exp() if form.architecture == "gated" else None
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[n, d_in]` float32 → activations `[n, d_sae]` float32, all at a time."""
+        return self._encode(NORMALISATIONS[self.form.normalize_activations](rows).rows)
+
+    def decode(self, activations: torch.Tensor) -> torch.Tensor:
+        """`[n, d_sae]` float32 → reconstructions `[n, d_in]` of rows as they are normalised."""
+        if self._lengths is not None:
+            activations = activations / self._lengths
+        return torch.addmm(self._tensors["b_dec"], activations, self._tensors["W_dec"])
+
+    def top(self, rows: torch.Tensor, k: int) -> TopFeatures:
+        """The most active features of rows `[n, d_in]` of any dtype, encoded in chunks of
+        `CHUNK_BYTES`.
+        """
+        parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in self._chunks(rows)]
+        indices, activations, active, errors = (
+            torch.cat(column).numpy() for column in zip(*parts, strict=True)
+        )
+        return TopFeatures(indices, activations, active, errors)
+
+    def _chunks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from rows.split(max(1, CHUNK_BYTES // (4 * self.form.d_sae)))
+
+    def _top(self, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+        scaled = NORMALISATIONS[self.form.normalize_activations](rows)
+        activations = self._encode(scaled.rows)
+        values, indices = activations.topk(k, dim=1)
+        found = self._decode_active(activations) * scaled.scale + scaled.shift
+        errors = torch.linalg.vector_norm(rows - found, dim=1) / torch.linalg.vector_norm(
+            rows, dim=1
+        )
+        return (
+            indices.masked_fill(values == 0, -1).int(),
+            values,
+            activations.count_nonzero(1).int(),
+            errors,
+        )
+
+    def _decode_active(self, activations: torch.Tensor) -> torch.Tensor:
+        """As `decode`, from the active features alone: they are few."""
+        rows, features = activations.nonzero(as_tuple=True)
+        values = activations[rows, features]
+        if self._lengths is not None:
+            values = values / self._lengths[features]
+        starts = torch.searchsorted(rows, torch.arange(len(activations)))
+        return self._tensors["b_dec"] + embedding_bag(
+            features, self._tensors["W_dec"], starts, mode="sum", per_sample_weights=values
+        )
+
+    def _encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of normalised rows."""
+        tensors = self._tensors
+        if self._bias is not None:
+            rows = rows - self._bias
+        products = rows @ tensors["W_enc"]
+        if self._opening is not None:
+            gate = products + tensors["b_gate"] > 0
+            return products.mul_(self._opening).add_(tensors["b_mag"]).relu_().mul_(gate)
+        products += tensors["b_enc"]
+        match self.form.architecture:
+            case "topk":
+                if self._lengths is not None:
+                    products *= self._lengths
+                values, indices = products.topk(self.form.k, dim=1, sorted=False)
+                return torch.zeros_like(products).scatter_(1, indices, values.relu_())
+            case "jumprelu":
+                over = products > tensors["threshold"]
+                return products.relu_().mul_(over)
+            case _:
+                return products.relu_()
+
+
+def load(folder: Path, digest: str) -> Autoencoder:
+    """The SAE in `folder`, which must have this content. Raises SaeError."""
+    with reading(folder) as (content, file):
+        if content.digest != digest:
+            detail = (
+                f"its files have changed since it was registered (now {content.digest[:12]} "
+                f"instead of {digest[:12]})"
+            )
+            raise SaeError(f"{detail}: register it again")
+        tensors = {
+            name: torch.from_numpy(np.array(tensor))
+            for name, tensor in tensors_of(content.form, file).items()
+        }
+    return Autoencoder(content.form, tensors)

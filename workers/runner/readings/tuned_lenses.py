@@ -1,0 +1,63 @@
+"""The affine maps of tuned lenses on a rank, read from their files layer by layer.
+
+A file that is not what was registered fails the reading: its digest is compared whenever the file
+has another state than before.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ....schemas.errors import MidstreamError
+from ....schemas.readings import StoredTuned
+from ....schemas.tensor_files import TensorFile, TensorFileError
+from ....schemas.tuned_files import folder_of, map_of, reading
+from ..files.finished_rows import ReadingError
+
+#: (rows `[positions, hidden]`, layer) → what takes their place, float32.
+Mapped = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class TunedMaps:
+    """One per rank. Called from writer threads."""
+
+    def __init__(self, root: str) -> None:
+        """`root`: the setting `lens_dir`."""
+        self._root = root
+        self._known: dict[str, tuple[int, int, int]] = {}  # digest → state of the file that had it
+
+    @contextmanager
+    def of(self, tuned: StoredTuned | None) -> Iterator[Mapped]:
+        """The maps of a tuned lens; without one, rows as they are. Raises ReadingError."""
+        if tuned is None:
+            yield lambda rows, _: rows
+            return
+        try:
+            with reading(folder_of(self._root, tuned.path)) as file:
+                self._check(tuned, file)
+                yield lambda rows, layer: _mapped(rows, file, layer, residual=tuned.residual)
+        except (TensorFileError, MidstreamError) as error:
+            raise ReadingError(
+                f"tuned lens {tuned.name!r} ({tuned.digest[:12]}): {error}"
+            ) from error
+
+    def _check(self, tuned: StoredTuned, file: TensorFile) -> None:
+        if self._known.get(tuned.digest) == file.state:
+            return
+        if (found := file.digest().hex()) != tuned.digest:
+            raise TensorFileError(
+                f"its file has changed since it was registered (now {found[:12]}): register it "
+                "again"
+            )
+        self._known[tuned.digest] = file.state
+
+
+def _mapped(rows: torch.Tensor, file: TensorFile, layer: int, *, residual: bool) -> torch.Tensor:
+    """W h + b in float32, or h + W h + b."""
+    weight, bias = (
+        torch.from_numpy(values.copy()).to(rows.device) for values in map_of(file, layer)
+    )
+    wide = rows.float()
+    made = wide @ weight.T + bias
+    return wide + made if residual else made

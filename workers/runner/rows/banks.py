@@ -1,0 +1,255 @@
+"""Banks of a rank: tables, planner and checks of the sites whose rows have one width; and all of
+them as the data plane uses them.
+
+The residual bank is the first, and the only one where no hook inside is served. See
+`schemas.banks`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ....schemas.banks import RESIDUAL
+from ....schemas.specs import SteeringRow, StoredCapture
+from ..base.engine_step import RequestRows, StepView
+from ..edits.source_runs import RunStore
+from ..edits.steering_tables import RowTable, VectorStore
+from ..edits.vector_pool import Content, Joined
+from ..files.finished_rows import Columns
+from ..hooks.sites import Buffers, Site
+from .capture import Extent, Ports, Recording
+from .execution_check import Miscount
+from .finite_check import FiniteCheck, NonFinite
+from .mover import Mover
+from .overload import Overload
+from .planner import Planner, Tracked
+from .slabs import SlabPool
+
+
+class Part(NamedTuple):
+    """What is installed for one bank."""
+
+    name: str  # see `schemas.banks.BANKS`
+    sites: Sequence[Site]
+    buffers: Buffers
+    columns: Columns | None = None  # None: the residual bank
+
+
+class Bank:
+    """One bank of this rank."""
+
+    def __init__(
+        self,
+        part: Part,
+        table: RowTable,
+        slabs: SlabPool,
+        overload: Overload,
+        mover: Mover,
+        *,
+        traced: bool,
+        last: bool,
+    ) -> None:
+        self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
+        self.ports = Ports(part.sites, part.columns)
+        self.planner = Planner(
+            part.sites,
+            part.buffers,
+            table,
+            slabs,
+            overload,
+            mover,
+            traced=traced,
+            bank=part.name,
+            last=last,
+        )
+        self.finite = FiniteCheck(part.sites, part.buffers)
+
+    def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
+        """What this rank records of a capture; None: nothing.
+
+        Raises ValueError for rows of another shape.
+
+        `first_of_stage`: the ranks of a stage hold equal residual rows, and one records, unless all
+        are needed.
+        """
+        if capture.row != (None if self.columns is None else self.columns.row):
+            raise ValueError(
+                f"its rows are {capture.row}, but those of {', '.join(capture.sites)} are "
+                f"{self.columns and self.columns.row}"
+            )
+        records = first_of_stage if self.columns is None else self.columns.records
+        if not (records or capture.everywhere):
+            return None
+        return Recording.of(capture, self.ports)
+
+
+class Tables:
+    """The row tables of all banks as one."""
+
+    def __init__(self, tables: Mapping[str, RowTable], vectors: VectorStore) -> None:
+        self._tables, self.vectors, self.prepared = tables, vectors, _Prepared(tables)
+
+    @property
+    def used(self) -> int:
+        return sum(table.used for table in self._tables.values())
+
+    @property
+    def entries_used(self) -> int:
+        return sum(table.entries_used for table in self._tables.values())
+
+    def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
+        """As `RowTable.acquire`. Raises ValueError for hooks that this rank does not serve."""
+        return _of(self._tables, spec).acquire(spec)
+
+    def release(self, key: str) -> bool:
+        """As `RowTable.release`."""
+        return next(table for table in self._tables.values() if key in table).release(key)
+
+    def clear(self) -> None:
+        for table in self._tables.values():
+            table.clear()
+
+    def fingerprint(self) -> list[tuple[str, int, int]]:
+        """As `RowTable.fingerprint`, bank after bank."""
+        return [row for table in self._tables.values() for row in table.fingerprint()]
+
+
+class _Prepared:
+    """The prepared rows of all banks."""
+
+    def __init__(self, tables: Mapping[str, RowTable]) -> None:
+        self._tables = tables
+
+    def start(self) -> None:
+        for table in self._tables.values():
+            table.prepared.start()
+
+    def close(self) -> None:
+        for table in self._tables.values():
+            table.prepared.close()
+
+    def expect(self, rows: Callable[[], Sequence[SteeringRow]]) -> None:
+        for bank, table in self._tables.items():
+            table.prepared.expect(lambda bank=bank: [row for row in rows() if row.bank == bank])  # type: ignore[misc]
+
+    def get(self, spec: SteeringRow) -> Joined:
+        return _of(self._tables, spec).prepared.get(spec)
+
+
+def _of(tables: Mapping[str, RowTable], spec: SteeringRow) -> RowTable:
+    if spec.bank not in tables:
+        raise ValueError(f"hook {spec.entries[0].hook} is not served")
+    return tables[spec.bank]
+
+
+class Banks:
+    """All banks of a rank."""
+
+    def __init__(
+        self,
+        residual: Part,
+        inside: Sequence[Part],
+        runs: RunStore,
+        faulty: Callable[[Content], Content],
+        slabs: SlabPool,
+        overload: Overload,
+        mover: Mover,
+        *,
+        traced: bool,
+    ) -> None:
+        parts = [residual, *inside]
+        vectors = VectorStore()
+        tables = {
+            part.name: RowTable(part.sites, part.buffers, vectors, runs, faulty, part.columns)
+            for part in parts
+        }
+        #: Of the only bank itself where there is one.
+        self.table: RowTable | Tables = Tables(tables, vectors) if inside else tables[RESIDUAL]
+        self._banks = [
+            Bank(
+                part,
+                tables[part.name],
+                slabs,
+                overload,
+                mover,
+                traced=traced,
+                last=part is parts[-1],
+            )
+            for part in parts
+        ]
+        self._by_name = {bank.name: bank for bank in self._banks}
+
+    @property
+    def first(self) -> Bank:
+        """The residual bank."""
+        return self._banks[0]
+
+    def num_sites(self, row: int, spec: SteeringRow) -> int:
+        """How many sites of this rank `spec`, which has this row, edits."""
+        return self._by_name[spec.bank].table.num_sites(row)
+
+    def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
+        """As `Bank.recording`. Raises ValueError also for hooks that this rank does not serve."""
+        if capture.bank not in self._by_name:
+            raise ValueError(f"hook {next(iter(capture.sites))} is not served")
+        return self._by_name[capture.bank].recording(capture, first_of_stage)
+
+    # -- the step; as `Planner`
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return any(bank.planner.busy for bank in self._banks)
+
+    def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        for bank in self._banks:
+            bank.planner.plan_steering(mine)
+
+    def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        for bank in self._banks:
+            bank.planner.plan_capture(mine)
+
+    def commit(self) -> None:
+        for bank in self._banks:
+            bank.planner.commit()
+
+    def lose_site(self) -> None:
+        next(bank for bank in self._banks if bank.planner.busy).planner.lose_site()
+
+    def drain(self) -> list[tuple[Recording, Extent]]:
+        return [
+            recorded
+            for bank in self._banks
+            if bank.planner.busy
+            for recorded in bank.planner.drain()
+        ]
+
+    # -- what was found; as `FiniteCheck`
+    # --------------------------------------------------------------------------------------
+
+    def take(self, step: int, view: StepView | None, hidden: torch.Tensor | None) -> None:
+        """The forward of `view` ran; `hidden`: what left the last layer, which is judged once."""
+        for bank in self._banks:
+            bank.finite.take(
+                step,
+                view,
+                bank.planner.due,
+                bank.planner.edits,
+                hidden if bank is self._banks[0] else None,
+            )
+
+    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
+        return [found for bank in self._banks for found in bank.finite.settle(needed)]
+
+    def found(self) -> Callable[[], list[tuple[str, int]]]:
+        """Of the step that ran last: (request, first position) of rows that are not finite.
+
+        Waits for the step, in any thread.
+        """
+        last = [
+            (bank.finite, finding)
+            for bank in self._banks
+            if (finding := bank.finite.last) is not None
+        ]
+        return lambda: [each for finite, finding in last for each in finite.of(finding)]

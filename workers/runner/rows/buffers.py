@@ -1,0 +1,180 @@
+"""Buffers of a step: the plan into those that the forward reads, and captured rows out of them.
+
+On the CPU the buffers are written in place, and where the forward runs as Python it captures
+straight into the slab. A compiled forward on the CPU writes the ring, which is copied. On an
+accelerator everything goes through pinned memory without waiting: the ring has two halves, and rows
+leave one on a stream of their own while the next step fills the other.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..base.host_memory import locked_copy
+from ..hooks.sites import Buffers
+from .pending_rows import LANDED, Landing, OnStream
+from .slabs import SlabPool
+
+
+class NewRows(NamedTuple):
+    """Where a step's captured rows go."""
+
+    slab: torch.Tensor  # `[rows, hidden_size]`, CPU
+    first: int = 0  # the ring row at which they begin
+    landing: Landing = LANDED  # of what `Staging.take` copies
+    # where they are to be moved to once they have landed: no device copies to pages of a file
+    file: torch.Tensor | None = None
+
+
+class Staging:
+    """The buffers of one rank."""
+
+    def __init__(self, buffers: Buffers, *, traced: bool) -> None:
+        """`traced`: the forward is compiled or graph-captured."""
+        self._buffers = buffers
+        self._device = buffers.ring.device
+        self._on_cpu = self._device.type == "cpu"
+        self._direct = self._on_cpu and not traced
+        self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
+        self._edited: list[np.ndarray] = []  # rows of `_token_rows` that are not zero
+        self._end = 0  # they precede this one
+        self._end_there = 0  # the same on the device
+        self._slots: dict[int, np.ndarray] = {}  # pattern → tokens, of this step
+        self._area = _Areas(buffers.ring) if not self._on_cpu else None
+        self._rows = 0  # captured in this step
+        self._empty = buffers.ring
+        if self._on_cpu:
+            self._token_rows = buffers.token_rows.numpy()
+
+    # -- edits
+    # ----------------------------------------------------------------------------------------------
+
+    def clear_rows(self) -> None:
+        for tokens in self._edited:
+            self._token_rows[tokens] = 0
+        self._edited, self._end = [], 0
+
+    def set_rows(self, tokens: np.ndarray, columns: np.ndarray, rows: np.ndarray) -> None:
+        """The configuration `rows[i]` edits `tokens[i]`, in its column; at least one."""
+        self._edited.append(tokens)
+        self._end = max(self._end, int(tokens.max()) + 1)
+        self._token_rows[tokens, columns] = rows
+
+    # -- captures
+    # ----------------------------------------------------------------------------------------------
+
+    def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
+        """For this step's captured rows; `spill`: they go to a file.
+
+        Raises OSError when they are to be spilled and cannot be, HostMemoryError, and RuntimeError
+        when the ring cannot hold them (requests are admitted so that it can).
+        """
+        ring = self._buffers.ring
+        room = len(ring) if self._area is None else self._area.rows
+        if not self._direct and rows > room:
+            raise RuntimeError(
+                f"{rows} captured rows in one step, but the buffer has room for {room} (setting "
+                "capture_buffer_mib)"
+            )
+        file = slabs.new_file(rows, ring.shape[1], ring.dtype) if spill else None
+        if self._area is None:
+            slab = slabs.new_slab(rows, ring.shape[1], ring.dtype) if file is None else file
+            new = NewRows(slab)
+        else:
+            first, landing = self._area.next()
+            new = NewRows(
+                slabs.new_slab(rows, ring.shape[1], ring.dtype, landing), first, landing, file
+            )
+        self._rows, self._slots = rows, {}
+        if self._direct:
+            self._buffers.ring = new.slab
+        return new
+
+    def set_slots(self, pattern: int, tokens: np.ndarray) -> None:
+        """Captured token `tokens[i]` has slot i at the ports of this pattern."""
+        if not self._on_cpu:
+            self._slots[pattern] = tokens
+
+    def take(self, slab: torch.Tensor) -> None:
+        """Copy this step's captured rows to `slab`, or begin to."""
+        if self._area is not None:
+            self._area.take(slab, self._rows)
+        elif self._direct:
+            self._buffers.ring = self._empty  # the slab is its requests' alone
+        else:
+            slab.copy_(self._buffers.ring[: self._rows])
+
+    # -- both
+    # ----------------------------------------------------------------------------------------------
+
+    def commit(self, plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
+        """Put the plan where the next forward reads it."""
+        buffers = self._buffers
+        if self._on_cpu:
+            buffers.plan.numpy()[:] = plan
+            if lists:
+                flat = np.concatenate(lists)
+                buffers.lists.numpy()[: len(flat)] = flat
+            return
+        self._upload(buffers.plan, plan)
+        rows = max(self._end, self._end_there)  # behind them both are zero
+        if rows:
+            self._upload(buffers.token_rows[:rows], self._token_rows[:rows])
+        self._end_there = self._end
+        if self._slots:
+            slots = np.full(
+                (max(self._slots) + 1, buffers.capture_slots.shape[1]), -1, dtype=np.int32
+            )
+            for pattern, tokens in self._slots.items():
+                slots[pattern, tokens] = np.arange(len(tokens), dtype=np.int32)
+            self._upload(buffers.capture_slots[: len(slots)], slots)
+
+    def abandon(self) -> None:
+        """After a failed `commit`: the next forward does nothing. Needs no memory."""
+        self._buffers.plan.zero_()
+        # some may have been put there: the next commit overwrites all
+        self._end_there = len(self._token_rows)
+        self._rows = 0
+        if self._direct:
+            self._buffers.ring = self._empty
+
+    def _upload(self, buffer: torch.Tensor, values: np.ndarray) -> None:
+        # The caching allocator keeps pinned memory until the copy that was queued from it is over.
+        staged = locked_copy(torch.from_numpy(values))
+        buffer.copy_(staged, non_blocking=True)
+
+
+class _Areas:
+    """The two halves of an accelerator's ring."""
+
+    def __init__(self, ring: torch.Tensor) -> None:
+        self.rows = len(ring) // 2
+        self._ring = ring
+        self._stream = torch.cuda.Stream(ring.device)
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._current = 0
+
+    def next(self) -> tuple[int, Landing]:
+        """Turn to the other half; the forward that fills it waits on the device until its rows have
+        left.
+
+        Its first row, and the landing of what `take` copies from it.
+        """
+        self._current = 1 - self._current
+        copied = self._copied[self._current]
+        if copied is not None:
+            torch.cuda.current_stream(self._ring.device).wait_event(copied)
+        event = self._copied[self._current] = torch.cuda.Event()
+        return self._current * self.rows, OnStream(event)
+
+    def take(self, slab: torch.Tensor, rows: int) -> None:
+        """On the copy stream: wait for the forward, copy, record the event."""
+        event = self._copied[self._current]
+        assert event is not None, "next() comes before take()"
+        first = self._current * self.rows
+        self._stream.wait_stream(torch.cuda.current_stream(self._ring.device))
+        with torch.cuda.stream(self._stream):
+            slab.copy_(self._ring[first : first + rows], non_blocking=True)
+            event.record(self._stream)

@@ -1,0 +1,81 @@
+"""Compares what the sites of a step did with what was planned for them.
+
+The sites count on the device each row that they edit or capture (`kernels.plan.Planned.counts`). A
+site that did not run, ran twice, or ran with another plan is found here, whatever the plan says:
+`finite_check` brings the counts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED
+from ..hooks.sites import Site
+
+#: Column of `counts` → what is counted, for messages.
+_WHAT = {
+    EDITED: "edits",
+    CAPTURED_BEFORE: "rows captured before edits",
+    CAPTURED_AFTER: "rows captured after edits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Miscount:
+    """A site that did not do in a step what was planned, for one request that was planned there."""
+
+    id: str  # of the request in the engine
+    step: int
+    site: Site
+    column: int  # of `counts`
+    expected: int  # over all requests of the step
+    found: int
+
+    @property
+    def kind(self) -> str:
+        """The problem's kind, see `Receipt.kind`."""
+        return "intervention_failed" if self.column == EDITED else "capture_failed"
+
+    def __str__(self) -> str:
+        what = f"{_WHAT[self.column]} at {self.site.hook} of layer {self.site.layer}"
+        return f"step {self.step}, {what}: {self.expected} planned, {self.found} counted"
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What the sites of one step are to count, and for whom."""
+
+    counts: np.ndarray  # int32 [sites, COUNTS]
+    edits: Sequence[tuple[str, np.ndarray]]  # request → sites that edit its rows, bool [sites]
+    # request → ports that capture its rows, bool [2 · sites]
+    captures: Sequence[tuple[str, np.ndarray]]
+
+    def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
+        """Of each request the first site that did not do its part. `counts`: what was counted."""
+        failed: set[tuple[str, str]] = set()
+        for number, column in np.argwhere(counts != self.counts).tolist():
+            for request in self._planned_at(number, column):
+                found = Miscount(
+                    request,
+                    step,
+                    sites[number],
+                    column,
+                    int(self.counts[number, column]),
+                    int(counts[number, column]),
+                )
+                if (request, found.kind) not in failed:
+                    failed.add((request, found.kind))
+                    yield found
+
+    def _planned_at(self, site: int, column: int) -> list[str]:
+        """Those whose rows were to be edited or captured there; where no request's were, all of the
+        step that are edited or captured.
+        """
+        if column == EDITED:
+            members, place = self.edits, site
+        else:
+            members, place = self.captures, 2 * site + (column == CAPTURED_AFTER)
+        return [request for request, mask in members if mask[place]] or [
+            request for request, _ in (*self.edits, *self.captures)
+        ]

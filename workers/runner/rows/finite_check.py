@@ -1,0 +1,263 @@
+"""Observes each step, without making it wait for the device: rows that are not finite, and sites
+that did not do their part.
+
+Three observations: the mark that a site leaves for a row it edits (`kernels.plan.Planned.broken`),
+what each site counts of its work (`Planned.counts`, judged in `executed`), and the sum of each row
+that leaves the last layer, which is not finite when a value of the row is not. On an accelerator
+they travel to pinned memory and are read when the step is over; on the CPU they are read
+immediately.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ....schemas.interventions import FAMILY
+from ....schemas.selectors import FORWARD, select
+from ....schemas.specs import RankSpec, StoredSteering
+from ..base.engine_step import StepView
+from ..base.host_memory import locked_like
+from ..hooks.sites import Buffers, Site
+from .execution_check import Due, Miscount
+
+_ORDER: dict[str, int] = {hook: place for place, hook in enumerate(FORWARD)}
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """The first row of a request in one step that is not finite."""
+
+    id: str  # of the request in the engine
+    step: int
+    position: int
+    site: Site | None  # None: after the last layer
+    edited: bool = False  # caused by the edits at the site; otherwise it was non-finite before them
+
+
+class _Finding:
+    """The observations of one step's forward, and when they are available."""
+
+    def __init__(
+        self,
+        step: int,
+        view: StepView,
+        broken: torch.Tensor | None,
+        sums: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        due: Due | None,
+        event: "torch.cuda.Event | None",
+    ) -> None:
+        """`broken`, `sums`: on the CPU, `[rows]` each; `counts`: `[sites, COUNTS]`; None: not
+        observed. `event`: of their copies.
+        """
+        self.step, self.view = step, view
+        self._broken, self._sums, self._counts, self._due, self._event = (
+            broken,
+            sums,
+            counts,
+            due,
+            event,
+        )
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def miscounts(self, sites: Sequence[Site]) -> list[Miscount]:
+        """Waits for the copies."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._due is None or self._counts is None:
+            return []
+        return list(self._due.miscounts(self.step, self._counts.numpy(), sites))
+
+    def read(self, sites: Sequence[Site]) -> list[NonFinite]:
+        """Waits for the copies.
+
+        By position; at one position first what edits did, then what left the last layer.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[NonFinite] = []
+        if self._broken is not None and (marks := self._broken.numpy()).any():
+            for id_, place, position in self._first(marks != 0):
+                mark = int(marks[place])
+                found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
+        if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
+            found += [
+                NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)
+            ]
+        # The earliest position first: non-finite values of the model there excuse later ones.
+        return sorted(found, key=lambda each: each.position)
+
+    def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
+        """(request, row, position) of the first bad row of each request that has one."""
+        for rows in self.view.requests:
+            mine = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
+            if len(mine):
+                yield rows.id, rows.first_row + int(mine[0]), rows.first_position + int(mine[0])
+
+
+class FiniteCheck:
+    """One per rank: `take` after each forward, `settle` for what is known by then."""
+
+    def __init__(self, sites: Sequence[Site], buffers: Buffers) -> None:
+        self._sites, self._broken, self._counts = list(sites), buffers.broken, buffers.counts
+        self._on_cpu = buffers.broken.device.type == "cpu"
+        self._pending: deque[_Finding] = deque()
+        self.last: _Finding | None = None  # of the step that ran last
+
+    def take(
+        self,
+        step: int,
+        view: StepView | None,
+        due: Due | None,
+        edits: bool,
+        hidden: torch.Tensor | None,
+    ) -> None:
+        """The forward of `view` ran. `due`: what its sites were to do. `edits`: it edited rows.
+
+        `hidden`: `[rows or more, hidden_size]`, what left the last layer.
+        """
+        self.last = None
+        if view is None or (due is None and hidden is None):
+            return
+        try:
+            self._observe(step, view, due, edits, hidden)
+        except Exception:
+            self._broken.zero_()  # or the next step would be blamed
+            self._counts.zero_()
+            raise
+
+    def _observe(
+        self, step: int, view: StepView, due: Due | None, edits: bool, hidden: torch.Tensor | None
+    ) -> None:
+        rows = view.num_rows
+        broken, counts = (
+            self._broken[:rows] if edits else None,
+            self._counts if due is not None else None,
+        )
+        if self._on_cpu:
+            broken = None if broken is None or not bool(broken.any()) else broken.clone()
+            hidden = None if hidden is None or all_finite(hidden[:rows]) else hidden
+            if due is not None:
+                counts = (
+                    None
+                    if np.array_equal(self._counts.numpy(), due.counts)
+                    else self._counts.clone()
+                )
+                self._counts.zero_()
+            if broken is None and hidden is None and counts is None:
+                return
+        sums, event = (
+            None if hidden is None else hidden[:rows].sum(dim=-1, dtype=torch.float32),
+            None,
+        )
+        if not self._on_cpu:
+            broken, sums, counts = (
+                None if each is None else _on_its_way(each) for each in (broken, sums, counts)
+            )
+            event = torch.cuda.Event()
+            event.record()
+            if counts is not None:
+                self._counts.zero_()
+        if broken is not None:
+            self._broken.zero_()
+        self.last = _Finding(step, view, broken, sums, counts, due, event)
+        self._pending.append(self.last)
+
+    def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
+        """What was found in the steps that are over, each once and in their order.
+
+        `needed`: request → tokens that it has: waits for the steps that computed them.
+        """
+        found: list[NonFinite | Miscount] = []
+        last = max(
+            (
+                number
+                for number, each in enumerate(self._pending)
+                if _computed(each.view, needed or {})
+            ),
+            default=-1,
+        )
+        while self._pending and (last >= 0 or self._pending[0].done()):
+            finding = self._pending.popleft()
+            found += [*finding.miscounts(self._sites), *finding.read(self._sites)]
+            last -= 1
+        return found
+
+    def of(self, finding: _Finding) -> list[tuple[str, int]]:
+        """(request, first position) of what was found in one step.
+
+        May be asked from another thread; waits for the step.
+        """
+        return [(each.id, each.position) for each in finding.read(self._sites)]
+
+
+def all_finite(rows: torch.Tensor) -> bool:
+    """On the CPU, in one quick pass: minimum and maximum are NaN where a value is."""
+    return not rows.numel() or all(math.isfinite(float(each)) for each in torch.aminmax(rows))
+
+
+def _on_its_way(values: torch.Tensor) -> torch.Tensor:
+    there = locked_like(values)
+    there.copy_(values, non_blocking=True)
+    return there
+
+
+def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
+    return any(rows.first_position < needed.get(rows.id, 0) for rows in view.requests)
+
+
+# --- Attribution ----------------------------------------------------------------------------------
+
+
+def entries_of(spec: RankSpec) -> list[StoredSteering]:
+    """All that edits a request's rows."""
+    return [*spec.global_steering, *spec.steering]
+
+
+def precedes_edits(
+    spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool
+) -> bool:
+    """Whether this row was computed before any edit of the request could reach it, that is, by the
+    unedited model.
+
+    `place`: (hook, layer), behind its edits or `after` them; None: behind the last layer.
+    """
+    entries = entries_of(spec)
+    if not entries or spec.first_affected < 0 or position < spec.first_affected:
+        return True
+    if position > spec.first_affected or place is None:
+        return False
+    hook, layer = place
+    lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
+    here = layer, _ORDER[hook]
+    return here < lowest or (here == lowest and not after)
+
+
+def reason(spec: RankSpec, found: NonFinite) -> str:
+    """Why a request fails: which row, and which of its edits are to blame as far as that is
+    known.
+    """
+    if found.site is None:
+        return (
+            f"the stream after the last layer is not finite at position {found.position}, "
+            "after the edits of this request"
+        )
+    where = f"{found.site.hook} of layer {found.site.layer}, position {found.position}"
+    if not found.edited:
+        return f"the stream is not finite at {where}, after earlier edits of this request"
+    ops = [
+        FAMILY[entry.family].written
+        for entry in entries_of(spec)
+        if entry.hook == found.site.hook and found.site.layer in entry.layers
+        if select(entry.positions, found.position, found.position + 1, spec.prompt_tokens)
+    ]
+    return (
+        f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} produced a non-finite row at "
+        f"{where}: its values are too large"
+    )

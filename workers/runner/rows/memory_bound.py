@@ -1,0 +1,105 @@
+"""Bounds the host memory of recorded rows: compacts what pins a slab, and hands long captures' rows
+to the writers.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from ..base.engine_step import StepView
+from ..files.writer import Writer
+from .capture import Recording
+from .mover import Mover
+from .overload import Overload
+from .planner import Tracked
+from .slabs import SlabPool
+from .streams import Streams
+
+#: `guard(requests, kind)`: an error inside fails these requests and nothing else.
+Guard = Callable[[Collection[Tracked], str], AbstractContextManager[None]]
+
+
+class Room:
+    """One per rank."""
+
+    def __init__(
+        self,
+        slabs: SlabPool,
+        floor: int,
+        overload: Overload,
+        mover: Mover,
+        writer: Writer,
+        streams: Streams,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`floor`: bytes of slabs below which nothing is compacted."""
+        self._slabs, self.floor, self._overload, self._mover = slabs, floor, overload, mover
+        self._writer, self._streams, self._hidden_size, self._dtype = (
+            writer,
+            streams,
+            hidden_size,
+            dtype,
+        )
+
+    def make(self, tracked: Sequence[Tracked], guard: Guard) -> None:
+        """Before a step: wait where captures must not be dropped, then compact.
+
+        A row of a request in its slab holds the rows of all others of that step. When that adds up,
+        have what is needed copied.
+        """
+        self._overload.wait()
+        recordings = [
+            (each, recording) for each in tracked for recording in each.recordings.values()
+        ]
+        for each, recording in recordings:
+            if not recording.settles:
+                continue
+            with guard([each], "capture_failed"):
+                recording.settle()
+        self._slabs.collect()
+        if self._slabs.alive <= self.floor:
+            return
+        rows = sum(
+            recording.num_rows * recording.width(self._hidden_size) for _, recording in recordings
+        )
+        needed = rows * self._dtype.itemsize + self._writer.backlog
+        if self._slabs.alive > 2 * needed:
+            for _, recording in recordings:
+                recording.compact(self._mover)
+
+    def leave(
+        self, view: StepView | None, requests: Mapping[str, Tracked], block_size: int, guard: Guard
+    ) -> None:
+        """After a step: hand the writers the rows of long captures that this rank needs no more;
+        blocks are kept when they are full.
+        """
+        for rows in view.requests if view is not None else ():
+            tracked = requests.get(rows.id)
+            if tracked is None or tracked.reported:
+                continue
+            leaving = [
+                recording
+                for recording in tracked.recordings.values()
+                if recording.stream is not None
+            ]
+            if not leaving and tracked.watch is None:
+                continue
+            reached = rows.first_position + rows.num_rows
+            if reached < tracked.spec.prompt_tokens:
+                reached -= reached % block_size
+            if tracked.watch is not None:
+                for recording in tracked.recordings.values():
+                    if recording.watch is not None:
+                        recording.discard(reached)
+            if leaving:
+                with guard([tracked], "capture_failed"):
+                    for recording in leaving:
+                        self._leave(recording, reached)
+
+    def _leave(self, recording: Recording, reached: int) -> None:
+        row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
+        left = recording.leave(reached, self._streams.part // row_bytes)
+        if left and recording.stream is not None:
+            self._writer.stream(recording.stream.flush, left * row_bytes)

@@ -1,0 +1,464 @@
+"""Planner of a step: fills the buffers with edited and recorded rows before the forward, empties
+them after.
+
+`row = first_row + position − first_position`, and only inside the step's window: so chunked
+prefill, preemption and resume need no case of their own.
+"""
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....kernels import plan as columns
+from ....schemas.banks import RESIDUAL
+from ....schemas.probes import ProbeScore
+from ....schemas.selectors import select
+from ....schemas.specs import RankSpec, SteeringRow, columns_of
+from ..base.engine_step import RequestRows
+from ..edits.steering_tables import RowTable
+from ..hooks.sites import Buffers, Site
+from ..probes.gates import Gates
+from ..probes.watches import ProbeError, Watch
+from .buffers import Staging
+from .capture import Extent, Recording, StepRows, contiguous
+from .execution_check import Due
+from .mover import Mover
+from .overload import Overload
+from .slabs import SlabPool
+
+
+@dataclass
+class Tracked:
+    """A live request with a spec."""
+
+    spec: RankSpec
+    rows: list[tuple[int, SteeringRow]] = field(
+        default_factory=list
+    )  # of the table, which it holds
+    columns: list[int] = field(
+        default_factory=list
+    )  # of each row: its place among those of one token
+    recordings: dict[int, Recording] = field(
+        default_factory=dict
+    )  # by index in `RankSpec.captures`
+    # token rows changed so far, over all sites of this rank; what is computed again counts once
+    applied: int = 0
+    reached: int = 0  # the first position that was never computed
+    edited: list[tuple[SteeringRow, int]] = field(
+        default_factory=list
+    )  # its rows, once it is over, and how many sites each edits
+    failure: str = ""
+    failure_kind: str = ""  # the problem's kind, see `Receipt.kind`
+    reported: bool = False
+    admitted: int = 0  # the step in which it came, or went on after a preemption
+    cached_tokens: int = 0  # served by the prefix cache then
+    touched: tuple[int, int] = (0, sys.maxsize)  # see `schemas.specs.touched`
+    unsound: bool = (
+        False  # the model gave rows that are not finite, before any edit could reach them
+    )
+    accounted: bool = False  # the adapter that its rows are computed with is in the ledger
+    watch: Watch | None = None  # the scores of its probes
+    gates: Gates | None = None  # what they decide about its steering
+    gated: bool = False  # whether they do of any of its rows
+    stopped_by: str = ""  # the probe that ended it
+    scores: list[ProbeScore] = field(default_factory=list)  # once it is over
+    graded: Callable[[], list[float]] | None = (
+        None  # what `RankSpec.grade` asked; waits for the values
+    )
+
+    def holds(self, rows: list[tuple[int, SteeringRow]]) -> None:
+        """From now on these rows edit its tokens, in this order."""
+        self.rows, self.columns = rows, columns_of([spec for _, spec in rows])
+        self.gated = any(spec.gate for _, spec in rows)
+
+    def decide(self, stop: int) -> str:
+        """Have the gates of its positions below `stop` decided; why that cannot be, or nothing."""
+        try:
+            if self.gates is not None and not self.reported:
+                self.gates.decide(stop)
+        except ProbeError as error:
+            return str(error)
+        return ""
+
+    def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
+        """Those of the positions that a row names at which it edits, where a probe may decide about
+        that.
+        """
+        if not row.gate:
+            return positions
+        return self.gates.among(row.gate, positions) if self.gates is not None else []
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
+_COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Positions of one request that one of its recordings wants of this step, all of them in a
+    row.
+    """
+
+    request: str
+    recording: Recording
+    first_position: int
+    first_token: int  # the same as a row of the batch
+    count: int
+
+
+class _Layout(NamedTuple):
+    """Where the rows of a step lie in its slab; not written to.
+
+    Steps that generate one token of each request have it in common.
+    """
+
+    pattern: np.ndarray  # of each port
+    tokens: list[np.ndarray]  # of each pattern: sorted, and each once
+    base: np.ndarray  # of each port
+    slots: np.ndarray  # [runs, patterns]
+
+    @property
+    def rows(self) -> int:
+        """In all."""
+        return int(self.base[-1]) + len(self.tokens[self.pattern[-1]])
+
+
+def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
+    groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
+    for item in wanted:
+        groups.setdefault(item.recording.wants, []).append(item)
+    members, pattern = _patterns_of(tuple(groups))
+    tokens = []
+    for of_pattern in members.T.tolist():  # two captures of one request may name the same row
+        items = [
+            item
+            for member, of_group in zip(of_pattern, groups.values(), strict=True)
+            if member
+            for item in of_group
+        ]
+        tokens.append(
+            _numbers([item.first_token for item in items], [item.count for item in items])
+        )
+    per_port = np.array([len(each) for each in tokens])[pattern]
+    first_tokens = np.array([item.first_token for item in wanted])
+    slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)
+    return _Layout(pattern, tokens, np.cumsum(per_port) - per_port, slots)
+
+
+@lru_cache(maxsize=64)
+def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Of groups that want these ports: which groups are in each pattern, bool `[groups, patterns]`;
+    the pattern of each port.
+
+    The steps of a request want the same ports one after the other.
+    """
+    members, pattern = np.unique(
+        np.stack([np.frombuffer(mask, dtype=bool) for mask in masks]), axis=1, return_inverse=True
+    )
+    return members, pattern.reshape(-1)
+
+
+def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    """The numbers from each first on, so many of each: sorted, and each once."""
+    if len(firsts) == 1:
+        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
+    begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    numbers: np.ndarray = np.repeat(begins - ends + lengths, lengths) + np.arange(
+        ends[-1] if len(ends) else 0
+    )
+    return numbers if bool((numbers[1:] > numbers[:-1]).all()) else np.unique(numbers)
+
+
+class Planner:
+    """One per rank.
+
+    `plan_steering` and `plan_capture`, then `commit`, before the forward; `drain` after it.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        buffers: Buffers,
+        table: RowTable,
+        slabs: SlabPool,
+        overload: Overload,
+        mover: Mover,
+        *,
+        traced: bool,
+        bank: str = RESIDUAL,
+        last: bool = True,
+    ) -> None:
+        """`traced`: the forward is compiled or graph-captured, so the ring may not be replaced.
+
+        `bank`: whose steering and captures it plans. `last`: no other bank plans the step after it.
+        """
+        self._bank, self._last = bank, last
+        self._overload, self._mover = overload, mover
+        self._sites, self._buffers, self._table, self._slabs = list(sites), buffers, table, slabs
+        self._hidden_size, self._dtype = buffers.ring.shape[1], buffers.ring.dtype
+        self._staging = Staging(buffers, traced=traced)
+        self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
+        self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
+        self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
+        self._edits = False
+        self._edit_counts = np.zeros(
+            len(self._sites), dtype=np.int32
+        )  # edits that each site is to make
+        self._edited: list[
+            tuple[str, np.ndarray]
+        ] = []  # request, and the sites that one of its rows edits
+        self._captured: list[tuple[str, np.ndarray]] = []
+        self.due: Due | None = None  # what the current forward's sites are to do; None: nothing
+        self._lists: list[np.ndarray] = []  # this step's entries of `buffers.lists`, in order
+        self._lists_end = 0
+        self._layout_key: list[
+            tuple[bytes, int, int]
+        ] = []  # ports, first token and count of each run that `_layout` is of
+        self._layout = _Layout(_NONE, [], _NONE, _NONE)
+        self._runs: list[tuple[Recording, Extent]] = []  # recorded by this step's forward
+        self._step: StepRows | None = None
+        self._file: torch.Tensor | None = None  # that its rows are moved to
+        self._busy = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the current forward edits or records anything."""
+        return self._busy
+
+    @property
+    def edits(self) -> bool:
+        """Whether it edits a row."""
+        return self._edits
+
+    def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        """Plan the edits of these requests' rows; on an error nothing is edited.
+
+        First of the two: it starts the step.
+        """
+        self._plan[:] = 0
+        self._lists, self._lists_end = [], 0
+        if self._edited:
+            self._edits, self._edited = False, []
+            self._edit_counts[:] = 0
+            self._staging.clear_rows()
+        runs: list[
+            tuple[int, int, int, int]
+        ] = []  # of tokens that one row edits: the first, how many, column, row
+        used: dict[int, np.ndarray] = {}  # row → its sites
+        for tracked, place in mine:
+            if not tracked.rows:
+                continue
+            first, stop = place.first_position, place.first_position + place.num_rows
+            shift = place.first_row - first
+            for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True):
+                if spec.bank != self._bank:
+                    continue
+                chosen = select(spec.positions, first, stop, tracked.spec.prompt_tokens)
+                if tracked.gated:
+                    chosen = tracked.open_of(spec, chosen)
+                if not chosen:
+                    continue
+                if row not in used:
+                    used[row] = self._table.sites(row)
+                self._edited.append((place.id, used[row]))
+                again = 0 if first >= tracked.reached else bisect_left(chosen, tracked.reached)
+                tracked.applied += (len(chosen) - again) * self._table.num_sites(row)
+                if isinstance(chosen, range):
+                    runs.append((chosen.start + shift, len(chosen), column, row))
+                else:
+                    runs += [(position + shift, 1, column, row) for position in chosen]
+            if self._last:
+                tracked.reached = max(tracked.reached, stop)
+        if runs:
+            self._edits = True
+            # All requests in one call: a call for each would dominate the cost.
+            begins, counts, column_of, row_of = np.array(runs, dtype=np.int64).T
+            run = np.repeat(np.arange(len(runs)), counts)
+            tokens = (begins - np.cumsum(counts) + counts)[run] + np.arange(len(run))
+            self._staging.set_rows(tokens, column_of[run], row_of[run])
+            tokens = np.unique(tokens)
+            count, start = self._list([tokens])
+            of_sites = np.stack(list(used.values()))  # [rows, sites]
+            touched = of_sites.any(axis=0)
+            self._edit_counts[:] = np.bincount(row_of, weights=counts)[list(used)] @ of_sites
+            self._plan[touched, columns.EDITS] = count
+            self._plan[touched, columns.EDITS_AT] = start
+            self._plan[touched, columns.DEPTH] = depth = int(column_of.max()) + 1
+            if len(used) == depth == 1 and int(tokens[-1] - tokens[0]) == count - 1:
+                self._plan[touched, columns.ALIKE] = row_of[0]
+                self._plan[touched, columns.ALIKE_FROM] = tokens[0]
+
+    def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        """Plan what is recorded of these requests' rows; on an error nothing is."""
+        self._forget_rows()
+        try:
+            self._plan_capture(mine)
+        except Exception:
+            self._forget_rows()
+            self._plan[:, _PORT_COLUMNS] = 0
+            raise
+
+    def _plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        wanted = self._window(mine)
+        if not wanted:
+            return
+        if self._overload.drops():  # never what is scored: those rows do not wait for the writers
+            for item in wanted:
+                if not item.recording.capture.scored:
+                    item.recording.dropped.update(
+                        range(item.first_position, item.first_position + item.count)
+                    )
+            wanted = [item for item in wanted if item.recording.capture.scored]
+            if not wanted:
+                return
+        if (
+            key := [(item.recording.wants, item.first_token, item.count) for item in wanted]
+        ) != self._layout_key:
+            self._layout, self._layout_key = _layout_of(wanted), key
+        pattern, tokens, base, slots = self._layout
+        new = self._staging.new_rows(self._slabs, self._layout.rows, spill=self._overload.spills())
+        self._plan_ports(pattern, tokens, base + new.first)
+        self._captured = [(item.request, item.recording.mask) for item in wanted]
+        self._step = step = StepRows(new.slab, base, pattern, new.landing)
+        self._file = new.file
+        self._runs = [
+            (item.recording, Extent(step, slot, item.first_position, item.count))
+            for item, slot in zip(wanted, slots, strict=True)
+        ]
+
+    def _forget_rows(self) -> None:
+        self._runs, self._step, self._file, self._captured = [], None, None, []
+
+    def _window(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
+        wanted = []
+        for tracked, place in mine:
+            if tracked.reported:
+                continue
+            first, stop = place.first_position, place.first_position + place.num_rows
+            shift = place.first_row - first
+            for recording in tracked.recordings.values():
+                if recording.bank != self._bank:
+                    continue
+                chosen = recording.capture.select(first, stop, tracked.spec.prompt_tokens)
+                if isinstance(chosen, range):  # of consecutive positions
+                    runs = [(chosen.start, len(chosen))] if chosen else []
+                else:
+                    runs = (
+                        [(chosen[at], count) for at, count in contiguous(np.array(chosen))]
+                        if chosen
+                        else []
+                    )
+                wanted += [
+                    _Wanted(place.id, recording, at, at + shift, count) for at, count in runs
+                ]
+        return wanted
+
+    def _plan_ports(
+        self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray
+    ) -> None:
+        """Fill the plan's columns of all ports; a pattern's token list is written once for all its
+        ports.
+        """
+        places = np.zeros(
+            (len(tokens), 4), dtype=np.int64
+        )  # of each pattern: count, at, start, pattern
+        for number, mine in enumerate(tokens):
+            if len(mine):
+                count, at = self._list([mine])
+                self._staging.set_slots(number, mine)
+                places[number] = (
+                    count,
+                    at,
+                    int(mine[0]) if mine[-1] - mine[0] == count - 1 else columns.SCATTERED,
+                    number,
+                )
+        of_port = places[pattern]
+        for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
+            mine = of_port[after::2]
+            self._plan[:, port_columns.COUNT] = mine[:, 0]
+            self._plan[:, port_columns.AT] = mine[:, 1]
+            self._plan[:, port_columns.START] = mine[:, 2]
+            self._plan[:, port_columns.PATTERN] = mine[:, 3]
+            self._plan[:, port_columns.ROW] = first_rows[after::2]
+
+    def _list(self, parts: Sequence[np.ndarray]) -> tuple[int, int]:
+        """Append token numbers to this step's lists: (how many, where they begin)."""
+        at = self._lists_end
+        self._lists += parts
+        self._lists_end += sum(map(len, parts))
+        return self._lists_end - at, at
+
+    def commit(self) -> None:
+        """The next forward does what was planned; or nothing, if this raises."""
+        captured = self._plan[:, _COUNT_COLUMNS]
+        active = captured.any(axis=1)
+        if self._edits:
+            active |= self._plan[:, columns.EDITS] > 0
+        if not active.any():
+            self._clear()
+            return
+        launched = np.repeat(np.logical_or.reduceat(active, self._firsts), self._launch_sizes)
+        self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
+        self.due = Due(np.column_stack([self._edit_counts, captured]), self._edited, self._captured)
+        self._busy = True
+        try:
+            self._staging.commit(self._plan, self._lists)
+        except Exception:
+            self._abandon()
+            raise
+        for site, is_launched in zip(self._sites, launched.tolist(), strict=True):
+            site.busy = is_launched
+
+    def _clear(self) -> None:
+        """The next forward does nothing, as is planned."""
+        self.due = None
+        if self._busy:
+            self._busy = False
+            try:
+                self._staging.commit(self._plan, [])
+            except Exception:
+                self._abandon()
+                raise
+            for site in self._sites:
+                site.busy = False
+
+    def lose_site(self) -> None:
+        """Tests only: the last site with something to do in the next forward does not run."""
+        work = [columns.EDITS, columns.BEFORE.COUNT, columns.AFTER.COUNT]
+        last = np.flatnonzero(self._plan[:, work].any(axis=1))[-1]
+        self._buffers.plan[last, work] = 0
+
+    def _abandon(self) -> None:
+        self._plan[:] = 0
+        self._edits, self.due = False, None
+        self._forget_rows()
+        self._staging.abandon()
+        for site in self._sites:
+            site.busy = False
+        self._busy = False
+
+    def drain(self) -> list[tuple[Recording, Extent]]:
+        """Hand the captured rows of the forward that ran to their recordings, and return both; the
+        next one does nothing until planned.
+        """
+        recorded = self._runs
+        try:
+            if self._step is not None:
+                self._staging.take(self._step.slab)
+                if self._file is not None:
+                    self._mover.submit(partial(self._step.move, self._file))
+                for recording, run in self._runs:
+                    recording.add(run)
+        finally:  # the plan must not reach a forward that was not planned
+            self.plan_steering([])
+            self._forget_rows()
+            self._clear()
+        return recorded

@@ -1,0 +1,292 @@
+"""vLLM settings that Midstream's rows depend on, and the values that are known to be right; any
+other value is refused.
+
+A setting is here because another value splits, reorders, pads or skips rows of a batch, computes
+rows that the scheduler did not count, or replaces code that the adapters wrap. No setting of
+Midstream leads to a refused value; a plug-in of vLLM, an environment variable or a later version's
+default may.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import vllm
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+
+from .drafters import refusals
+from .seams import READ, WINDOW
+from .vllm_source import release
+
+_SPLIT = "it divides a batch's rows between passes or ranks"
+_STATE = "it changes what a block of the KV cache holds, or where it is"
+_SEVERAL = "start one worker for each engine instead"
+_OURS = "Midstream's own class is needed"
+
+
+class UnsupportedConfigurationError(ValueError):
+    """vLLM is configured in a way in which rows may be wrong."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One setting. `name`: its path in `VllmConfig`, unless `read` says how to get it."""
+
+    name: str
+    valid: tuple[Any, ...]
+    why: str  # another value is refused
+    read: Callable[[VllmConfig], Any] | None = None
+    since: str = ""  # the first version of vLLM that has it; empty: all in `seams.WINDOW`
+
+    def value(self, config: VllmConfig) -> Any:
+        """The setting's value; a valid one if the section that it belongs to is absent.
+
+        Raises AttributeError if vLLM has none.
+        """
+        if self.read is not None:
+            return self.read(config)
+        value: Any = config
+        for name in self.name.split("."):
+            if value is None:
+                return self.valid[0]
+            value = getattr(value, name)
+        return value
+
+
+RULES = (
+    Rule(
+        "vllm.__version__",
+        (*WINDOW, *READ),
+        "the adapters were tested with these versions: docs/vllm-versions.md",
+        lambda _: vllm.__version__.partition("+")[0],
+    ),
+    # Rows of a batch
+    Rule("parallel_config.enable_dbo", (False,), _SPLIT),
+    Rule("parallel_config.ubatch_size", (0, 1), _SPLIT),
+    Rule("parallel_config.prefill_context_parallel_size", (1,), _SPLIT),
+    Rule("parallel_config.decode_context_parallel_size", (1,), _STATE),
+    Rule("parallel_config.data_parallel_size", (1,), _SEVERAL),
+    Rule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
+    Rule("parallel_config.enable_hc_sp", (False,), _SPLIT, since="0.32.0"),
+    Rule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
+    Rule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
+    Rule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
+    Rule(
+        "parallel_config.enable_batch_sharded_sampling",
+        (False, None),
+        "no rank has all logits of a step to grade",
+    ),
+    Rule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None), "untested"),
+    Rule(
+        "parallel_config.worker_cls",
+        ("midstream.workers.runner.vllm.worker_class.MidstreamWorker",),
+        _OURS,
+    ),
+    Rule(
+        "parallel_config.worker_extension_cls",
+        ("",),
+        "it adds calls to the ranks that no receipt covers",
+    ),
+    Rule(
+        "scheduler_config.scheduler_cls",
+        tuple(
+            f"midstream.workers.runner.vllm.scheduler.{name}"
+            for name in ("MidstreamAsyncScheduler", "MidstreamScheduler")
+        ),
+        _OURS,
+    ),
+    Rule(
+        "cache_config.kv_sharing_fast_prefill",
+        (False,),
+        "the upper layers compute only the last row of a prompt",
+    ),
+    # LoRA
+    Rule("lora_config.fully_sharded_loras", (False,), "untested"),
+    Rule("lora_config.target_modules", (None,), "adapters would be applied in part"),
+    Rule(
+        "lora_config.default_mm_loras",
+        (None,),
+        "requests would get an adapter that they did not name",
+    ),
+    Rule("lora_config.enable_tower_connector_lora", (False,), "untested"),
+    Rule("lora_config.specialize_active_lora", (False,), "untested"),
+    Rule("lora_config.enable_mixed_moe_lora_format", (False,), "adapters of experts are untested"),
+    Rule("lora_config.enable_moe_shared_loras", (False,), "adapters of experts are untested"),
+    Rule(
+        "lora_config.max_lora_cls_labels",
+        (None,),
+        "requests that do not generate have no end to report",
+    ),
+    Rule(
+        "lora_config.lora_dtype other than model_config.dtype",
+        (False,),
+        "adapters are computed in the model's dtype",
+        lambda config: (
+            config.lora_config is not None
+            and config.lora_config.lora_dtype != config.model_config.dtype
+        ),
+    ),
+    Rule(
+        "lora_config with compilation or graphs",
+        (False,),
+        "adapters are tested in eager forwards only: set enforce_eager",
+        lambda config: config.lora_config is not None and not config.model_config.enforce_eager,
+    ),
+    Rule(
+        "lora_config with a model of experts",
+        (False,),
+        "vLLM's experts do not run on CPUs once adapters are served, and are untested elsewhere",
+        lambda config: config.lora_config is not None and config.model_config.is_moe,
+    ),
+    Rule(
+        "lora_config with a quantised model",
+        (False,),
+        "adapters on quantised weights are untested",
+        lambda config: (
+            config.lora_config is not None and config.model_config.quantization is not None
+        ),
+    ),
+    Rule(
+        "lora_config with speculative_config",
+        (False,),
+        "adapters together with drafts are untested",
+        lambda config: config.lora_config is not None and config.speculative_config is not None,
+    ),
+    Rule(
+        "model_config.runner_type",
+        ("generate",),
+        "requests that do not generate have no end to report",
+    ),
+    Rule("model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"),
+    Rule(
+        "model_config.is_mm_prefix_lm with images",
+        (False,),
+        (
+            "tokens of an image attend to later ones in transformers' model, which is not "
+            "proven of vLLM's"
+        ),
+        lambda config: _takes(config, "image") and bool(config.model_config.is_mm_prefix_lm),
+    ),
+    Rule(
+        "model_config.multimodal_config.limit_per_prompt for videos or sounds",
+        (False,),
+        "their positions cannot be named",
+        lambda config: _takes(config, "video", "audio"),
+    ),
+    Rule(
+        "model_config.multimodal_config.mm_processor_cache_gb",
+        (0,),
+        "prompts are processed in another order than they are submitted",
+    ),
+    Rule(
+        "model_config.enable_prompt_embeds",
+        (False,),
+        "positions given as embeddings have no tokens",
+    ),
+    Rule(
+        "model_config.disable_cascade_attn",
+        (True,),
+        ("a common prefix would be computed once for a batch: other requests change the bits"),
+    ),
+    Rule("model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"),
+    Rule("diffusion_config", (None,), "a step computes rows of positions that are not final"),
+    Rule("engram_config", (None,), "untested"),
+    # State outside the batch
+    Rule("kv_transfer_config", (None,), _STATE),
+    Rule("ec_transfer_config", (None,), _STATE),
+    Rule("cache_config.kv_offloading_size", (None,), _STATE),
+    Rule("cache_config.mamba_cache_mode", ("none",), _STATE),
+    Rule("cache_config.use_replayssm", (False,), _STATE),
+    Rule("cache_config.enable_mamba_shared_prefix_checkpoint", (False,), _STATE),
+    Rule("attention_config.hisparse_config", (None,), _STATE),
+    Rule(
+        "attention_config.use_non_causal",
+        (False,),
+        "later positions change the rows of earlier ones",
+    ),
+    Rule(
+        "weight_transfer_config", (None,), "the weights change under kept rows and cached prompts"
+    ),
+    Rule(
+        "offload_config.uva.cpu_offload_gb",
+        (0,),
+        "vLLM and Midstream would wrap the same modules, which is untested",
+    ),
+    Rule(
+        "offload_config.prefetch.offload_group_size",
+        (0,),
+        "vLLM and Midstream would wrap the same modules, which is untested",
+    ),
+    Rule("watermark_config", (None,), "untested"),
+    Rule("aux_output_config.enabled", (False,), "untested"),
+    # Compilation
+    Rule(
+        "compilation_config.mode",
+        (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE),
+        "it compiles the model again as shapes change, which is untested",
+    ),
+    Rule(
+        "compilation_config.cudagraph_mode",
+        (
+            CUDAGraphMode.NONE,
+            CUDAGraphMode.PIECEWISE,
+            CUDAGraphMode.FULL,
+            CUDAGraphMode.FULL_DECODE_ONLY,
+            CUDAGraphMode.FULL_AND_PIECEWISE,
+        ),
+        "untested",
+    ),
+    Rule("compilation_config.cudagraph_copy_inputs", (False,), "untested"),
+    Rule(
+        "compilation_config.inductor_passes", ({},), "a pass may drop or move the hook sites' ops"
+    ),
+)
+
+
+def _takes(config: VllmConfig, *modalities: str) -> bool:
+    """Whether prompts may have any of these."""
+    section = config.model_config.multimodal_config
+    return section is not None and any(
+        section.get_limit_per_prompt(modality) > 0 for modality in modalities
+    )
+
+
+def check(config: VllmConfig) -> None:
+    """Raises UnsupportedConfigurationError that names every setting with another value than those
+    known to be right.
+    """
+    known = release(vllm.__version__)
+    wrong = [
+        line for rule in RULES if known >= release(rule.since) and (line := _refusal(rule, config))
+    ] + refusals(config)
+    if wrong:
+        raise UnsupportedConfigurationError(
+            "this configuration of vLLM is not supported: " + "; ".join(wrong)
+        )
+
+
+def _refusal(rule: Rule, config: VllmConfig) -> str:
+    try:
+        value = rule.value(config)
+    except AttributeError:
+        return f"{rule.name} is not a setting of this vLLM ({vllm.__version__})"
+    if any(
+        value == valid and isinstance(value, bool) == isinstance(valid, bool)
+        for valid in rule.valid
+    ):
+        return ""
+    return (
+        f"{rule.name} is {_shown(value)}, valid: {', '.join(map(_shown, rule.valid))} ({rule.why})"
+    )
+
+
+def _shown(value: Any) -> str:
+    """Short, also for a whole section of the configuration."""
+    if isinstance(value, Enum):
+        return value.name
+    return (
+        repr(value)
+        if isinstance(value, str | int | float | list | dict | None)
+        else f"a {type(value).__name__}"
+    )

@@ -1,0 +1,262 @@
+"""vLLM's methods of speculative decoding: which are served, under which conditions, and why the
+others are refused.
+
+Served means shown on the real engine: the tokens of a request are those without drafts, the rows of
+accepted drafts are captured once, those of rejected ones never, and edits reach the model and not
+its drafter. Data only; `refusals` reads it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models.interfaces import supports_eagle3
+
+from ..hooks.architectures import Adapter
+from ..hooks.sites import has_sites
+
+
+class UnsupportedDrafterError(ValueError):
+    """The drafter does not fit the model."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A field of vLLM's `SpeculativeConfig`, and the values that are served."""
+
+    field: str
+    served: tuple[Any, ...]
+    why: str  # another value is refused
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of speculative decoding."""
+
+    refused: str = ""  # why; empty: served
+    conditions: tuple[Condition, ...] = ()
+    # architectures of the drafting model that are served; empty: there is no such model
+    drafters: frozenset[str] = frozenset()
+
+
+_UNTESTED = "its rows and tokens have not been compared with those without drafts"
+#: Of every method.
+CONDITIONS = (
+    Condition(
+        "rejection_sample_method",
+        ("standard",),
+        ("`synthetic` accepts tokens that the model would not choose, `block` is untested"),
+    ),
+    Condition("draft_sample_method", ("greedy",), "drafts that are sampled are untested"),
+    Condition("parallel_drafting", (False,), "drafts that are made side by side are untested"),
+    Condition(
+        "enable_adaptive_verification", (False,), "the GPU decides how many drafts a request has"
+    ),
+    Condition(
+        "num_speculative_tokens_per_batch_size",
+        (None,),
+        "a number of drafts that changes from step to step is untested",
+    ),
+    Condition("use_heterogeneous_vocab", (False,), "a drafter with other tokens is untested"),
+)
+#: Of the methods with a model that reads what the target computed.
+_OF_HEADS = (
+    Condition("use_local_argmax_reduction", (False,), "it is untested"),
+    Condition("disable_padded_drafter_batch", (False,), "it is untested"),
+    Condition(
+        "disable_eagle_block_drop",
+        (False,),
+        "the drafter would read cached blocks that it has not filled",
+    ),
+    Condition(
+        "index_share_for_mtp_iteration",
+        (None, False),
+        "the drafter would write to what the target reads",
+    ),
+)
+_LLAMA_HEAD = (
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+)  # names of one class
+_OLD_NAME = Method("vLLM calls it `mtp` now")
+METHODS: Mapping[str, Method] = {
+    "ngram": Method(),
+    "eagle3": Method(conditions=_OF_HEADS, drafters=frozenset(_LLAMA_HEAD)),
+    "mtp": Method(conditions=_OF_HEADS, drafters=frozenset({"Glm4MoeMTPModel", "MiMoMTPModel"})),
+    "ngram_gpu": Method("`ngram` finds the same drafts; with this name, vLLM would overlap steps"),
+    "eagle": Method(f"heads before EAGLE-3: {_UNTESTED}"),
+    "medusa": Method(f"the v2 runner has no Medusa heads; on the v1 runner, {_UNTESTED}"),
+    "mlp_speculator": Method("vLLM's runners no longer have it"),
+    "draft_model": Method(f"a draft model has positions and KV blocks of its own: {_UNTESTED}"),
+    "suffix": Method(
+        "drafts would come from the texts of other requests, so the speed of one would "
+        "reveal another's text"
+    ),
+    "custom_class": Method("the drafter would be code that Midstream does not know"),
+    "extract_hidden_states": Method("it drafts nothing: use a capture"),
+    "dflash": Method(
+        f"it drafts a block at once, in rows that the scheduler does not count: {_UNTESTED}"
+    ),
+    "dspark": Method("the GPU decides how many drafts a request has"),
+} | dict.fromkeys(
+    (
+        "bailing_hybrid_mtp",
+        "bailing_hybrid_v3_mtp",
+        "deepseek_mtp",
+        "dots3_note_mtp",
+        "ernie_mtp",
+        "exaone4_5_mtp",
+        "exaone_moe_mtp",
+        "gemma4_mtp",
+        "glm4_moe_lite_mtp",
+        "glm4_moe_mtp",
+        "glm5_next_mtp",
+        "glm_ocr_mtp",
+        "hy_v3_mtp",
+        "hy_v4_mtp",
+        "inkling_mtp",
+        "kimi_k3_mtp",
+        "longcat_flash_mtp",
+        "mimo_mtp",
+        "mimo_v2_mtp",
+        "minimax_m3_mtp",
+        "nemotron_h_mtp",
+        "pangu_ultra_moe_mtp",
+        "qwen3_5_mtp",
+        "qwen3_next_mtp",
+        "qwen4_exp_mtp",
+        "step3p5_mtp",
+    ),
+    _OLD_NAME,
+)
+
+
+def served() -> list[str]:
+    """Names of the methods that are served."""
+    return [name for name, method in METHODS.items() if not method.refused]
+
+
+def refusals(config: VllmConfig) -> list[str]:
+    """What of a configuration with drafts is not served, each a clause of a sentence.
+
+    Empty without drafts.
+    """
+    drafting = config.speculative_config
+    if drafting is None:
+        return []
+    method = METHODS.get(drafting.method or "", Method("Midstream does not know it"))
+    if method.refused:
+        return [
+            (
+                f"speculative_config.method is {drafting.method!r}, valid: "
+                f"{', '.join(served())} ({method.refused})"
+            )
+        ]
+    found = []
+    if config.scheduler_config.async_scheduling:
+        found.append(
+            "speculative_config with scheduler_config.async_scheduling is True, valid: False "
+            "(positions are known only on the GPU, where drafts are rejected)"
+        )
+    if (stages := config.parallel_config.pipeline_parallel_size) != 1:
+        found.append(
+            f"parallel_config.pipeline_parallel_size with speculative_config is {stages}, "
+            "valid: 1 (untested)"
+        )
+    for condition in (*CONDITIONS, *method.conditions):
+        if not hasattr(drafting, condition.field):
+            found.append(f"speculative_config.{condition.field} is not a setting of this vLLM")
+        elif (value := getattr(drafting, condition.field)) not in condition.served:
+            valid = ", ".join(map(repr, condition.served))
+            found.append(
+                f"speculative_config.{condition.field} is {value!r}, valid: {valid} "
+                f"({condition.why})"
+            )
+    return found + (_of_model(config, method) if method.drafters else [])
+
+
+def _of_model(config: VllmConfig, method: Method) -> list[str]:
+    """What of a drafting model is not served. Its weights have not been read."""
+    drafting, target = config.speculative_config, config.model_config
+    found = []
+    (architecture, *_) = drafting.draft_model_config.architectures
+    if architecture not in method.drafters:
+        valid = ", ".join(sorted(method.drafters))
+        found.append(
+            f"the drafter {drafting.model} is a {architecture}, valid: {valid} (of others, "
+            "rows and tokens are untested)"
+        )
+    ranks = config.parallel_config.tensor_parallel_size
+    if drafting.draft_tensor_parallel_size != ranks:
+        found.append(
+            "speculative_config.draft_tensor_parallel_size is "
+            f"{drafting.draft_tensor_parallel_size}, valid: {ranks} (untested)"
+        )
+    if target.is_hybrid or target.is_attention_free:
+        found.append(
+            "the model has layers with a state, which rejected drafts change, valid with "
+            f"it: no drafter {drafting.method}"
+        )
+    head = drafting.draft_model_config.hf_config
+    for name, own in (
+        ("hidden_size", target.get_hidden_size()),
+        ("vocab_size", target.get_vocab_size()),
+    ):
+        theirs = getattr(head, f"target_{name}", None) or getattr(head, name, own)
+        if theirs != own:
+            found.append(
+                f"the drafter {drafting.model} is of a model with {name} {theirs}, valid: {own}"
+            )
+    if drafting.method == "eagle3" and not supports_eagle3(get_model_cls(target)):
+        found.append(
+            f"vLLM's {target.architectures[0]} does not give an EAGLE-3 head what it reads, "
+            "valid: no drafter eagle3"
+        )
+    return found
+
+
+def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapter) -> None:
+    """Raises UnsupportedDrafterError for a drafter that would run our sites, or that cannot read
+    what the target gives it.
+
+    After `sites.install`. `drafter`: the drafting model, if there is one; `read`: after how many
+    layers an EAGLE-3 head reads the stream.
+    """
+    if drafter is None:
+        return
+    if shared := [name for name, module in drafter.named_modules() if has_sites(module)]:
+        raise UnsupportedDrafterError(
+            f"the drafter {type(drafter).__name__} runs modules of the model that have hook "
+            f"points: {shared[0]}"
+        )
+    if read and not 0 <= min(read) <= max(read) <= adapter.num_layers:
+        raise UnsupportedDrafterError(
+            f"the drafter reads the stream after layers {read}, valid: 0 to {adapter.num_layers}"
+        )
+    if read:
+        like = next(weight for weight in drafter.parameters() if weight.is_floating_point())
+        try:
+            drafter.combine_hidden_states(
+                torch.zeros(
+                    1, len(read) * adapter.hidden_size, dtype=like.dtype, device=like.device
+                )
+            )
+        except (RuntimeError, AssertionError) as error:
+            raise UnsupportedDrafterError(
+                f"the drafter does not read {len(read)} layers (after {read}): {error}"
+            ) from error
+    offsets = getattr(drafter, "draft_id_to_target_id", None)
+    if offsets is not None:
+        tokens = offsets.data.cpu() + torch.arange(len(offsets))
+        first, last, size = int(tokens.min()), int(tokens.max()), int(drafter.config.vocab_size)
+        if not 0 <= first <= last < size:
+            raise UnsupportedDrafterError(
+                f"the drafter drafts tokens {first} to {last}, valid: 0 to {size - 1}"
+            )

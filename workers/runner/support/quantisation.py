@@ -1,0 +1,326 @@
+"""Quantised checkpoints: what they are called, in what their rows differ from transformers', and
+which are refused.
+
+The rows of a quantised checkpoint are defined as those of its dequantised weights, with the
+rounding of activations that the checkpoint asks for. A checkpoint whose rows would be others is
+refused, or served with a caveat: see `docs/quantised.md`.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+)
+from vllm.platforms import current_platform
+
+from ....schemas.errors import MidstreamError
+
+#: vLLM's methods, with weights and activations, of which rows were compared with transformers', on
+#: a CPU.
+MEASURED = frozenset(
+    {
+        ("compressed-tensors", "int8", "int8"),
+        ("compressed-tensors", "fp8", "fp8"),
+        ("compressed-tensors", "int4", ""),
+        ("fp8", "fp8", "fp8"),
+        *((method, "int4", "") for method in ("awq", "auto_awq", "gptq", "auto_gptq")),
+    }
+)
+#: 4-bit weights run with 8-bit activations on CPUs with AMX, unless this is 0: see
+#: `engine.vllm_options`.
+W4A8 = "VLLM_CPU_INT4_W4A8"
+#: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
+_GGUF_NAME = re.compile(r":(I?Q\d\w*|BF16|F16|F32)$")
+
+
+class UnsupportedQuantisationError(MidstreamError):
+    """The checkpoint is quantised in a way that is not served, or not on this machine."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("invalid_request", detail, field="model")
+
+
+class Rounding(NamedTuple):
+    """How a tensor is rounded."""
+
+    kind: str  # int4, int8, fp8, …
+    scale: str  # what has a scale of its own: tensor, channel, token, group, block
+    dynamic: bool = False  # the scale is computed from the tensor itself
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} "
+            f"{'static' if self.scale == 'tensor' and not self.dynamic else f'per {self.scale}'}"
+        )
+
+
+class Quantisation(NamedTuple):
+    """Of a served checkpoint."""
+
+    name: str  # empty: it is not quantised
+    caveats: tuple[str, ...] = ()
+
+
+class Facts(NamedTuple):
+    """What the rules read."""
+
+    method: str  # as vLLM calls it
+    raw: Mapping[str, Any]  # `quantization_config` of the checkpoint
+    weights: frozenset[Rounding]
+    activations: frozenset[Rounding]
+    dtype: torch.dtype = torch.bfloat16
+    experts: bool = False  # they are quantised too
+    ranks: int = 1  # tensor-parallel
+    cpu: bool = True
+    amx: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [f"{rounding.kind} weights" for rounding in sorted(self.weights)]
+        parts += [
+            f"{rounding.kind} activations {str(rounding).partition(' ')[2]}"
+            for rounding in sorted(self.activations)
+        ]
+        return f"{self.method}: {', '.join(dict.fromkeys(parts))}" if parts else self.method
+
+    @property
+    def measured(self) -> bool:
+        activations = {rounding.kind for rounding in self.activations} or {""}
+        return bool(self.weights) and all(
+            (self.method, each.kind, kind) in MEASURED
+            for each in self.weights
+            for kind in activations
+        )
+
+    @property
+    def shares_scales(self) -> bool:
+        """FP8 with one scale for all rows of a step."""
+        return any(rounding.scale == "tensor" and rounding.dynamic for rounding in self.activations)
+
+
+class Rule(NamedTuple):
+    """`applies` to a checkpoint → it is refused, or has this caveat."""
+
+    applies: Callable[[Facts], bool]
+    text: str
+
+
+REFUSED = (
+    Rule(
+        lambda it: it.cpu and not it.amx and it.experts,
+        "vLLM needs a GPU or a CPU with AMX for quantised experts; this is a CPU without AMX",
+    ),
+    Rule(
+        lambda it: (
+            it.cpu
+            and it.dtype == torch.float32
+            and any("int4" in rounding.kind for rounding in it.weights)
+        ),
+        "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
+    ),
+)
+CAVEATS = (
+    Rule(
+        lambda it: bool(it.activations) and not it.shares_scales,
+        "the quantised layers round their input, as the checkpoint asks: rows are "
+        "those of the dequantised weights with this rounding, "
+        "and differ from those of the dequantised weights alone",
+    ),
+    Rule(
+        lambda it: it.shares_scales and it.amx,
+        (
+            "the checkpoint asks for rounded activations, which vLLM leaves out on this "
+            "CPU: rows are those of the dequantised weights"
+        ),
+    ),
+    Rule(
+        lambda it: it.ranks > 1 and any(rounding.scale == "token" for rounding in it.activations),
+        "with tensor_parallel_size above 1, each rank scales its own part of the input "
+        "of o_proj and down_proj: rows differ from those "
+        "of one rank by this rounding",
+    ),
+    Rule(
+        lambda it: any(
+            rounding.kind == "fp8" and rounding.scale == "tensor" for rounding in it.weights
+        ),
+        "where the scales of q_proj, k_proj and v_proj differ, or those of gate_proj "
+        "and up_proj, vLLM rounds these weights again with "
+        "the largest of them: rows are then those of weights rounded twice",
+    ),
+    Rule(
+        lambda it: bool(it.raw.get("kv_cache_scheme") or it.raw.get("kv_cache_quant_algo")),
+        (
+            "the checkpoint asks for a quantised KV cache: attention reads rounded keys "
+            "and values, and rows above the first layer differ"
+        ),
+    ),
+    Rule(
+        lambda it: (
+            it.amx
+            and os.environ.get(W4A8, "1") != "0"
+            and any("int4" in rounding.kind for rounding in it.weights)
+        ),
+        (
+            f"with {W4A8}=1, vLLM rounds the inputs of 4-bit layers to 8 bits on this CPU, "
+            "which the checkpoint does not ask for"
+        ),
+    ),
+    Rule(
+        lambda it: not it.measured,
+        (
+            "this quantisation was not compared with transformers: rows are those of the "
+            "quantised model as vLLM computes it"
+        ),
+    ),
+)
+
+
+def quantisation_of(config: VllmConfig) -> Quantisation:
+    """Of a config that vLLM has completed, before the weights are read.
+
+    Raises UnsupportedQuantisationError.
+    """
+    model = config.model_config
+    if model.quantization is None:
+        return Quantisation("")
+    raw = model.model_arch_config.quantization_config or {}
+    return judge(
+        Facts(
+            model.quantization,
+            raw,
+            *roundings(model.quantization, raw),
+            dtype=model.dtype,
+            experts=_has_experts(model.hf_text_config) and not _leaves_out_experts(raw),
+            ranks=config.parallel_config.tensor_parallel_size,
+            cpu=current_platform.is_cpu(),
+            amx=current_platform.is_cpu() and torch.cpu._is_amx_tile_supported(),
+        )
+    )
+
+
+def judge(facts: Facts) -> Quantisation:
+    """Raises UnsupportedQuantisationError with the first reason."""
+    for rule in REFUSED:
+        if rule.applies(facts):
+            raise UnsupportedQuantisationError(
+                f"quantisation {facts.name} is not served here: {rule.text}"
+            )
+    return Quantisation(
+        facts.name,
+        tuple(
+            f"quantised with {facts.name}: {rule.text}." for rule in CAVEATS if rule.applies(facts)
+        ),
+    )
+
+
+def roundings(
+    method: str, raw: Mapping[str, Any]
+) -> tuple[frozenset[Rounding], frozenset[Rounding]]:
+    """Of weights and of activations, as far as the checkpoint's config says them."""
+    if method == "compressed-tensors":
+        groups = [
+            group
+            for group in (raw.get("config_groups") or {}).values()
+            if isinstance(group, Mapping)
+        ]
+        return _of_groups(groups, "weights"), _of_groups(groups, "input_activations")
+    if method == "fp8":
+        blocks, dynamic = raw.get("weight_block_size"), raw.get("activation_scheme") != "static"
+        if blocks:
+            return frozenset({Rounding("fp8", "block")}), frozenset(
+                {Rounding("fp8", "group", True)}
+            )
+        # kernels with one dynamic scale are refused when they are loaded
+        by_token = dynamic and not current_platform.is_cpu()
+        return frozenset({Rounding("fp8", "tensor")}), frozenset(
+            {Rounding("fp8", "token" if by_token else "tensor", dynamic)}
+        )
+    if "awq" in method or "gptq" in method:
+        return frozenset(
+            {Rounding(f"int{raw.get('bits') or raw.get('w_bit')}", "group")}
+        ), frozenset()
+    return frozenset(), frozenset()
+
+
+def _of_groups(groups: list[Mapping[str, Any]], name: str) -> frozenset[Rounding]:
+    found = (group[name] for group in groups if isinstance(group.get(name), Mapping))
+    return frozenset(
+        Rounding(
+            f"{'' if each.get('symmetric', True) else 'asymmetric '}{'fp' if each.get('type') == 'float' else 'int'}{each.get('num_bits')}",
+            str(each.get("strategy")),
+            bool(each.get("dynamic")),
+        )
+        for each in found
+    )
+
+
+def _has_experts(config: Any) -> bool:
+    return any(
+        getattr(config, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )
+
+
+def _leaves_out_experts(raw: Mapping[str, Any]) -> bool:
+    listed = [
+        name
+        for key in ("ignore", "ignored_layers", "modules_to_not_convert")
+        for name in raw.get(key) or ()
+    ]
+    return any("expert" in str(name) for name in listed)
+
+
+def refuse_gguf(model: str) -> None:
+    """Raises UnsupportedQuantisationError for a GGUF file, a folder of them or
+    `repository:QUANTISATION`, before vLLM looks at it.
+    """
+    path = Path(model)
+    files = {file.suffix for file in path.iterdir()} if path.is_dir() else set()
+    if (
+        model.endswith(".gguf")
+        or (".gguf" in files and ".safetensors" not in files)
+        or (not files and _GGUF_NAME.search(model))
+    ):
+        raise UnsupportedQuantisationError(
+            "GGUF is not served: vLLM has no code for it, and its plugin none for CPUs. "
+            "Have transformers dequantise it into a folder of "
+            "safetensors, and serve that: see docs/quantised.md"
+        )
+
+
+def refuse_shared_scales(model: torch.nn.Module) -> None:
+    """Raises UnsupportedQuantisationError if a loaded layer rounds all rows of a step with one
+    scale computed from them.
+    """
+    for name, module in model.named_modules():
+        if any(_shares(part) for part in _parts(module)):
+            raise UnsupportedQuantisationError(
+                f"{name} rounds all rows of a step with one scale: other requests would change "
+                "a request's rows. Use a checkpoint with "
+                "static activation scales or with one for each token, or a GPU from compute "
+                "capability 8.9"
+            )
+
+
+def _parts(module: torch.nn.Module) -> Iterator[Any]:
+    """A layer's kernels, and the configuration of its experts."""
+    for holder in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
+        if holder is not None:
+            yield from vars(holder).values()
+
+
+def _shares(part: Any) -> bool:
+    if isinstance(part, FP8ScaledMMLinearKernel):
+        # others take activations as they are
+        rounds = type(part).apply_weights is FP8ScaledMMLinearKernel.apply_weights
+        return rounds and not part.quant_fp8.static and part.quant_fp8.group_shape.is_per_tensor()
+    asked = getattr(part, "_a1", None)  # of vLLM's FusedMoEQuantConfig
+    if asked is None or asked.dtype not in (torch.float8_e4m3fn, torch.int8):
+        return False
+    return asked.scale is None and asked.shape is not None and asked.shape.is_per_tensor()

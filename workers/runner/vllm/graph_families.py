@@ -1,0 +1,136 @@
+"""Two CUDA graphs for each batch shape: one for idle steps, without the sites' launches, and one
+for busy steps.
+
+Both are captured from the same compiled artefact, so they compute the same bits. vLLM keys its
+graphs by a descriptor of the batch; here a descriptor also says which of the two it means.
+`docs/decisions/0015-graph-families.md` has the reasons.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, get_forward_context
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from ....kernels import idle_sites, sites_idle
+
+#: In the order of capture, which must be the same on all ranks: custom all-reduce exchanges buffer
+#: addresses in that order.
+FAMILIES = (False, True)
+
+
+@dataclass(frozen=True)
+class Batch(BatchDescriptor):
+    """Key of a graph in the v1 runner, and of a piecewise graph in both."""
+
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class Execution(BatchExecutionDescriptor):
+    """Key of a graph in the v2 runner."""
+
+    idle: bool = False
+
+
+def _of_family(descriptor: Any, kind: type, idle: bool) -> Any:
+    """`descriptor`, one of vLLM's or of `kind`, as the key of one family."""
+    if isinstance(descriptor, kind):
+        return replace(descriptor, idle=idle)  # type: ignore[type-var]
+    return kind(
+        **{field.name: getattr(descriptor, field.name) for field in fields(descriptor)}, idle=idle
+    )
+
+
+class FamilyDispatcher(CudagraphDispatcher):
+    """The v1 runner's dispatcher: twice the keys; `dispatch` returns the one of the forward that
+    comes (`idle_sites`).
+    """
+
+    def _create_padded_batch_descriptor(self, *args: Any, **kwargs: Any) -> BatchDescriptor:
+        return _of_family(
+            super()._create_padded_batch_descriptor(*args, **kwargs), Batch, sites_idle()
+        )
+
+    def add_cudagraph_key(
+        self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor
+    ) -> None:
+        for idle in FAMILIES:
+            super().add_cudagraph_key(runtime_mode, _of_family(batch_descriptor, Batch, idle))
+
+    def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
+        """Largest first, as vLLM's.
+
+        The keys are a set, whose order differs between processes: `idle` decides between equals.
+        """
+        return [
+            (
+                mode,
+                sorted(
+                    descriptors,
+                    key=lambda each: (-each.num_tokens, -each.num_active_loras, each.idle),
+                ),
+            )
+            for mode, descriptors in super().get_capture_descs()
+        ]
+
+
+class _Capturing(CudaGraphManager):
+    """Goes behind the model's manager, whose `capture` calls this one with the function that makes
+    the forwards.
+    """
+
+    def capture(
+        self,
+        create_forward_fn: Callable[..., Callable[[CUDAGraphMode], None]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        def of_family(descriptor: Any, *, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+            forward = create_forward_fn(descriptor, warmup=warmup)
+
+            def run(mode: CUDAGraphMode) -> None:
+                with idle_sites(descriptor.idle):
+                    forward(mode)
+
+            return run
+
+        super().capture(of_family, *args, **kwargs)
+
+
+class _Dispatching(CudaGraphManager):
+    """Goes in front of it."""
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
+        found = super().dispatch(*args, **kwargs)
+        return (
+            found
+            if found.cg_mode == CUDAGraphMode.NONE
+            else _of_family(found, Execution, sites_idle())
+        )
+
+    def run_pw_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The pieces' graphs are found by the forward context's descriptor, at capture and at
+        replay.
+        """
+        context = get_forward_context()
+        context.batch_descriptor = _of_family(context.batch_descriptor, Batch, sites_idle())
+        return super().run_pw_graph(*args, **kwargs)
+
+
+def dispatch_by_family(dispatcher: CudagraphDispatcher) -> None:
+    """Give the v1 runner's dispatcher two families, before its keys are made."""
+    dispatcher.__class__ = FamilyDispatcher
+
+
+def capture_both_families(manager: CudaGraphManager) -> None:
+    """Give the v2 runner's manager two families, before it captures."""
+    own = type(manager)
+    manager.__class__ = type(f"Midstream{own.__name__}", (_Dispatching, own, _Capturing), {})
+    for mode, descriptors in manager._capture_descs.items():
+        manager._capture_descs[mode] = [
+            _of_family(each, Execution, idle) for each in descriptors for idle in FAMILIES
+        ]

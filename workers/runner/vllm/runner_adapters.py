@@ -1,0 +1,215 @@
+"""Adapters of vLLM's v1 and v2 model runners. No other module knows a runner's attributes.
+
+Both adapters are mixed in front of the platform's runner class; see
+`docs/decisions/0001-contracts.md`.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....kernels import idle_sites
+from ..base.engine_step import NewRequest, RequestRows, StepView
+from ..probes.probe_news import NEWS
+from .graph_families import capture_both_families, dispatch_by_family
+from .quarantine import attach
+from .scheduler import ends, finishes, keeping, load, waiting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..plane.data_plane import DataPlane
+
+EXTRA_ARGS_KEY = "midstream"
+
+
+def _new_requests(scheduler_output: Any) -> list[NewRequest]:
+    found = []
+    for data in scheduler_output.scheduled_new_reqs:
+        extra = data.sampling_params.extra_args if data.sampling_params is not None else None
+        if extra and EXTRA_ARGS_KEY in extra:
+            found.append(
+                NewRequest(
+                    data.req_id,
+                    extra[EXTRA_ARGS_KEY],
+                    data.num_computed_tokens,
+                    data.sampling_params.max_tokens or 0,
+                )
+            )
+    return found
+
+
+def _resumed(scheduler_output: Any) -> dict[str, int]:
+    """Preempted requests that go on → tokens served by the prefix cache.
+
+    The v2 runner gets them as new ones.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return {}
+    pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return {req_id: computed for req_id, computed in pairs if req_id in cached.resumed_req_ids}
+
+
+def _windows(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
+    """(request, first position, how many) of the step, as the scheduler sends it to every rank."""
+    counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    for data in scheduler_output.scheduled_new_reqs:
+        yield data.req_id, data.num_computed_tokens, counts[data.req_id]
+    for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield req_id, computed, counts[req_id]
+
+
+class _Adapter:
+    """What both runners share: the order of begin, forward, drain."""
+
+    midstream: "DataPlane | None" = None
+
+    def _begin(self, scheduler_output: Any) -> AbstractContextManager[None]:
+        """Within it the step runs: its forward is of the idle or of the busy family."""
+        idle = False
+        if self.midstream is not None:
+            preempted = len(scheduler_output.preempted_req_ids or ())
+            self.midstream.load = load(scheduler_output)
+            self.midstream.begin(
+                _new_requests(scheduler_output),
+                finishes(scheduler_output),
+                preempted,
+                keeping(scheduler_output),
+                _resumed(scheduler_output),
+                ends(scheduler_output),
+                waiting(scheduler_output),
+            )
+            idle = self.midstream.choose(_windows(scheduler_output))
+        return idle_sites(idle)
+
+    def _drain(self) -> None:
+        if self.midstream is not None:
+            # Only on the last stage: what the sampler is about to get.
+            state = self.execute_model_state  # type: ignore[attr-defined]
+            hidden = state.hidden_states if state is not None else None
+            self.midstream.drain(hidden if isinstance(hidden, torch.Tensor) else None)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self.midstream is None:
+            return output
+        return attach(attach(output, self.midstream.found()), self.midstream.probe_news(), NEWS)
+
+
+class V1Adapter(_Adapter):
+    """`vllm.v1.worker.gpu_model_runner.GPUModelRunner` and its CPU subclass."""
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        with self._begin(scheduler_output):
+            output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+        self._drain()
+        return output
+
+    def two_families(self) -> None:
+        """Before the dispatcher has keys."""
+        dispatch_by_family(self.cudagraph_dispatcher)  # type: ignore[attr-defined]
+
+    def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
+        with idle_sites(desc.idle):
+            super()._warmup_and_capture(desc, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_inputs(
+        self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)  # type: ignore[misc]
+        if self.midstream is not None:
+            batch = self.input_batch  # type: ignore[attr-defined]
+            counts = [int(count) for count in num_scheduled_tokens]
+            req_ids, drafts = (
+                batch.req_ids[: len(counts)],
+                scheduler_output.scheduled_spec_decode_tokens,
+            )
+            samples = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+            self.midstream.plan(_view(req_ids, counts, batch.num_computed_tokens_cpu, samples))
+        return prepared
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """A sample in the middle of a prompt is discarded.
+
+        vLLM then turns the request's generator back, which it cannot on a CPU.
+        """
+        generators = self.input_batch.generators  # type: ignore[attr-defined]
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
+        unused = {index: generators.pop(index) for index in discarded if index in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(unused)
+
+    def drafting_model(self) -> "nn.Module | None":
+        """What drafts, where that is a model."""
+        return getattr(getattr(self, "drafter", None), "model", None)
+
+    def make_pipeline_buffers(self) -> None:
+        """Eager CPU runs skip the dummy run that would make a later stage's input buffers."""
+        if self.intermediate_tensors is None:  # type: ignore[has-type]
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
+                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
+                dtype=self.model_config.dtype,  # type: ignore[attr-defined]
+                device=self.device,  # type: ignore[attr-defined]
+            )
+
+
+class V2Adapter(_Adapter):
+    """`vllm.v1.worker.gpu.model_runner.GPUModelRunner` and its CPU subclass."""
+
+    def execute_model(
+        self,
+        scheduler_output: Any,
+        intermediate_tensors: Any = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if dummy_run:
+            return super().execute_model(  # type: ignore[misc]
+                scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
+            )
+        with self._begin(scheduler_output):
+            output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)  # type: ignore[misc]
+        self._drain()
+        return output
+
+    def two_families(self) -> None:
+        """The manager does not exist yet."""
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the manager of the graphs, once for profiling and once to stay."""
+        made = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        if self.cudagraph_manager is not None:  # type: ignore[attr-defined]
+            capture_both_families(self.cudagraph_manager)  # type: ignore[attr-defined]
+        return made
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        if self.midstream is not None:
+            counts = [int(count) for count in batch.num_scheduled_tokens[: batch.num_reqs]]
+            logits = batch.cu_num_logits_np
+            samples = [
+                int(count) for count in logits[1 : batch.num_reqs + 1] - logits[: batch.num_reqs]
+            ]
+            self.midstream.plan(_view(batch.req_ids, counts, batch.num_computed_tokens_np, samples))
+        return batch
+
+    def drafting_model(self) -> "nn.Module | None":
+        """What drafts, where that is a model."""
+        return self.get_draft_model()  # type: ignore[attr-defined]
+
+    def make_pipeline_buffers(self) -> None:
+        """The v2 runner makes them itself."""
+
+
+def _view(req_ids: list[str], counts: list[int], computed: Any, samples: list[int]) -> StepView:
+    """Rows lie in batch order, request after request."""
+    requests, row = [], 0
+    for index, (req_id, count, sampled) in enumerate(zip(req_ids, counts, samples, strict=True)):
+        requests.append(RequestRows(req_id, row, count, int(computed[index]), sampled))
+        row += count
+    return StepView(requests, row)

@@ -1,0 +1,412 @@
+"""Extension of vLLM's scheduler: reports to ranks how requests ended, and keeps the prefix cache
+correct.
+
+Named by `scheduler_cls`, so it runs in the engine-core process. Importing it patches the one
+function there that decides what a KV block's hash covers.
+"""
+
+from typing import Any
+
+import msgspec
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from ....schemas.source_runs import is_row
+from ....schemas.specs import RankSpec
+from ....schemas.version import __version__
+from ..base.config import plane_config
+from ..base.engine_step import Finish, Load
+from ..base.process import die_with_parent
+from ..base.row_index import Keeping, RowIndex, Wanted
+from ..probes.probe_news import ProbeNews, news_of
+from .cell_steps import Based, CellSteps
+from .kept_blocks import KeptBlocks
+from .quarantine import Quarantine, found_in, private
+from .ring_budget import RingBudget
+from .stages import stage_layers
+
+_KEY = "midstream"
+_FINISHES = "midstream_finishes"
+_ENDS = "midstream_ends"
+_KEEPING = "midstream_keeping"
+_LOAD = "midstream_load"
+_WAITING = "midstream_waiting"
+
+#: Part of every hash that covers an intervention; a new one makes sure that no block of before is
+#: reused.
+_epoch = 0
+#: Attribute of a request whose hashes cover an intervention: the epoch in which they were begun.
+_HASHED_IN = "midstream_hashed_in"
+
+die_with_parent()
+
+
+def _spec(request: Any) -> dict[str, Any] | None:
+    params = request.sampling_params
+    extra = params.extra_args if params is not None else None
+    return extra.get(_KEY) if extra else None
+
+
+def _patches(spec: dict[str, Any]) -> bool:
+    """Whether rows of source runs edit the request: ranks do not lay those out ahead, and sweeps
+    have thousands.
+    """
+    return any(
+        is_row(name) for entry in spec.get("steering", ()) for name in entry.get("tensors", ())
+    )
+
+
+def finishes(scheduler_output: Any) -> dict[str, Finish]:
+    """How the requests with a spec ended that this step reports to the ranks."""
+    return getattr(scheduler_output, _FINISHES, {})
+
+
+def ends(scheduler_output: Any) -> list[tuple[str, int]]:
+    """What the worker reported since the last step, see `DataPlane.end`: `RankSpec.key` and number
+    of tokens.
+    """
+    return getattr(scheduler_output, _ENDS, [])
+
+
+def keeping(scheduler_output: Any) -> Keeping | None:
+    """Orders to the ranks about stored rows in this step."""
+    return getattr(scheduler_output, _KEEPING, None)
+
+
+def waiting(scheduler_output: Any) -> list[dict[str, Any]]:
+    """Specs of steered requests that came since the last step and are not in this one: ranks can
+    lay out their rows ahead.
+    """
+    return getattr(scheduler_output, _WAITING, [])
+
+
+def load(scheduler_output: Any) -> Load:
+    """Load of the engine in this step: sent to the ranks because they are polled anyway."""
+    return Load(*getattr(scheduler_output, _LOAD, ()))
+
+
+class _Midstream:
+    """Mixed in front of a vLLM scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._midstream_finished: dict[str, Finish] = {}
+        self._midstream_ends: list[tuple[str, int]] = []
+        # steered requests that came since the last step → spec
+        self._midstream_came: dict[str, dict[str, Any]] = {}
+        _accept_ends()
+        self._midstream_capturing: dict[str, Wanted] = {}  # live requests that capture prompt rows
+        self._midstream_bases: dict[str, Based] = {}  # live requests with a base
+        self._midstream_chunks: dict[str, int] = {}  # live requests with a chunk → its tokens
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        config, model = plane_config(), self.vllm_config.model_config  # type: ignore[attr-defined]
+        row_bytes = model.get_hidden_size() * model.dtype.itemsize
+        block = manager.block_pool.hash_block_size
+        self._midstream_rows = RowIndex(
+            config.row_store_mib << 20, row_bytes, block, model.dtype.itemsize
+        )
+        stages = stage_layers(
+            model.get_total_num_hidden_layers(),
+            self.parallel_config.pipeline_parallel_size,  # type: ignore[attr-defined]
+        )
+        self._midstream_ring = RingBudget(config.step_rows, stages, self.num_spec_tokens)  # type: ignore[attr-defined]
+        self._midstream_blocks = KeptBlocks(manager)
+        self._midstream_cells = CellSteps(
+            self._midstream_bases,
+            self._midstream_blocks,
+            self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
+        )
+        self._midstream_quarantine = Quarantine(manager)
+        self._midstream_probes = ProbeNews()
+        manager.get_computed_blocks = self._capped(manager, manager.get_computed_blocks)
+
+    def add_request(self, request: Any) -> None:
+        spec = _spec(request)
+        if spec is not None and spec.get("captures") and spec.get("version") == __version__:
+            asked = msgspec.convert(spec, RankSpec)
+            self._midstream_ring.join(
+                request.request_id, asked.captures, asked.prompt_tokens, request.max_tokens
+            )
+            if asked.lowest_captured >= 0:
+                self._midstream_capturing[request.request_id] = Wanted(
+                    asked,
+                    tensor_parallel=self.parallel_config.tensor_parallel_size > 1,  # type: ignore[attr-defined]
+                )
+        if spec is not None and (spec.get("base") or spec.get("entry") is not None):
+            touched, entry = max(spec.get("first_affected", -1), 0), spec.get("entry")
+            self._midstream_bases[request.request_id] = Based(
+                spec.get("base", ""), touched, entry["layer"] if entry else 0
+            )
+        if spec is not None and spec.get("chunk"):
+            self._midstream_chunks[request.request_id] = spec["chunk"]
+        if spec is not None and spec.get("digest") and not _patches(spec):
+            self._midstream_came[request.request_id] = spec
+        # vLLM hashes requests as they come in, in another thread: an epoch may have begun before it
+        # is their turn.
+        if getattr(request, _HASHED_IN, _epoch) != _epoch:
+            _hash_anew(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def midstream_end(self, ends: list[tuple[str, int]]) -> None:
+        """Have all ranks receive this with the next step, of which there will be one."""
+        self._midstream_ends += ends
+
+    def has_finished_requests(self) -> bool:
+        """Also while the ranks do not know where one ends: vLLM runs a step without tokens, if it
+        has no other.
+        """
+        return bool(self._midstream_ends) or bool(super().has_finished_requests())  # type: ignore[misc]
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._midstream_quarantine.leaving(request.request_id)
+        spec = _spec(request)
+        if spec is not None:
+            aborted = request.status in (
+                RequestStatus.FINISHED_ABORTED,
+                RequestStatus.FINISHED_ERROR,
+            )
+            stopped_by = "" if aborted else self._midstream_probes.ended_by(request.request_id)
+            self._midstream_finished[request.request_id] = Finish(
+                list(request.all_token_ids), aborted, stopped_by
+            )
+            self._midstream_probes.forget(request.request_id)
+            self._midstream_capturing.pop(request.request_id, None)
+            self._midstream_ring.leave(request.request_id)
+            self._midstream_bases.pop(request.request_id, None)
+            self._midstream_chunks.pop(request.request_id, None)
+            if (
+                spec.get("keep_blocks")
+                and not spec.get("digest")
+                and not aborted
+                and self._midstream_quarantine.clean(request)
+            ):
+                self._midstream_blocks.keep(spec["keep_blocks"], request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._midstream_blocks.make_room(stuck=False)
+        running = self.running  # type: ignore[attr-defined]
+        with self._midstream_cells.composing(running, self.waiting):  # type: ignore[attr-defined]
+            self._midstream_ring.begin(
+                ((request.request_id, request.num_computed_tokens) for request in running),
+                (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
+                self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
+            )
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        # Requests that run may all be in a step under way: the next one is then empty, and those
+        # that wait will get their turn.
+        if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
+            self._midstream_blocks.make_room(stuck=True)
+        if self._midstream_finished:
+            told = {
+                request_id: self._midstream_finished.pop(request_id)
+                for request_id in output.finished_req_ids
+                if request_id in self._midstream_finished
+            }
+            setattr(output, _FINISHES, told)
+        if self._midstream_came:
+            scheduled = output.num_scheduled_tokens
+            setattr(
+                output,
+                _WAITING,
+                [spec for name, spec in self._midstream_came.items() if name not in scheduled],
+            )
+            self._midstream_came.clear()
+        if self._midstream_ends:
+            setattr(output, _ENDS, self._midstream_ends)
+            self._midstream_ends = []
+        if self._midstream_capturing or self._midstream_rows.pending:
+            setattr(output, _KEEPING, self._keeping(output))
+        running, queued = self.get_request_counts()  # type: ignore[attr-defined]
+        setattr(output, _LOAD, (running, queued, self.kv_cache_manager.usage))  # type: ignore[attr-defined]
+        return output
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM asks this of every request before it gives it tokens of the step: fewer where the
+        ring has no room for their rows.
+        """
+        if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
+            num_new_tokens = min(
+                num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens)
+            )
+        tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
+        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, tokens))  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for request_id, position in found_in(model_runner_output):
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if self._midstream_quarantine.isolate(request, request_id, position):
+                _hash_anew(request, always=True)
+        self._midstream_probes.hear(news_of(model_runner_output))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._midstream_probes.attach(outputs)
+        return outputs
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        """Where a probe ends the request, tokens behind the one that crosses are dropped, in
+        whatever step they were computed.
+        """
+        kept, probe = self._midstream_probes.cut(request, new_token_ids)
+        stopped = False
+        if kept or not probe:
+            kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)  # type: ignore[misc]
+        if probe and not stopped:
+            # With the status of a stop token vLLM would leave the last token out of the text.
+            request.status, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, True
+            self._midstream_probes.end(request.request_id, probe)
+        return kept, stopped
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """What has to be forgotten is, also when vLLM, being busy, keeps its blocks.
+
+        Kept rows are dropped, and blocks computed under interventions so far are not found again:
+        later hashes differ.
+        """
+        global _epoch
+        _epoch += 1
+        self._midstream_rows.clear()
+        self._midstream_blocks.clear()
+        for request in self.requests.values():  # type: ignore[attr-defined]
+            if request.status != RequestStatus.RUNNING:
+                _hash_anew(request)
+        return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self._midstream_quarantine.leaving(request.request_id)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        _hash_anew(request)
+
+    def _keeping(self, output: Any) -> Keeping:
+        told, rows = Keeping(), self._midstream_rows
+        for data in output.scheduled_new_reqs:
+            wanted = self._midstream_capturing.get(data.req_id)
+            if wanted is not None:
+                told.serve += rows.serve(
+                    data.req_id,
+                    wanted,
+                    self.requests[data.req_id].block_hashes,  # type: ignore[attr-defined]
+                    data.num_computed_tokens,
+                )
+        for request_id, count in output.num_scheduled_tokens.items():
+            wanted = self._midstream_capturing.get(request_id)
+            if wanted is not None:
+                request = self.requests[request_id]  # type: ignore[attr-defined]
+                stop = request.num_computed_tokens  # those of this step are counted already
+                told.keep += rows.keep(request_id, wanted, request.block_hashes, stop - count, stop)
+        told.drop = rows.dropped()
+        return told
+
+    def _capped(self, manager: Any, original: Any) -> Any:
+        """Cached blocks are reused only as far as the rows that the request wants captured are
+        kept.
+
+        Where the blocks of its base are kept a request gets those, up to the very position that it
+        touches. And if its forward may begin at a higher layer, only blocks that others compute:
+        what it filled itself, before it was preempted, may lack the layers below.
+        """
+
+        def get_computed_blocks(request: Any) -> Any:
+            wanted = self._midstream_capturing.get(request.request_id)
+            base = self._midstream_bases.get(request.request_id, Based("", 0, 0))
+            if (
+                wanted is None
+                and (found := self._midstream_blocks.find(base.run, request, base.touched))
+                is not None
+            ):
+                return *found, 0
+            limit = base.touched if base.layer else None
+            if wanted is not None:
+                # A preempted request keeps what it has recorded and recomputes the rest.
+                kept = (
+                    wanted.lowest_captured
+                    if request.num_preemptions
+                    else self._midstream_rows.reach(wanted, request.block_hashes)
+                )
+                limit = kept if limit is None else min(kept, limit)
+            if limit is None:
+                return original(request)
+            lowest = limit
+            coordinator = manager.coordinator
+            find = coordinator.find_longest_cache_hit
+
+            def find_below(block_hashes: Any, max_length: int) -> Any:
+                return find(block_hashes, min(max_length, lowest))
+
+            coordinator.find_longest_cache_hit = find_below
+            try:
+                return original(request)
+            finally:
+                del coordinator.find_longest_cache_hit
+
+        return get_computed_blocks
+
+
+class MidstreamScheduler(_Midstream, Scheduler):
+    """For engines without asynchronous scheduling."""
+
+
+class MidstreamAsyncScheduler(_Midstream, AsyncScheduler):
+    """For engines with asynchronous scheduling."""
+
+
+def _accept_ends() -> None:
+    """Let the worker call `EngineCore.midstream_end`.
+
+    The core answers without a call to its ranks.
+    """
+    # loaded where a scheduler is made; the ranks read this module without it
+    from vllm.v1.engine.core import EngineCore
+
+    def midstream_end(self: Any, ends: list[tuple[str, int]]) -> None:
+        self.scheduler.midstream_end([(key, num_tokens) for key, num_tokens in ends])
+
+    EngineCore.midstream_end = midstream_end
+
+
+def _hash_anew(request: Any, *, always: bool = False) -> None:
+    """Blocks of a steered request that holds none, hashed again: an epoch may have begun since.
+
+    `always`: also of others.
+    """
+    spec = _spec(request)
+    if (always or (spec and spec.get("digest"))) and request.block_hashes:
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def _install_block_keys() -> None:
+    original = kv_cache_utils.generate_block_hash_extra_keys
+
+    def with_interventions(
+        request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+    ) -> Any:
+        """Blocks at or after the first affected position carry the interventions' digest; those
+        below stay shared.
+        """
+        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
+        spec = _spec(request)
+        if spec and spec.get("digest") and end_token_idx > spec["first_affected"]:
+            if not hasattr(request, _HASHED_IN):
+                setattr(request, _HASHED_IN, _epoch)
+            # A longer prompt with the same beginning (the next turn of a chat) is touched otherwise
+            # from here on.
+            prompt_tokens = (
+                spec["prompt_tokens"]
+                if spec["by_prompt"] and end_token_idx >= spec["prompt_tokens"]
+                else 0
+            )
+            keys = (*(keys or ()), (_KEY, spec["digest"], prompt_tokens, _epoch))
+        if owner := private(request, end_token_idx):
+            keys = (*(keys or ()), (_KEY, owner))
+        return keys, next_mm_idx
+
+    kv_cache_utils.generate_block_hash_extra_keys = with_interventions
+
+
+_install_block_keys()

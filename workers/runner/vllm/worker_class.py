@@ -1,0 +1,432 @@
+"""vLLM worker with the data plane: the platform's worker with another model runner class.
+
+Named by `worker_cls`. Its public `midstream_*` methods are called on all ranks by `collective_rpc`.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+
+from ....broker.ops import logs
+from ....schemas.extensions import Extension
+from ....schemas.readings import StoredFeatures
+from ....schemas.selectors import INSIDE
+from ....schemas.source_runs import RunFiles
+from ....schemas.steering import GlobalSteering
+from ....schemas.tensors import Tensor
+from ..base.config import Found, Place, PlaneConfig, plane_config
+from ..base.extensions import ExtensionError, trusted
+from ..base.process import die_with_parent, threads_elsewhere
+from ..certificate.certify import Certifier, Plan
+from ..edits.installed_ops import load_ops
+from ..hooks.architectures import UnsupportedArchitectureError, describe
+from ..hooks.attention_kinds import attention_kinds
+from ..hooks.model_adapter import complete
+from ..hooks.routing_kinds import routing_kinds
+from ..hooks.sites import Sizes, install, read_between_layers, warm_up
+from ..plane.data_plane import DataPlane
+from ..plane.faults import Faults, answer, mislabelled, misplaced
+from ..plane.grading import tap
+from ..plane.inside_hooks import Group, install_inside
+from ..plane.loras import Loras
+from ..plane.reentry import enters_above, install_gate
+from ..readings.features import Features
+from ..readings.installed_readers import LoadedReader, load_readers
+from ..readings.readers import readers_of
+from ..support import build_errors
+from ..support.allowlist import check
+from ..support.drafters import UnsupportedDrafterError, check_loaded
+from ..support.kernel_check import check_kernels
+from ..support.quantisation import (
+    UnsupportedQuantisationError,
+    quantisation_of,
+    refuse_shared_scales,
+)
+from . import idle_sleep as naps  # noqa: F401 - the last two replace parts of vLLM on CPUs
+from .runner_adapters import V1Adapter, V2Adapter
+from .zeroed_blocks import CpuBlocks
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class MidstreamWorker(PlatformWorker):
+    """One per rank."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        die_with_parent()
+        super().__init__(*args, **kwargs)
+        config = plane_config()
+        logs.configure(
+            config.log_format, config.log_level, "rank", worker=config.worker, rank=self.rank
+        )
+        self._plane: DataPlane | None = None
+        self._found = Found()
+        self._certifier: Certifier | None = None
+
+    def init_device(self) -> None:
+        super().init_device()
+        runner = self.model_runner
+        mixed: tuple[type, ...] = (V2Adapter if self.use_v2_model_runner else V1Adapter,)
+        if current_platform.is_cpu():
+            mixed = (*mixed, CpuBlocks)
+        # The platform names its runner class in code; an instance takes ours, which adds methods
+        # and no state.
+        runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})
+        runner.two_families()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        check(self.vllm_config)
+        config, model = plane_config(), self.model_config
+        # refuse before the weights are read
+        adapter = describe(model.architectures[0], model.hf_config, model.max_model_len)
+        quantisation = quantisation_of(self.vllm_config)  # likewise
+        with build_errors.kept_for_worker(config.spill_dir, config.boot):
+            super().load_model(*args, **kwargs)
+        # Before anything runs: on CPUs it replaces vLLM's arithmetic.
+        loras = (
+            Loras(self.model_runner.lora_manager, Path(config.spill_dir))
+            if self.vllm_config.lora_config is not None
+            else None
+        )
+        try:
+            if quantisation.name:
+                # this machine may have another processor than the worker's
+                check_kernels(self.vllm_config, quantisation.name)
+            refuse_shared_scales(self.model_runner.get_model())
+            with (
+                set_current_vllm_config(self.vllm_config),
+                set_forward_context(None, self.vllm_config),
+            ):
+                adapter = complete(
+                    adapter,
+                    self.model_runner.get_model(),
+                    model.hf_config.get_text_config(),
+                    dtype=model.dtype,
+                    device=self.device,
+                )
+            self._found = Found(
+                hooks=list(adapter.hooks),
+                absent={str(hook): why for hook, why in adapter.variant.absent.items()},
+            )
+        except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
+            # The worker asks, and ends the engine: an error here would end it without a reason.
+            self._found = Found(refused=error.detail)
+        pp, tp = get_pp_group(), get_tp_group()
+        if not self._found.refused:
+            kinds = attention_kinds(
+                self.model_runner.get_model(),
+                adapter,
+                lambda values: tp.all_gather(values, 0),
+                tp.world_size,
+            )
+            self._found = msgspec.structs.replace(self._found, attention=kinds)
+        adapter = misplaced(adapter, faults := Faults(config.fault, self.rank))
+        mode = self.vllm_config.compilation_config.mode
+        traced = mode != CompilationMode.NONE or not (
+            model.enforce_eager or current_platform.is_cpu()
+        )
+        hooks = tuple(
+            hook
+            for hook in adapter.hooks
+            if hook in self._found.hooks and (not config.hooks or hook in config.hooks)
+        )
+        loaded = self.model_runner.get_model()
+        sites, buffers = install(
+            loaded,
+            adapter,
+            _sizes(config, len(hooks) * adapter.num_layers, traced=traced),
+            hooks,
+            dtype=model.dtype,
+            device=self.device,
+            always=traced,
+        )
+        inside, inner, absent = install_inside(
+            loaded,
+            adapter,
+            [hook for hook in INSIDE if hook in config.inside],
+            Group(get_tp_group().rank_in_group, get_tp_group().world_size, adapter.hidden_size),
+            lambda number: _sizes(config, number, traced=traced),
+            dtype=model.dtype,
+            device=self.device,
+            always=traced,
+        )
+        shapes = {str(hook): places[0].columns.row for hook, places in inner.items()}
+        self._found = msgspec.structs.replace(
+            self._found, inside=shapes, absent=self._found.absent | absent
+        )
+        mislabelled(sites, adapter.num_layers, faults)
+        try:
+            check_loaded(
+                self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter
+            )
+        except UnsupportedDrafterError as error:
+            self._found = msgspec.structs.replace(
+                self._found, refused=self._found.refused or str(error)
+            )
+        for of_bank, its_buffers in [
+            (sites, buffers),
+            *((part.sites, part.buffers) for part in inside),
+        ]:
+            warm_up(of_bank, its_buffers)
+        place = Place(
+            rank=self.rank,
+            world=self.parallel_config.world_size,
+            tp=tp.rank_in_group,
+            pp=pp.rank_in_group,
+            stages=pp.world_size,
+        )
+        enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
+        installed: dict[str, LoadedReader] = {}
+        ops: list[Extension] = []
+        try:
+            offers = trusted(config.extensions)
+            installed = load_readers(offers, adapter.hidden_size, adapter.num_layers, hooks)
+            ops = load_ops(offers, adapter.hidden_size, cpu=self.device.type == "cpu")
+        except ExtensionError as error:
+            self._found = msgspec.structs.replace(
+                self._found, refused=self._found.refused or str(error)
+            )
+        readers, readings = readers_of(
+            loaded,
+            adapter,
+            dtype=model.dtype,
+            device=self.device,
+            stages=pp.world_size,
+            reduce=tp.all_reduce,
+            lens_dir=config.lens_dir,
+            installed=installed,
+            sites=[(site.hook, site.layer) for site in sites] if place.tp == 0 else [],
+        )
+        extensions = [*(reader.facts for reader in installed.values()), *ops]
+        self._found = msgspec.structs.replace(
+            self._found, enters=enters, readings=readings, extensions=extensions
+        )
+        gate = install_gate(loaded, adapter) if enters else None
+        with threads_elsewhere(set(config.cores)):
+            self._plane = DataPlane(
+                config,
+                place,
+                sites,
+                buffers,
+                num_layers=adapter.num_layers,
+                traced=traced,
+                gate=gate,
+                loras=loras,
+                readers=readers,
+                inside=inside,
+            )
+        self._plane.describe(
+            self._found.attention, routing_kinds(loaded, adapter) if "router" in inner else ()
+        )
+        self._certified = adapter, hooks, traced, inner
+        if place.grades:
+            tap(loaded, self._plane.grade)
+        if not pp.is_first_rank:
+            self.model_runner.make_pipeline_buffers()
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        config = plane_config()
+        with build_errors.kept_for_worker(config.spill_dir, config.boot):
+            return super().execute_model(*args, **kwargs)
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
+        """The plane is connected only now: profiling runs before it never reach it."""
+        result = super().initialize_from_config(*args, **kwargs)
+        plane = self.model_runner.midstream = self._connected()
+        if plane.block_size > 1:
+            plane.block_size = self.vllm_config.cache_config.block_size or plane.block_size
+        if plane.entering is not None:
+            cache = self.vllm_config.cache_config
+            # no cache: none shared
+            plane.entering.block_size = (
+                (cache.block_size or 1) if cache.enable_prefix_caching else sys.maxsize
+            )
+        return result
+
+    # Calls that change something return (ok, reason); a rank that refuses has changed nothing.
+
+    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> tuple[bool, str]:
+        """`users`: the steering of requests that will use them, each a `list[StoredSteering]`: it
+        is laid out ahead.
+        """
+
+        def put(plane: DataPlane) -> None:
+            plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
+            plane.expect(users)
+
+        return self._answer("put_vectors", put)
+
+    def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
+        """Refused if a module or global steering needs one of them."""
+        return self._answer("drop_vectors", lambda plane: plane.rank_state.drop_vectors(names))
+
+    def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
+        """`run`: a `RunFiles` as plain containers.
+
+        This rank reads only what its own sites need and waits for no other.
+        """
+        return self._answer("put_run", lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
+
+    def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
+        return self._answer("drop_runs", lambda plane: plane.runs.drop(keys))
+
+    def midstream_put_lora(self, number: int, digest: str, folder: str) -> tuple[bool, str]:
+        """`number`: of the adapter at vLLM. Its files must have this content."""
+        return self._answer("put_lora", lambda _: self._loras().put(number, digest, folder))
+
+    def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
+        return self._answer("drop_loras", lambda _: self._loras().drop(numbers))
+
+    def midstream_put_sae(
+        self, digest: str, hook: str, layer: int, folder: str
+    ) -> tuple[bool, str]:
+        """The files in `folder` must have this content.
+
+        Ranks that read no rows at `hook` of `layer` load nothing.
+        """
+        return self._answer(
+            "put_sae", lambda plane: _features(plane).put(digest, hook, layer, folder)
+        )
+
+    def midstream_drop_saes(self, digests: list[str]) -> tuple[bool, str]:
+        return self._answer("drop_saes", lambda plane: _features(plane).drop(digests))
+
+    def midstream_lora_modules(self) -> dict[str, Any]:
+        with set_current_vllm_config(self.vllm_config):  # transformers' modules may be vLLM's
+            return self._loras().modules(self.model_config.hf_config)
+
+    def midstream_prepare_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
+        """`steering`: a `GlobalSteering` as plain containers. Changes nothing."""
+        return self._answer(
+            "prepare_global",
+            lambda plane: plane.rank_state.prepare_global(
+                msgspec.convert(steering, GlobalSteering)
+            ),
+        )
+
+    def midstream_commit_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
+        """Acquires rows for the new steering before releasing those of the previous one: both must
+        have been admitted.
+        """
+        return self._answer(
+            "commit_global",
+            lambda plane: plane.rank_state.commit_global(msgspec.convert(steering, GlobalSteering)),
+        )
+
+    def midstream_rollback_global(self, version: int) -> tuple[bool, str]:
+        """Undoes the commit of `version`; where that was refused, or is not the last change,
+        nothing is done, which is fine.
+        """
+        return self._answer(
+            "rollback_global", lambda plane: plane.rank_state.rollback_global(version)
+        )
+
+    def midstream_set_module(self, name: str, digest: str, tensors: list[str]) -> tuple[bool, str]:
+        """With an empty `digest`: unregister."""
+        return self._answer(
+            "set_module", lambda plane: plane.rank_state.set_module(name, digest, tensors)
+        )
+
+    def midstream_rollback_module(self, name: str, digest: str) -> tuple[bool, str]:
+        """Undoes `midstream_set_module(name, digest, …)`, in the same way as
+        `midstream_rollback_global`.
+        """
+        return self._answer(
+            "rollback_module", lambda plane: plane.rank_state.rollback_module(name, digest)
+        )
+
+    def midstream_cleanse(self, steps: list[int]) -> tuple[bool, str]:
+        return self._answer("cleanse", lambda plane: plane.cleanse(steps))
+
+    def midstream_restart_ledger(self) -> tuple[bool, str]:
+        return self._answer("restart_ledger", lambda plane: plane.restart())
+
+    def midstream_found(self) -> dict[str, Any]:
+        """A `Found` as plain containers."""
+        found: dict[str, Any] = msgspec.to_builtins(self._found)
+        return found
+
+    def midstream_fingerprint(self) -> str:
+        return self._connected().fingerprint()
+
+    def midstream_status(self) -> dict[str, Any]:
+        return self._connected().status()
+
+    def midstream_certify(self, action: str, arguments: dict[str, Any]) -> Any:
+        """One call of the certification run: see `certify`. `begin` comes first and `end` last."""
+        if action == "begin":
+            adapter, hooks, traced, inner = self._certified
+            self._certifier = Certifier(
+                self._connected(),
+                self.model_runner,
+                adapter,
+                self.vllm_config,
+                hooks,
+                inner,
+                traced=traced,
+            )
+            return None
+        if action == "end":
+            certifier, self._certifier = self._certifier, None
+            return certifier.end(**arguments) if certifier is not None else None
+        if action == "judge" and self._certifier is not None:
+            return msgspec.to_builtins(
+                self._certifier.judge(msgspec.convert(arguments, Plan)), builtin_types=(bytes,)
+            )
+        return getattr(self._certifier, action)(**arguments)
+
+    def midstream_fault(self, text: str) -> tuple[bool, str]:
+        """Tests only, see `faults`."""
+        self._connected().faults.switch(text)
+        return True, ""
+
+    def midstream_close(self) -> tuple[bool, str]:
+        self._connected().close()
+        return True, ""
+
+    def _answer(self, call: str, action: Callable[[DataPlane], None]) -> tuple[bool, str]:
+        plane = self._connected()
+        return answer(plane.faults, call, lambda: action(plane))
+
+    def _loras(self) -> Loras:
+        if (loras := self._connected().loras) is None:
+            raise LookupError("this rank serves no adapters")
+        return loras
+
+    def _connected(self) -> DataPlane:
+        if self._plane is None:
+            raise RuntimeError("the model is not loaded yet")
+        return self._plane
+
+
+def _features(plane: DataPlane) -> Features:
+    reader = plane.readings.reader(StoredFeatures)
+    assert isinstance(reader, Features)
+    return reader
+
+
+def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:
+    """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU
+    has a ring of its own each step.
+    """
+    on_cpu = current_platform.is_cpu()
+    return Sizes(
+        # one half is filled, the other read
+        ring_rows=(config.step_rows if traced else 0) if on_cpu else 2 * config.step_rows,
+        capacity=config.step_tokens,
+        # each port may capture other tokens, and the edits come once
+        lists=(2 * sites + 1) * config.step_tokens if on_cpu else 1,
+        patterns=1 if on_cpu else 2 * sites,
+        configurations=config.steering_rows,
+        entries=config.steering_entries,
+    )
