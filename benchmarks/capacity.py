@@ -2,9 +2,9 @@
 
 Unit costs measured here, and a simulator that multiplies them.
 
-    python benchmarks/capacity.py measure                        # writes benchmarks/data/capacity.json; fake engines, ten minutes
-    python benchmarks/capacity.py check                          # the simulator against those runs
-    python benchmarks/capacity.py page                           # writes the tables of docs/capacity.md
+    python benchmarks/capacity.py measure # ten minutes; writes data/capacity.json
+    python benchmarks/capacity.py check   # the simulator against those runs
+    python benchmarks/capacity.py page    # writes the tables of docs/capacity.md
     python benchmarks/capacity.py plan --workers 1000 --jobs 10e6 --rows 0 [--peak 3]
 
 A run loads the whole service with held captures (a job, a file, a receipt each) and takes the

@@ -1,7 +1,8 @@
 """What does it cost to capture everything? 103 prompts × 30 layers × all prompt positions, through
 HTTP, held until durable.
 
-    python benchmarks/capture_http.py [--rounds 5] [--max-tokens 1 16] [--concurrency 64] [--hooks post_block] [--layers all] [--compiled]
+    python benchmarks/capture_http.py [--rounds 5] [--max-tokens 1 16] [--concurrency 64] \\
+        [--hooks post_block] [--layers all] [--compiled]
 
 `--hooks`: names separated by commas, `all`, or `none` (the same requests without a capture, and not
 held); several sets, such as `--hooks none post_block all`, are measured in turns. The ratio to
@@ -150,7 +151,10 @@ def main() -> None:
                     {
                         "hooks": name,
                         "max_tokens": max_tokens,
-                        "ok": f"{sum(result['status'] == 'ok' for result in checked[name])}/{len(prompts)}",
+                        "ok": "{}/{}".format(
+                            sum(result["status"] == "ok" for result in checked[name]),
+                            len(prompts),
+                        ),
                         "seconds": round(statistics.median(took), 3),
                         "to_none": round(
                             statistics.median(

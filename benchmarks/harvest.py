@@ -1,8 +1,8 @@
 """What does a harvest cost beside the model, do several workers scale, and does memory stay flat?
 
-    python benchmarks/harvest.py speed    # the whole service, a stock vLLM engine and a transformers loop on the same sequences, in turns
-    python benchmarks/harvest.py scale    # 1, 2 and 4 fake workers whose engine takes a fixed time for a sequence
-    python benchmarks/harvest.py memory   # resident memory of all processes over a harvest of --tokens tokens; then `read`
+    python benchmarks/harvest.py speed    # service, stock vLLM and a transformers loop, in turns
+    python benchmarks/harvest.py scale    # 1, 2 and 4 fake workers
+    python benchmarks/harvest.py memory   # resident memory over --tokens tokens; then `read`
     python benchmarks/harvest.py read     # rows/s of RowDataset beside the disk's own rate
 
 Prints JSON. A rate counts the tokens of sequences; for the service, from the planned source to the

@@ -2,7 +2,8 @@
 
 Ours against stock, same prompts, in turns in one run.
 
-    python benchmarks/idle_hooks.py [--rounds 8] [--prompts 256] [--max-tokens 16] [--compiled] [--hooks all,inside]
+    python benchmarks/idle_hooks.py [--rounds 8] [--prompts 256] [--max-tokens 16] [--compiled] \\
+        [--hooks all,inside]
 
 Both engines are called directly in processes of their own; the order within a round alternates.
 """

@@ -1,6 +1,7 @@
 """How fast do large captures become durable, and what does it cost the processor?
 
-    python benchmarks/large_captures.py [--mib 40] [--captures 16] [--rounds 3] [--sites 180] [--folder DIR]
+    python benchmarks/large_captures.py [--mib 40] [--captures 16] [--rounds 3] [--sites 180] \\
+        [--folder DIR]
 
 One writer thread's consumer `filesystem`, layout `packed`, rows of hidden size 576 in bf16, as of
 SmolLM2-135M. In turns: through the page cache (as files were written before), directly

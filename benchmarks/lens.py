@@ -1,7 +1,8 @@
 """What does TransformerLens say a patched grid is, and how fast does it make one?
 
-    make lens                                                    # its environment in .cache/lens, then the reference's file anew
-    .cache/lens/bin/python benchmarks/lens.py golden # tests/data/patching.safetensors, which the engine tests are held to
+    make lens # its environment in .cache/lens, then the reference's file
+    .cache/lens/bin/python benchmarks/lens.py golden
+        # tests/data/patching.safetensors, which the engine tests are held to
     .cache/lens/bin/python benchmarks/lens.py serve  # JSON lines, driven by benchmarks/patching.py
 
 Runs in an environment of its own (`requirements/lens.lock`) and so imports nothing of ours: the

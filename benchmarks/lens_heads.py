@@ -2,8 +2,10 @@
 between them?
 
     make lens                                                # TransformerLens' own environment
-    .cache/lens/bin/python benchmarks/lens_heads.py golden   # tests/data/heads.safetensors, which the engine tests are held to
-    .cache/lens/bin/python benchmarks/lens_heads.py time     # seconds of TransformerLens' head sweep, for benchmarks/heads.py
+    .cache/lens/bin/python benchmarks/lens_heads.py golden
+        # tests/data/heads.safetensors, which the engine tests are held to
+    .cache/lens/bin/python benchmarks/lens_heads.py time
+        # seconds of TransformerLens' head sweep, for benchmarks/heads.py
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
 nothing of ours. float32.

@@ -36,9 +36,10 @@ GAPS = (
     "all[Math.floor(all.length / 2)], all.at(-1)]; }"
 )
 PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? null"
-SENT = """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
+SENT = """() => ['navigation', 'resource'].flatMap((type) => performance.getEntriesByType(type))
   .filter(({ name }) => name.endsWith('/') || name.includes('/#') || name.includes('/page/'))
-  .reduce(([sent, read], entry) => [sent + entry.transferSize, read + entry.decodedBodySize], [0, 0])"""
+  .reduce(([sent, read], { transferSize, decodedBodySize }) =>
+    [sent + transferSize, read + decodedBodySize], [0, 0])"""
 
 
 def weight(visit: Visit) -> None:

@@ -3,7 +3,8 @@
 And what does ordinary traffic notice of one?
 
     make lens                                  # TransformerLens' own environment
-    python benchmarks/patching.py [--rounds 3] [--dtypes float32 bfloat16] [--only grid beside] [--lens PYTHON] [--compiled]
+    python benchmarks/patching.py [--rounds 3] [--dtypes float32 bfloat16] [--only grid beside] \\
+        [--lens PYTHON] [--compiled]
 
 `grid`: `POST /v1/sweeps` over HTTP, worker, ranks and relay of a stack of its own; one hook
 (`resid_pre`), all 30 layers, all positions of a pair of 23 tokens and one of 100. Seconds from the

@@ -2,7 +2,8 @@
 
 Conditions that take turns in short rounds: the same prompts, the same engine.
 
-    python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled] [--larger]
+    python benchmarks/probes.py [--rounds 10] [--prompts 64] [--max-tokens 24] [--compiled] \\
+        [--larger]
 
 Conditions: `none`; `one` probe; `16` probes at one layer; `16-layers`: 16 probes at 16 layers.
 These have the action `flag`;

@@ -193,7 +193,8 @@ def main() -> None:
                     results.append(row)
                     print(
                         (
-                            "{ranks:>5} {window:>7} {receipts:>9} {settled_per_s:>10} {append_us:>10} "
+                            "{ranks:>5} {window:>7} {receipts:>9} "
+                            "{settled_per_s:>10} {append_us:>10} "
                             "{receipts_per_commit:>11} {alone_ms:>9}"
                         ).format(**row),
                         flush=True,

@@ -2,7 +2,8 @@
 
 Ratios of conditions that take turns in short rounds: the same prompts, the same engine.
 
-    python benchmarks/steering.py [--rounds 10] [--starts 3] [--prompts 256] [--max-tokens 16] [--compiled] [--only idle one all]
+    python benchmarks/steering.py [--rounds 10] [--starts 3] [--prompts 256] [--max-tokens 16] \\
+        [--compiled] [--only idle one all]
 
 Conditions: `stock` (vLLM with nothing of ours, a process of its own), `idle` (nothing is steered),
 `one` (every request adds a vector at one layer), `all` (at every layer); `one-64`, `one-256`,

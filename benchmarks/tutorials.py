@@ -1,10 +1,11 @@
 """Measures each tutorial of `examples/tutorials` beside the TransformerLens code that it shows, and
 checks that both print the same.
 
-    make lens                                                                     # TransformerLens' own environment
-    OMP_NUM_THREADS=1 midstream up --set hooks=all,inside --set dtype=float32 --set sae_dir=$PWD/examples/data/saes
-    python benchmarks/tutorials.py --repeats 3    # the table of RESULTS.md: medians of rounds in which both sides take turns
-    python benchmarks/tutorials.py --write        # one round, and writes outputs and figures into the notebooks
+    make lens                                     # TransformerLens' own environment
+    OMP_NUM_THREADS=1 midstream up --set hooks=all,inside --set dtype=float32 \\
+        --set sae_dir=$PWD/examples/data/saes
+    python benchmarks/tutorials.py --repeats 3    # medians of alternating rounds
+    python benchmarks/tutorials.py --write        # one round; writes the notebooks' outputs
 
 Each side is a process of its own, from start to end. TransformerLens loads the model in it;
 Midstream's server, found as clients find it, has loaded it. CPU seconds are those of the process,
@@ -43,7 +44,8 @@ FIGURES = re.compile(
     r"Midstream: \d+ lines.*?TransformerLens: \d+ lines(?:[^.]|\.\d)*\.", re.DOTALL
 )
 HEAD = """\
-| tutorial | lines | lines, TransformerLens | seconds (CPU) | seconds (CPU), TransformerLens | of these, to load the model | ratio (CPU) |
+| tutorial | lines | lines, TransformerLens | seconds (CPU) | seconds (CPU), TransformerLens \
+| of these, to load the model | ratio (CPU) |
 |---|---|---|---|---|---|---|"""
 TICKS = os.sysconf("SC_CLK_TCK")
 

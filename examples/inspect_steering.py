@@ -1,6 +1,6 @@
 """Evaluates the demo model with Inspect AI, with and without a steering module, on local prompts.
 
-    make inspect                                      # Inspect AI, in an environment of its own: .cache/inspect
+    make inspect                                      # installs Inspect AI in .cache/inspect
     midstream up &
     .cache/inspect/bin/python examples/inspect_steering.py
 
@@ -13,7 +13,8 @@
 Prints both scores, and the mean over topics of their difference. Inspect's logs, which `inspect
 view` shows, are written to `--logs`; the module is removed at the end, or kept with `--keep`:
 
-    .cache/inspect/bin/inspect eval examples/inspect_steering.py --model midstream/demo -M modules=inspect-cheerful
+    .cache/inspect/bin/inspect eval examples/inspect_steering.py --model midstream/demo \\
+        -M modules=inspect-cheerful
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Trains a small sparse autoencoder with SAELens on a harvest of the demo model, registers it, and
 shows what its features stand for.
 
-    make sae                                          # SAELens, in an environment of its own: .cache/sae
+    make sae                                          # installs SAELens in .cache/sae
     midstream up --set sae_dir=.midstream/saes &
     .cache/sae/bin/python examples/train_sae.py --out .midstream/saes/smollm2-15
 

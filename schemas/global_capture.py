@@ -61,7 +61,8 @@ def from_settings(
                 sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
                 if row_limit and sites > row_limit:
                     raise ValueError(
-                        f"it has {sites} sites, but one step has room for {row_limit} rows (setting "
+                        f"it has {sites} sites, but one step has room for "
+                        f"{row_limit} rows (setting "
                         "capture_buffer_mib)"
                     )
     except ValueError as error:

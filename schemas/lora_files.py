@@ -159,7 +159,8 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
         for side, shape in sides.items():
             if shape != wanted[side]:
                 raise LoraError(
-                    f"{WEIGHTS}: lora_{side} of {module} has the shape {shape}; rank {rank} on this "
+                    f"{WEIGHTS}: lora_{side} of {module} has the shape "
+                    f"{shape}; rank {rank} on this "
                     f"model needs {wanted[side]}: "
                     "it was trained on another base model, or its rank is another one"
                 )

@@ -137,7 +137,8 @@ class TensorFile:
                     shape, fortran, dtype = self._header(member.filename, stream)
                 if dtype.kind != "f" or dtype.str[1:] not in _NUMPY_FLOATS or fortran:
                     raise TensorFileError(
-                        f"{self._name}: {name} is {dtype}; valid: float16, float32 or float64, in C "
+                        f"{self._name}: {name} is {dtype}; valid: float16, "
+                        "float32 or float64, in C "
                         "order"
                     )
                 _check_shape(self._name, name, list(shape))

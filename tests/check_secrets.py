@@ -20,16 +20,36 @@ from midstream.schemas.secret_files import BURNT
 ROOT = Path(__file__).resolve().parents[1]
 #: SHA-256 of what only looks like a secret.
 KNOWN = {
-    "3becc34084acfe5c17c59a2043a8c0574663025846d7f4b6b287213f2a2f0b9b": "docs/http.md: a tensor in Base64",
-    "24cfa3d2e4d07084e0d10a50af62849d953c36f8621cde718aea403df01764dd": "docs/keys.md: the key of a stack that was started for the page",
-    "54ab81d44b8ac16b047c4f384dbca656a29994d56c768563b9f12f7e5b330876": "docs/keys.md, earlier: likewise",
-    "126183f1f941bef0a15ff63f9caa1c70cf7f9590870cf62a54f9668e08f5945c": "docs/webhooks.md: a signature",
-    "262333763e54d324e287f95fd295dfa17ac1ce74c80815caa8e0d17bf8db4310": "docs/webhooks.md, earlier: the secret of such a stack",
-    "779a1335df834a6b29b1eb06774988bec1d7e56e3aa19f2df0f5bcf5e69678be": "docs/webhooks.md, earlier: likewise",
-    "80ab4d5d633c9277eea259ea8ef6130310531bc96012375f80fa3466f6ae75c2": "the name of an error of S3",
-    "0c47dd30c7da14ce8078bc464742122187d516456e901ac0c3006dabcec0f743": "the test vector of Standard Webhooks: an id",
-    "f9687cd8cba444e077ceaa14a68c044e686bc6a9cd817724f94a5627e110cfa3": "the test vector of Standard Webhooks: a signature",
-    "ad9a40dae523d1d4bda16219cdd42bbb194407f32c479ac788666e5f63a325a9": "the name of a class of vLLM",
+    "3becc34084acfe5c17c59a2043a8c0574663025846d7f4b6b287213f2a2f0b9b": (
+        "docs/http.md: a tensor in Base64"
+    ),
+    "24cfa3d2e4d07084e0d10a50af62849d953c36f8621cde718aea403df01764dd": (
+        "docs/keys.md: the key of a stack that was started for the page"
+    ),
+    "54ab81d44b8ac16b047c4f384dbca656a29994d56c768563b9f12f7e5b330876": (
+        "docs/keys.md, earlier: likewise"
+    ),
+    "126183f1f941bef0a15ff63f9caa1c70cf7f9590870cf62a54f9668e08f5945c": (
+        "docs/webhooks.md: a signature"
+    ),
+    "262333763e54d324e287f95fd295dfa17ac1ce74c80815caa8e0d17bf8db4310": (
+        "docs/webhooks.md, earlier: the secret of such a stack"
+    ),
+    "779a1335df834a6b29b1eb06774988bec1d7e56e3aa19f2df0f5bcf5e69678be": (
+        "docs/webhooks.md, earlier: likewise"
+    ),
+    "80ab4d5d633c9277eea259ea8ef6130310531bc96012375f80fa3466f6ae75c2": (
+        "the name of an error of S3"
+    ),
+    "0c47dd30c7da14ce8078bc464742122187d516456e901ac0c3006dabcec0f743": (
+        "the test vector of Standard Webhooks: an id"
+    ),
+    "f9687cd8cba444e077ceaa14a68c044e686bc6a9cd817724f94a5627e110cfa3": (
+        "the test vector of Standard Webhooks: a signature"
+    ),
+    "ad9a40dae523d1d4bda16219cdd42bbb194407f32c479ac788666e5f63a325a9": (
+        "the name of a class of vLLM"
+    ),
 }
 #: Secrets by their form: ours, the clouds', the model hubs', keys in PEM, CURVE certificates,
 #: passwords in URLs.

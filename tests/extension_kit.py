@@ -46,7 +46,8 @@ class Unruly:
 
     returns = {"rows": "int64"}
     fixed_bytes = 8
-    options = {"mood": Option(default="good", choices=["good", "raise", "exit", "hang", "large", "other", "write"])}
+    moods = ["good", "raise", "exit", "hang", "large", "other", "write"]
+    options = {"mood": Option(default="good", choices=moods)}
 
     def read(self, rows):
         mood = rows.options["mood"]

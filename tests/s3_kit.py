@@ -351,7 +351,8 @@ def make_bucket(address: str, name: str) -> None:
 
 
 def uri(proxy: FaultProxy, bucket: str = "", prefix: str = "kept/here") -> str:
-    return f"s3://{bucket or new_bucket()}/{prefix}?{urlencode({'endpoint': proxy.url, 'region': REGION})}"
+    options = urlencode({"endpoint": proxy.url, "region": REGION})
+    return f"s3://{bucket or new_bucket()}/{prefix}?{options}"
 
 
 #: What processes that use the server have in their environment.

@@ -125,7 +125,8 @@ def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
                 made.notes.append(
                     f"{clean.quoted(first, last)} (clean, {as_ranges(range(first, last))}) was "
                     "aligned with "
-                    f"{corrupt.quoted(other, end)} (corrupt, {as_ranges(range(other, end))}), token "
+                    f"{corrupt.quoted(other, end)} (corrupt, "
+                    f"{as_ranges(range(other, end))}), token "
                     "by token"
                 )
             continue

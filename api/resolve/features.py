@@ -89,7 +89,8 @@ class FeatureFiles:
             with reading(folder_of(self._root, sae.path)) as (content, file):
                 if content.digest != sae.digest:
                     raise SaeError(
-                        f"its files have changed since it was registered (now {content.digest[:12]}): "
+                        "its files have changed since it was registered (now "
+                        f"{content.digest[:12]}): "
                         "register it again"
                     )
                 tensors = tensors_of(sae.form, file)

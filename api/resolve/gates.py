@@ -89,11 +89,13 @@ def gated_entries(
                 raise invalid(
                     f"{gated.at}.module",
                     (
-                        f"entry {number} of {gated.spec.module!r} edits no generated token after prompt "
+                        f"entry {number} of {gated.spec.module!r} edits no "
+                        "generated token after prompt "
                         f"{index}, and probes steer no others"
                     ),
                     allowed=(
-                        "a module whose entries are at `all`, `all_generated`, or one range that goes "
+                        "a module whose entries are at `all`, `all_generated`, "
+                        "or one range that goes "
                         "beyond the prompt"
                     ),
                 )

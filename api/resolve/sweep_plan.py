@@ -178,7 +178,8 @@ def _check_asked(request: SweepRequest) -> None:
                 raise invalid(
                     f"{at}.{name}",
                     (
-                        "is not valid with ablation, which has one prompt: omit it, or omit ablation "
+                        "is not valid with ablation, which has one prompt: omit "
+                        "it, or omit ablation "
                         f"({ablation!r})"
                     ),
                 )

@@ -103,7 +103,8 @@ class TextMap:
         if span.occurrence is not None:
             if not -len(starts) <= span.occurrence < len(starts):
                 detail = (
-                    f"{shortened(span.text)!r} occurs {_times(len(starts))} in the prompt: there is "
+                    f"{shortened(span.text)!r} occurs {_times(len(starts))} "
+                    "in the prompt: there is "
                     f"no occurrence {span.occurrence}"
                 )
                 raise SelectorError(detail, ".occurrence")

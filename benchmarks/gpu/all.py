@@ -1,7 +1,8 @@
 """Runs every GPU benchmark in stages, each of which leaves its result in a file, and renders
 RESULTS.md from them.
 
-    python benchmarks/gpu/all.py [--device cpu --tiny] [--out DIR] [--stages kernels,graphs] [--budget-minutes 25] [--again]
+    python benchmarks/gpu/all.py [--device cpu --tiny] [--out DIR] [--stages kernels,graphs] \\
+        [--budget-minutes 25] [--again]
     python benchmarks/gpu/all.py --render [--out DIR]
 
 Needs a GPU and a Python with vLLM; no network, no checkpoint, no Redis. A stage is a process with a

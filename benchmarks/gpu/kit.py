@@ -180,7 +180,8 @@ def machine(device: str) -> dict[str, Any]:
 _ASK = """
 import json, torch
 here = torch.cuda.get_device_properties(0)
-print(json.dumps({"gpus": torch.cuda.device_count(), "gpu": here.name, "gpu_memory_gib": round(here.total_memory / 2**30)}))
+gib = round(here.total_memory / 2**30)
+print(json.dumps({"gpus": torch.cuda.device_count(), "gpu": here.name, "gpu_memory_gib": gib}))
 """
 
 

@@ -60,7 +60,10 @@ class Usage:
             if self._used + wanted + spare > self._quota:
                 raise MidstreamError(
                     "quota_exceeded",
-                    f"captures use {self._used >> 20} of {self._quota >> 20} MiB (capture_quota_mib)",
+                    (
+                        f"captures use {self._used >> 20} of {self._quota >> 20} "
+                        "MiB (capture_quota_mib)"
+                    ),
                     allowed="delete captures, or raise the quota",
                 )
             self._used += wanted

@@ -54,7 +54,8 @@ def parse(text: str) -> Shown | None:
 
 def new_key() -> str:
     """`ms_<id>_<secret>`, random."""
-    return f"{KEY_PREFIX}{''.join(secrets.choice(ALPHABET) for _ in range(ID_LENGTH))}_{secrets.token_hex(SECRET_BYTES)}"
+    key_id = "".join(secrets.choice(ALPHABET) for _ in range(ID_LENGTH))
+    return f"{KEY_PREFIX}{key_id}_{secrets.token_hex(SECRET_BYTES)}"
 
 
 #: Settings that are keys, and their scopes. Such a key is always valid.

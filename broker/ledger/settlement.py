@@ -128,9 +128,14 @@ class Settler:
     def _count(self, reply: list[Any]) -> None:
         _, applied, duplicate, stale, unknown, beyond, disagreements, partial, errors, _ = reply
         for status, count in (
-            ("ok", applied - partial - errors), ("partial", partial), ("error", errors), ("duplicate", duplicate), ("stale", stale),
-            ("unknown", unknown), ("beyond_gap", beyond),
-        ):  # fmt: skip
+            ("ok", applied - partial - errors),
+            ("partial", partial),
+            ("error", errors),
+            ("duplicate", duplicate),
+            ("stale", stale),
+            ("unknown", unknown),
+            ("beyond_gap", beyond),
+        ):
             if count:
                 metrics.RECEIPTS.labels(status).inc(count)
         self.counts.applied += applied

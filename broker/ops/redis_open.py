@@ -1,7 +1,9 @@
 """Opens Redis: directly, or the master that Sentinel names, by the one setting `redis_url`.
 
     redis://USER:PASSWORD@HOST:6379/0                 rediss:// with TLS
-    redis+sentinel://USER:PASSWORD@S1:26379,S2:26379,S3:26379/0?service=midstream        rediss+sentinel:// with TLS, of both
+    redis+sentinel://USER:PASSWORD@S1:26379,S2:26379,S3:26379/0?service=midstream
+
+`rediss+sentinel://` uses TLS for both.
 
 User, password and options are those of Redis itself; `sentinel_username` and `sentinel_password`
 are those of the sentinels. Every process opens Redis here, so that all of them follow a failover.

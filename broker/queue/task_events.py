@@ -76,4 +76,5 @@ def event_of(state: State, problem: Problem | None = None) -> tuple[str, dict[st
 
 def said(problem: Problem | None) -> str:
     """A problem in one line."""
-    return f"JobFailed({f'{problem.title}: {problem.detail}' if problem else 'the ledger gives no reason'!r})"
+    reason = f"{problem.title}: {problem.detail}" if problem else "the ledger gives no reason"
+    return f"JobFailed({reason!r})"

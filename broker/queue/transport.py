@@ -61,7 +61,8 @@ for at = 3, #KEYS do
     local info = properties.delivery_info
     redis.call('ZADD', KEYS[1], now, properties.delivery_tag)
     redis.call('HSET', KEYS[2], properties.delivery_tag,
-      '[' .. text .. ',' .. cjson.encode(info.exchange) .. ',' .. cjson.encode(info.routing_key) .. ']')
+      '[' .. text .. ',' .. cjson.encode(info.exchange) .. ','
+        .. cjson.encode(info.routing_key) .. ']')
     taken[#taken + 1] = KEYS[at]
     taken[#taken + 1] = text
   end
@@ -266,4 +267,5 @@ class SentinelTransport(kombu_redis.SentinelTransport):
 
 def transport_of(redis_url: str) -> str:
     """The name of the transport for this `redis_url`, for Celery's setting `broker_transport`."""
-    return f"{__name__}:{'SentinelTransport' if redis_open.place(redis_url).sentinels else 'Transport'}"
+    kind = "SentinelTransport" if redis_open.place(redis_url).sentinels else "Transport"
+    return f"{__name__}:{kind}"

@@ -41,8 +41,10 @@ _header_decoder = msgspec.json.Decoder(tuple[str, int])
 _line_decoder = msgspec.json.Decoder(tuple[int, str])
 
 _TABLES = """
-CREATE TABLE outbox (worker TEXT NOT NULL, rank INTEGER NOT NULL, epoch TEXT NOT NULL, acked INTEGER NOT NULL);
-CREATE TABLE receipts (seq INTEGER PRIMARY KEY, job TEXT NOT NULL, crc INTEGER NOT NULL, payload BLOB NOT NULL);
+CREATE TABLE outbox (
+  worker TEXT NOT NULL, rank INTEGER NOT NULL, epoch TEXT NOT NULL, acked INTEGER NOT NULL);
+CREATE TABLE receipts (
+  seq INTEGER PRIMARY KEY, job TEXT NOT NULL, crc INTEGER NOT NULL, payload BLOB NOT NULL);
 CREATE TABLE former (epoch TEXT PRIMARY KEY, last INTEGER NOT NULL, jobs BLOB NOT NULL);
 """
 
@@ -85,7 +87,10 @@ class Lock:
                     self._file.close()
                     raise OutboxError(
                         "conflict",
-                        f"outbox {path.with_suffix('')} is in use by {holder}: one process per rank",
+                        (
+                            f"outbox {path.with_suffix('')} is in use by {holder}: "
+                            "one process per rank"
+                        ),
                     ) from None
                 time.sleep(0.05)
         self._file.truncate(0)
@@ -325,7 +330,8 @@ class Store:
                 raise OutboxError(
                     "conflict",
                     (
-                        f"outbox {self.path} has layout {layout}; this version of Midstream supports up "
+                        f"outbox {self.path} has layout {layout}; this version of "
+                        "Midstream supports up "
                         f"to {LAYOUT}"
                     ),
                 )

@@ -146,10 +146,16 @@ class Relay:
             curve.guard(self._context, self._socket) if curve is not None else None
         )
         for option, value in (
-            (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1), (zmq.LINGER, 500), (zmq.SNDHWM, BATCH), (zmq.RCVHWM, BATCH),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.LINGER, 500),
+            (zmq.SNDHWM, BATCH),
+            (zmq.RCVHWM, BATCH),
             (zmq.MAXMSGSIZE, frames.MAX_FRAME),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS), (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
-        ):  # fmt: skip
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+        ):
             self._socket.setsockopt(option, value)
         try:
             self._socket.bind(bind_address(url, allow_remote or curve is not None))
@@ -473,7 +479,8 @@ def bind_address(url: str, allow_remote: bool) -> str:
             "(midstream curve new), bind 127.0.0.1, or set "
             "MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
         )
-    return f"tcp://{'127.0.0.1' if host == 'localhost' else f'[{host}]' if ':' in host else host}:{port}"
+    shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}:{port}"
 
 
 def connect_redis(url: str) -> "redis.Redis":

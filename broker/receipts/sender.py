@@ -190,12 +190,18 @@ class Sender(threading.Thread):
         monitor = None
         try:
             for option, value in (
-                (zmq.ROUTING_ID, self._identity), (zmq.IMMEDIATE, 1), (zmq.LINGER, 0), (zmq.SNDHWM, WINDOW), (zmq.RCVHWM, WINDOW),
+                (zmq.ROUTING_ID, self._identity),
+                (zmq.IMMEDIATE, 1),
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, WINDOW),
+                (zmq.RCVHWM, WINDOW),
                 (zmq.MAXMSGSIZE, frames.MAX_FRAME),
-                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS), (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
                 (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
-                (zmq.RECONNECT_IVL, RECONNECT_MS), (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-            ):  # fmt: skip
+                (zmq.RECONNECT_IVL, RECONNECT_MS),
+                (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            ):
                 socket.setsockopt(option, value)
             if self._curve is not None:
                 self._curve.apply(socket)

@@ -175,7 +175,9 @@ def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> in
         raise invalid(
             "q",
             detail,
-            allowed=f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads",
+            allowed=(
+                f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads"
+            ),
         )
     return count
 

@@ -121,7 +121,8 @@ class _Request:
                 raise MidstreamError(
                     "ranks_disagree",
                     (
-                        f"{first.place.path.name} and {other.place.path.name} hold rows of different "
+                        f"{first.place.path.name} and {other.place.path.name} "
+                        "hold rows of different "
                         "positions or tokens"
                     ),
                 )

@@ -69,9 +69,11 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
     made = harvest.manifest
     in_units = sum(unit.documents for unit in harvest.units)
     for name, said, counted in (
-        ("rows", made.rows, found.rows), ("shards", made.shards, found.shards), ("bytes", made.bytes, found.bytes),
+        ("rows", made.rows, found.rows),
+        ("shards", made.shards, found.shards),
+        ("bytes", made.bytes, found.bytes),
         ("documents", made.documents, in_units),
-    ):  # fmt: skip
+    ):
         if said != counted:
             found.faults.append(f"the manifest says {said} {name}; the files have {counted}")
     spans = sorted((unit.first, unit.first + unit.documents, unit.unit) for unit in harvest.units)

@@ -275,7 +275,8 @@ class Supervisor:
                     child.start()
                 except OSError as error:  # no process or no memory is left
                     self._say(
-                        f"{child.name} could not be started; retrying in {child.died():.0f} s: {error}"
+                        f"{child.name} could not be started; retrying in "
+                        f"{child.died():.0f} s: {error}"
                     )
                     continue
                 self._say(f"{child.name} restarted")
@@ -481,7 +482,8 @@ class Supervisor:
                 for child in self._children.values():
                     if child.exit_code is not None:
                         detail = (
-                            f"{child.name} ended with {child.ending} while starting: {child.last_words()} "
+                            f"{child.name} ended with {child.ending} while starting: "
+                            f"{child.last_words()} "
                             f"(log: {child.log})"
                         )
                         raise MidstreamError(

@@ -27,10 +27,14 @@ from packaging.markers import Marker
 PYTHON, REDIS = "python:3.11-slim-bookworm", "redis:7.4-bookworm"
 DEBIAN = "midstream-test/debian:bookworm"
 PYTHON_FILE = f"""FROM {DEBIAN}
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends python3 python3-venv && apt-get clean && rm -rf /var/lib/apt/lists/*
+RUN apt-get update -q \\
+  && apt-get install -y -q --no-install-recommends python3 python3-venv \\
+  && apt-get clean && rm -rf /var/lib/apt/lists/*
 """
 REDIS_FILE = f"""FROM {DEBIAN}
-RUN apt-get update -q && apt-get install -y -q --no-install-recommends redis-server && apt-get clean && rm -rf /var/lib/apt/lists/* \\
+RUN apt-get update -q \\
+  && apt-get install -y -q --no-install-recommends redis-server \\
+  && apt-get clean && rm -rf /var/lib/apt/lists/* \\
  && install -d -o redis -g redis /data
 VOLUME /data
 """

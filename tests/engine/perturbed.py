@@ -1,7 +1,7 @@
 """Configs with a field changed: each is served with transformers' numbers, or refused at the start
 with a reason.
 
-    python tests/engine/perturbed.py                      # all of it; writes the table of docs/fidelity.md
+    python tests/engine/perturbed.py            # all of it; writes the table of docs/fidelity.md
     python tests/engine/perturbed.py OlmoeForCausalLM …   # only these classes; other rows stay
 
 Stock vLLM leaves out fields that transformers reads, and which ones differs from version to

@@ -21,12 +21,19 @@ from vllm import LLM
 from vllm.lora.request import LoRARequest
 options = json.loads(sys.argv[1])
 adapter = options.pop("adapter")
-llm = LLM(**options, enable_lora=True, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 24)
+llm = LLM(
+    **options, enable_lora=True, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 24
+)
 llm.llm_engine.add_lora(LoRARequest("one", 1, adapter))
 worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
 manager = worker.worker.model_runner.lora_manager._adapter_manager
-reserved = [each for module in manager.modules.values() for each in (*module.lora_a_stacked, *module.lora_b_stacked)]
-parts = [part for layer in manager.get_adapter(1).loras.values() for part in (layer.lora_a, layer.lora_b)]
+reserved = [
+    stack
+    for module in manager.modules.values()
+    for stack in (*module.lora_a_stacked, *module.lora_b_stacked)
+]
+layers = manager.get_adapter(1).loras.values()
+parts = [part for layer in layers for part in (layer.lora_a, layer.lora_b)]
 loaded = [each for part in parts for each in (part if isinstance(part, list) else [part])]
 print("bytes", json.dumps([sum(each.nbytes for each in part) for part in (reserved, loaded)]))
 """

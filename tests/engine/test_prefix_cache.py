@@ -269,9 +269,9 @@ def test_the_next_chat_turn_reuses_no_block_steered_relative_to_the_prompts_end(
 def test_a_failed_intervention_leaves_no_blocks_that_claim_it(
     cached: Host, reference: Reference
 ) -> None:
-    """It runs on in the engine without the edit; the same request, sent again, must not read what that left.
+    """A failed request runs on without its edit; a repeat must not read the blocks that it left.
 
-    The worker notices and has the cache begin anew for its digest, also while other requests hold their blocks.
+    The worker resets the cache for its digest, also while other requests hold their blocks.
     """  # field case 13
     prompt, vector = prompt_of(300, seed=41), direction(7)
     name = cached.vector(vector)

@@ -453,7 +453,8 @@ async def _webhooks(
             verdict.say(
                 "webhook",
                 (
-                    f"{job} ({client.plan.way}) ended as {end}; event -> ids of what was delivered: "
+                    f"{job} ({client.plan.way}) ended as {end}; event -> ids "
+                    "of what was delivered: "
                     f"{delivered}"
                 ),
             )
@@ -478,7 +479,8 @@ async def _left_over(ledger: Ledger, verdict: Verdict) -> None:
             verdict.say(
                 "left over",
                 (
-                    f"{name.decode()} is not empty: a place in the window, or a turn, of a job that "
+                    f"{name.decode()} is not empty: a place in the window, or "
+                    "a turn, of a job that "
                     "is over"
                 ),
             )

@@ -140,7 +140,8 @@ def test_captures_are_right_after_ten_engine_kills(tmp_path: Path) -> None:  # f
             following.append(time.monotonic() - killed)
             print(
                 (
-                    f"killed {victim}: ready again after {ready[-1]:.1f} s, the next job over after "
+                    f"killed {victim}: ready again after {ready[-1]:.1f} s, "
+                    "the next job over after "
                     f"{following[-1]:.1f} s"
                 ),
                 flush=True,

@@ -56,7 +56,10 @@ def evaluated(command: Path, url: str, folder: Path) -> list[dict[str, Any]]:
     """The samples of an evaluation at the endpoint `url`: batches of eight prompts, each a list of
     token ids.
     """
-    model = f"model=demo,base_url={url},tokenizer={fetch_demo_model()},tokenizer_backend=huggingface,max_length=512"
+    model = (
+        f"model=demo,base_url={url},tokenizer={fetch_demo_model()},"
+        "tokenizer_backend=huggingface,max_length=512"
+    )
     chosen = [
         "--model",
         "local-completions",

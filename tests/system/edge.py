@@ -342,7 +342,8 @@ class Hand:
         """A real file of what `blob` gives."""
         wanted = wanted or claim.job.captures[request][0]
         blob = self.blob(claim, request, rank, wanted)
-        path = f"{wanted.tag}/{claim.job.id}/p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}{self.suffix}"
+        name = f"p{request:04d}.a{claim.attempt}.pp{self.ranks[rank][1]}{self.suffix}"
+        path = f"{wanted.tag}/{claim.job.id}/{name}"
         publish(open_store(self.settings.capture_root), [(path, blob)])
         sites, positions = blob.manifest.sites, len(blob.manifest.positions)
         rows = positions * sum(map(len, sites.values()))

@@ -181,7 +181,8 @@ class Machines:
         return (self.acl / f"{role}.password").read_text().strip()
 
     def redis_url(self, role: str) -> str:
-        return f"rediss://{role}:{self.password(role)}@{self.host}:{self.tls_port}/0?ssl_ca_certs={quote(str(self.ca), safe='')}"
+        place = f"{self.host}:{self.tls_port}/0?ssl_ca_certs={quote(str(self.ca), safe='')}"
+        return f"rediss://{role}:{self.password(role)}@{place}"
 
     def client(self, role: str = OPERATOR) -> "redis.Redis":
         return redis.Redis.from_url(self.redis_url(role))

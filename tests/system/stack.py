@@ -277,7 +277,8 @@ class Stack:
                 return
             if ended:
                 raise AssertionError(
-                    f"{name} ended with {self.processes[name].returncode}:\n{self.log(name)[-3000:]}"
+                    f"{name} ended with "
+                    f"{self.processes[name].returncode}:\n{self.log(name)[-3000:]}"
                 )
             if time.monotonic() > deadline:
                 raise AssertionError(

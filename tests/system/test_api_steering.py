@@ -40,9 +40,16 @@ CALM = {"layers": 3, "op": "ablate", "vector": vector(2), "positions": "all_gene
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(
-        tmp_path_factory.mktemp("steering"), api=True, workers=2, tensor_parallel_size=2, lease_s=60.0, visibility_timeout_s=60,
-        steering_poll_s=0.05, steering_wait_s=40.0, fault="",
-    ) as running:  # fmt: skip
+        tmp_path_factory.mktemp("steering"),
+        api=True,
+        workers=2,
+        tensor_parallel_size=2,
+        lease_s=60.0,
+        visibility_timeout_s=60,
+        steering_poll_s=0.05,
+        steering_wait_s=40.0,
+        fault="",
+    ) as running:
         running.spawn("api-2", api_port=HASTY_PORT, steering_wait_s=2.0)
         yield running
 

@@ -20,11 +20,13 @@ from midstream.workers.fake.model import residual_rows
 PROGRAM = """
 import sys
 from midstream import Client
-url, cache, tag, count, pause = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+url, cache, tag = sys.argv[1:4]
+count, pause = int(sys.argv[4]), int(sys.argv[5])
 with Client(url) as client:
     prompts = (f"{tag} {number}" for number in range(count))
     capture = {"layers": [0, 2], "positions": "all_prompt", "tag": tag}
-    for item in client.map(prompts, cache=cache, keep_captures=True, capture=capture, job_prompts=5, in_flight=3, max_tokens=2):
+    options = dict(keep_captures=True, capture=capture, job_prompts=5, in_flight=3, max_tokens=2)
+    for item in client.map(prompts, cache=cache, **options):
         assert item.prompt == f"{tag} {item.index}"
         print(item.index, item.cached, item.text, flush=True)
         if item.index + 1 == pause:

@@ -29,7 +29,8 @@ def long():
     time.sleep({TASK_S})
     print("end", flush=True)
 
-app.Worker(pool="threads", concurrency=4, redirect_stdouts=False, quiet=True, loglevel="ERROR", hostname="other@test").start()
+quiet = dict(redirect_stdouts=False, quiet=True, loglevel="ERROR")
+app.Worker(pool="threads", concurrency=4, hostname="other@test", **quiet).start()
 """
 
 

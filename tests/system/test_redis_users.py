@@ -147,9 +147,17 @@ def test_the_flower_user_may_only_read_job_states(machines: Machines, http: http
     with redis.Redis.from_url(jobs_url(machines.redis_url("flower"))) as client:
         assert client.hmget(job, "state") != [None]
         for forbidden in (
-            ["HMGET", "ms:keys", "x"], ["HGETALL", job], ["HSET", job, "state", "failed"], ["DEL", job], ["LLEN", "midstream.fake-model"],
-            ["SCAN", "0"], ["EVAL", "return 1", "0"], ["PUBLISH", "ms:changed:x", ""], ["INFO"], ["MULTI"],
-        ):  # fmt: skip
+            ["HMGET", "ms:keys", "x"],
+            ["HGETALL", job],
+            ["HSET", job, "state", "failed"],
+            ["DEL", job],
+            ["LLEN", "midstream.fake-model"],
+            ["SCAN", "0"],
+            ["EVAL", "return 1", "0"],
+            ["PUBLISH", "ms:changed:x", ""],
+            ["INFO"],
+            ["MULTI"],
+        ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*forbidden)
 

@@ -157,7 +157,8 @@ def test_state_of_another_version_names_both_versions(
                         await call
                     assert found.value.kind == "version_mismatch"
                     said = (
-                        f"{what} of {MODEL!r} was stored by midstream 9.0.0; midstream {__version__} "
+                        f"{what} of {MODEL!r} was stored by midstream 9.0.0; "
+                        f"midstream {__version__} "
                         "cannot read it: "
                     )
                     assert found.value.detail.startswith(said)

@@ -64,7 +64,9 @@ OPENS: dict[str, str] = {
     "workers/engine/checkpoint.py": "the config and the names of the weights of a checkpoint",
     "workers/engine/identity.py": "the lock of a worker id",
     "workers/engine/images.py": "a request's images, in memory",
-    "workers/engine/model_identity.py": "a checkpoint's files, and their digests in the data directory",
+    "workers/engine/model_identity.py": (
+        "a checkpoint's files, and their digests in the data directory"
+    ),
     "workers/engine/reference.py": "/proc and the container's memory",
     "workers/engine/vllm_options.py": "vLLM's logging options",
     "workers/fake/turnstile.py": "the gate that a test holds",

@@ -165,7 +165,9 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
             == first
         )
     for columns, capture in (
-        (Columns(RowShape(heads=4, width=5), 0, 5), wanted), (None, wanted), (RANKS[0], msgspec.structs.replace(wanted, row=None)),
-    ):  # fmt: skip
+        (Columns(RowShape(heads=4, width=5), 0, 5), wanted),
+        (None, wanted),
+        (RANKS[0], msgspec.structs.replace(wanted, row=None)),
+    ):
         with pytest.raises(ValueError, match="its rows are"):
             recorded(columns, capture, first=True)

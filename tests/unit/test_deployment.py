@@ -275,7 +275,9 @@ def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again
     python.write_text(
         f"""#!/bin/sh
 note=$WORKER_STARTING_NOTE
-if [ "$2" = midstream.workers ]; then echo "serves $MIDSTREAM_MODEL, note: '$(cat "$note")'"; rm "$note"; exit; fi
+if [ "$2" = midstream.workers ]; then
+  echo "serves $MIDSTREAM_MODEL, note: '$(cat "$note")'"; rm "$note"; exit
+fi
 [ -d {found} ] && echo {found} && exit
 echo "error: pip could not download it" >&2
 exit 1

@@ -13,7 +13,9 @@ SAID = {
     "(8192), (0.18 GiB KV cache is needed, which is larger than the "
     "available KV cache memory (0.01 GiB). Based on the available memory, the "
     "estimated maximum model length is 448. Try increasing "
-    "`gpu_memory_utilization`": "Increase the setting kv_cache_gib (on a CPU), or decrease max_model_len to 448",
+    "`gpu_memory_utilization`": (
+        "Increase the setting kv_cache_gib (on a CPU), or decrease max_model_len to 448"
+    ),
     "ValueError: To serve at least one request with the model's max seq len "
     "(8192), (0.18 GiB KV cache is needed, which is larger than the "
     "available KV cache memory (0.0 GiB). Try increasing": "or decrease max_model_len",
@@ -23,7 +25,9 @@ SAID = {
     ): "setting kv_cache_gib",
     "ValueError: Available memory on node 0 (20.1/23.54 GiB) on kv cache "
     "allocation is less than requested memory for kv (1000.0 GiB). "
-    "Decrease --kv-cache-memory-bytes": "kv_cache_gib asks for 1000.0 GiB, and 20.1 of 23.54 GiB are free",
+    "Decrease --kv-cache-memory-bytes": (
+        "kv_cache_gib asks for 1000.0 GiB, and 20.1 of 23.54 GiB are free"
+    ),
     "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't "
     "allocate memory: you tried to allocate 99 bytes. "
     "Error code 12": "an allocation of 99 bytes failed. Decrease the setting kv_cache_gib",
@@ -36,7 +40,9 @@ SAID = {
     ): "max_num_batched_tokens=16 is less than",
     "The repository /models/own contains custom code which must be executed to "
     "correctly load the model. Please pass the argument "
-    "`trust_remote_code=True` to allow custom code to be run.": "the checkpoint comes with code of its own",
+    "`trust_remote_code=True` to allow custom code to be run.": (
+        "the checkpoint comes with code of its own"
+    ),
     (
         "Total number of attention heads (9) must be divisible by tensor parallel size (7)."
     ): "tensor_parallel_size=7 does not divide",

@@ -186,8 +186,12 @@ def test_ranks_with_different_code_refuse_to_start() -> None:
     one = Extension(kind="reader", name="norms", package="p", version="1.0", digest="a" * 64)
     assert agreed([[one], [one]]) == [one]
     for rest, words in (
-        ([msgspec.structs.replace(one, digest="b" * 64)], "rank 1 has p 1.0 with code bbbbbbbbbbbb"), ([], "rank 1 has none"),
-    ):  # fmt: skip
+        (
+            [msgspec.structs.replace(one, digest="b" * 64)],
+            "rank 1 has p 1.0 with code bbbbbbbbbbbb",
+        ),
+        ([], "rank 1 has none"),
+    ):
         with pytest.raises(
             MidstreamError, match="different versions of the reader norms"
         ) as refused:

@@ -38,8 +38,11 @@ import argparse, json, pathlib, sys
 sys.path.insert(0, {folder!r})
 import all as benchmarks
 benchmarks.GRACE_S, benchmarks.LEAST_S = 0.5, 1.0
-stages = {{name: benchmarks.Stage(path, seconds) for name, (path, seconds) in json.loads(sys.argv[1]).items()}}
-asked = argparse.Namespace(device="cpu", tiny=True, out=pathlib.Path({out!r}), again={again}, budget_minutes={minutes})
+given = json.loads(sys.argv[1])
+stages = {{name: benchmarks.Stage(path, seconds) for name, (path, seconds) in given.items()}}
+asked = argparse.Namespace(
+    device="cpu", tiny=True, out=pathlib.Path({out!r}), again={again}, budget_minutes={minutes}
+)
 print(json.dumps(benchmarks.run_all(stages, asked)))
 """
 

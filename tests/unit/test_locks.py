@@ -161,7 +161,12 @@ def test_the_pythons_are_the_same_everywhere() -> None:
 #: Of the system: what install.sh calls before it has an interpreter.
 TOOLS = ("bash", "id", "cat", "dirname", "grep")
 PYTHON = """#!/bin/sh
-case "$2" in *version_info*) echo {version} ;; *ensurepip*) exit {venv} ;; *libnuma*) exit 1 ;; *Python.h*) exit {venv} ;; esac
+case "$2" in
+  *version_info*) echo {version} ;;
+  *ensurepip*) exit {venv} ;;
+  *libnuma*) exit 1 ;;
+  *Python.h*) exit {venv} ;;
+esac
 """
 
 

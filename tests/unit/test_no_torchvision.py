@@ -65,8 +65,12 @@ def test_processes_that_vllm_starts_have_it_as_well() -> None:
         from midstream.workers.engine.no_torchvision import stand_in
         stand_in()
         stand_in()
-        code = "from vllm.plugins import load_general_plugins; load_general_plugins(); import torchvision.io; print(torchvision.io)"
-        print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip().splitlines()[-1])
+        code = "; ".join([
+            "from vllm.plugins import load_general_plugins", "load_general_plugins()",
+            "import torchvision.io", "print(torchvision.io)",
+        ])
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        print(done.stdout.strip().splitlines()[-1])
         """
     )
     assert "torchvision.io" in found

@@ -274,7 +274,8 @@ def test_a_child_goes_when_its_supervisor_is_killed(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from midstream.client.stack.processes import Child
-part = Child("part", [sys.executable, "-c", "import time; time.sleep(600)"], {{}}, Path({str(tmp_path)!r}) / "part.log", 1.0)
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+part = Child("part", command, {{}}, Path({str(tmp_path)!r}) / "part.log", 1.0)
 part.start()
 print(part.pid, flush=True)
 time.sleep(600)

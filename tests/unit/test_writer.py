@@ -292,7 +292,8 @@ SEEN = []
 class Counting:
     def consume(self, captures):
         SEEN.extend((str(capture), capture.num_rows) for capture in captures)
-        return [Outcome(error="unwanted" if capture.spec.request == 3 else "") for capture in captures]
+        unwanted = [capture.spec.request == 3 for capture in captures]
+        return [Outcome(error="unwanted" if wrong else "") for wrong in unwanted]
 
 class Raising:
     def consume(self, captures):
@@ -312,7 +313,9 @@ class Altering:
                     for buffer in capture.rows(hook, layer):
                         if not buffer.readonly:
                             np.frombuffer(buffer, np.uint8)[:] = 0
-            for held in (capture.positions, capture.token_ids, capture.sites, capture.capture.consumers, capture.spec.captures):
+            spec, stored = capture.spec, capture.capture
+            lists = (capture.positions, capture.token_ids, capture.sites, stored.consumers)
+            for held in (*lists, spec.captures):
                 held.clear()
         return [Outcome() for _ in captures]
 

@@ -1,7 +1,8 @@
 """Walks vLLM's registry: a tiny checkpoint of every class, each captured and edited at every hook
 and compared with transformers.
 
-    python tests/walk/walk.py [NAME …]     # all: tens of minutes; writes results.jsonl beside this file, and docs/models.md
+    python tests/walk/walk.py \\
+        [NAME …]     # all: 16 minutes; writes results.jsonl and docs/models.md
 
 Each class is tried in a process of its own, on an engine of its own, and a result replaces the one
 that was there. A run that was cut off goes on with `--rest`: classes that have a result of this

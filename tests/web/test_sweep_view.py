@@ -79,15 +79,18 @@ def drawn(page: Page) -> dict[str, int]:
           const { colour } = await import("/page/lib/heatmap.js");
           const count = { right: 0, wrong: 0, empty: 0, hatched: 0 };
           for (const canvas of document.querySelectorAll(".cells canvas")) {
-            const map = canvas.heatmap, ratio = canvas.width / map.width, context = canvas.getContext("2d");
+            const map = canvas.heatmap, ratio = canvas.width / map.width;
+            const context = canvas.getContext("2d");
             map.source.rows.forEach((_, row) => map.source.columns.forEach((_, column) => {
               const share = map.source.at(row, column), box = map.box(row, column);
               if (share === null) return (count.empty += 1);
               if (Number.isNaN(share)) return (count.hatched += 1);
-              const at = [box.left + box.width / 2, box.top + box.height / 2].map((part) => Math.round(part * ratio));
+              const at = [box.left + box.width / 2, box.top + box.height / 2]
+                .map((part) => Math.round(part * ratio));
               const seen = [...context.getImageData(...at, 1, 1).data].slice(0, 3);
               const wanted = colour(share).match(/\\d+/g).map(Number);
-              count[seen.every((part, n) => Math.abs(part - wanted[n]) <= 2) ? "right" : "wrong"] += 1;
+              const right = seen.every((part, n) => Math.abs(part - wanted[n]) <= 2);
+              count[right ? "right" : "wrong"] += 1;
             }));
           }
           return count;
@@ -153,7 +156,8 @@ def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) ->
     expect(table).to_be_visible()
     columns: list[list[str | None]] = table.evaluate(
         """(table) => [...table.rows].map(
-             (row) => [...row.cells].slice(1).map((cell) => (cell.className === "gap" ? null : cell.className)))"""
+             (row) => [...row.cells].slice(1).map(
+               (cell) => (cell.className === "gap" ? null : cell.className)))"""
     )
     linked = [
         n
@@ -458,7 +462,9 @@ def test_a_closer_look_is_the_one_of_the_python_client(
         )
         pairs, fields = study._closer(region, None, None, None, {})
         made = visit.page.evaluate(
-            """async ([view, part]) => (await import("/page/lib/sweep_request.js")).closer(view.request, view.result, part)""",
+            """async ([view, part]) =>
+             (await import("/page/lib/sweep_request.js"))
+               .closer(view.request, view.result, part)""",
             [json.loads(to_json(view)), {"hook": "attn_out", "rows": layers, "columns": columns}],
         )
         found = from_json(json.dumps({**made, "layers": list(numbers)}), SweepRequest)

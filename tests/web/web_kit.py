@@ -2,7 +2,8 @@
 engine.
 
     def test_something(site: Site, visit: Visit) -> None:
-        with held(site):                                  # work stays under way until the block ends
+        with held(site):
+        # work stays under way until the block ends
             job = site.alice.submit()
             visit.log_in(site.alice)
             expect(visit.page.get_by_text("running")).to_be_visible()

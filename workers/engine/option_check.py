@@ -56,7 +56,8 @@ def accepted(settings: Settings) -> Accepted:
             if doubt := unproven(name, given):
                 if not settings.engine_unproven:
                     raise SettingsError(
-                        f"{doubt}: it is passed on only with `engine_unproven` (--engine-unproven), and "
+                        f"{doubt}: it is passed on only with `engine_unproven` "
+                        "(--engine-unproven), and "
                         "then stamped"
                     )
                 caveats.append(f"{doubt}: rows may differ from transformers'")

@@ -141,7 +141,8 @@ def scheduler_class(config: VllmConfig) -> str:
         overlaps = (
             config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
         )
-    return f"midstream.workers.runner.vllm.scheduler.{'MidstreamAsyncScheduler' if overlaps else 'MidstreamScheduler'}"
+    name = "MidstreamAsyncScheduler" if overlaps else "MidstreamScheduler"
+    return f"midstream.workers.runner.vllm.scheduler.{name}"
 
 
 def prepare_environment(settings: Settings) -> None:

@@ -392,9 +392,10 @@ class HarvestAttempt:
         )
         crash_point("harvest.kept")
         for counter, more in (
-            (metrics.HARVESTED_TOKENS, entry.tokens + entry.generated), (metrics.HARVESTED_ROWS, entry.rows),
+            (metrics.HARVESTED_TOKENS, entry.tokens + entry.generated),
+            (metrics.HARVESTED_ROWS, entry.rows),
             (metrics.HARVESTED_BYTES, entry.bytes),
-        ):  # fmt: skip
+        ):
             counter.labels(harvest.model).inc(more)
         kept[number] = entry
 

@@ -94,7 +94,8 @@ class RunStore:
                 except (OSError, ValueError, MemoryError) as error:
                     passes = isinstance(error, OSError) and error.errno in PASSING
                     raise ValueError(
-                        f"run {files.key}: {file.path}: {f'{READ_LATER}: ' if passes else ''}{error}"
+                        f"run {files.key}: {file.path}: "
+                        f"{f'{READ_LATER}: ' if passes else ''}{error}"
                     ) from error
         if missing := wanted - parts.keys():
             raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")

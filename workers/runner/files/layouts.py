@@ -92,7 +92,8 @@ def blob_of(capture: FinishedCapture, sites: Sites) -> Blob:
 def file_name(capture: FinishedCapture, suffix: str = "") -> str:
     """The key of a blob in a separate file."""
     spec = capture.spec
-    return f"{capture.capture.tag}/{spec.job}/p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{capture.part}{suffix}.safetensors"
+    request = f"p{spec.request:04d}.a{spec.attempt}.pp{capture.pp}{capture.part}"
+    return f"{capture.capture.tag}/{spec.job}/{request}{suffix}.safetensors"
 
 
 class Filesystem:

@@ -119,7 +119,8 @@ class Loras:
             used = "another" if faulty() else self.used(rows.first_row, rows.num_rows)
             if used != wanted:
                 raise RuntimeError(
-                    f"rows of request {rows.id} were computed with adapter {used[:12]!r} instead of "
+                    f"rows of request {rows.id} were computed with adapter "
+                    f"{used[:12]!r} instead of "
                     f"{wanted[:12]!r}"
                 )
             if asked is not None and wanted and not asked.accounted:

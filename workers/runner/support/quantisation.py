@@ -252,7 +252,9 @@ def _of_groups(groups: list[Mapping[str, Any]], name: str) -> frozenset[Rounding
     found = (group[name] for group in groups if isinstance(group.get(name), Mapping))
     return frozenset(
         Rounding(
-            f"{'' if each.get('symmetric', True) else 'asymmetric '}{'fp' if each.get('type') == 'float' else 'int'}{each.get('num_bits')}",
+            ("" if each.get("symmetric", True) else "asymmetric ")
+            + ("fp" if each.get("type") == "float" else "int")
+            + str(each.get("num_bits")),
             str(each.get("strategy")),
             bool(each.get("dynamic")),
         )
