@@ -14,12 +14,18 @@ from types import FrameType
 import uvicorn
 
 from ..broker.artifacts import fitness
-from ..broker.ledger import keys
+from ..broker.ledger.people import keys
 from ..broker.ops import logs, metrics_server, redis_durability, traces
 from ..broker.ops.hosts import named
-from ..schemas import faults
-from ..schemas.errors import MidstreamError
-from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
+from ..schemas.base import faults
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.settings import (
+    Settings,
+    SettingsError,
+    asks_for_keys,
+    is_loopback,
+    load_settings,
+)
 from . import openapi
 from .app import make_app
 from .web.connections import Connections

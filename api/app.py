@@ -14,8 +14,8 @@ from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
-from ..schemas.settings import Settings
-from ..schemas.version import __version__
+from ..schemas.base.settings import Settings
+from ..schemas.base.version import __version__
 from . import openapi
 from .context import open_context
 from .routes import (

@@ -23,50 +23,51 @@ import msgspec
 from litestar import Request
 
 from ..broker.artifacts.retention import Usage
-from ..broker.ledger.harvests import Harvests
-from ..broker.ledger.jobs import Ledger, Outcome, new_job_id
-from ..broker.ledger.keys import Keys
-from ..broker.ledger.loras import Loras
-from ..broker.ledger.probes import Probes
-from ..broker.ledger.saes import Saes
-from ..broker.ledger.scripts import stored_tags
-from ..broker.ledger.sessions import Sessions
-from ..broker.ledger.source_runs import SourceRuns
-from ..broker.ledger.steering import Steering
-from ..broker.ledger.tuned_lenses import TunedLenses
-from ..broker.ledger.watch import SharedReads, Watcher
+from ..broker.ledger.core.scripts import stored_tags
+from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id
+from ..broker.ledger.jobs.watch import SharedReads, Watcher
+from ..broker.ledger.named.loras import Loras
+from ..broker.ledger.named.probes import Probes
+from ..broker.ledger.named.saes import Saes
+from ..broker.ledger.named.source_runs import SourceRuns
+from ..broker.ledger.named.steering import Steering
+from ..broker.ledger.named.tuned_lenses import TunedLenses
+from ..broker.ledger.people.keys import Keys
+from ..broker.ledger.people.sessions import Sessions
+from ..broker.ledger.recovery.harvests import Harvests
 from ..broker.ops import global_capture, logs
 from ..broker.ops.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
-from ..schemas.base import from_msgpack
-from ..schemas.compatibility import misfit_of
-from ..schemas.errors import MidstreamError, invalid
-from ..schemas.faults import crash_point
-from ..schemas.features import FeatureSpec
-from ..schemas.harvests import HarvestView
-from ..schemas.jobs import Job, JobView, State
-from ..schemas.keys import Caller, own, scoped, shown
-from ..schemas.models import ModelInfo, TokenizerBundle
-from ..schemas.probes import StoredProbe
-from ..schemas.settings import Settings, asks_for_keys
-from ..schemas.specs import PatchSpec, SteeringSpec
+from ..schemas.access.keys import Caller, own, scoped, shown
+from ..schemas.artifacts.probes import StoredProbe
+from ..schemas.base.errors import MidstreamError, invalid
+from ..schemas.base.faults import crash_point
+from ..schemas.base.records import from_msgpack
+from ..schemas.base.settings import Settings, asks_for_keys
+from ..schemas.jobs.harvests import HarvestView
+from ..schemas.jobs.jobs import Job, JobView, State
+from ..schemas.jobs.models import ModelInfo, TokenizerBundle
+from ..schemas.requests.features import FeatureSpec
+from ..schemas.requests.specs import PatchSpec, SteeringSpec
+from ..schemas.service.compatibility import misfit_of
 from ..storage.store import open_store
 from .operations.disks import Disks
 from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
-from .resolve import admission, patches
-from .resolve.callback_url import check_callback
-from .resolve.feature_wishes import FeatureWish
-from .resolve.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
-from .resolve.lens_args import check_answer
-from .resolve.loras import named_lora
-from .resolve.model_state import NOTHING, ModelState, find_runs
-from .resolve.probes import probes_of
-from .resolve.request_parsing import ParsedRequest
-from .resolve.saes import named_sae
-from .resolve.tokenizer import Codec
-from .resolve.tokenizer_pool import BundleHelpers, Helpers
-from .resolve.tuned_lenses import fitted
+from .resolve.admission import admission
+from .resolve.edits import patches
+from .resolve.edits.features import NONE, FeatureFiles, Named, Rows, check_range, check_specs
+from .resolve.edits.loras import named_lora
+from .resolve.edits.model_state import NOTHING, ModelState, find_runs
+from .resolve.prompts.callback_url import check_callback
+from .resolve.prompts.request_parsing import ParsedRequest
+from .resolve.prompts.requested_features import FeatureWish
+from .resolve.prompts.tokenizer import Codec
+from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
+from .resolve.prompts.vllm_lens_fields import check_answer
+from .resolve.readings.probes import probes_of
+from .resolve.readings.saes import named_sae
+from .resolve.readings.tuned_lenses import fitted
 from .web import request_context
 from .web.auth import Gate, caller_of
 from .web.key_revocation import ALWAYS, HeldKey, KeyWatch

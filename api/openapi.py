@@ -13,8 +13,8 @@ from litestar.openapi.spec import Schema
 from litestar.plugins import OpenAPISchemaPlugin
 from litestar.typing import FieldDefinition
 
-from ..schemas.openai import OpenAIProblem
-from ..schemas.version import __version__
+from ..schemas.base.version import __version__
+from ..schemas.jobs.openai import OpenAIProblem
 from .routes.pages import HEADERS, Operations, Swagger
 from .web.auth import needed
 from .web.problems import OPENAI_PATHS

@@ -35,10 +35,10 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-from midstream.schemas.models import TokenizerBundle, encode_bundle
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 
 FAKE, MODEL = "fake-model", "of-demo-size"
 LAYERS, HIDDEN, LENGTH = 30, 576, 8192

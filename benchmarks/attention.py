@@ -29,7 +29,7 @@ from midstream.client import Client
 from midstream.client.captures.patterns import attention_of
 from midstream.client.sdk.attention import capture_fields
 from midstream.client.stack.supervisor import Supervisor, prepare
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:

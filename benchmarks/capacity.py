@@ -286,7 +286,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     from control_plane import MODEL, http_round, processor_s
 
     from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-    from midstream.schemas.settings import Settings, to_environment
+    from midstream.schemas.base.settings import Settings, to_environment
 
     count = JOBS if at_once > 1 else FEW_JOBS
     with tempfile.TemporaryDirectory(prefix="midstream-capacity-") as folder:

@@ -29,8 +29,8 @@ from engines import DEMO_MODEL, bench_prompts, tokenised
 from large_captures import plain_write, timed
 
 from midstream.client.stack.supervisor import Supervisor, prepare
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.prompts.selectors import HOOKS
 
 NOTHING: dict[str, Any] = {"status": "not_requested", "files": [], "bytes": 0, "rows": 0}
 

@@ -8,8 +8,8 @@ index which rows to keep.
 import statistics
 import time
 
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base.row_index import RowIndex, Wanted
 from midstream.workers.runner.vllm.ring_budget import RingBudget
 

@@ -29,7 +29,7 @@ import redis
 from noop_tasks import DONE, QUEUE, noop_app
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 MODEL = "fake-model"
 JOB = {"model": MODEL, "prompts": ["a prompt"], "sampling": {"max_tokens": 1}}

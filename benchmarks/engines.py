@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 import shares
 
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.models import TokenizerBundle
-from midstream.schemas.probes import Action, ProbeContent, StoredProbe
-from midstream.schemas.settings import Settings, load_settings, to_environment
-from midstream.schemas.specs import StoredCapture, StoredSteering
-from midstream.schemas.steering import GlobalSteering
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.base.settings import Settings, load_settings, to_environment
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.requests import prompt_request
 
 DATA = Path(__file__).with_name("data")
@@ -209,7 +209,7 @@ class _Stock:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from midstream.workers.engine import vllm_options
+        from midstream.workers.engine.options import engine_arguments as vllm_options
 
         vllm_options.prepare_environment(settings)
         arguments = vllm_options.engine_options(settings) | extra_arguments()

@@ -31,7 +31,7 @@ import msgspec
 from control_plane import MODEL, http_round, processor_s
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.base.settings import Settings, to_environment
 
 #: Seconds after which a watcher that does not stay connects again, and that all have to come first.
 AGAIN_S, COME_S = 1.0, 3.0

@@ -31,7 +31,7 @@ from stack import Stack
 
 from midstream.client import Client
 from midstream.client.harvest import RowDataset, open, verify
-from midstream.schemas.harvests import HarvestView
+from midstream.schemas.jobs.harvests import HarvestView
 
 LENGTH = 256
 ENGINE = {

@@ -23,7 +23,7 @@ import httpx
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
 from midstream.client.stack.supervisor import Supervisor, prepare
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 CAPTURED = 4096  # bytes
 BLOCK = 20  # requests of one kind before the next kind's turn

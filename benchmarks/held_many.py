@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 MODEL = "fake-model"
 PLAIN = {"model": MODEL, "prompt": "a prompt", "max_tokens": 1}

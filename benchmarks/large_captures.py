@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from midstream.broker.artifacts.retention import Usage
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage import file_store
 from midstream.storage.store import open_store
 from midstream.workers.runner.files.finished_rows import FinishedCapture

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.store import open_store
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.files.layouts import StoreConfig

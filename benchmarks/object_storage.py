@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import obstore
 import s3_kit
 
-from midstream.schemas.captures import Manifest
+from midstream.schemas.jobs.captures import Manifest
 from midstream.storage import blobs
 from midstream.storage.s3_client import REQUESTS
 from midstream.storage.s3_store import PART, S3Store, open_store

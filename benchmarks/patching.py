@@ -37,7 +37,7 @@ import numpy as np
 from engines import DEMO_MODEL, bench_prompts, tokenised
 
 from midstream.client.stack.supervisor import Supervisor, prepare
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 #: The environment that `make lens` makes; `--lens` or this variable names another.
 LENS_VARIABLE = "MIDSTREAM_LENS"

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from midstream import __version__
-from midstream.schemas.probes import ProbeContent, StoredProbe
-from midstream.schemas.specs import RankSpec, probe_captures
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.config import Place, PlaneConfig
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
 from midstream.workers.runner.hooks.sites import Site, Sizes, buffers_of, visit_of

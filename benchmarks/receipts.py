@@ -22,16 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ops import redis_server
 from midstream.broker.receipts import sender
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.receipts import CapturedFile, Receipt
-from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.receipts import CapturedFile, Receipt
+from midstream.schemas.requests.specs import StoredCapture
 
 WORKER, BOOT, IDENTITY = "bench", "boot", "a" * 64
 PROMPTS = 512  # per job

@@ -18,13 +18,13 @@ import redis
 from receipts import receipt
 
 from midstream import __version__
-from midstream.broker.ledger.jobs import Ledger, new_job_id
-from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ops import redis_server
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Event, Job, Output, Sampling, StoredPrompt
-from midstream.schemas.settings import Settings
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Event, Job, Output, Sampling, StoredPrompt
+from midstream.schemas.requests.specs import StoredCapture
 
 WORKER, BOOT, IDENTITY, EVENTS = "bench", "boot", "a" * 64, 16
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import redis
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ops import redis_server
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 
 ALONE, AT_ONCE, EACH = 500, 64, 40
 

@@ -85,7 +85,7 @@ def theirs(folder: Path) -> None:
 def ours(folder: Path) -> dict[str, object]:
     import torch
 
-    from midstream.schemas.sae_files import reading
+    from midstream.storage.formats.sae_files import reading
     from midstream.workers.runner.readings.sae import load
 
     with reading(folder) as (content, _):

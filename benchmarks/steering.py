@@ -37,8 +37,8 @@ import numpy as np
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 
 from midstream.broker.ops import redis_server
-from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 
 ONE_LAYER = [14]
 ALL_LAYERS = list(range(30))

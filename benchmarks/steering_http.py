@@ -33,7 +33,7 @@ import numpy as np
 from engines import DEMO_MODEL, bench_prompts, tokenised
 
 from midstream.client.stack.supervisor import Supervisor, prepare
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 KINDS = ("plain", "inline first", "inline again", "module cold", "registration", "module warm")
 PROMPT_TOKENS = 8

@@ -19,13 +19,13 @@ import redis
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
-from ..schemas import faults
-from ..schemas.base import now
-from ..schemas.errors import MidstreamError
-from ..schemas.settings import Settings, SettingsError, load_settings
+from ..schemas.base import faults
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.records import now
+from ..schemas.base.settings import Settings, SettingsError, load_settings
 from .artifacts import fitness
-from .ledger.jobs import Ledger
-from .ledger.reaper import Reaper
+from .ledger.jobs.ledger import Ledger
+from .ledger.recovery.reaper import Reaper
 from .ops import metrics, observability, redis_durability
 from .ops.liveness import REAPER_KEY
 from .ops.redis_availability import is_absence

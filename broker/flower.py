@@ -17,10 +17,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..schemas.base import now
-from ..schemas.errors import STATUS_OF_KIND
-from ..schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback, load_settings
-from .ledger import keys
+from ..schemas.base.errors import STATUS_OF_KIND
+from ..schemas.base.records import now
+from ..schemas.base.settings import (
+    Settings,
+    SettingsError,
+    asks_for_keys,
+    is_loopback,
+    load_settings,
+)
+from .ledger.people import keys
 from .ops.hosts import Hosts
 from .ops.install import basic
 from .queue.celery_app import make_app

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import redis
 
-from ..schemas.base import from_json
-from ..schemas.models import WorkerInfo
-from ..schemas.settings import Settings, SettingsError, load_settings
+from ..schemas.base.records import from_json
+from ..schemas.base.settings import Settings, SettingsError, load_settings
+from ..schemas.jobs.models import WorkerInfo
 from .ops import redis_open
 from .ops.install import basic
 from .ops.liveness import REAPER_KEY, RELAY_KEY

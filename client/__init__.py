@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from .extras import explained
 
 if TYPE_CHECKING:
-    from ..schemas.errors import MidstreamError as MidstreamError
-    from ..schemas.selectors import Span as Span
-    from ..schemas.specs import CaptureSpec as CaptureSpec
-    from ..schemas.specs import PatchSource as PatchSource
-    from ..schemas.specs import PatchSpec as PatchSpec
-    from ..schemas.specs import SteeringSpec as SteeringSpec
+    from ..schemas.base.errors import MidstreamError as MidstreamError
+    from ..schemas.prompts.selectors import Span as Span
+    from ..schemas.requests.specs import CaptureSpec as CaptureSpec
+    from ..schemas.requests.specs import PatchSource as PatchSource
+    from ..schemas.requests.specs import PatchSpec as PatchSpec
+    from ..schemas.requests.specs import SteeringSpec as SteeringSpec
     from .captures.reader import CaptureReader as CaptureReader
     from .captures.row_matrix import matrix as matrix
     from .captures.row_matrix import samples as samples
     from .sdk.client import AsyncClient as AsyncClient
     from .sdk.client import Client as Client
-    from .sdk.mapping import Mapped as Mapped
+    from .sdk.mapping.map import Mapped as Mapped
     from .sdk.wire import Answer as Answer
     from .sdk.wire import ServerUnreachable as ServerUnreachable
     from .sdk.wire import VersionMismatch as VersionMismatch
@@ -36,7 +36,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Client",
     ),
     ".captures.reader": ("CaptureReader",),
-    ".sdk.mapping": ("Mapped",),
+    ".sdk.mapping.map": ("Mapped",),
     ".sdk.wire": (
         "Answer",
         "VersionMismatch",
@@ -52,14 +52,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "PatchStudy",
         "AsyncPatchStudy",
     ),
-    "..schemas.specs": (
+    "..schemas.requests.specs": (
         "CaptureSpec",
         "PatchSource",
         "PatchSpec",
         "SteeringSpec",
     ),
-    "..schemas.errors": ("MidstreamError",),
-    "..schemas.selectors": ("Span",),
+    "..schemas.base.errors": ("MidstreamError",),
+    "..schemas.prompts.selectors": ("Span",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [

@@ -4,7 +4,7 @@ missing one is named with its extra.
 
 from typing import Any
 
-from ..schemas.errors import MidstreamError
+from ..schemas.base.errors import MidstreamError
 
 
 def pandas() -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..schemas.errors import invalid
-from ..schemas.images import ImageError, check_image
+from ..schemas.base.errors import invalid
+from ..schemas.prompts.images import ImageError, check_image
 
 
 def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[str, Any]:

@@ -28,8 +28,8 @@ from inspect_ai.solver._task_state import sample_state
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-from ..schemas.errors import MidstreamError
-from ..schemas.openai import ChatRequest
+from ..schemas.base.errors import MidstreamError
+from ..schemas.jobs.openai import ChatRequest
 from .sdk.client import Client
 from .sdk.discovery import address
 from .sdk.wire import headers, openai_body

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from typing import Any, TypeVar
 
-from ..schemas import base
+from ..schemas.base import records as base
 
 T = TypeVar("T")
 

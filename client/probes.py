@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.errors import invalid
+from ..schemas.base.errors import invalid
 from .extras import need
 
 #: Iterations of the solver, at most: it converges long before on standardised rows.

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from ..schemas.base import Record
-from ..schemas.choices import refusal, unknown
-from ..schemas.errors import MidstreamError, invalid
-from ..schemas.jobs import JobRequest, Sampling
-from ..schemas.selectors import HookName
-from ..schemas.specs import CaptureSpec, PatchSource
-from ..schemas.tensors import Tensor, from_numpy
+from ..schemas.base.errors import MidstreamError, invalid
+from ..schemas.base.records import Record
+from ..schemas.base.tensors import Tensor, from_numpy
+from ..schemas.jobs.jobs import JobRequest, Sampling
+from ..schemas.prompts.selectors import HookName
+from ..schemas.requests.specs import CaptureSpec, PatchSource
+from ..schemas.service.choices import refusal, unknown
 from .durations import seconds
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from midstream import CaptureReader, Client
-from midstream.schemas.dtypes import bfloat16_to_float32
+from midstream.schemas.base.dtypes import bfloat16_to_float32
 
 DATA = Path(__file__).with_name("data") / "sentiment.json"
 CHECKPOINT = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"

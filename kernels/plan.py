@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..schemas.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
+from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
 
 #: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of
 #: what is applied to all.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..schemas.interventions import (
+from ..schemas.requests.interventions import (
     EVERY,
     FAMILIES,
     INSTALLED,

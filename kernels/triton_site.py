@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..schemas.interventions import FAMILIES, LAYER_NORM_EPS, NEAR, NORMS, PLACE, SCALARS
+from ..schemas.requests.interventions import FAMILIES, LAYER_NORM_EPS, NEAR, NORMS, PLACE, SCALARS
 from .plan import (
     AFTER,
     BEFORE,

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from .base import Published
-from .limits import MAX_OPTIONS, Name
-from .readings import ArrayDType, OptionValue
-from .selectors import RequestedPositions
-from .specs import At, SitesSpec
+from .base.limits import MAX_OPTIONS, Name
+from .base.records import Published
+from .prompts.selectors import RequestedPositions
+from .requests.readings import ArrayDType, OptionValue
+from .requests.specs import At, SitesSpec
 
 Options = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
 

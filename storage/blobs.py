@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import msgspec
 from zlib_ng import zlib_ng
 
-from ..schemas.blobs import DTYPE_NAMES, DamagedBlob, encode_header
-from ..schemas.captures import SEGMENTS, BlobEntry, Manifest, index_of
+from ..schemas.jobs.captures import SEGMENTS, BlobEntry, Manifest, index_of
+from .formats.capture_blobs import DTYPE_NAMES, DamagedBlob, encode_header
 from .store import Adopting, ArtifactStore, Buffer, Draft, Referring, Segment
 
 #: Blobs in a segment begin at multiples of this: each can be mapped alone, and a deleted one leaves

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..schemas.store_calls import BOUNDS, StoreCalls
+from ..schemas.base.store_calls import BOUNDS, StoreCalls
 
 
 @dataclass

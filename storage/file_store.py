@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from ..schemas.captures import SEGMENT_SUFFIX, index_of
-from ..schemas.disk import probe
-from ..schemas.errors import MidstreamError
-from ..schemas.faults import crash_point
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.faults import crash_point
+from ..schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from .direct_write import LEAST, DirectWriter
+from .disk import probe
 from .store import Buffer, NotInPlaceError, check_key
 
 #: `<root>/.deleted/<job>` exists from the moment at which a job's captures are deleted until

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
-from ..schemas.settings import load_settings
+from ..schemas.base.settings import load_settings
 from .calls import CALLS, Call
 from .store import PASSING
 

@@ -22,10 +22,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import obstore
 
-from ..schemas.captures import SEGMENTS, index_of
-from ..schemas.disk import disk_trouble
-from ..schemas.faults import crash_point
+from ..schemas.base.faults import crash_point
+from ..schemas.jobs.captures import SEGMENTS, index_of
 from .calls import Call
+from .disk import disk_trouble
 from .s3_client import Address, Stale, ask, client, counted, explained, together, where
 from .store import Buffer, NotInPlaceError, check_key
 

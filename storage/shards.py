@@ -11,9 +11,9 @@ from functools import cache
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ..schemas.blobs import TensorPlace, read_tensors, safetensors_header
-from ..schemas.dtypes import DTYPES, narrowed, widened
-from ..schemas.harvest_work import SCALED
+from ..schemas.base.dtypes import DTYPES, narrowed, widened
+from ..schemas.requests.harvest_work import SCALED
+from .formats.capture_blobs import TensorPlace, read_tensors, safetensors_header
 from .store import Buffer, Handle
 
 KEYS = ("documents", "positions", "token_ids")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from midstream.client import CaptureReader
-from midstream.schemas.attention import AttentionKind
-from midstream.schemas.captures import FORMAT, Manifest
+from midstream.schemas.jobs.captures import FORMAT, Manifest
+from midstream.schemas.model.attention import AttentionKind
 from midstream.storage.blobs import make_blob
 
 LAYERS, HEADS, KEY_HEADS, HEAD = 2, 4, 2, 8

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import redis
 
-from midstream.broker.ledger import jobs, scripts
+from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.jobs import ledger as jobs
 from midstream.broker.ops import redis_server
 from midstream.broker.queue import transport
 from midstream.broker.webhooks import outbox, secrets
@@ -34,7 +35,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 def place(text: str, line: int, name: str) -> str:
     """File and line of a line of a script's text, which is made of several files."""
-    for path in BROKER.glob("*/lua/*.lua"):
+    for path in BROKER.rglob("*.lua"):
         part = path.read_text()
         before = text.count("\n", 0, at) if (at := text.find(part)) >= 0 else line
         if before < line <= before + part.count("\n"):

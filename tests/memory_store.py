@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from midstream.schemas.captures import index_of
+from midstream.schemas.jobs.captures import index_of
 from midstream.storage.store import Buffer, check_key
 
 

@@ -30,7 +30,7 @@ from midstream.kernels.plan import (
     SitePlan,
     lowrank,
 )
-from midstream.schemas.interventions import FAMILIES, PLACE
+from midstream.schemas.requests.interventions import FAMILIES, PLACE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One lane; odd; a size of a real model that is not a power of two.

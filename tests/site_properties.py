@@ -23,7 +23,7 @@ from site_kit import (
 )
 
 from midstream.kernels.plan import ROWS_PER_TOKEN, Does, SitePlan, lowrank
-from midstream.schemas.interventions import FAMILIES, MAX_RANK
+from midstream.schemas.requests.interventions import FAMILIES, MAX_RANK
 
 Property = Callable[[Op, Op], None]
 WIDTH = 37

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.interventions import NEAR
+from midstream.schemas.requests.interventions import NEAR
 
 #: Unit roundoff of the arithmetic: half the distance between 1 and the next float32.
 U = 2.0**-24

@@ -6,7 +6,7 @@ and a token overlaps a span when one of its bytes lies in it. (A token with a pa
 counts for the whole character.)
 """
 
-from midstream.schemas.selectors import Span
+from midstream.schemas.prompts.selectors import Span
 
 #: GPT-2's byte alphabet: printable bytes stand for themselves, the others from U+0100 on, in order.
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -19,7 +19,7 @@ DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
 @dataclass(frozen=True)
 class Import:
     where: str  # file:line
-    module: str  # absolute: `midstream.broker.ledger.jobs`, `torch.nn`
+    module: str  # absolute: `midstream.broker.ledger.jobs.ledger`, `torch.nn`
     lazy: bool  # inside a function
     typing: bool  # under `if TYPE_CHECKING`
 

@@ -56,7 +56,9 @@ EXTRAS: dict[str, Extra] = {
         "import mkdocs, material, mkdocstrings, midstream.client.cli.main", ("docs.lock",)
     ),
     "broker": Extra(
-        "import midstream.broker.relay, midstream.broker.callbacks, midstream.broker.ledger.jobs"
+        "import midstream.broker.relay, "
+        "midstream.broker.callbacks, "
+        "midstream.broker.ledger.jobs.ledger"
     ),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),
     "s3": Extra("import midstream.storage.s3_store, obstore"),

@@ -30,17 +30,17 @@ from ..broker.queue.celery_app import make_app, queue_of
 from ..broker.queue.transport import transport_of
 from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
-from ..schemas import faults
-from ..schemas.disk import disk_trouble
-from ..schemas.errors import MidstreamError
-from ..schemas.global_capture import from_settings
-from ..schemas.settings import (
+from ..schemas.base import faults
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.settings import (
     Settings,
     SettingsError,
     engine_options,
     load_settings,
     relay_addresses,
 )
+from ..schemas.service.global_capture import from_settings
+from ..storage.disk import disk_trouble
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import check_options
 

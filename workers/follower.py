@@ -18,8 +18,8 @@ import redis
 
 from ..broker.ops import observability
 from ..broker.receipts.curve import client_keys
-from ..schemas.errors import MidstreamError
-from ..schemas.settings import Settings, SettingsError, load_settings, relay_addresses
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.settings import Settings, SettingsError, load_settings, relay_addresses
 from .engine.nodes import POLL_S, Worker, check_identity
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ def run(settings: Settings) -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from .engine.model_identity import identity_of
-    from .engine.vllm import configured
-    from .engine.vllm_options import (
+    from .engine.options.engine_arguments import (
         for_platform,
         prepare_environment,
         scheduler_class,
         use_all_cores,
     )
+    from .engine.vllm import configured
     from .runner.support.allowlist import check
 
     settings = for_platform(settings)

@@ -6,7 +6,7 @@ TLS from the environment's settings.
 """
 
 from ..broker.queue.celery_app import make_app
-from ..schemas.settings import load_settings
+from ..schemas.base.settings import load_settings
 from .serving import remote_control
 
 __all__ = ["app", "remote_control"]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from ...broker.ledger.scripts import stored_tags
-from ...schemas.disk import probe
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Job
-from ...schemas.settings import Settings
+from ...broker.ledger.core.scripts import stored_tags
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.jobs import Job
+from ...storage.disk import probe
 from ...storage.store import ArtifactStore
 
 #: Seconds for which a result is cached.

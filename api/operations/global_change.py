@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
 
-from ...broker.ledger.steering import Account, Steering
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError
-from ...schemas.models import ModelInfo
-from ...schemas.settings import Settings
-from ...schemas.steering import (
+from ...broker.ledger.named.steering import Account, Steering
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.steering import (
     GlobalSteering,
     Proposal,
     SteeringTemplate,

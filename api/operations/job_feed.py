@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...broker.ledger.feed import newest, read_jobs
-from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.watch import Watcher
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.jobs.watch import Watcher
+from ...broker.ledger.people.feed import newest, read_jobs
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
 
 log = logging.getLogger("midstream.api")
 

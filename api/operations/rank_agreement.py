@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ...broker.ledger.steering import Account
-from ...schemas.steering import Agreement, RankSteering, StageAgreement, WorkerSteering
+from ...broker.ledger.named.steering import Account
+from ...schemas.requests.steering import Agreement, RankSteering, StageAgreement, WorkerSteering
 
 
 def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> Agreement:

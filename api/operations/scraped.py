@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from prometheus_client import REGISTRY
 
-from ...broker.ledger.steering import Account
+from ...broker.ledger.named.steering import Account
 from ...broker.ops.metrics import LEDGER, OF_SERVICE, OF_STEERING, Readings, SteeringReport
-from ...schemas.status import Status
+from ...schemas.service.status import Status
 from .rank_agreement import stage_agreements
 
 _status: list[Status] = []

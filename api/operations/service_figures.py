@@ -10,13 +10,13 @@ import anyio.to_thread
 import msgspec
 
 from ...broker.artifacts.retention import Usage
-from ...broker.ledger.jobs import Ledger, reachable
-from ...broker.ledger.steering import Steering
-from ...schemas.base import now, to_json
-from ...schemas.compatibility import judged
-from ...schemas.feed import FeedModel, FeedService
-from ...schemas.keys import Caller, TenantView
-from ...schemas.settings import Settings
+from ...broker.ledger.jobs.ledger import Ledger, reachable
+from ...broker.ledger.named.steering import Steering
+from ...schemas.access.keys import Caller, TenantView
+from ...schemas.base.records import now, to_json
+from ...schemas.base.settings import Settings
+from ...schemas.service.compatibility import judged
+from ...schemas.service.feed import FeedModel, FeedService
 from .disks import Disks
 from .job_feed import event
 

@@ -5,11 +5,11 @@ import re
 import time
 from collections.abc import AsyncIterator
 
-from ...broker.ledger.watch import EventBatch
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError, Problem, invalid
-from ...schemas.jobs import PROBLEM_EVENT, TERMINAL, Event
-from ...schemas.keys import Caller
+from ...broker.ledger.jobs.watch import EventBatch
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError, Problem, invalid
+from ...schemas.base.records import to_json
+from ...schemas.jobs.jobs import PROBLEM_EVENT, TERMINAL, Event
 from ..context import AppContext
 from ..web.key_revocation import ALWAYS, HeldKey
 from .outcome import job_url

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from ...schemas.errors import MidstreamError
-from ...schemas.keys import Caller
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError
 from ..context import AppContext
 from ..operations.job_feed import SENDS_PER_S, TICK_S
 from .events import RETRY, encode_problem

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-from ...schemas.dtypes import ITEM_BYTES, DType
-from ...schemas.lens_args import LensRows
-from ...schemas.lens_vectors import packed as in_json
+from ...schemas.base.dtypes import ITEM_BYTES, DType
+from ...schemas.requests.lens_args import LensRows
+from ...schemas.requests.lens_vectors import packed as in_json
 from . import packed
 
 HOOK = "post_block"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...broker.artifacts.headers import must_be_there
-from ...schemas.captures import Manifest
-from ...schemas.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from ...schemas.errors import MidstreamError
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import Manifest
 from ...storage.store import ArtifactStore
 from .packed import OpenBlob, blocks, join
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from ...schemas.jobs import CallDelta, JobResult, Output, Prompted, TokenLogprob
-from ...schemas.openai import (
+from ...schemas.jobs.jobs import CallDelta, JobResult, Output, Prompted, TokenLogprob
+from ...schemas.jobs.openai import (
     AnswerMessage,
     CachedTokens,
     CallPart,

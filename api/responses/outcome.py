@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from litestar import Response
 
-from ...broker.ledger.jobs import Outcome
-from ...schemas.errors import MidstreamError, Problem
-from ...schemas.jobs import TERMINAL, JobResult, JobView, State
+from ...broker.ledger.jobs.ledger import Outcome
+from ...schemas.base.errors import MidstreamError, Problem
+from ...schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
 from ..context import AppContext
 from ..web import problems
 from ..web.body import JsonRequest

@@ -13,9 +13,9 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...broker.artifacts.headers import Place, explained, header_of, must_be_there
-from ...schemas.blobs import DamagedBlob, Header, TensorPlace, encode_header
-from ...schemas.captures import Manifest
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import Manifest
+from ...storage.formats.capture_blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ...storage.store import ArtifactStore, Handle
 
 CHUNK = 1 << 20

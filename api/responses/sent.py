@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import CallDelta, Event, Prompted, Said, TokenLogprob
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import CallDelta, Event, Prompted, Said, TokenLogprob
 from .openai_shapes import News, Wanted, prompt_texts, shown
 
 Part = TypeVar("Part", str, list[Any])

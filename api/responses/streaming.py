@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError, Problem
-from ...schemas.jobs import Event, JobView, Output
-from ...schemas.keys import Caller
-from ...schemas.probes import TokenScores
+from ...schemas.access.keys import Caller
+from ...schemas.artifacts.probes import TokenScores
+from ...schemas.base.errors import MidstreamError, Problem
+from ...schemas.base.records import to_json
+from ...schemas.jobs.jobs import Event, JobView, Output
 from ..context import AppContext
 from ..web import problems
 from ..web.key_revocation import HeldKey

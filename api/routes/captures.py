@@ -12,14 +12,20 @@ from litestar.params import PathParameter, QueryParameter
 from litestar.response import Stream
 
 from ...broker.artifacts.headers import Place, place_in, read_headers
-from ...broker.ledger.captures import Captures, no_captures
-from ...broker.ledger.jobs import not_found
-from ...schemas.captures import SEGMENT_SUFFIX, CaptureManifest, CapturePage, Manifest, ManifestFile
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.jobs import CaptureResults, FileEntry
-from ...schemas.keys import Caller
-from ...schemas.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
-from ...schemas.selectors import ALIASES, joined
+from ...broker.ledger.jobs.captures import Captures, no_captures
+from ...broker.ledger.jobs.ledger import not_found
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
+from ...schemas.jobs.captures import (
+    SEGMENT_SUFFIX,
+    CaptureManifest,
+    CapturePage,
+    Manifest,
+    ManifestFile,
+)
+from ...schemas.jobs.jobs import CaptureResults, FileEntry
+from ...schemas.prompts.selectors import ALIASES, joined
 from ...storage.store import Signing
 from ..context import AppContext, context_of
 from ..responses import packed

@@ -18,17 +18,17 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, QueryParameter
 from litestar.response import Stream
 
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobResult, JobView
-from ...schemas.lens_args import LensRows
-from ...schemas.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
-from ...schemas.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
+from ...schemas.base.records import now
+from ...schemas.jobs.jobs import JobResult, JobView
+from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
+from ...schemas.requests.lens_args import LensRows
 from ..context import AppContext, context_of, unless_client_leaves
-from ..resolve.lens_args import TAG, as_written, with_lens_args
-from ..resolve.readings import asked as asked_readings
-from ..resolve.request_parsing import ParsedRequest, parse_chat, parse_completion
-from ..resolve.url_modules import modules_of, with_modules
+from ..resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_completion
+from ..resolve.prompts.url_modules import modules_of, with_modules
+from ..resolve.prompts.vllm_lens_fields import TAG, as_written, with_lens_args
+from ..resolve.readings.readings import asked as asked_readings
 from ..responses import events, lens_rows, openai_shapes
 from ..responses.openai_shapes import Shape
 from ..responses.outcome import (

@@ -6,7 +6,7 @@ from litestar import Response, get
 from litestar.params import QueryParameter
 from litestar.response import Stream
 
-from ...schemas.feed import MAX_FEED
+from ...schemas.service.feed import MAX_FEED
 from ..context import context_of
 from ..responses import events
 from ..responses.feed import job_feed

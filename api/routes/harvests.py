@@ -9,16 +9,16 @@ from litestar import Response, delete, get, post
 from litestar.params import JSONBody, PathParameter
 from litestar.response import Stream
 
-from ...broker.ledger.harvests import Wanted
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
-from ...schemas.keys import Caller
-from ...schemas.limits import MAX_NAME
+from ...broker.ledger.recovery.harvests import Wanted
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.limits import MAX_NAME
+from ...schemas.base.records import to_json
+from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from ...storage.store import around, open_store
 from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext, context_of
-from ..resolve.harvests import plan_harvest
+from ..resolve.admission.harvests import plan_harvest
 from ..responses import events
 from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest

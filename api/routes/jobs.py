@@ -8,11 +8,9 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParameter
 from litestar.response import Stream
 
-from ...broker.ledger.jobs import Outcome
-from ...schemas.errors import MidstreamError, Problem, shortened
-from ...schemas.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
-from ...schemas.jobs import JobPage, JobRequest, JobResult, JobView, State
-from ...schemas.limits import (
+from ...broker.ledger.jobs.ledger import Outcome
+from ...schemas.base.errors import MidstreamError, Problem, shortened
+from ...schemas.base.limits import (
     MAX_HEADER,
     MAX_IDEMPOTENCY_KEY,
     MAX_NAME,
@@ -20,8 +18,10 @@ from ...schemas.limits import (
     MAX_TAG,
     MAX_WAIT_S,
 )
+from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
+from ...schemas.jobs.jobs import JobPage, JobRequest, JobResult, JobView, State
 from ..context import AppContext, context_of, unless_client_leaves
-from ..resolve.request_parsing import parse_job
+from ..resolve.prompts.request_parsing import parse_job
 from ..responses import events
 from ..responses.outcome import (
     ACCEPTED,

@@ -6,11 +6,9 @@ from litestar import Response, delete, get, post, put
 from litestar.params import JSONBody, PathParameter
 
 from ...broker.artifacts.corpora import roots_of
-from ...broker.ledger.jobs import reachable
-from ...broker.ledger.keys import view_of
-from ...schemas.base import now
-from ...schemas.errors import invalid
-from ...schemas.keys import (
+from ...broker.ledger.jobs.ledger import reachable
+from ...broker.ledger.people.keys import view_of
+from ...schemas.access.keys import (
     TENANT_PATTERN,
     CreatedKey,
     KeyList,
@@ -20,7 +18,9 @@ from ...schemas.keys import (
     TenantList,
     TenantView,
 )
-from ...schemas.limits import MAX_TAG
+from ...schemas.base.errors import invalid
+from ...schemas.base.limits import MAX_TAG
+from ...schemas.base.records import now
 from ..context import AppContext, context_of
 from ..web.auth import caller_of
 from ..web.body import JsonRequest

@@ -9,12 +9,9 @@ import numpy as np
 from litestar import get
 from litestar.params import QueryParameter
 
-from ...schemas.captures import CaptureNorms, Manifest
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.interventions import FAMILY
-from ...schemas.jobs import FileEntry
-from ...schemas.keys import Caller
-from ...schemas.limits import (
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
     MAX_LAYER_TEXT,
@@ -25,9 +22,12 @@ from ...schemas.limits import (
     MAX_TAG,
     NAME_PATTERN,
 )
-from ...schemas.selectors import ALIASES, as_ranges
-from ...schemas.steering import Module
-from ...schemas.tensors import to_numpy
+from ...schemas.base.tensors import to_numpy
+from ...schemas.jobs.captures import CaptureNorms, Manifest
+from ...schemas.jobs.jobs import FileEntry
+from ...schemas.prompts.selectors import ALIASES, as_ranges
+from ...schemas.requests.interventions import FAMILY
+from ...schemas.requests.steering import Module
 from ..context import MEASURED_OF_TENANT, AppContext, context_of
 from ..responses.norms import Measured, measured
 from ..web.auth import caller_of

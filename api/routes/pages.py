@@ -16,10 +16,10 @@ from litestar import MediaType, Request, Response, get
 from litestar.openapi.plugins import OpenAPIRenderPlugin
 from litestar.params import PathParameter
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError, shortened
-from ...schemas.settings import Settings
-from ...schemas.version import __version__
+from ...schemas.base.errors import MidstreamError, shortened
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import Settings
+from ...schemas.base.version import __version__
 from ..context import context_of
 from ..web.body import JsonRequest
 

@@ -8,11 +8,11 @@ from litestar import Response, delete, get, put
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
-from ...schemas.errors import MidstreamError, invalid, unknown
-from ...schemas.limits import MAX_MODULE_NAME, NAME_PATTERN
-from ...schemas.probes import Probe, ProbePage, ProbeRequest, WatchRequest
+from ...schemas.artifacts.probes import Probe, ProbePage, ProbeRequest, WatchRequest
+from ...schemas.base.errors import MidstreamError, invalid, unknown
+from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ..context import AppContext, context_of
-from ..resolve.probes import check_action, resolve_probe
+from ..resolve.readings.probes import check_action, resolve_probe
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 

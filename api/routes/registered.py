@@ -11,17 +11,17 @@ from litestar import Response, delete, get, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
-from ...schemas.errors import MidstreamError, unknown
-from ...schemas.lens import TunedLens, TunedLensPage, TunedLensRequest
-from ...schemas.limits import MAX_MODULE_NAME, NAME_PATTERN
-from ...schemas.loras import Lora, LoraPage, LoraRequest
-from ...schemas.models import ModelInfo
-from ...schemas.saes import Sae, SaePage, SaeRequest
-from ...schemas.settings import Settings
+from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
+from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
+from ...schemas.base.errors import MidstreamError, unknown
+from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.lens import TunedLens, TunedLensPage, TunedLensRequest
 from ..context import AppContext, context_of
-from ..resolve.loras import resolve_lora
-from ..resolve.saes import resolve_sae
-from ..resolve.tuned_lenses import resolve_tuned
+from ..resolve.edits.loras import resolve_lora
+from ..resolve.readings.saes import resolve_sae
+from ..resolve.readings.tuned_lenses import resolve_tuned
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 

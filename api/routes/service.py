@@ -11,20 +11,20 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import PathParameter
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
-from ...broker.ledger.jobs import Ledger, reachable
-from ...broker.ledger.status import read_status
-from ...broker.ledger.steering import Account
+from ...broker.ledger.jobs.ledger import Ledger, reachable
+from ...broker.ledger.jobs.status import read_status
+from ...broker.ledger.named.steering import Account
 from ...broker.ops.liveness import RELAY_KEY
 from ...broker.ops.metrics import HELD, LEDGER_DURABLE
-from ...schemas.compatibility import judged, misfit_of
-from ...schemas.errors import MidstreamError
-from ...schemas.health import Health, Readiness
-from ...schemas.instance import instance_of
-from ...schemas.limits import MAX_NAME
-from ...schemas.models import ModelInfo, WorkerInfo
-from ...schemas.openai import ModelCard, ModelList
-from ...schemas.status import Status
-from ...schemas.version import __version__
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.instance import instance_of
+from ...schemas.base.limits import MAX_NAME
+from ...schemas.base.version import __version__
+from ...schemas.jobs.models import ModelInfo, WorkerInfo
+from ...schemas.jobs.openai import ModelCard, ModelList
+from ...schemas.service.compatibility import judged, misfit_of
+from ...schemas.service.health import Health, Readiness
+from ...schemas.service.status import Status
 from ..context import AppContext, context_of
 from ..operations import scraped
 from ..web.auth import knows_us

@@ -10,10 +10,10 @@ from litestar import Response, delete, get, post
 from litestar.datastructures import Cookie
 from litestar.params import JSONBody
 
-from ...schemas.errors import MidstreamError
-from ...schemas.keys import EVERYBODY
-from ...schemas.sessions import SessionRequest, SessionView
-from ...schemas.version import __version__
+from ...schemas.access.keys import EVERYBODY
+from ...schemas.access.sessions import SessionRequest, SessionView
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.version import __version__
 from ..context import AppContext, context_of
 from ..web.auth import COOKIE, Visit, address_of, own_page, visit_of
 from ..web.body import JsonRequest

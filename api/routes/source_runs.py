@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from litestar import delete, get
 from litestar.params import PathParameter
 
-from ...broker.ledger.source_runs import SourceRuns
-from ...schemas.errors import MidstreamError
-from ...schemas.limits import MAX_NAME
-from ...schemas.source_runs import RunPage, RunView
+from ...broker.ledger.named.source_runs import SourceRuns
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.limits import MAX_NAME
+from ...schemas.requests.source_runs import RunPage, RunView
 from ..context import context_of
 from ..web.auth import caller_of
 from ..web.body import JsonRequest

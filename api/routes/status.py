@@ -2,8 +2,8 @@
 
 from litestar import get
 
-from ...broker.ledger.status import read_status
-from ...schemas.status import Status
+from ...broker.ledger.jobs.status import read_status
+from ...schemas.service.status import Status
 from ..context import context_of
 from ..web.body import JsonRequest
 from .jobs import PROBLEM

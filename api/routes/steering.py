@@ -14,14 +14,14 @@ from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Sche
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from ...broker.ledger.steering import Account
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError, unknown
-from ...schemas.interventions import FAMILY
-from ...schemas.keys import Caller, own, scoped, shown, unscoped
-from ...schemas.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, NAME_PATTERN
-from ...schemas.module_files import specs_of, to_bytes
-from ...schemas.steering import (
+from ...broker.ledger.named.steering import Account
+from ...schemas.access.keys import Caller, own, scoped, shown, unscoped
+from ...schemas.base.errors import MidstreamError, unknown
+from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, NAME_PATTERN
+from ...schemas.base.records import now
+from ...schemas.base.tensors import Tensor
+from ...schemas.requests.interventions import FAMILY
+from ...schemas.requests.steering import (
     MODEL_HEADER,
     Dynamic,
     EntryView,
@@ -36,11 +36,11 @@ from ...schemas.steering import (
     WorkerSteering,
     content_digest,
 )
-from ...schemas.tensors import Tensor
+from ...storage.formats.module_files import specs_of, to_bytes
 from ..context import AppContext, context_of
 from ..operations.global_change import change, is_applied
 from ..operations.rank_agreement import agreement
-from ..resolve import module_export, steering
+from ..resolve.edits import module_export, steering
 from ..web.auth import caller_of
 from ..web.body import FILE_TYPES, JsonRequest
 from .jobs import ERRORS, PROBLEM, Model

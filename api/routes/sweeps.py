@@ -6,20 +6,20 @@ from litestar import Response, get, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
 
-from ...broker.ledger.jobs import new_job_id
-from ...broker.ledger.sweeps import Sweeps
-from ...schemas.base import now, to_json
-from ...schemas.jobs import Job, JobResult, JobView, Sampling
-from ...schemas.keys import Caller
-from ...schemas.models import ModelInfo
-from ...schemas.sweep_units import Units
-from ...schemas.sweep_views import PlannedColumn, PlannedPair, SweepPlan, SweepView
-from ...schemas.sweeps import StoredPair, StoredSweep, SweepRequest
+from ...broker.ledger.jobs.ledger import new_job_id
+from ...broker.ledger.jobs.sweeps import Sweeps
+from ...schemas.access.keys import Caller
+from ...schemas.base.records import now, to_json
+from ...schemas.jobs.jobs import Job, JobResult, JobView, Sampling
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.jobs.sweep_units import Units
+from ...schemas.jobs.sweep_views import PlannedColumn, PlannedPair, SweepPlan, SweepView
+from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
 from ..context import AppContext, context_of
-from ..resolve.admission import handled
-from ..resolve.alignment import CLEAN, CORRUPT
-from ..resolve.loras import named_lora
-from ..resolve.sweep_plan import Planned, plan_sweep
+from ..resolve.admission.admission import handled
+from ..resolve.edits.loras import named_lora
+from ..resolve.sweeps.alignment import CLEAN, CORRUPT
+from ..resolve.sweeps.plan import Planned, plan_sweep
 from ..web.auth import caller_of, seen
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission

@@ -3,13 +3,13 @@
 from litestar import Response, post
 from litestar.params import JSONBody
 
-from ...schemas.errors import invalid
-from ...schemas.jobs import StoredPrompt
-from ...schemas.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from ...schemas.base.errors import invalid
+from ...schemas.jobs.jobs import StoredPrompt
+from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from ..context import context_of
-from ..resolve.admission import check_vocabulary
-from ..resolve.request_parsing import parse_conversation, plain_messages
-from ..resolve.tokenizer import TooLong
+from ..resolve.admission.admission import check_vocabulary
+from ..resolve.prompts.request_parsing import parse_conversation, plain_messages
+from ..resolve.prompts.tokenizer import TooLong
 from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS
 

@@ -7,8 +7,7 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...broker.webhooks.outbox import WebhookOutbox, not_found
 from ...broker.webhooks.secrets import WebhookSecrets
-from ...schemas.limits import MAX_NAME, MAX_URL
-from ...schemas.webhooks import (
+from ...schemas.access.webhooks import (
     Delivery,
     DeliveryPage,
     DeliveryState,
@@ -16,6 +15,7 @@ from ...schemas.webhooks import (
     RotateRequest,
     SecretList,
 )
+from ...schemas.base.limits import MAX_NAME, MAX_URL
 from ..context import context_of
 from ..web.auth import caller_of, tenant_asked
 from ..web.body import JsonRequest

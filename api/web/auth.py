@@ -14,17 +14,17 @@ from urllib.parse import urlsplit
 from litestar.connection import ASGIConnection
 from litestar.handlers.base import BaseRouteHandler
 
-from ...broker.ledger import keys
-from ...broker.ledger.jobs import not_found
-from ...broker.ledger.keys import Keys
-from ...broker.ledger.sessions import Sessions, name_of
+from ...broker.ledger.jobs.ledger import not_found
+from ...broker.ledger.people import keys
+from ...broker.ledger.people.keys import Keys
+from ...broker.ledger.people.sessions import Sessions, name_of
 from ...broker.ops.hosts import SAFE
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobView
-from ...schemas.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
-from ...schemas.sessions import Session
-from ...schemas.settings import Settings, asks_for_keys
+from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Key, Scope
+from ...schemas.access.sessions import Session
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.settings import Settings, asks_for_keys
+from ...schemas.jobs.jobs import JobView
 from .middleware import QUIET
 from .wrong_keys import WrongKeys
 

@@ -18,13 +18,13 @@ from litestar import Request
 from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
-from ...schemas.base import from_json
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.job_requests import MAX_KEPT_BODY
-from ...schemas.json_bounds import JsonCounter, TooManyValues
-from ...schemas.keys import scoped
-from ...schemas.limits import MAX_IDEMPOTENCY_KEY
-from ...schemas.settings import Settings
+from ...schemas.access.keys import scoped
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.json_bounds import JsonCounter, TooManyValues
+from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
+from ...schemas.base.records import from_json
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 from . import problems
 from .auth import caller_of
 from .request_context import CURRENT

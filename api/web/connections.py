@@ -12,10 +12,10 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ...schemas.base import to_json
-from ...schemas.errors import STATUS_OF_KIND, MidstreamError
-from ...schemas.settings import Settings
-from ...schemas.version import __version__
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import Settings
+from ...schemas.base.version import __version__
 from .middleware import QUIET
 
 #: Bytes of a request line with its headers.

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from ...broker.ledger.keys import Keys
-from ...broker.ledger.sessions import Sessions
-from ...schemas.errors import MidstreamError
-from ...schemas.keys import Caller
+from ...broker.ledger.people.keys import Keys
+from ...broker.ledger.people.sessions import Sessions
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError
 from .auth import HOW, KNOWN_S
 
 log = logging.getLogger("midstream.api")

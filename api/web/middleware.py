@@ -15,13 +15,13 @@ from typing import Any
 import anyio
 from litestar import Litestar, Request
 
-from ...broker.ledger.jobs import Outcome
+from ...broker.ledger.jobs.ledger import Outcome
 from ...broker.ops import logs, metrics, traces
 from ...broker.ops.traces import Span
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError
-from ...schemas.keys import Caller
-from ...schemas.version import __version__
+from ...schemas.access.keys import Caller
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.version import __version__
 from . import problems, request_context
 from .request_context import TRACED, Call
 

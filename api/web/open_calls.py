@@ -5,7 +5,7 @@ A call is counted from its authorization to the end of its answer, or until its 
 (`Call.held`).
 """
 
-from ...schemas.settings import Settings
+from ...schemas.base.settings import Settings
 from .request_context import CURRENT
 from .shares import Rate, Shares
 

@@ -11,13 +11,13 @@ from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
 from ...broker.ops import metrics
-from ...schemas.base import to_json
-from ...schemas.choices import refusal
-from ...schemas.disk import disk_trouble
-from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
-from ...schemas.json_bounds import TooManyValues
-from ...schemas.limits import MAX_DETAIL
-from ...schemas.openai import OpenAIError, OpenAIProblem
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid, shortened
+from ...schemas.base.json_bounds import TooManyValues
+from ...schemas.base.limits import MAX_DETAIL
+from ...schemas.base.records import to_json
+from ...schemas.jobs.openai import OpenAIError, OpenAIProblem
+from ...schemas.service.choices import refusal
+from ...storage.disk import disk_trouble
 from .request_context import CURRENT
 
 log = logging.getLogger("midstream.api")

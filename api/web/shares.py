@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 #: Seconds after which a refused call may be repeated, unless it is known better.
 AGAIN_S = 1.0

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 log = logging.getLogger(__name__)
 

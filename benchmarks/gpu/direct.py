@@ -14,9 +14,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import engines
 import msgspec
 
-from midstream.schemas.settings import Settings
-from midstream.schemas.steering import GlobalSteering
-from midstream.schemas.tensors import Tensor, content_hash
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import Tensor, content_hash
+from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest
 
 
@@ -93,7 +93,7 @@ class Direct:
         """The request begins in the next step that has room."""
         from vllm import TokensPrompt
 
-        from midstream.workers.engine.rank_spec import rank_spec
+        from midstream.workers.engine.ranks.rank_spec import rank_spec
         from midstream.workers.engine.vllm_output import sampling_params
 
         params = sampling_params(ask.sampling, rank_spec(ask, GlobalSteering()))
@@ -147,7 +147,7 @@ def request(
     **wish: Any,
 ) -> EngineRequest:
     """`wish`: steering and captures, see `EngineRequest`."""
-    from midstream.schemas.jobs import Sampling
+    from midstream.schemas.jobs.jobs import Sampling
 
     sampling = msgspec.structs.replace(
         Sampling(), max_tokens=generated, ignore_eos=True, temperature=0.0, logprobs=logprobs

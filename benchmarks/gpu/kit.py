@@ -65,9 +65,9 @@ if (
 
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Kind
-from midstream.schemas.base import from_msgpack, to_msgpack
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.records import from_msgpack, to_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.receipts import Receipt
 
 # -- arguments and results -------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ def mixed(direct: Any, steps: int, layers: int, hidden: int) -> list[tuple[str, 
     """
     from direct import request
 
-    from midstream.schemas.specs import StoredCapture, StoredSteering
-    from midstream.schemas.tensors import from_numpy
+    from midstream.schemas.base.tensors import from_numpy
+    from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
     values = np.random.default_rng(0)
     names = direct.hold(
@@ -87,7 +87,7 @@ def families(direct: Any, layers: int) -> int:
     """
     from direct import request
 
-    from midstream.schemas.specs import StoredCapture
+    from midstream.schemas.requests.specs import StoredCapture
 
     everything = StoredCapture(sites={"post_block": list(range(layers))}, positions="all", tag=TAG)
     found = []

@@ -42,7 +42,7 @@ class Ours:
 
     async def _ask(self, ask: Any) -> Any:
         """The receipt of one request."""
-        from midstream.schemas.steering import GlobalSteering
+        from midstream.schemas.requests.steering import GlobalSteering
 
         async with self._gate:
             told = self._waiting[ask.job, ask.request] = self._loop.create_future()
@@ -54,9 +54,9 @@ class Ours:
 
     async def sweep(self, base: list[int], source: list[int], layers: int) -> float:
         """Seconds of all cells of one pair at `pre_attn`, both unpatched prompts included."""
-        from midstream.schemas.jobs import Job, Sampling
-        from midstream.schemas.source_runs import RunFiles
-        from midstream.schemas.sweeps import Column, StoredPair, StoredSweep
+        from midstream.schemas.jobs.jobs import Job, Sampling
+        from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
+        from midstream.schemas.requests.source_runs import RunFiles
         from midstream.workers.serving.sweep_requests import SweepRequests
 
         self._number += 1

@@ -47,8 +47,8 @@ def fill(direct: Any, requests: int, prompt: int, generated: int, *, busy: bool)
     import numpy as np
     from direct import request
 
-    from midstream.schemas.specs import StoredCapture, StoredSteering
-    from midstream.schemas.tensors import from_numpy
+    from midstream.schemas.base.tensors import from_numpy
+    from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
     info, values = direct.engine.info, np.random.default_rng(0)
     every = list(range(info.num_layers))

@@ -6,9 +6,9 @@ Nothing is read here but names.
 import re
 from collections.abc import Iterable, Sequence
 
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.harvests import Format, HarvestSource
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.harvests import Format, HarvestSource
 from ...storage.store import ArtifactStore, below, open_store
 
 #: Ending → format.

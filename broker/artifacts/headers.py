@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ...schemas.blobs import DamagedBlob, Header, read_header
-from ...schemas.captures import BlobEntry, path_fault
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import FileEntry
-from ...schemas.receipts import CapturedFile
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import BlobEntry, path_fault
+from ...schemas.jobs.jobs import FileEntry
+from ...schemas.jobs.receipts import CapturedFile
 from ...storage.blobs import indices, read_entries
+from ...storage.formats.capture_blobs import DamagedBlob, Header, read_header
 from ...storage.store import ArtifactStore, Distant, Handle
 from .retention import gone
 

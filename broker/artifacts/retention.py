@@ -14,10 +14,10 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...schemas.blobs import DamagedBlob
-from ...schemas.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
 from ...storage.blobs import read_entries
+from ...storage.formats.capture_blobs import DamagedBlob
 from ...storage.store import ArtifactStore, Referring, Rewriting
 
 log = logging.getLogger(__name__)

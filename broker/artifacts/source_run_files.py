@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from ...schemas.captures import Manifest
-from ...schemas.dtypes import ITEM_BYTES
-from ...schemas.errors import MidstreamError
-from ...schemas.receipts import CapturedFile
-from ...schemas.selectors import FORWARD, Hook
-from ...schemas.source_runs import RunFile, RunFiles, RunPrompt
+from ...schemas.base.dtypes import ITEM_BYTES
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import Manifest
+from ...schemas.jobs.receipts import CapturedFile
+from ...schemas.prompts.selectors import FORWARD, Hook
+from ...schemas.requests.source_runs import RunFile, RunFiles, RunPrompt
 from ...storage.store import ArtifactStore
 from .headers import find_entries, place_in, read_headers
 

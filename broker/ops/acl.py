@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"

@@ -16,7 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 #: What Redis logs about a file that it refuses.
 REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the append only file")

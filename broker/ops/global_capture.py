@@ -9,8 +9,8 @@ import time
 
 import msgspec
 
-from ...schemas.jobs import Job
-from ...schemas.models import ModelInfo
+from ...schemas.jobs.jobs import Job
+from ...schemas.jobs.models import ModelInfo
 from .metrics import GLOBAL_CAPTURE_SKIPPED
 
 log = logging.getLogger(__name__)

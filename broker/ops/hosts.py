@@ -12,8 +12,8 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import Settings, SettingsError, is_loopback
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings, SettingsError, is_loopback
 
 #: An address in brackets, or a name or address; and a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:\d{0,5})?", re.IGNORECASE)

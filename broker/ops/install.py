@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from ...schemas.settings import Settings, SettingsError, asks_for_keys, is_loopback
+from ...schemas.base.settings import Settings, SettingsError, asks_for_keys, is_loopback
 from .private_files import OWNER_ALONE, kept_secret, private_folder
 
 SECRETS = "secrets"  # folder in the data directory

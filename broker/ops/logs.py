@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from ...schemas.base import to_json
-from ...schemas.settings import Settings
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import Settings
 
 #: What a line may say that it is about, in this order.
 FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")

@@ -20,10 +20,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ...schemas.models import WorkerStats
-from ...schemas.status import Status
-from ...schemas.steering import RankSteering, WorkerSteering
-from ...schemas.store_calls import BOUNDS, StoreCalls
+from ...schemas.base.store_calls import BOUNDS, StoreCalls
+from ...schemas.jobs.models import WorkerStats
+from ...schemas.requests.steering import RankSteering, WorkerSteering
+from ...schemas.service.status import Status
 from ...storage.calls import CALLS
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # an unused second series for every counter

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import redis
 import redis.exceptions
 
-from ...schemas.disk import disk_trouble
+from ...storage.disk import disk_trouble
 from . import redis_open
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import redis
 
-from ...schemas.settings import SENTINEL_SCHEMES, Settings, SettingsError
+from ...schemas.base.settings import SENTINEL_SCHEMES, Settings, SettingsError
 from . import redis_open
 from .redis_availability import LossyRedis, is_absence
 

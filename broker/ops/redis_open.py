@@ -23,7 +23,7 @@ import redis.exceptions
 import redis.sentinel
 from redis.connection import SSLConnection, parse_url
 
-from ...schemas.settings import SENTINEL_SCHEMES, SettingsError
+from ...schemas.base.settings import SENTINEL_SCHEMES, SettingsError
 
 SENTINEL_PORT = 26379
 #: How long a sentinel may take to answer: one that is cut off costs this before the next is asked.

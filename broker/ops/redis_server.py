@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import redis
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from . import aof_repair
 from .private_files import private_folder
 

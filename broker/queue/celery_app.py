@@ -12,7 +12,7 @@ import socket
 from celery import Celery
 from kombu import Queue
 
-from ...schemas.settings import Settings
+from ...schemas.base.settings import Settings
 from ..ops import redis_open
 
 #: kombu's Redis priorities: one list per step; 0 is served first.

@@ -19,7 +19,7 @@ from typing import Any
 import redis
 from celery.states import READY_STATES, RETRY
 
-from ...schemas.jobs import TERMINAL, State
+from ...schemas.jobs.jobs import TERMINAL, State
 from ..ops import redis_open
 from ..ops.acl import jobs_url
 from .messages import job_of_task

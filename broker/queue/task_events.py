@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import redis
 
-from ...schemas.base import from_json
-from ...schemas.errors import Problem
-from ...schemas.jobs import TERMINAL, State
+from ...schemas.base.errors import Problem
+from ...schemas.base.records import from_json
+from ...schemas.jobs.jobs import TERMINAL, State
 
 SUCCEEDED, FAILED, RETRIED, REVOKED = (
     "task-succeeded",

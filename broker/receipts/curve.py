@@ -18,8 +18,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.settings import Settings, SettingsError, refuse_exposed
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.settings import Settings, SettingsError, refuse_exposed
 from ..ops.private_files import private_folder
 
 if TYPE_CHECKING:

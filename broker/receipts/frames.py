@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...schemas.base import Wire, from_msgpack, to_msgpack
-from ...schemas.receipts import PROTOCOL
-from ...schemas.version import __version__
+from ...schemas.base.records import Wire, from_msgpack, to_msgpack
+from ...schemas.base.version import __version__
+from ...schemas.jobs.receipts import PROTOCOL
 
 EPOCH_BYTES = 16
 HEADER_BYTES = 2 + EPOCH_BYTES + 8

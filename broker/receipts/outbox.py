@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from ...schemas.base import to_msgpack
-from ...schemas.disk import FULL, disk_trouble
-from ...schemas.faults import crash_point
-from ...schemas.receipts import Receipt
-from ...schemas.settings import relay_addresses
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import to_msgpack
+from ...schemas.base.settings import relay_addresses
+from ...schemas.jobs.receipts import Receipt
+from ...storage.disk import FULL, disk_trouble
 from .curve import ClientKeys
 from .outbox_store import LOCK_WAIT_S, OutboxError, Store
 from .sender import Sender

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ..ops.private_files import private_folder
 from .frames import new_epoch
 

@@ -26,15 +26,15 @@ import redis.backoff
 import redis.retry
 import zmq
 
-from ...schemas import faults
-from ...schemas.base import from_msgpack, to_msgpack
-from ...schemas.captures import path_fault
-from ...schemas.faults import crash_point
-from ...schemas.receipts import LostRange, Receipt, receipt_decoder
-from ...schemas.settings import Settings, SettingsError, load_settings
-from ...schemas.version import __version__
-from ..ledger.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
-from ..ledger.settlement import mark_key
+from ...schemas.base import faults
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import from_msgpack, to_msgpack
+from ...schemas.base.settings import Settings, SettingsError, load_settings
+from ...schemas.base.version import __version__
+from ...schemas.jobs.captures import path_fault
+from ...schemas.jobs.receipts import LostRange, Receipt, receipt_decoder
+from ..ledger.core.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
+from ..ledger.jobs.settlement import mark_key
 from ..ops import metrics, observability, redis_durability, redis_open
 from ..ops.liveness import RELAY_KEY
 from ..ops.replicas import Replicas
@@ -516,7 +516,7 @@ def run(settings: Settings) -> None:
 
     Raises SettingsError.
     """
-    from ..ledger.settlement import Settler
+    from ..ledger.jobs.settlement import Settler
 
     if not settings.redis_url:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay requires Redis")

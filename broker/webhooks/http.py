@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpcore
 
-from ...schemas.version import __version__
+from ...schemas.base.version import __version__
 from .targets import Address, refusal, url_fault
 
 SECRET_PREFIX = "whsec_"

@@ -12,10 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...schemas.base import from_json, now, to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.states import CallbackEvent
-from ...schemas.webhooks import (
+from ...schemas.access.webhooks import (
     Delivery,
     DeliveryAttempt,
     DeliveryPage,
@@ -24,9 +21,12 @@ from ...schemas.webhooks import (
     HookBody,
     HookData,
 )
-from ..ledger import views
-from ..ledger.jobs import Ledger, reachable
-from ..ledger.script_arguments import ARGUMENTS, pack
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import from_json, now, to_json
+from ...schemas.base.states import CallbackEvent
+from ..ledger.core.script_arguments import ARGUMENTS, pack
+from ..ledger.jobs.ledger import Ledger, reachable
+from ..ledger.results import views
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
 #: One lane (a tenant's receivers at one host) has this many deliveries under way at most, once it

@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...schemas.base import now
-from ...schemas.webhooks import Secret, SecretList
-from ..ledger.jobs import Ledger, reachable
-from ..ledger.script_arguments import ARGUMENTS, pack
+from ...schemas.access.webhooks import Secret, SecretList
+from ...schemas.base.records import now
+from ..ledger.core.script_arguments import ARGUMENTS, pack
+from ..ledger.jobs.ledger import Ledger, reachable
 from .http import SECRET_PREFIX
 
 SECRET_BYTES = 32

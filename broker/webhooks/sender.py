@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError
-from ...schemas.faults import crash_point
-from ...schemas.settings import Settings
-from ...schemas.webhooks import DeliveryAttempt, DeliveryState
-from ..ledger.jobs import Ledger
+from ...schemas.access.webhooks import DeliveryAttempt, DeliveryState
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import now
+from ...schemas.base.settings import Settings
+from ..ledger.jobs.ledger import Ledger
 from ..ops import metrics
 from .http import NoAnswer, Poster, TargetRefused
 from .outbox import DeliveryLease, WebhookOutbox

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...schemas.attention import AttentionKind
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.model.attention import AttentionKind
+from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 
 #: Bytes of one answer, at most.
 MAX_BYTES = 2 << 30

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...schemas.blobs import DamagedBlob, DeletedBlob, Header, read_header
-from ...schemas.captures import SEGMENT_SUFFIX, index_of
-from ...schemas.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from ...schemas.errors import MidstreamError, invalid
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from ...storage.blobs import indices, read_entries
+from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header
 from ...storage.store import ArtifactStore, open_store
 
 

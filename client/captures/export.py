@@ -7,9 +7,15 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from ...schemas.blobs import DTYPE_NAMES, encode_header
-from ...schemas.errors import invalid
-from ...schemas.selectors import ALIASES, HookName, LayerSelector, SelectorError, resolve_layers
+from ...schemas.base.errors import invalid
+from ...schemas.prompts.selectors import (
+    ALIASES,
+    HookName,
+    LayerSelector,
+    SelectorError,
+    resolve_layers,
+)
+from ...storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ..values import plain
 from .reader import CaptureReader
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ...schemas import attention, routing
-from ...schemas.attention import AttentionKind
-from ...schemas.errors import MidstreamError
-from ...schemas.layer_kinds import Kind
-from ...schemas.routing import RoutingKind
-from ...schemas.selectors import as_ranges
+from ...schemas.base.errors import MidstreamError
+from ...schemas.model import attention, routing
+from ...schemas.model.attention import AttentionKind
+from ...schemas.model.layer_kinds import Kind
+from ...schemas.model.routing import RoutingKind
+from ...schemas.prompts.selectors import as_ranges
 
 
 def attention_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 from ..notebook import rendered
 from .attention import MAX_BYTES, heads_of
 

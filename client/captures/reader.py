@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.attention import AttentionKind
-from ...schemas.banks import BANK, OF_HEADS
-from ...schemas.captures import Manifest, index_of
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.images import ImageSpan
-from ...schemas.routing import routed
-from ...schemas.selectors import ALIASES, FORWARD, LayerSelector, as_ranges
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.captures import Manifest, index_of
+from ...schemas.model.attention import AttentionKind
+from ...schemas.model.banks import BANK, OF_HEADS
+from ...schemas.model.routing import routed
+from ...schemas.prompts.images import ImageSpan
+from ...schemas.prompts.selectors import ALIASES, FORWARD, LayerSelector, as_ranges
 from ...storage.store import ArtifactStore, open_store
 from ..notebook import rendered
 from . import tables

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.selectors import as_ranges
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.prompts.selectors import as_ranges
 from .reader import CaptureReader
 
 #: Which rows of a request count: its last or first captured one, their mean, all of them, or the

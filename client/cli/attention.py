@@ -8,8 +8,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ...schemas.base import to_json
-from ...schemas.errors import invalid
+from ...schemas.base.errors import invalid
+from ...schemas.base.records import to_json
 from ..captures.patterns import Attention, Behaviour, attention_of
 from ..render import attention as show
 from ..render.attention_figure import figure

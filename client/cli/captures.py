@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ..captures.export import export
 from ..captures.reader import CaptureReader
 from ..render import jobs as show

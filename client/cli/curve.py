@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...schemas.errors import invalid
+from ...schemas.base.errors import invalid
 
 curve_app = typer.Typer(
     no_args_is_help=True,

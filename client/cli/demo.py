@@ -30,10 +30,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import Settings, load_settings
-from ...schemas.version import __version__
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import Settings, load_settings
+from ...schemas.base.version import __version__
 from ...workers.demo_model import MODEL_NAME, fetch_demo_model
 from ..captures.reader import CaptureReader
 from ..render import jobs, sweeps

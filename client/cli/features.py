@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...schemas.base import to_json
+from ...schemas.base.records import to_json
 from ..render import features as render
 from . import options
 from .jobs import AsJson, Model, Url, connect, out

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError, invalid, misfit
-from ...schemas.harvests import HarvestRequest, HarvestView
+from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.records import to_json
+from ...schemas.jobs.harvests import HarvestRequest, HarvestView
 from ..render import harvests as show
-from ..sdk.progress import harvest_bar
+from ..sdk.answers.progress import harvest_bar
 from . import jobs, options
 from .jobs import AsJson, Url, connect, out, print_list
 

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ...schemas.base import to_json
-from ...schemas.dtypes import RowDType
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
-from ...schemas.settings import load_settings
+from ...schemas.base.dtypes import RowDType
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import load_settings
+from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
 from ..images import with_images
 from ..render import jobs, probes, readings, sweeps
 from ..sdk.client import Client

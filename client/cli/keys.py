@@ -13,11 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.base import to_json
-from ...schemas.choices import suggestion
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.handling import Priority
-from ...schemas.keys import (
+from ...schemas.access.handling import Priority
+from ...schemas.access.keys import (
     DEFAULT_TENANT,
     SCOPES,
     CreatedKey,
@@ -26,7 +23,10 @@ from ...schemas.keys import (
     Limits,
     TenantView,
 )
-from ...schemas.settings import load_settings
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import load_settings
+from ...schemas.service.choices import suggestion
 from ..durations import seconds
 from ..render import jobs
 from ..sdk import wire
@@ -109,8 +109,8 @@ def keys_create(
 
 
 async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
-    from ...broker.ledger.jobs import Ledger
-    from ...broker.ledger.keys import Keys
+    from ...broker.ledger.jobs.ledger import Ledger
+    from ...broker.ledger.people.keys import Keys
     from ..stack.supervisor import own_redis_url
 
     settings = load_settings()
@@ -138,7 +138,7 @@ def keys_generate() -> None:
     """Print a new random key for the setting admin_key (MIDSTREAM_ADMIN_KEY, or a file:
     MIDSTREAM_ADMIN_KEY_FILE).
     """
-    from ...broker.ledger.keys import new_key
+    from ...broker.ledger.people.keys import new_key
 
     print(new_key())
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ...schemas.base import to_json
-from ...schemas.lens import TunedLens
+from ...schemas.base.records import to_json
+from ...schemas.requests.lens import TunedLens
 from ..render import figures
 from ..render import lens as render
 from ..sdk.client import Client

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ...schemas.loras import Lora
+from ...schemas.artifacts.loras import Lora
 from ..render import loras
 from ..sdk.client import Client
 from .jobs import AsJson, Model, Url, connect

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.global_capture import from_settings
-from ...schemas.settings import SettingsError, engine_options, load_settings
-from ...schemas.version import __version__
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import SettingsError, engine_options, load_settings
+from ...schemas.base.version import __version__
+from ...schemas.service.global_capture import from_settings
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (

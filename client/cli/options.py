@@ -10,13 +10,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ...schemas.choices import suggestion
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.global_capture import HOOK_NAMES, parse_hooks
-from ...schemas.interventions import FAMILIES, STEERING_FIELDS
-from ...schemas.selectors import HookName, LayerSelector, written_range
-from ...schemas.settings import SettingsError
-from ...schemas.tensors import Tensor
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.settings import SettingsError
+from ...schemas.base.tensors import Tensor
+from ...schemas.prompts.selectors import HookName, LayerSelector, written_range
+from ...schemas.requests.interventions import FAMILIES, STEERING_FIELDS
+from ...schemas.service.choices import suggestion
+from ...schemas.service.global_capture import HOOK_NAMES, parse_hooks
 from .. import vectors
 from ..durations import seconds
 from ..sdk.wire import Patch, Steering

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import typer
 
-from ...schemas.errors import invalid
-from ...schemas.probes import Action, Aggregation, Probe
-from ...schemas.selectors import HookName
+from ...schemas.artifacts.probes import Action, Aggregation, Probe
+from ...schemas.base.errors import invalid
+from ...schemas.prompts.selectors import HookName
 from ..captures.row_matrix import samples
 from ..render import probes as render
 from ..sdk.client import Client

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 
-from ...schemas.base import to_json
+from ...schemas.base.records import to_json
 from ..sdk.client import Client
 from .jobs import AsJson, Model, Url, connect, out, print_list
 

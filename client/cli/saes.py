@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ...schemas.saes import Sae
+from ...schemas.artifacts.saes import Sae
 from ..render import saes
 from ..sdk.client import Client
 from .jobs import AsJson, Model, Url, connect

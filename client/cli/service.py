@@ -11,10 +11,10 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import load_settings
-from ...schemas.status import Status
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import load_settings
+from ...schemas.service.status import Status
 from ..render import status as show_status
 from ..sdk import discovery
 from ..stack.doctor import Finding, examine

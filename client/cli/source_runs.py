@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ...schemas.base import to_json
+from ...schemas.base.records import to_json
 from ..render import jobs
 from .jobs import AsJson, Model, Url, connect, out, print_list
 

@@ -14,11 +14,11 @@ from typing import IO, Annotated
 import httpx
 import typer
 
-from ...schemas.base import now, to_json
-from ...schemas.choices import suggestion
-from ...schemas.errors import MidstreamError
-from ...schemas.instance import instance_of
-from ...schemas.settings import load_settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.instance import instance_of
+from ...schemas.base.records import now, to_json
+from ...schemas.base.settings import load_settings
+from ...schemas.service.choices import suggestion
 from ..render import jobs
 from ..sdk import discovery
 from ..stack.processes import birth, end_leftover, wait_for

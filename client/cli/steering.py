@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.steering import GlobalView, ModuleView
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.requests.steering import GlobalView, ModuleView
 from ..render import steering
 from ..sdk.client import Client
 from ..vectors import FORMATS

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError, invalid, misfit
-from ...schemas.sweeps import SweepRequest, SweepResult
+from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.records import to_json
+from ...schemas.jobs.sweeps import SweepRequest, SweepResult
 from ..render import sweeps as show_sweeps
 from ..render.heatmap import check, figure
 from ..sdk import sweeps
-from ..sdk.progress import bar
+from ..sdk.answers.progress import bar
 from ..study.patch_study import PatchStudy
 from . import jobs, options
 from .jobs import AsJson, Url, connect, out

@@ -8,14 +8,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.base import to_json
-from ...schemas.webhooks import (
+from ...schemas.access.webhooks import (
     Delivery,
     DeliveryAttempt,
     DeliveryState,
     DisabledEndpoint,
     SecretList,
 )
+from ...schemas.base.records import to_json
 from ..durations import seconds
 from ..render import jobs
 from .jobs import AsJson, Url, connect, err, out, print_list

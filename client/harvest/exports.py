@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...storage.shards import shard_buffers, site_name
 from .reader import Harvest, Shard, Site
 from .reader import open as open_harvest

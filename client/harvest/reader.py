@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...schemas.base import from_json
-from ...schemas.blobs import TensorPlace
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import (
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import from_json
+from ...schemas.jobs.harvests import (
     FORMAT,
     MANIFEST,
     HarvestManifest,
@@ -21,6 +20,7 @@ from ...schemas.harvests import (
     ShardEntry,
     UnitEntry,
 )
+from ...storage.formats.capture_blobs import TensorPlace
 from ...storage.shards import KEYS, decoded_rows, dtype_of, shard_tensors, site_name, tensor_bits
 from ...storage.store import ArtifactStore, Handle, open_store
 

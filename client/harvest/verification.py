@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...schemas.blobs import DamagedBlob
-from ...schemas.errors import MidstreamError
-from ...schemas.harvest_order import row_order
-from ...schemas.harvests import UnitEntry
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.harvest_order import row_order
+from ...schemas.jobs.harvests import UnitEntry
+from ...storage.formats.capture_blobs import DamagedBlob
 from ...storage.shards import checksum, shard_tensors, site_name
 from .reader import Harvest, Shard
 from .reader import open as open_harvest

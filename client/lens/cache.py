@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid
 from ..captures.reader import CaptureReader
 from .names import BLOCK, PATTERN, Card, Key, Site, site_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
-from ...schemas.readings import LensReading
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
+from ...schemas.requests.readings import LensReading
 from .cache import refused
 
 #: Asks the server: (prompt, positions, most likely tokens, named tokens) → what the last layer's

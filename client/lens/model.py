@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.jobs import JobResult
-from ...schemas.readings import LensReading
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.requests.readings import LensReading
 from ..sdk import wire
 from ..sdk.client import Client
 from ..values import is_torch

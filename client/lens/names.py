@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...schemas.banks import BANK, OF_HEADS, RowShape
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.selectors import FORWARD, INSIDE, Hook
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.model.banks import BANK, OF_HEADS, RowShape
+from ...schemas.prompts.selectors import FORWARD, INSIDE, Hook
 
 #: Names within a block, in the order in which a forward meets them → the hook points whose rows
 #: make the activation.

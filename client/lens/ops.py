@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...schemas.errors import invalid
-from ...schemas.interventions import PLACE
+from ...schemas.base.errors import invalid
+from ...schemas.requests.interventions import PLACE
 from ..values import is_torch
 from .cache import ActivationCache
 from .names import BLOCK, PATTERN, Card, Site

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.errors import invalid
+from ...schemas.base.errors import invalid
 from ..captures.patterns import Attention
 from . import figures
 from .attention import Panel, panels_of, written

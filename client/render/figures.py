@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

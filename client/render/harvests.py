@@ -5,7 +5,7 @@ from typing import Literal
 
 from rich.table import Table
 
-from ...schemas.harvests import HarvestView
+from ...schemas.jobs.harvests import HarvestView
 from .jobs import minute, size
 
 

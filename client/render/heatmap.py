@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...schemas.sweeps import SweepResult
-from ..sdk.grid import MEANING, Grid, described, grid_of, titled
+from ...schemas.jobs.sweeps import SweepResult
+from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
 from . import figures
 
 if TYPE_CHECKING:

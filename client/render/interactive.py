@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..frames import plotly
-from ..sdk.grid import MEANING, Grid, titled
+from ..sdk.answers.grid import MEANING, Grid, titled
 
 if TYPE_CHECKING:
     from ..captures.reader import CaptureReader

@@ -11,11 +11,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.captures import CapturePage
-from ...schemas.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
-from ...schemas.models import SHOWN_IDENTITY
-from ...schemas.selectors import as_ranges
-from ...schemas.source_runs import RunPrompt, RunView
+from ...schemas.jobs.captures import CapturePage
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
+from ...schemas.jobs.models import SHOWN_IDENTITY
+from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.source_runs import RunPrompt, RunView
 from ..captures.reader import CaptureReader, Check
 
 _COLOURS = {

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.lens import TunedLens
-from ...schemas.selectors import as_ranges
+from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.lens import TunedLens
 from ..sdk.lens import Lens
 from . import figures
 from .jobs import facts, size

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.loras import Lora
+from ...schemas.artifacts.loras import Lora
 from .jobs import facts, minute, size, table
 from .steering import DIGEST, digest
 

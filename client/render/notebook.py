@@ -10,18 +10,18 @@ from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.captures import CapturePage
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import HarvestPage, HarvestView
-from ...schemas.jobs import JobPage, JobResult, JobView
-from ...schemas.lens import TunedLens
-from ...schemas.loras import Lora
-from ...schemas.probes import Probe
-from ...schemas.saes import Sae
-from ...schemas.source_runs import RunPage, RunView
-from ...schemas.status import Status
-from ...schemas.steering import GlobalView, ModuleView
-from ...schemas.sweeps import SweepResult
+from ...schemas.artifacts.loras import Lora
+from ...schemas.artifacts.probes import Probe
+from ...schemas.artifacts.saes import Sae
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.captures import CapturePage
+from ...schemas.jobs.harvests import HarvestPage, HarvestView
+from ...schemas.jobs.jobs import JobPage, JobResult, JobView
+from ...schemas.jobs.sweeps import SweepResult
+from ...schemas.requests.lens import TunedLens
+from ...schemas.requests.source_runs import RunPage, RunView
+from ...schemas.requests.steering import GlobalView, ModuleView
+from ...schemas.service.status import Status
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
     from ..notebook import Listing
+    from ..sdk.answers.grid import Grid
     from ..sdk.features import Features
-    from ..sdk.grid import Grid
     from ..sdk.lens import Lens
-    from ..sdk.mapping import Mapped
+    from ..sdk.mapping.map import Mapped
     from ..sdk.wire import Answer
 
 #: Characters in a line of a table.

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.jobs import JobResult
-from ...schemas.probes import Probe, ProbeResult
-from ...schemas.selectors import as_ranges
+from ...schemas.artifacts.probes import Probe, ProbeResult
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.prompts.selectors import as_ranges
 from ..probes import Metrics
 from .jobs import facts, table
 from .steering import DIGEST

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from ...schemas.jobs import JobResult
+from ...schemas.jobs.jobs import JobResult
 from ..sdk.features import Features
 from ..sdk.lens import known_tokens, lens_of
 from . import features, lens

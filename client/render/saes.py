@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.saes import Sae
+from ...schemas.artifacts.saes import Sae
 from .jobs import facts, size, table
 from .steering import digest
 

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.jobs import State
-from ...schemas.models import SHOWN_IDENTITY, WorkerInfo
-from ...schemas.status import QueueStatus, Status
+from ...schemas.jobs.jobs import State
+from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
+from ...schemas.service.status import QueueStatus, Status
 from ..stack.doctor import Finding
 from .jobs import count, size
 

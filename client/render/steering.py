@@ -6,12 +6,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.base import to_json
-from ...schemas.lens import TunedLens
-from ...schemas.loras import Lora
-from ...schemas.saes import Sae
-from ...schemas.selectors import as_ranges
-from ...schemas.steering import (
+from ...schemas.artifacts.loras import Lora
+from ...schemas.artifacts.saes import Sae
+from ...schemas.base.records import to_json
+from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.lens import TunedLens
+from ...schemas.requests.steering import (
     Agreement,
     Dynamic,
     EntryView,

@@ -12,8 +12,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.sweeps import SweepResult
-from ..sdk.grid import MEANING, Grid, described, grid_of, titled, written
+from ...schemas.jobs.sweeps import SweepResult
+from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled, written
 from .jobs import count, table
 
 #: Stops of the colour scale, as red, green and blue: blue over white to red.

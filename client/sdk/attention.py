@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.errors import invalid
-from ...schemas.jobs import JobResult
-from ...schemas.selectors import LayerSelector
-from ...schemas.specs import PatchSource, PatchSpec
-from ...schemas.tensors import from_numpy
+from ...schemas.base.errors import invalid
+from ...schemas.base.tensors import from_numpy
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.prompts.selectors import LayerSelector
+from ...schemas.requests.specs import PatchSource, PatchSpec
 from ..captures.attention import mixed
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader

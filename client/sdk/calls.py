@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args
 
 import httpx
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from . import wire
 from .transport import Transport
 from .wire import Call

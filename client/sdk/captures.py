@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ...schemas.captures import CapturePage
+from ...schemas.jobs.captures import CapturePage
 from ..captures.reader import CaptureReader
 from ..captures.row_matrix import Rows, matrix
-from . import download, wire
+from . import wire
+from .answers import download
 from .calls import call, finish
 from .jobs import JobCalls
 from .tokens import TokenCalls

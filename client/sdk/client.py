@@ -10,7 +10,7 @@ from .features import FeatureCalls
 from .harvests import HarvestCalls
 from .keys import KeyCalls
 from .lens import LensCalls
-from .mapping import MapCalls
+from .mapping.map import MapCalls
 from .service import ServiceCalls
 from .sweeps import SweepCalls
 from .transport import AwaitingTransport, BlockingTransport, Transport

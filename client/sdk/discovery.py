@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from ...schemas.base import from_json
-from ...schemas.health import Health
-from ...schemas.instance import instance_of
-from ...schemas.settings import Settings, load_settings
+from ...schemas.base.instance import instance_of
+from ...schemas.base.records import from_json
+from ...schemas.base.settings import Settings, load_settings
+from ...schemas.service.health import Health
 from .wire import ServerUnreachable
 
 #: State file of `midstream up` in its data directory.

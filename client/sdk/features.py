@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobResult
-from ...schemas.readings import FeaturesReading
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.requests.readings import FeaturesReading
 from .. import notebook
 from . import wire
 from .calls import call

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.harvests import OVER, HarvestPage, HarvestRequest, HarvestView
 from .. import values
 from . import wire
 from .calls import Calls, call

@@ -8,13 +8,13 @@ from urllib.parse import quote
 
 import httpx
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Event, JobPage, JobRequest, JobResult, JobView
-from ...schemas.openai import ChatRequest, CompletionRequest
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from ...schemas.jobs.openai import ChatRequest, CompletionRequest
 from ..images import with_images
 from . import wire
+from .answers.progress import prompts_bar
 from .calls import Calls, call, stream
-from .progress import prompts_bar
 from .wire import Answer, Call, Capture, JobLike, Patch, Steering
 
 

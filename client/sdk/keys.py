@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...schemas.keys import (
+from ...schemas.access.keys import (
     DEFAULT_TENANT,
     CreatedKey,
     KeyId,

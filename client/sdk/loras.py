@@ -1,7 +1,7 @@
 """Calls on LoRA adapters."""
 
-from ...schemas.limits import PathName
-from ...schemas.loras import Lora, LoraPage, LoraRequest
+from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
+from ...schemas.base.limits import PathName
 from ..notebook import Listing
 from . import wire
 from .calls import Calls, call

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.limits import PathName
-from ...schemas.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
+from ...schemas.artifacts.probes import Action, Probe, ProbePage, ProbeRequest, WatchRequest
+from ...schemas.base.limits import PathName
 from ..notebook import Listing
 from . import wire
 from .calls import Calls, call

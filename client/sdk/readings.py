@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from ...schemas.tokens import Detokenized
+from ...schemas.prompts.tokens import Detokenized
 from . import wire
 
 #: As `positions` of a capture: a name, numbers, a span.

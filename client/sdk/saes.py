@@ -1,7 +1,7 @@
 """Calls on sparse autoencoders."""
 
-from ...schemas.limits import PathName
-from ...schemas.saes import Sae, SaePage, SaeRequest
+from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
+from ...schemas.base.limits import PathName
 from ..notebook import Listing
 from . import wire
 from .calls import Calls, call

@@ -1,6 +1,6 @@
 """The call for the service's status."""
 
-from ...schemas.status import Status
+from ...schemas.service.status import Status
 from .calls import Calls, call
 from .wire import Call
 

@@ -2,7 +2,7 @@
 
 from urllib.parse import quote
 
-from ...schemas.source_runs import RunPage, RunView
+from ...schemas.requests.source_runs import RunPage, RunView
 from . import wire
 from .calls import Calls, call
 from .wire import Call, of_model

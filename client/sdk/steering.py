@@ -13,10 +13,10 @@ from typing import Any, cast
 import httpx
 import numpy as np
 
-from ...schemas.errors import invalid
-from ...schemas.limits import PathName
-from ...schemas.specs import SteeringSpec
-from ...schemas.steering import (
+from ...schemas.base.errors import invalid
+from ...schemas.base.limits import PathName
+from ...schemas.requests.specs import SteeringSpec
+from ...schemas.requests.steering import (
     MODEL_HEADER,
     Dynamic,
     GlobalRequest,
@@ -48,7 +48,7 @@ def entries_of(wanted: Wanted) -> list[SteeringSpec]:
     is_entry = isinstance(wanted, Mapping) and wanted.keys() <= set(SteeringSpec.__struct_fields__)
     if is_entry or not isinstance(wanted, str | Path | Mapping):
         return wire.pack_steering(cast(Steering | Sequence[Steering], wanted))
-    from ...schemas.module_files import of_sites
+    from ...storage.formats.module_files import of_sites
     from .. import vectors
 
     try:
@@ -89,7 +89,7 @@ def _file(name: str, model: str | None) -> Call:
 
 
 def _written(answer: httpx.Response, path: str | Path, format: str | None) -> str:
-    from ...schemas.module_files import specs_of
+    from ...storage.formats.module_files import specs_of
     from .. import vectors
 
     wire.raise_problem(answer)

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Event, JobResult, JobView
-from ...schemas.sweeps import (
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import Event, JobResult, JobView
+from ...schemas.jobs.sweeps import (
     Metric,
     SweepCell,
     SweepPair,
@@ -23,10 +23,10 @@ from ...schemas.sweeps import (
 )
 from .. import values
 from . import wire
+from .answers.progress import Progress as Progress
+from .answers.progress import SweepEvent as SweepEvent
 from .calls import call, stream
 from .jobs import JobCalls
-from .progress import Progress as Progress
-from .progress import SweepEvent as SweepEvent
 from .wire import Call, JobLike
 
 _KINDS: dict[str, type[SweepStart] | type[SweepCell] | type[SweepSummary]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...schemas.tokens import Detokenized, DetokenizeRequest, Tokenized
+from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
 from . import wire
 from .calls import Calls, call
 from .wire import Call

@@ -1,7 +1,7 @@
 """Calls on tuned lenses."""
 
-from ...schemas.lens import TunedLens, TunedLensPage, TunedLensRequest
-from ...schemas.limits import PathName
+from ...schemas.base.limits import PathName
+from ...schemas.requests.lens import TunedLens, TunedLensPage, TunedLensRequest
 from ..notebook import Listing
 from . import wire
 from .calls import Calls, call

@@ -2,7 +2,7 @@
 
 from urllib.parse import quote
 
-from ...schemas.webhooks import (
+from ...schemas.access.webhooks import (
     Delivery,
     DeliveryPage,
     DeliveryState,

@@ -13,9 +13,12 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from ...schemas.base import to_json
-from ...schemas.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
-from ...schemas.jobs import (
+from ...schemas.artifacts.probes import ProbeResult
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ...schemas.base.records import to_json
+from ...schemas.base.secret_files import is_exposed
+from ...schemas.base.version import __version__
+from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
     TERMINAL,
     CaptureResults,
@@ -25,11 +28,8 @@ from ...schemas.jobs import (
     JobResult,
     JobView,
 )
-from ...schemas.openai import OpenAIRequest
-from ...schemas.probes import ProbeResult
-from ...schemas.secret_files import is_exposed
-from ...schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
-from ...schemas.version import __version__
+from ...schemas.jobs.openai import OpenAIRequest
+from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from .. import notebook, values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ...schemas.errors import STATUS_OF_KIND, MidstreamError
-from ...schemas.settings import Settings, SettingsError, is_loopback
-from ...schemas.status import Status
-from ...schemas.version import __version__
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.base.settings import Settings, SettingsError, is_loopback
+from ...schemas.base.version import __version__
+from ...schemas.service.status import Status
 from ...storage.store import Demanding, open_store
 from ..sdk import wire
 from ..sdk.client import Client
@@ -343,8 +343,8 @@ def _status(redis_url: str, url: str, api_key: str) -> Status | str:
 
 
 async def _from_redis(redis_url: str) -> Status:
-    from ...broker.ledger.jobs import Ledger
-    from ...broker.ledger.status import read_status
+    from ...broker.ledger.jobs.ledger import Ledger
+    from ...broker.ledger.jobs.status import read_status
 
     ledger = Ledger.connect(Settings(redis_url=redis_url))
     try:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings
 
 if TYPE_CHECKING:
     from ...workers.engine.plan import Plan, Work

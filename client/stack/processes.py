@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from ...schemas.engine_errors import in_our_settings
+from ...schemas.service.engine_errors import in_our_settings
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20

@@ -24,10 +24,9 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 import msgspec
 
-from ...schemas.base import now
-from ...schemas.disk import disk_trouble, probe
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import (
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.settings import (
     FILE_VARIABLE,
     PREFIX,
     Settings,
@@ -35,7 +34,8 @@ from ...schemas.settings import (
     asks_for_keys,
     to_environment,
 )
-from ...schemas.version import __version__
+from ...schemas.base.version import __version__
+from ...storage.disk import disk_trouble, probe
 from ..sdk.discovery import STATE_FILE, reachable
 from .processes import (
     BACKOFF_S,
@@ -224,7 +224,7 @@ class Supervisor:
 
     def _say_how_to_make_a_key(self) -> None:
         """The command that makes the first key, where keys are required and none exists."""
-        from ...broker.ledger.keys import any_key
+        from ...broker.ledger.people.keys import any_key
         from ...broker.ops.logs import redacted
 
         if not asks_for_keys(self.settings) or self.settings.admin_key:

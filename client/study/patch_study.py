@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overlo
 
 import msgspec
 
-from ...schemas.base import Record, from_json, to_json
-from ...schemas.errors import MidstreamError, invalid, misfit
-from ...schemas.selectors import HookName, LayerSelector
-from ...schemas.sweeps import (
+from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.records import Record, from_json, to_json
+from ...schemas.base.version import __version__
+from ...schemas.jobs.sweeps import (
     HEAD_AXES,
     PairResult,
     PairSpan,
@@ -32,15 +32,15 @@ from ...schemas.sweeps import (
     SweepRequest,
     SweepResult,
 )
-from ...schemas.version import __version__
+from ...schemas.prompts.selectors import HookName, LayerSelector
 from .. import frames, values
 from ..render import heatmap, notebook
-from ..sdk import grid as grids
 from ..sdk import sweeps, wire
+from ..sdk.answers import grid as grids
+from ..sdk.answers.grid import Effect, Grid
+from ..sdk.answers.progress import bar
 from ..sdk.calls import Blocking, call
 from ..sdk.client import AllCalls, AsyncClient, Client
-from ..sdk.grid import Effect, Grid
-from ..sdk.progress import bar
 
 if TYPE_CHECKING:
     import pandas

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schemas.dtypes import DTYPES, ITEM_BYTES, DType, widened
-from ...schemas.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES, MAX_VECTOR_FILE
-from ...schemas.tensors import Tensor
+from ...schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
+from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES, MAX_VECTOR_FILE
+from ...schemas.base.tensors import Tensor
 
 #: Members of an archive that are no tensors.
 _BESIDE = 64

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ...schemas import lens_vectors, module_files
-from ...schemas.json_bounds import TooManyValues, check_json
-from ...schemas.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
-from ...schemas.selectors import LayerSelector, SelectorError, resolve_hook, resolve_layers
-from ...schemas.specs import SteeringSpec
-from ...schemas.tensors import to_numpy
+from ...schemas.base.json_bounds import TooManyValues, check_json
+from ...schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
+from ...schemas.base.tensors import to_numpy
+from ...schemas.prompts.selectors import LayerSelector, SelectorError, resolve_hook, resolve_layers
+from ...schemas.requests import lens_vectors
+from ...schemas.requests.specs import SteeringSpec
+from ...storage.formats import module_files
 from ..values import checked
 from . import gguf, numpy_file, torch_file
 from .arrays import Array

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.dtypes import ITEM_BYTES, DType
-from ...schemas.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
-from ...schemas.specs import SteeringSpec
-from ...schemas.tensors import Tensor
+from ...schemas.base.dtypes import ITEM_BYTES, DType
+from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
+from ...schemas.base.tensors import Tensor
+from ...schemas.requests.specs import SteeringSpec
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...schemas.tensor_files import npy_header
+from ...storage.formats.tensor_files import npy_header
 from .arrays import Array, array_of, member, opened
 
 MAGIC = b"\x93NUMPY"

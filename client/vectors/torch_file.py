@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.dtypes import ITEM_BYTES, DType
-from ...schemas.limits import MAX_FILE_HEADER, MAX_VECTOR_FILE
+from ...schemas.base.dtypes import ITEM_BYTES, DType
+from ...schemas.base.limits import MAX_FILE_HEADER, MAX_VECTOR_FILE
 from .arrays import Archive, Array, member, opened
 
 #: The pickle's own name in the archive.

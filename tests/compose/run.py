@@ -27,7 +27,7 @@ from rich.console import Console
 
 from midstream.client import Client
 from midstream.client.cli.demo import Verdict, demonstrate
-from midstream.schemas.jobs import State
+from midstream.schemas.jobs.jobs import State
 
 #: Killed in this order: Flower forgets what it had not written down yet, so that it is asked about
 #: those after it.

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream.schemas.lora_files import read
-from midstream.schemas.loras import StoredLora
+from midstream.schemas.artifacts.loras import StoredLora
+from midstream.storage.formats.lora_files import read
 
 #: Of each architecture: linear layers inside the attention and the MLP, those that vLLM packs among
 #: them.

@@ -20,9 +20,9 @@ from patching_kit import patch
 from tiny import checkpoint
 from tolerances import BF16_BATCH, FP16_BATCH, FP32_BATCH
 
-from midstream.schemas.jobs import Job, Output
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.schemas.specs import StoredSteering
+from midstream.schemas.jobs.jobs import Job, Output
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import StoredSteering
 
 #: dtype → its largest number, nearly.
 LARGE = {"float32": 3e38, "bfloat16": 3e38, "float16": 6e4}

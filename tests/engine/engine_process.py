@@ -17,16 +17,16 @@ from typing import Any
 import msgspec
 from refit import certify_with
 
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, Output
-from midstream.schemas.settings import load_settings
-from midstream.schemas.source_runs import ZEROS, RunFiles, is_row, runs_named
-from midstream.schemas.specs import DIMS_PREFIX, Entry, Grade
-from midstream.schemas.steering import GlobalSteering
-from midstream.schemas.tensors import Tensor
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.settings import load_settings
+from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.jobs.jobs import Job, Output
+from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, runs_named
+from midstream.schemas.requests.specs import DIMS_PREFIX, Entry, Grade
+from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest
-from midstream.workers.engine.rank_control import disagreement
+from midstream.workers.engine.ranks.control import disagreement
 from midstream.workers.engine.requests import prompt_request
 from midstream.workers.runner.probes.probe_news import Scored
 
@@ -66,7 +66,8 @@ def overlap_steps() -> None:
     """Have the engine schedule steps ahead, as on an accelerator; vLLM's CPU platform turns that
     off, though its executor can.
     """
-    from midstream.workers.engine import vllm, vllm_options
+    from midstream.workers.engine import vllm
+    from midstream.workers.engine.options import engine_arguments as vllm_options
 
     def on_an_accelerator(config: Any) -> str:
         config.scheduler_config.async_scheduling = True

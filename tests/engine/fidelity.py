@@ -28,9 +28,9 @@ from reference import Edit, Reference
 from tiny import CHECKPOINTS, HIDDEN, LAYERS
 from tolerances import BF16_EXCESS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import StoredCapture
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

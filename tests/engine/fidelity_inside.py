@@ -26,11 +26,11 @@ from nursery import Nursery
 from reference import Edit
 from tiny import CHECKPOINTS
 
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
-from midstream.schemas.jobs import Job
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import INSIDE
-from midstream.schemas.specs import CaptureSpec
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import INSIDE
+from midstream.schemas.requests.specs import CaptureSpec
 
 #: The part of the page between these lines is written here.
 BEGIN, END = "<!-- written by `make fidelity`: hooks inside -->", "<!-- end of the hooks inside -->"

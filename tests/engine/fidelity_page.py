@@ -10,7 +10,7 @@ from families import FAMILIES
 from tiny import CHECKPOINTS
 from tolerances import FIDELITY
 
-from midstream.schemas.selectors import HOOKS, Hook
+from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import describe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"

@@ -18,21 +18,21 @@ import numpy as np
 from engine_process import Answer, Command
 from reference import Edit
 
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.steering import resolve_edits
+from midstream.api.resolve.edits.steering import resolve_edits
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.base import from_json, from_msgpack, to_json
-from midstream.schemas.interventions import STEERING_FIELDS
-from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
-from midstream.schemas.loras import StoredLora
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.probes import StoredProbe
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.selectors import Hook, PositionSelector
-from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.source_runs import RunFile, RunFiles, run_key
-from midstream.schemas.specs import PatchSpec, SteeringSpec, StoredCapture, StoredSteering
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.artifacts.loras import StoredLora
+from midstream.schemas.artifacts.probes import StoredProbe
+from midstream.schemas.base.records import from_json, from_msgpack, to_json
+from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import Hook, PositionSelector
+from midstream.schemas.requests.interventions import STEERING_FIELDS
+from midstream.schemas.requests.source_runs import RunFile, RunFiles, run_key
+from midstream.schemas.requests.specs import PatchSpec, SteeringSpec, StoredCapture, StoredSteering
 
 _numbers = itertools.count()
 #: Nobody listens there: receipts stay in the outbox, where the tests read them.

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from host import Host
 
-from midstream.broker.ledger.readings import readings
-from midstream.schemas.jobs import Job
-from midstream.schemas.readings import READER, LensReading, StoredLens
-from midstream.schemas.specs import StoredCapture
+from midstream.broker.ledger.results.readings import readings
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.readings import READER, LensReading, StoredLens
+from midstream.schemas.requests.specs import StoredCapture
 
 #: Of log-probabilities, nats, in fp32: what the product with the output matrix in another batch
 #: differs by.

@@ -28,9 +28,9 @@ from typing import IO, Any
 import msgspec
 from host import DEFAULTS, NO_RELAY, Host
 
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.settings import Settings, load_settings, to_environment
-from midstream.schemas.tensors import Tensor
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.settings import Settings, load_settings, to_environment
+from midstream.schemas.base.tensors import Tensor
 from midstream.workers.runner.base.process import die_with_parent
 
 

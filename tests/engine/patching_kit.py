@@ -12,10 +12,10 @@ from reference import Edit, Reference
 from tiny import LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import HOOKS, Hook, PositionSelector
-from midstream.schemas.source_runs import ZEROS, RunRow, row_name
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import HOOKS, Hook, PositionSelector
+from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
 ALL = list(range(LAYERS))
 EVERYTHING: dict[Hook, list[int]] = {hook: ALL for hook in HOOKS}

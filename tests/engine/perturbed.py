@@ -32,7 +32,7 @@ from nursery import Nursery
 from reference import Reference
 from tolerances import FP32_HOOKS, FP32_LOGPROBS
 
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.requests.specs import StoredCapture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
 BEGIN, END = (

@@ -8,9 +8,9 @@ import numpy as np
 from host import Host, steer
 from reference import Edit, Reference
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.probes import Action, ProbeContent, ProbeScore, StoredProbe
-from midstream.schemas.specs import StoredSteering
+from midstream.schemas.artifacts.probes import Action, ProbeContent, ProbeScore, StoredProbe
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.specs import StoredSteering
 from midstream.workers.runner.probes.aggregates import aggregate
 
 HIDDEN = 64

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.workers.engine.certificate import Uncertified
+from midstream.workers.engine.proof.certificate import Uncertified
 from midstream.workers.runner.base.config import plane_config
 
 

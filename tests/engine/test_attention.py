@@ -19,15 +19,15 @@ from tolerances import FP32_ATTENTION, FP32_ROWS
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.patterns import attention_of
 from midstream.client.captures.reader import CaptureReader
 from midstream.client.sdk.attention import attention_patches, by_layer
-from midstream.schemas.attention import AttentionKind
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.model.attention import AttentionKind
+from midstream.schemas.requests.specs import CaptureSpec, PatchSource, PatchSpec
 
 #: Of the tiny models whose heads have a width of their own.
 HEADS, HEAD_DIM = 4, 32

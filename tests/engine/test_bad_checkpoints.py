@@ -10,8 +10,8 @@ import pytest
 from option_cases import changed, copied, remote
 from tiny import LAYERS, checkpoint
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from midstream.schemas.specs import RankSpec
+from midstream.schemas.requests.specs import RankSpec
 from midstream.workers.runner.base import process
 from midstream.workers.runner.base.row_index import RowIndex
 

@@ -15,9 +15,9 @@ from host import NO_RELAY, Host, capture_of, prompt_of
 from nursery import Nursery
 from tiny import CHECKPOINTS, LAYERS
 
-from midstream.schemas.base import from_json
-from midstream.schemas.certificates import Certificate
-from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
+from midstream.schemas.base.records import from_json
+from midstream.schemas.jobs.certificates import Certificate
+from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
 SMALL: dict[str, Any] = {
     "certify": True,

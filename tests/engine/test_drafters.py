@@ -21,11 +21,11 @@ from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS, FP32_ROWS
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import HOOKS, Window
-from midstream.schemas.settings import Settings
-from midstream.schemas.specs import Grade
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import HOOKS, Window
+from midstream.schemas.requests.specs import Grade
 from midstream.workers.engine.vllm import VllmEngine
 
 ALL = list(range(LAYERS))

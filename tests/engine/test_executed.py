@@ -10,7 +10,7 @@ from test_inside import captured
 from test_modes import direction
 from tiny import LAYERS
 
-from midstream.schemas.jobs import Job
+from midstream.schemas.jobs.jobs import Job
 
 LAST = LAYERS - 1
 

@@ -12,19 +12,19 @@ from host import Host, capture_of, prompt_of
 from safetensors.numpy import save_file
 from tiny import HIDDEN, LAYERS
 
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.features import FeatureFiles, Named, check_specs
-from midstream.api.resolve.model_state import ModelState
-from midstream.api.resolve.saes import resolve_sae
-from midstream.api.resolve.steering import resolve_edits
-from midstream.broker.ledger.readings import readings
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.jobs import Job
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.readings import READER, FeaturesReading, StoredFeatures
-from midstream.schemas.saes import Sae, SaeRequest
-from midstream.schemas.specs import SteeringSpec, StoredCapture, StoredSteering
-from midstream.schemas.tensors import Tensor
+from midstream.api.resolve.edits.features import FeatureFiles, Named, check_specs
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.steering import resolve_edits
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.api.resolve.readings.saes import resolve_sae
+from midstream.broker.ledger.results.readings import readings
+from midstream.schemas.artifacts.saes import Sae, SaeRequest
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.readings import READER, FeaturesReading, StoredFeatures
+from midstream.schemas.requests.specs import SteeringSpec, StoredCapture, StoredSteering
 
 D_SAE, LAYER, K = 256, 2, 12
 #: Of activations of size 1 to 10, sums of 64 float32 products in another order.

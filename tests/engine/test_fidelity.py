@@ -19,7 +19,7 @@ from test_modes import one_of_each
 from tiny import CHECKPOINTS, checkpoint
 from tolerances import FP32_HOOKS
 
-from midstream.schemas.selectors import STREAM_HOOKS
+from midstream.schemas.prompts.selectors import STREAM_HOOKS
 
 EAGER = Way("v1", "eager", "float32")
 #: Other ways, each of other kinds of models: pairs and single tensors, vLLM's own code and its

@@ -10,9 +10,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.demo_model import fetch_demo_model
-from midstream.workers.engine import format_check
+from midstream.workers.engine.prompts import format_check
 
 MANY = {
     "type": "object",

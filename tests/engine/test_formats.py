@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tolerances import FP32_ROWS
 from transformers import PreTrainedTokenizerFast
 
-from midstream.schemas.jobs import Structured
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.jobs.jobs import Structured
+from midstream.schemas.prompts.selectors import HOOKS
 
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

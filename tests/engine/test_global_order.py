@@ -12,8 +12,8 @@ from reference import Edit, Reference
 from tiny import HIDDEN
 from tolerances import FP32_ROWS
 
-from midstream.schemas.specs import StoredSteering
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.requests.specs import StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 #: docs/steering.md, "In which order"; of one kind: global, patch, the request's own steering.
 ORDER = ("replace", "lowrank", "add", "add_matched", "ablate", "clamp")

@@ -11,8 +11,8 @@ from reference import Reference
 from tiny import HIDDEN, VOCABULARY
 from tolerances import FP32_BATCH, FP32_LOGPROBS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.specs import Grade
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.specs import Grade
 
 EVERY = list(range(VOCABULARY))
 

@@ -13,7 +13,7 @@ from stack import Stack
 from tolerances import BF16_BATCH
 
 from midstream.broker.artifacts.headers import find_entries
-from midstream.broker.ledger.harvests import job_id_of
+from midstream.broker.ledger.recovery.harvests import job_id_of
 from midstream.client import Client
 from midstream.client.captures.reader import CaptureReader
 from midstream.client.harvest import Harvest, open, verify

@@ -14,16 +14,16 @@ from reference import Edit
 from tiny import LAYERS
 from tolerances import FP32_ATTENTION, FP32_ROWS
 
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.blobs import at
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import INSIDE
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.schemas.specs import CaptureSpec, SteeringSpec, StoredSteering
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import INSIDE
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec, StoredSteering
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from test_inside import captured
 from tiny import CHECKPOINTS, LAYERS, checkpoint
 from tolerances import FP32_HOOKS
 
-from midstream.schemas.selectors import INSIDE
+from midstream.schemas.prompts.selectors import INSIDE
 
 pytestmark = pytest.mark.matrix
 

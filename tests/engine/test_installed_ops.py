@@ -9,9 +9,9 @@ import pytest
 from host import Host, capture_of, prompt_of
 from tiny import HIDDEN, LAYERS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.specs import SteeringSpec
 
 ALL = list(range(LAYERS))
 VECTOR = np.random.default_rng(5).normal(size=HIDDEN).astype(np.float32)

@@ -19,8 +19,8 @@ from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS, checkpoint
 from tolerances import FP32_CANCELLED, FP32_COMPONENT, FP32_HOOKS, FP32_LOGPROBS, FP32_ROWS
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 
 ALL = list(range(LAYERS))
 PROMPT = 20

@@ -11,7 +11,7 @@ from host import Host
 from nursery import Nursery
 from own_configs import folder_of
 
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.prompts.selectors import HOOKS
 
 NAME = "InternLM2ForCausalLM"
 OPTIONS: dict[str, Any] = {

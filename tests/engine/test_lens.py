@@ -12,8 +12,8 @@ from lens_kit import Truth, check, lens, lenses
 from safetensors.numpy import save_file
 from tiny import LAYERS
 
-from midstream.schemas.readings import StoredTuned
-from midstream.schemas.tuned_files import check_on
+from midstream.schemas.requests.readings import StoredTuned
+from midstream.storage.formats.tuned_files import check_on
 
 ALL = list(range(LAYERS))
 NAMED = (7, 123, 499)

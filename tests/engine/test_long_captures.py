@@ -13,8 +13,8 @@ from tiny import LAYERS
 from tolerances import FP32_ROWS
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import HOOKS
 
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}  # 6 KiB a position
 

@@ -19,10 +19,10 @@ from reference import Edit, Reference
 from tiny import CHECKPOINTS, HIDDEN, LAYERS, checkpoint
 from tolerances import BF16_EXCESS, FP32_HOOKS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.loras import StoredLora
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.schemas.specs import StoredSteering
+from midstream.schemas.artifacts.loras import StoredLora
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
 #: Those that take adapters; other tests use Llama. Each has something of its own: see the test.

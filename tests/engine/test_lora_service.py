@@ -19,7 +19,7 @@ from tolerances import FP32_LOGPROBS, FP32_ROWS
 
 from midstream.client import Client
 from midstream.client.cli import main
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 pytestmark = pytest.mark.long
 

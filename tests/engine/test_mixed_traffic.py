@@ -18,10 +18,10 @@ from test_modes import one_of_each
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.interventions import STEERING_FIELDS
-from midstream.schemas.selectors import HOOKS, STREAM_HOOKS, Span, resolve_positions
-from midstream.schemas.specs import SteeringSpec, StoredCapture
-from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS, Span, resolve_positions
+from midstream.schemas.requests.interventions import STEERING_FIELDS
+from midstream.schemas.requests.specs import SteeringSpec, StoredCapture
 
 pytestmark = pytest.mark.long
 

@@ -8,9 +8,9 @@ from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS, FP32_RUNNERS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import StoredCapture
 
 ALL = list(range(LAYERS))
 

@@ -14,10 +14,10 @@ from nursery import Nursery
 from safetensors.numpy import load_file, save_file
 from tiny import HIDDEN, LAYERS, checkpoint
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import Window
-from midstream.schemas.specs import StoredSteering
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.requests.specs import StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ALL = list(range(LAYERS))
 BLOCK = 128

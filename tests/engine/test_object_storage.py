@@ -12,10 +12,10 @@ import s3_kit
 from stack import Stack
 
 from midstream.client import CaptureReader
-from midstream.schemas.jobs import State
-from midstream.schemas.selectors import HOOKS as RESIDUAL
-from midstream.schemas.source_runs import RunRow, row_name, run_key
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.prompts.selectors import HOOKS as RESIDUAL
+from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.store import open_store
 
 pytestmark = pytest.mark.long

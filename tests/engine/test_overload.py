@@ -14,7 +14,7 @@ from tiny import LAYERS
 from tolerances import FP32_ROWS
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.prompts.selectors import HOOKS
 
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}
 PROMPT = 200  # tokens: 1.2 MiB of rows

@@ -8,10 +8,10 @@ from reference import Edit, Reference
 from tiny import HIDDEN
 from tolerances import FP32_LERP
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.selectors import STREAM_HOOKS, Window
-from midstream.schemas.source_runs import ZEROS, RunRow, row_name
-from midstream.schemas.specs import Grade, StoredSteering
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.selectors import STREAM_HOOKS, Window
+from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
+from midstream.schemas.requests.specs import Grade, StoredSteering
 
 CLEAN, CORRUPT = prompt_of(24, seed=71), prompt_of(24, seed=72)
 

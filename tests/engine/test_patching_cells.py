@@ -12,8 +12,8 @@ from test_inside import captured
 from tiny import HIDDEN
 from tolerances import FP32_ROWS
 
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.schemas.specs import Grade, StoredSteering, dims_name, dims_named
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import Grade, StoredSteering, dims_name, dims_named
 
 BLOCK = 128
 GRADE = [Grade(list(range(20, 60)))]

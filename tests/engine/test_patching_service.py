@@ -18,10 +18,10 @@ from safetensors import safe_open
 from stack import Stack
 from tolerances import FP32_BATCH_LOGITS, LENS_LOGITS
 
-from midstream.schemas.base import from_json
-from midstream.schemas.jobs import JobResult, JobView, State
-from midstream.schemas.selectors import resolve_hook
-from midstream.schemas.sweeps import SweepResult
+from midstream.schemas.base.records import from_json
+from midstream.schemas.jobs.jobs import JobResult, JobView, State
+from midstream.schemas.jobs.sweeps import SweepResult
+from midstream.schemas.prompts.selectors import resolve_hook
 from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = pytest.mark.long

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tree import ROOT
 
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.engine.plan import model_of, plan
 

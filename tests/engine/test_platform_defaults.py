@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.settings import Settings, load_settings, to_environment
+from midstream.schemas.base.settings import Settings, load_settings, to_environment
 
 
 class Platform:
@@ -20,7 +20,7 @@ class Platform:
 
 def options(monkeypatch: pytest.MonkeyPatch, kind: str, settings: Settings) -> dict[str, Any]:
     """vLLM's engine arguments on that platform, and the environment that its processes get."""
-    from midstream.workers.engine import vllm_options
+    from midstream.workers.engine.options import engine_arguments as vllm_options
 
     monkeypatch.setattr(vllm_options, "current_platform", Platform(kind))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")  # so that it is put back
@@ -50,7 +50,7 @@ def test_the_engine_holds_the_platforms_choice(monkeypatch: pytest.MonkeyPatch) 
     """Whether forwards enter at a layer, and how captured rows are buffered, follow from what vLLM
     is given.
     """
-    from midstream.workers.engine import vllm_options
+    from midstream.workers.engine.options import engine_arguments as vllm_options
     from midstream.workers.engine.vllm import VllmEngine
 
     monkeypatch.setattr(vllm_options, "current_platform", Platform("cuda"))
@@ -91,7 +91,7 @@ def test_a_small_machine_gives_the_model_all_cores(
     reserved: str | None,
     bound: str | None,
 ) -> None:
-    from midstream.workers.engine import vllm_options
+    from midstream.workers.engine.options import engine_arguments as vllm_options
 
     names = ("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND")
     for name, value in zip(names, given, strict=True):

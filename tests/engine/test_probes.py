@@ -23,9 +23,9 @@ from probe_kit import (
 from reference import Reference
 from tolerances import FP32_BATCH, FP32_ROWS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.probes import ProbeScore, StoredProbe
-from midstream.schemas.specs import Grade
+from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.specs import Grade
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 

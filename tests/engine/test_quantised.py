@@ -29,8 +29,8 @@ from quantised_page import figure, tolerance
 from reference import Edit
 from tolerances import FP32_CODES, FP32_HOOKS
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support.quantisation import UnsupportedQuantisationError
 

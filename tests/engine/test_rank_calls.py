@@ -14,9 +14,9 @@ from reference import Reference
 from tiny import HIDDEN
 from tolerances import FP32_ROWS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.specs import StoredSteering
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.specs import StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 JOY, SAD = "d" * 64, "e" * 64
 

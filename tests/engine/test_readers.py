@@ -10,14 +10,14 @@ import pytest
 from host import Host, capture_of, prompt_of
 from tiny import LAYERS
 
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.readers import resolve_reader
-from midstream.broker.ledger.readings import readings
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.api.resolve.readings.readers import resolve_reader
+from midstream.broker.ledger.results.readings import readings
 from midstream.schemas.extensions import ReaderSpec
-from midstream.schemas.jobs import Job
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.readings import ReaderReading
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.readings import ReaderReading
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.readings.installed_readers import PATIENCE_S
 
 ALL = list(range(LAYERS))

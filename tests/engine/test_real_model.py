@@ -30,8 +30,8 @@ from tolerances import (
     FP32_ROWS_30_LAYERS,
 )
 
-from midstream.schemas.specs import Entry, Grade, SteeringSpec
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.requests.specs import Entry, Grade, SteeringSpec
 from midstream.workers.demo_model import fetch_demo_model
 
 LAYERS = list(range(30))

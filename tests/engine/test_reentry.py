@@ -14,11 +14,11 @@ from test_graded_tokens import EVERY, logprobs_of, truth
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ENTERED, FP32_LOGPROBS
 
-from midstream.schemas.jobs import Job
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.selectors import HOOKS, Hook
-from midstream.schemas.source_runs import run_key
-from midstream.schemas.specs import Entry, Grade
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import HOOKS, Hook
+from midstream.schemas.requests.source_runs import run_key
+from midstream.schemas.requests.specs import Entry, Grade
 
 VECTOR = np.random.default_rng(17).normal(size=HIDDEN).astype(np.float32)
 BLOCK = 128

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 
 

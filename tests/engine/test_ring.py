@@ -12,9 +12,9 @@ from reference import Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.jobs import Job, Output
-from midstream.schemas.selectors import HOOKS, PositionSelector
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import Job, Output
+from midstream.schemas.prompts.selectors import HOOKS, PositionSelector
+from midstream.schemas.requests.specs import StoredCapture
 
 SITES = {hook: list(range(LAYERS)) for hook in HOOKS}
 ROOM = (1 << 20) // (4 * HIDDEN)

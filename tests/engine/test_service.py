@@ -17,7 +17,7 @@ from stack import Stack
 from tolerances import BF16_BATCH, LOGPROB_MOVED
 
 from midstream.client import Client, returned_rows
-from midstream.schemas.jobs import CaptureResults
+from midstream.schemas.jobs.jobs import CaptureResults
 from midstream.workers.demo_model import fetch_demo_model
 
 # a real engine may stall the process for seconds

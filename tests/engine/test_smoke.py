@@ -21,7 +21,7 @@ from reference import Reference
 from tiny import checkpoint
 from tolerances import FP32_HOOKS
 
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.runner.support import seams
 

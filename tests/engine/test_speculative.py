@@ -19,8 +19,8 @@ from test_reentry import ask, base_run, cell, graded
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS, FP32_ROWS
 
-from midstream.schemas.selectors import Window
-from midstream.schemas.specs import Grade
+from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.requests.specs import Grade
 
 ALL = list(range(LAYERS))
 

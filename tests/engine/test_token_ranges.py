@@ -13,9 +13,9 @@ from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.jobs import Job, Output
-from midstream.schemas.selectors import Window
-from midstream.schemas.specs import StoredSteering
+from midstream.schemas.jobs.jobs import Job, Output
+from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.requests.specs import StoredSteering
 
 ALL = list(range(LAYERS))
 BLOCK = 128

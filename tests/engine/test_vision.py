@@ -21,8 +21,8 @@ from reference import Edit, Reference
 from tiny_vision import CHECKPOINTS, PLACES, PROCESSORS, checkpoint, with_images
 from transformers import AutoProcessor
 
-from midstream.schemas.images import ImageRef, digest_of, inside
-from midstream.schemas.jobs import Job
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.prompts.images import ImageRef, digest_of, inside
 from midstream.workers.engine.no_torchvision import stand_in
 
 EAGER = Way("v1", "eager", "float32")

@@ -14,8 +14,8 @@ from test_vision import PICTURES, seen_by_transformers
 from tiny_vision import with_images
 
 from midstream.client import Client
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.images import digest_of
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.prompts.images import digest_of
 
 pytestmark = pytest.mark.matrix  # two minutes: an engine, and the whole stack around it
 

@@ -13,8 +13,8 @@ import pytest
 from stack import Stack
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
 
 CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t")

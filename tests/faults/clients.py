@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.fake.model import HIDDEN_SIZE
 
 MODEL = "fake-model"

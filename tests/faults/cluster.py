@@ -19,7 +19,7 @@ from clients import MODEL
 from s3_kit import FaultProxy
 from stack import Stack, free_port
 
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 from midstream.workers.fake.model import identity_of
 
 #: The weights that workers have under the name `clients.MODEL`: at first, and after a fault of the

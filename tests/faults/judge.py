@@ -24,13 +24,13 @@ from monitor import Monitor
 from receiver import Receiver
 from tokenizers import Tokenizer
 
-from midstream.broker.ledger.harvests import Harvests
-from midstream.broker.ledger.jobs import Ledger
-from midstream.schemas.blobs import read_header
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Event, FileEntry, Job, JobResult, State
-from midstream.schemas.keys import DEFAULT_TENANT
-from midstream.schemas.settings import Settings
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.recovery.harvests import Harvests
+from midstream.schemas.access.keys import DEFAULT_TENANT
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, State
+from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.fake.model import (
     Dice,

@@ -16,8 +16,8 @@ from test_worker_processes import descendants, wait_gone
 from tolerances import FP32_ROWS_30_LAYERS
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
 from midstream.workers.demo_model import fetch_demo_model
 

@@ -17,7 +17,7 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.lens import ActivationCache, HookedModel, Logits, ops
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.demo_model import fetch_demo_model
 
 #: Of `benchmarks/lens_facade.py`.

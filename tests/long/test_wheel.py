@@ -58,7 +58,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
     there = files_of(wheel)
     assert {
         "midstream/py.typed",
-        "midstream/broker/ledger/lua/submit.lua",
+        "midstream/broker/ledger/lua/jobs/submit.lua",
         "midstream/api/assets/pages.css",
     } <= there
     assert sorted(there ^ packaged()) == []

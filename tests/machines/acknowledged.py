@@ -11,7 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis_group import RedisGroup
 
-from midstream.broker.ledger.aof_barrier import AofBarrier
+from midstream.broker.ledger.core.aof_barrier import AofBarrier
 from midstream.broker.ops import redis_open
 from midstream.broker.ops.acl import OPERATOR
 

@@ -30,9 +30,9 @@ from network import HERE, Network
 from receipt_rig import wait_until
 from redis_group import RedisGroup
 
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ops.acl import OPERATOR
-from midstream.schemas.settings import Settings, load_settings
+from midstream.schemas.base.settings import Settings, load_settings
 
 SETTINGS: dict[str, Any] = {
     "fake_token_s": 0.02,

@@ -25,17 +25,17 @@ from ledger_kit import IDENTITY
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import midstream
-from midstream.broker.ledger.jobs import Claim, Ledger
-from midstream.broker.ledger.settlement import Settler
-from midstream.schemas.base import now
-from midstream.schemas.captures import FORMAT, Manifest
-from midstream.schemas.errors import Problem
-from midstream.schemas.jobs import Event, Job, JobView, Output, TokenLogprob
-from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
-from midstream.schemas.receipts import CapturedFile, Receipt
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.specs import StoredCapture
+from midstream.broker.ledger.jobs.ledger import Claim, Ledger
+from midstream.broker.ledger.jobs.settlement import Settler
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.jobs.captures import FORMAT, Manifest
+from midstream.schemas.jobs.jobs import Event, Job, JobView, Output, TokenLogprob
+from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
+from midstream.schemas.jobs.receipts import CapturedFile, Receipt
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.blobs import Blob, make_blob, publish
 from midstream.storage.store import open_store
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from standardwebhooks.webhooks import Webhook
 
-from midstream.schemas.base import from_json
-from midstream.schemas.webhooks import HookBody
+from midstream.schemas.access.webhooks import HookBody
+from midstream.schemas.base.records import from_json
 
 
 class Got(NamedTuple):

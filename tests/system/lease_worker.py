@@ -8,7 +8,7 @@ import time
 
 from midstream.broker.queue import visibility
 from midstream.broker.queue.celery_app import make_app, queue_of
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 #: Seconds; leases are renewed four times in each, so that a busy machine may be late with one or
 #: two.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import redis
 from celery import Celery
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
-from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.queue.celery_app import (
     PRIORITY_OF_KIND,
     PRIORITY_STEPS,
@@ -18,12 +18,12 @@ from midstream.broker.queue.celery_app import (
     task_of,
 )
 from midstream.broker.queue.messages import job_of_task, task_id_of
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
-from midstream.schemas.models import WorkerInfo
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.settings import Settings
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import WorkerInfo
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
 MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
 

@@ -26,7 +26,7 @@ from receipt_rig import free_port, wait_until
 from midstream.broker.ops import redis_server
 from midstream.broker.ops.acl import OPERATOR, ROLES, write_users
 from midstream.broker.receipts.curve import new_keys
-from midstream.schemas.settings import Settings, load_settings, to_environment
+from midstream.schemas.base.settings import Settings, load_settings, to_environment
 
 MODULES = {
     "relay": "midstream.broker.relay",

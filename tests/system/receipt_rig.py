@@ -16,10 +16,10 @@ import ledger_kit
 import redis
 from ports import free_port
 
-from midstream.broker.ledger.jobs import Ledger
-from midstream.schemas.jobs import JobView
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.settings import Settings, to_environment
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.jobs.jobs import JobView
+from midstream.schemas.jobs.receipts import Receipt
 
 T = TypeVar("T")
 BOOT = "boot-1"

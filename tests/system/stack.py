@@ -28,13 +28,21 @@ import redis
 from ledger_kit import submit_unsent
 from ports import free_port
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
-from midstream.schemas.base import now
-from midstream.schemas.jobs import TERMINAL, Job, JobResult, JobView, Sampling, State, StoredPrompt
-from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings, to_environment
+from midstream.schemas.jobs.jobs import (
+    TERMINAL,
+    Job,
+    JobResult,
+    JobView,
+    Sampling,
+    State,
+    StoredPrompt,
+)
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
 T = TypeVar("T")
 

@@ -15,22 +15,29 @@ import pytest
 import redis
 from ledger_kit import worker_info
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
-from midstream.broker.ledger.probes import Probes
-from midstream.broker.ledger.settlement import Settler
-from midstream.broker.ledger.steering import Steering
-from midstream.broker.ledger.sweeps import Sweeps
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.ledger.jobs.settlement import Settler
+from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.broker.ledger.named.probes import Probes
+from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.base import now, to_msgpack
-from midstream.schemas.jobs import Job, Sampling
-from midstream.schemas.probes import Action, Probe, ProbeContent
-from midstream.schemas.selectors import as_ranges
-from midstream.schemas.settings import Settings
-from midstream.schemas.source_runs import RunRow, row_name, run_key
-from midstream.schemas.specs import dims_name
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import Column, StoredPair, StoredSweep, SweepResult, Unit, UnitRecord
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.artifacts.probes import Action, Probe, ProbeContent
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job, Sampling
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import (
+    Column,
+    StoredPair,
+    StoredSweep,
+    SweepResult,
+    Unit,
+    UnitRecord,
+)
+from midstream.schemas.prompts.selectors import as_ranges
+from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
+from midstream.schemas.requests.specs import dims_name
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.grades import (
     Edit,

@@ -9,8 +9,8 @@ import httpx
 import redis
 from edge import Api, Hand, running
 
-from midstream.broker.ledger.keys import Keys, new_key
-from midstream.schemas.keys import CreatedKey, KeyRequest
+from midstream.broker.ledger.people.keys import Keys, new_key
+from midstream.schemas.access.keys import CreatedKey, KeyRequest
 
 ADMIN = new_key()
 

@@ -16,13 +16,13 @@ from ports import free_port
 from receipt_rig import Jobs, RelayProcess, once_each, receipt
 from redis_kit import hold_back, slow_disk
 
-from midstream.broker.ledger import aof_barrier
-from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ledger.core import aof_barrier
+from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ops import redis_server
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import Relay, connect_redis
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.receipts import Receipt
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.receipts import Receipt
 
 #: Only ends what hangs.
 LONG_S = 60.0

@@ -16,13 +16,13 @@ from capture_kit import finished, values, write
 from edge import HIDDEN, Api, Hand, running
 from typer.testing import CliRunner
 
-from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.jobs import Claim
+from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.ledger import Claim
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.receipts import CapturedFile
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.receipts import CapturedFile
 
 
 @pytest.fixture

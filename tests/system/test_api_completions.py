@@ -15,12 +15,12 @@ import redis
 from edge import MODEL, WORDS, Api, Hand, running
 
 from midstream import returned_rows
-from midstream.broker.ledger.steering import Steering
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import CaptureResults
-from midstream.schemas.openai import ONLY
-from midstream.schemas.receipts import Consumed
-from midstream.schemas.specs import CaptureSpec
+from midstream.broker.ledger.named.steering import Steering
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import CaptureResults
+from midstream.schemas.jobs.openai import ONLY
+from midstream.schemas.jobs.receipts import Consumed
+from midstream.schemas.requests.specs import CaptureSpec
 
 HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}

@@ -24,8 +24,8 @@ from redis_kit import handed_over, hold_back, slow_disk
 from midstream.api.context import open_context
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.base import to_json
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_json
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
 

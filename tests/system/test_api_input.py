@@ -16,8 +16,8 @@ import redis
 from edge import HIDDEN, LAYERS, LONGEST, MODEL, WORDS, Api, Hand, running
 
 import midstream
-from midstream.schemas.limits import MAX_ENTRIES, MAX_JSON_VALUES, MAX_PROMPTS, MAX_TEXT
-from midstream.schemas.specs import CaptureSpec
+from midstream.schemas.base.limits import MAX_ENTRIES, MAX_JSON_VALUES, MAX_PROMPTS, MAX_TEXT
+from midstream.schemas.requests.specs import CaptureSpec
 
 BODY: dict[str, Any] = {"model": MODEL, "prompts": ["hello there"]}
 JSON = {"Content-Type": "application/json"}

@@ -13,8 +13,8 @@ import redis
 from edge import MODEL, Api, Hand, running
 
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
 #: Whoever waits looks by itself every 5 s (`POLL_S` of the watcher); an answer that came sooner was

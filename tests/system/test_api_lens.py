@@ -15,7 +15,7 @@ from up_kit import Up
 
 from midstream.client import AsyncClient, Client
 from midstream.client.render import lens as render
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.fake.model import NUM_LAYERS, VOCABULARY
 
 LENS = {"layers": [0, 3], "positions": "all_prompt", "top_k": 3, "tokens": ["e", 7]}

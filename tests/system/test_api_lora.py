@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 from stack import Stack
 
-from midstream.schemas.lora_files import read
+from midstream.storage.formats.lora_files import read
 
 HIDDEN = 8
 ADMIN = "ms_admin0000000_" + "a" * 43

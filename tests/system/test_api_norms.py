@@ -18,8 +18,8 @@ from tenant_kit import Caller, asking
 
 from midstream.api.context import MEASURED_OF_TENANT
 from midstream.client import CaptureReader
-from midstream.schemas.captures import SEGMENT_SUFFIX
-from midstream.schemas.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
+from midstream.schemas.base.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
+from midstream.schemas.jobs.captures import SEGMENT_SUFFIX
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
 SHARES: list[dict[str, list[int]]] = [

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from stack import Stack
 
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client import Client
 from midstream.client.cli import main
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.jobs import Job
-from midstream.schemas.openai import Completion
-from midstream.schemas.source_runs import ZEROS, RunPage, RunView
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.openai import Completion
+from midstream.schemas.requests.source_runs import ZEROS, RunPage, RunView
 
 MODEL = "fake-model"
 HIDDEN, LAYERS = 8, 4

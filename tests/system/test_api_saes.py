@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from midstream.client import Client
 from midstream.client.cli.main import app
-from midstream.schemas.sae_files import reading
+from midstream.storage.formats.sae_files import reading
 
 FORMS = Path(__file__).parents[1] / "data" / "saes"
 ADMIN = "ms_admin0000000_" + "a" * 43

@@ -21,14 +21,14 @@ from midstream.api.__main__ import trusted_proxies
 from midstream.api.routes.session import MAX_BODY
 from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
-from midstream.broker.ledger import sessions
-from midstream.broker.ledger.sessions import SESSION, SESSIONS, Sessions, name_of
+from midstream.broker.ledger.people import sessions
+from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.ops.redis_server import RedisServer
-from midstream.schemas.base import from_msgpack, now, to_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.keys import CreatedKey, Key
-from midstream.schemas.sessions import MAX_LOGIN_KEY, SESSION_S, Session
-from midstream.schemas.settings import Settings, SettingsError
+from midstream.schemas.access.keys import CreatedKey, Key
+from midstream.schemas.access.sessions import MAX_LOGIN_KEY, SESSION_S, Session
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack, now, to_msgpack
+from midstream.schemas.base.settings import Settings, SettingsError
 
 #: Only ends what hangs.
 LONG_S = 60.0

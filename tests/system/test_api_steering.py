@@ -15,11 +15,11 @@ import pytest
 from ports import free_port
 from stack import Stack
 
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.module_files import to_bytes
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.steering import Dynamic, GlobalView, ModulePage, ModuleView
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.schemas.requests.steering import Dynamic, GlobalView, ModulePage, ModuleView
+from midstream.storage.formats.module_files import to_bytes
 
 MODEL = "fake-model"
 HIDDEN = 8

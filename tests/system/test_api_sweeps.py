@@ -14,15 +14,15 @@ from stack import Stack
 from test_api_events import parse
 
 from midstream import Client, PatchStudy
-from midstream.broker.ledger.sweep_result import sweep_cell, sweep_start
-from midstream.broker.ledger.sweeps import Sweeps
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.jobs import Event, JobResult, State
-from midstream.schemas.specs import CaptureSpec
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweep_views import SweepPlan, SweepView
-from midstream.schemas.sweeps import SweepCell, SweepStart, UnitRecord
-from midstream.schemas.tensors import to_numpy
+from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.jobs.jobs import Event, JobResult, State
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweep_views import SweepPlan, SweepView
+from midstream.schemas.jobs.sweeps import SweepCell, SweepStart, UnitRecord
+from midstream.schemas.requests.specs import CaptureSpec
 
 PAIR = {"clean": "hello world a", "corrupt": "hello there a", "answer": " b", "foil": " c"}
 BODY = {"model": MODEL, "pairs": [PAIR]}

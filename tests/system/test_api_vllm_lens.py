@@ -19,8 +19,8 @@ from ports import free_port
 from stack import Stack
 
 from midstream.client import Client
-from midstream.schemas.base import to_json
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.tensors import from_numpy
 from midstream.workers.fake.model import residual_rows
 
 MODEL, HIDDEN, LAYERS = "fake-model", 8, 4

@@ -9,14 +9,14 @@ import pytest
 from edge import MODEL, Api, Hand
 from hook_kit import Receiver, receiving
 
-from midstream.broker.ledger.keys import Keys
+from midstream.broker.ledger.people.keys import Keys
 from midstream.broker.webhooks.http import Poster
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.broker.webhooks.sender import Sender
 from midstream.client import AsyncClient, Client
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.keys import KeyRequest, Scope
+from midstream.schemas.access.keys import KeyRequest, Scope
+from midstream.schemas.base.errors import MidstreamError
 
 HOOK = "https://receiver.example/hook"
 

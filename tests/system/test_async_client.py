@@ -13,10 +13,10 @@ import pytest
 from up_kit import Up
 
 from midstream import AsyncClient, Client, MidstreamError
-from midstream.client.sdk import download
-from midstream.schemas.jobs import State
-from midstream.schemas.keys import Limits
-from midstream.schemas.sweeps import SweepCell, SweepSummary
+from midstream.client.sdk.answers import download
+from midstream.schemas.access.keys import Limits
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary
 from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}

@@ -12,8 +12,8 @@ import redis.asyncio
 import redis.exceptions
 from ledger_kit import settings_for
 
-from midstream.broker.ledger.auto_pipeline import GROUP_LIMIT, LARGE, Parts, packed
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.core.auto_pipeline import GROUP_LIMIT, LARGE, Parts, packed
+from midstream.broker.ledger.jobs.ledger import Ledger
 
 
 def with_client(url: str, body: Callable[[Any], Awaitable[None]]) -> None:

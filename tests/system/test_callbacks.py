@@ -13,7 +13,7 @@ from ports import free_port
 
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.base.settings import Settings, to_environment
 
 
 def test_the_reaper_resends_lost_messages_across_redis_restarts(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from stack import Stack
 
-from midstream.schemas.jobs import State
+from midstream.schemas.jobs.jobs import State
 from midstream.workers.fake.model import identity_of
 
 #: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it

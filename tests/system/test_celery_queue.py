@@ -19,7 +19,7 @@ from lease_worker import VISIBILITY_TIMEOUT_S
 from ledger_kit import MODEL, claimed, enqueue, make_job, open_ledger, settings_for
 
 from midstream.broker.queue.celery_app import lists_of, make_app, queue_of
-from midstream.schemas.jobs import Job
+from midstream.schemas.jobs.jobs import Job
 
 WORKER = Path(__file__).with_name("lease_worker.py")
 

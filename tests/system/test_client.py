@@ -15,9 +15,9 @@ from up_kit import Up
 from midstream import CaptureSpec, PatchStudy, Span, returned_rows
 from midstream.client import AsyncClient, Client
 from midstream.client.sdk import wire
-from midstream.schemas.base import from_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import JobResult, State
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json
+from midstream.schemas.jobs.jobs import JobResult, State
 from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}
@@ -66,7 +66,7 @@ def test_captures_can_be_downloaded_and_are_the_same(client: Client, tmp_path: P
 def test_downloads_from_a_remote_server_are_cached_for_the_process(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from midstream.client.sdk import download
+    from midstream.client.sdk.answers import download
 
     result = client.run(model="fake", prompts=["far away"], capture=CAPTURE, timeout=120)
     monkeypatch.setattr(download, "in_place", lambda manifest, job_id: [])
@@ -504,8 +504,8 @@ def test_a_reader_shows_its_tokens_and_rows_of_several_jobs_are_one_matrix(
 def test_run_shows_a_prompt_count_on_terminals_and_in_notebooks(
     client: Client, up: Up, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("midstream.client.sdk.progress.in_notebook", lambda: True)
-    monkeypatch.setattr("midstream.client.sdk.progress.DELAY_S", 0.0)
+    monkeypatch.setattr("midstream.client.sdk.answers.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("midstream.client.sdk.answers.progress.DELAY_S", 0.0)
     prompts = [f"prompt {number}" for number in range(5)]
     client.run(model="fake", prompts=prompts, timeout=120)
     assert "/5" in capsys.readouterr().err

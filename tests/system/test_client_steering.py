@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from up_kit import Up
 
 from midstream.client import AsyncClient, Client
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.steering import Dynamic
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.requests.steering import Dynamic
 from midstream.workers.fake.model import HIDDEN_SIZE
 
 RANKS = 2

@@ -16,8 +16,8 @@ from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.frames import Frame, Kind
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import bind_address
-from midstream.schemas.base import to_msgpack
-from midstream.schemas.settings import SettingsError
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.settings import SettingsError
 
 
 class Keys:

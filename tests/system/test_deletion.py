@@ -12,14 +12,14 @@ from edge import Hand, running
 from ledger_kit import EPOCH, WORKER, claimed, make_job, open_ledger, outputs, receipt, settler
 
 from midstream.broker.artifacts import retention
-from midstream.broker.ledger import captures as captures_module
-from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.jobs import captures as captures_module
+from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client import CaptureReader
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, State
-from midstream.schemas.specs import CaptureSpec, StoredCapture
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import open_store
 

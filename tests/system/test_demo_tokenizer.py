@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from spelling import byte_level, overlapping
 from tokenizers import Tokenizer
 
-from midstream.api.resolve.tokenizer import Codec
-from midstream.schemas.models import TokenizerBundle
-from midstream.schemas.selectors import Span
+from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.prompts.selectors import Span
 from midstream.workers.demo_model import fetch_demo_model
 
 pytestmark = pytest.mark.long
@@ -48,7 +48,7 @@ WORDS = [
 def bundle() -> TokenizerBundle:
     # Here and not above: every test process imports every test file, and this imports transformers
     # (4 s).
-    from midstream.workers.engine.tokenizer import tokenizer_bundle
+    from midstream.workers.engine.prompts.tokenizer import tokenizer_bundle
 
     return tokenizer_bundle(str(fetch_demo_model(say=lambda line: None)))
 

@@ -25,13 +25,13 @@ from ledger_kit import (
 )
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Reaper
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, queue_of
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Job, Sampling, State
-from midstream.schemas.keys import Limits, Tenant
-from midstream.schemas.sweep_units import Units
+from midstream.schemas.access.keys import Limits, Tenant
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.jobs import Job, Sampling, State
+from midstream.schemas.jobs.sweep_units import Units
 
 
 class Line:

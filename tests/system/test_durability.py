@@ -17,11 +17,11 @@ from ports import free_port
 from receipt_rig import Jobs, RelayProcess, once_each, receipt
 from stack import MODULES, Stack
 
-from midstream.broker.ledger import memory_pressure
+from midstream.broker.ledger.core import memory_pressure
 from midstream.broker.ops import redis_durability, redis_server
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings, SettingsError, to_environment
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings, SettingsError, to_environment
 
 #: Commands in a log that is loaded slowly, and how long that would take.
 LOADED_COMMANDS, LOAD_S = 60_000, 30.0

@@ -13,8 +13,8 @@ from ledger_kit import make_job, open_ledger
 
 from midstream.api.operations import job_feed
 from midstream.api.operations.job_feed import Audience, JobFeed, Subscriber
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.watch import Watcher
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.watch import Watcher
 
 FEEDS = 40
 #: Only ends what hangs.

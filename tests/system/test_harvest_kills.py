@@ -16,8 +16,8 @@ from stack import Stack
 
 from midstream.client import Client
 from midstream.client.harvest import Harvest
-from midstream.schemas.faults import CRASH_POINTS, FOLDER
-from midstream.schemas.harvests import HarvestView
+from midstream.schemas.base.faults import CRASH_POINTS, FOLDER
+from midstream.schemas.jobs.harvests import HarvestView
 
 DOCUMENTS = texts(1500, 100)
 WAIT_S = 120.0

@@ -15,14 +15,14 @@ from harvest_rig import stored, work
 from sweep_rig import Rig
 from tenant_kit import ADMIN, Caller, asking, bearer
 
-from midstream.broker.ledger import tenants
-from midstream.broker.ledger.harvests import Harvests
-from midstream.broker.ledger.scripts import Scripts
-from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestShards
-from midstream.schemas.keys import Limits, Tenant
+from midstream.broker.ledger.core import tenants
+from midstream.broker.ledger.core.scripts import Scripts
+from midstream.broker.ledger.recovery.harvests import Harvests
+from midstream.broker.ledger.recovery.usage_reconciliation import UsageReconciliation
+from midstream.schemas.access.keys import Limits, Tenant
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.harvests import HarvestShards
 
 SITES = {"post_block": [1, 3]}
 DOCUMENTS = texts(300, 200)

@@ -19,10 +19,10 @@ from s3_kit import FaultProxy
 from sweep_rig import Rig
 
 from midstream.broker.artifacts.headers import find_entries
-from midstream.broker.ledger.harvests import TRIES, Harvests, job_id_of
+from midstream.broker.ledger.recovery.harvests import TRIES, Harvests, job_id_of
 from midstream.client.harvest import open, verify
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import (
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,
     HarvestShards,
@@ -30,7 +30,7 @@ from midstream.schemas.harvests import (
     HarvestView,
     StoredHarvest,
 )
-from midstream.schemas.jobs import SamplingRequest
+from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.storage.store import below, open_store
 from midstream.workers.fake.model import make_tokenizer, residual_rows
 from midstream.workers.serving import harvests as serving

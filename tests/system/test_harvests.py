@@ -19,7 +19,7 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client, MidstreamError
-from midstream.schemas.harvests import HarvestView
+from midstream.schemas.jobs.harvests import HarvestView
 
 WAIT_S = 120.0
 SMALL = {"mib": 1}

@@ -25,14 +25,14 @@ from typer.testing import CliRunner
 
 from midstream.api.responses.events import PING_S
 from midstream.api.web.auth import KNOWN_S
-from midstream.broker.ledger.keys import Keys, is_right, new_key, parse
+from midstream.broker.ledger.people.keys import Keys, is_right, new_key, parse
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.client import Client
 from midstream.client.cli.main import app as cli
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.keys import SCOPES, Scope
-from midstream.schemas.settings import Settings, to_environment
+from midstream.schemas.access.keys import SCOPES, Scope
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings, to_environment
 
 REFUSED_AFTER_S = 5.0  # what the documentation says
 
@@ -101,7 +101,7 @@ def test_an_unknown_id_costs_the_same_work_as_a_wrong_secret(
 ) -> None:
     compared = []
     monkeypatch.setattr(
-        "midstream.broker.ledger.keys.hmac.compare_digest",
+        "midstream.broker.ledger.people.keys.hmac.compare_digest",
         lambda one, other: compared.append((one, other)) or False,
     )
     shown = parse(new_key())

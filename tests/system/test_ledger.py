@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from ledger_kit import BOOT, IDENTITY, WORKER, claimed, make_job, open_ledger, outputs
 
-from midstream.broker.ledger import views
-from midstream.broker.ledger.jobs import EventsLost, Ledger
-from midstream.broker.ledger.reaper import Reaper
+from midstream.broker.ledger.jobs.ledger import EventsLost, Ledger
+from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.broker.ledger.results import views
 from midstream.broker.ops import redis_server
-from midstream.schemas.base import now
-from midstream.schemas.compatibility import OLDEST_WIRE, WIRE
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Event, Job, State, StoredPrompt
-from midstream.schemas.models import ModelInfo, WorkerInfo
-from midstream.schemas.tensors import Tensor, content_hash
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor, content_hash
+from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, Event, Job, State, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo, WorkerInfo
+from midstream.schemas.service.compatibility import OLDEST_WIRE, WIRE
 
 PROBLEM = MidstreamError("engine_failed", "it broke").problem()
 

@@ -24,17 +24,17 @@ from hypothesis.stateful import (
 )
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
-from midstream.broker.ledger.dispatch import cost_of
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Reaper
-from midstream.broker.ledger.scripts import Scripts
-from midstream.broker.ledger.settlement import Settler
-from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
-from midstream.schemas.keys import Limits, Tenant
-from midstream.schemas.receipts import CapturedFile
+from midstream.broker.ledger.core.dispatch import cost_of
+from midstream.broker.ledger.core.scripts import Scripts
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.settlement import Settler
+from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.broker.ledger.recovery.usage_reconciliation import UsageReconciliation
+from midstream.schemas.access.keys import Limits, Tenant
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
+from midstream.schemas.jobs.receipts import CapturedFile
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3

@@ -32,22 +32,22 @@ from ledger_kit import (
 from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.memory_pressure import LOOK_S
-from midstream.broker.ledger.reaper import Reaper
-from midstream.broker.ledger.scripts import Scripts
-from midstream.broker.ledger.steering import Steering
-from midstream.broker.ledger.usage_reconciliation import UsageReconciliation
+from midstream.broker.ledger.core.memory_pressure import LOOK_S
+from midstream.broker.ledger.core.scripts import Scripts
+from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.named.steering import Steering
+from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.broker.ledger.recovery.usage_reconciliation import UsageReconciliation
 from midstream.broker.ops import redis_server
 from midstream.broker.queue.celery_app import make_app
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, Sampling, State
-from midstream.schemas.keys import Limits, Tenant, scoped
-from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.steering import Module, SteeringTemplate, content_digest
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.access.keys import Limits, Tenant, scoped
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job, Sampling, State
+from midstream.schemas.jobs.receipts import CapturedFile
+from midstream.schemas.requests.steering import Module, SteeringTemplate, content_digest
 
 
 async def refused(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:

@@ -11,15 +11,15 @@ from edge import model_info
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
 from stack import Stack
 
-from midstream.broker.ledger.reaper import Reaper
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import OVER
-from midstream.schemas.jobs import State
-from midstream.schemas.receipts import receipt_decoder
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.harvests import OVER
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.receipts import receipt_decoder
 from midstream.workers.app import EXIT_ENGINE_DIED, EXIT_NO_ENGINE
 from midstream.workers.fake.model import identity_of
 

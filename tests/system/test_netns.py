@@ -15,8 +15,8 @@ import pytest
 from machines_rig import Link, Machines
 from receipt_rig import wait_until
 
-from midstream.broker.ledger.settlement import mark_key
-from midstream.schemas.jobs import Event
+from midstream.broker.ledger.jobs.settlement import mark_key
+from midstream.schemas.jobs.jobs import Event
 from midstream.workers.serving.heartbeat import RENEWALS_PER_LEASE
 
 WHY_NOT = Link.why_not()

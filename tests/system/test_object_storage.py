@@ -18,14 +18,14 @@ from s3_kit import FaultProxy
 from stack import Stack
 from typer.testing import CliRunner
 
-from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs.captures import Captures
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.source_runs import RunRow, row_name, run_key
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.s3_client import RETRY_S
 from midstream.storage.s3_store import S3Store, open_store
 from midstream.workers.fake.model import NUM_LAYERS, residual_rows

@@ -23,9 +23,9 @@ from midstream.client.cli import main as cli
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack import doctor
 from midstream.client.stack.doctor import Finding, examine
-from midstream.schemas.base import from_json
-from midstream.schemas.specs import StoredSteering
-from midstream.schemas.status import Status
+from midstream.schemas.base.records import from_json
+from midstream.schemas.requests.specs import StoredSteering
+from midstream.schemas.service.status import Status
 
 SERVED = {"relay", "worker", "callbacks"}  # those that serve their metrics themselves
 ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8

@@ -29,17 +29,17 @@ from ledger_kit import (
 )
 from redis_kit import handed_over
 
-from midstream.broker.ledger import scripts
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Reaper
-from midstream.broker.ledger.status import relay_since
+from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.status import relay_since
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ops import redis_server
 from midstream.broker.ops.liveness import RELAY_KEY
 from midstream.broker.queue.celery_app import UNACKED, lists_of, make_app, queue_of
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.base import now, to_json
-from midstream.schemas.jobs import State
-from midstream.schemas.models import WorkerInfo
+from midstream.schemas.base.records import now, to_json
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.models import WorkerInfo
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import redis
 from ports import free_port
 from stack import Stack
 
-from midstream.schemas.jobs import State
+from midstream.schemas.jobs.jobs import State
 
 WAIT_S = 90.0
 NOTICED = "Redis rejects writes"

@@ -12,7 +12,7 @@ import redis
 from redis_kit import handed_over
 
 from midstream.broker.ops import aof_repair, redis_server
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 
 def test_what_was_written_is_there_after_kill_9_and_restart(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from receipt_rig import wait_until
 
 from midstream.broker.ops.acl import jobs_url
 from midstream.broker.queue.celery_app import UNACKED, make_app
-from midstream.schemas.settings import SettingsError, load_settings
+from midstream.schemas.base.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
 CAPTURE = {"layers": "all", "positions": "all"}

@@ -18,7 +18,7 @@ from receipt_rig import Jobs, RelayProcess, SenderProcess, once_each, receipt, w
 
 from midstream.broker.ops import redis_server
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.jobs import Output, State
+from midstream.schemas.jobs.jobs import Output, State
 
 #: Time limit against hangs.
 LONG_S = 60.0

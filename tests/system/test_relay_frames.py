@@ -15,9 +15,9 @@ from midstream import __version__
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Frame, Kind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
-from midstream.schemas.base import to_msgpack
-from midstream.schemas.jobs import State
-from midstream.schemas.receipts import PROTOCOL, CapturedFile, LostRange
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, LostRange
 
 #: Time limit against hangs.
 LONG_S = 60.0

@@ -23,14 +23,14 @@ from ledger_kit import (
 )
 from sweep_rig import sweep, sweep_job
 
-from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.reaper import Reaper
+from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.queue.celery_app import make_app
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Sampling, State
-from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.tensors import Tensor
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.jobs.jobs import Sampling, State
+from midstream.schemas.jobs.receipts import CapturedFile
 
 #: Of the service and not of a job: what was ever served, whose lists there are, and how many jobs
 #: came into each state.

@@ -23,11 +23,11 @@ from ledger_kit import (
     worker_info,
 )
 
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.steering import Steering
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.jobs import CaptureResults, Job, JobResult, State
-from midstream.schemas.receipts import CapturedFile, Consumed, LostRange
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.named.steering import Steering
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.jobs import CaptureResults, Job, JobResult, State
+from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange
 
 
 def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> CapturedFile:

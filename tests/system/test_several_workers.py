@@ -14,7 +14,7 @@ import pytest
 from stack import Stack, free_port
 
 from midstream.client import Client
-from midstream.schemas.jobs import TERMINAL
+from midstream.schemas.jobs.jobs import TERMINAL
 
 SHARED, OTHER = "fake-model", "other-model"
 API_2 = free_port()

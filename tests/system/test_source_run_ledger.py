@@ -25,16 +25,16 @@ from ledger_kit import (
     worker_info,
 )
 
-from midstream.broker.ledger import scripts
-from midstream.broker.ledger import source_runs as runs_module
-from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.source_runs import SourceRuns
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, State
-from midstream.schemas.source_runs import RunFiles, RunView, run_key
-from midstream.schemas.specs import StoredCapture
+from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.named import source_runs as runs_module
+from midstream.broker.ledger.named.source_runs import SourceRuns
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.requests.source_runs import RunFiles, RunView, run_key
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import DELETED
 from midstream.workers.engine.protocol import Locate
 from midstream.workers.serving.source_run_leases import LEASES, SourceRunLeases

@@ -13,11 +13,11 @@ from ledger_kit import enqueue
 from redis_kit import handed_over
 from stack import Stack
 
-from midstream.broker.ledger.source_runs import SourceRuns
-from midstream.schemas.jobs import JobView, State
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.source_runs import RunRow, RunView, row_name, run_key
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.broker.ledger.named.source_runs import SourceRuns
+from midstream.schemas.jobs.jobs import JobView, State
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.source_runs import RunRow, RunView, row_name, run_key
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.workers.fake.model import NUM_LAYERS
 
 MODEL = "fake-model"

@@ -17,8 +17,8 @@ from stack import Stack
 
 from midstream.api.context import open_context
 from midstream.broker.queue.celery_app import UNACKED, queue_of
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredCapture
 
 CAPTURE = StoredCapture(
     sites={"post_block": [0, 1, 2, 3]}, positions="all", tag="t", layout="packed"

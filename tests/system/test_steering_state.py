@@ -26,21 +26,21 @@ from ledger_kit import (
 )
 
 from midstream import __version__
-from midstream.broker.ledger import scripts
-from midstream.broker.ledger import steering as broker_steering
-from midstream.broker.ledger.jobs import ClaimRefused, Ledger
-from midstream.broker.ledger.steering import Steering
-from midstream.schemas.base import now, to_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
-from midstream.schemas.steering import (
+from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.jobs.ledger import ClaimRefused, Ledger
+from midstream.broker.ledger.named import steering as broker_steering
+from midstream.broker.ledger.named.steering import Steering
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.steering import (
     GlobalSteering,
     Module,
     SteeringTemplate,
     WorkerSteering,
     content_digest,
 )
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 
 TENSORS: dict[str, Tensor] = {
     content_hash(tensor): tensor

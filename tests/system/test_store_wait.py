@@ -18,12 +18,12 @@ from ledger_kit import (
     settler,
 )
 
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.reaper import Reaper
-from midstream.broker.ledger.scripts import SHELVED_S
-from midstream.schemas.base import now
-from midstream.schemas.jobs import Job, State
-from midstream.schemas.receipts import STORE_AWAY
+from midstream.broker.ledger.core.scripts import SHELVED_S
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.schemas.base.records import now
+from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.jobs.receipts import STORE_AWAY
 
 
 async def state_of(ledger: Ledger, job: Job) -> State:

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from sweep_rig import CLEAN, CORRUPT, LAYERS, Rig, check_grid, pair, sweep, sweep_job
 
-from midstream.broker.ledger.probes import Probes
-from midstream.broker.ledger.reaper import Reaper
-from midstream.broker.ledger.scripts import SHELVED_S
-from midstream.broker.ledger.source_runs import SourceRuns
-from midstream.schemas.base import now, to_msgpack
-from midstream.schemas.jobs import State
-from midstream.schemas.sweep_units import Units
+from midstream.broker.ledger.core.scripts import SHELVED_S
+from midstream.broker.ledger.named.probes import Probes
+from midstream.broker.ledger.named.source_runs import SourceRuns
+from midstream.broker.ledger.recovery.reaper import Reaper
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.sweep_units import Units
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
 

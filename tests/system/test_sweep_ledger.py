@@ -7,15 +7,15 @@ import pytest
 from ledger_kit import BOOT, EPOCH, WORKER, open_ledger, receipt, settler
 from sweep_rig import CLEAN, pair, sweep, sweep_job
 
-from midstream.broker.ledger.captures import Captures
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.sweep_result import sweep_cell
-from midstream.broker.ledger.sweeps import Sweeps
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, State
-from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import SweepCell, UnitRecord
+from midstream.broker.ledger.jobs.captures import Captures
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.broker.ledger.results.sweep_result import sweep_cell
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.jobs.receipts import CapturedFile
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import SweepCell, UnitRecord
 
 MODEL = "tiny"
 

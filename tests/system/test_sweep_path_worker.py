@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sweep_rig import LAYERS, Rig, difference, pair, sweep
 
-from midstream.schemas.sweep_paths import StoredEnd, StoredPath
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import Column, SweepResult
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import Column, SweepResult
+from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
 from midstream.workers.serving import sweeps
 from midstream.workers.serving.attempt import AttemptOutcome
 

@@ -12,11 +12,11 @@ import pytest
 from stack import Stack
 from sweep_rig import CLEAN, CORRUPT, check_grid, pair, sweep, sweep_job
 
-from midstream.broker.ledger.sweeps import Sweeps
-from midstream.schemas.jobs import Event, State
-from midstream.schemas.specs import StoredCapture
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import Column, PatchWindow, StoredSweep, SweepResult
+from midstream.broker.ledger.jobs.sweeps import Sweeps
+from midstream.schemas.jobs.jobs import Event, State
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredSweep, SweepResult
+from midstream.schemas.requests.specs import StoredCapture
 
 
 def submit(stack: Stack, asked: StoredSweep) -> str:

@@ -21,10 +21,10 @@ from ledger_kit import enqueue, receipt
 from redis_kit import handed_over
 from stack import Stack
 
-from midstream.broker.ledger.settlement import Settler
+from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.queue.celery_app import UNACKED, queue_of
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredCapture, StoredSteering
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.workers.serving import task_states
 
 CAPTURE = StoredCapture(sites={"post_block": [0]}, positions="all_prompt", tag="t", layout="packed")

@@ -9,13 +9,13 @@ import pytest
 from edge import MODEL, Api, Hand
 from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
-from midstream.broker.ledger.jobs import new_job_id
-from midstream.broker.ledger.steering import Steering
+from midstream.broker.ledger.jobs.ledger import new_job_id
+from midstream.broker.ledger.named.steering import Steering
 from midstream.broker.ops.redis_server import RedisServer
 from midstream.client import Client
-from midstream.schemas.keys import Limits, Tenant
-from midstream.schemas.steering import RankSteering, WorkerSteering
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.access.keys import Limits, Tenant
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.requests.steering import RankSteering, WorkerSteering
 
 CAPTURE = {"layers": [0, 1], "positions": "all_prompt"}
 

@@ -19,15 +19,15 @@ import redis
 from receipt_rig import receipt
 from up_kit import START_S, Up
 
-from midstream.broker.ledger.keys import new_key
+from midstream.broker.ledger.people.keys import new_key
 from midstream.broker.ops import redis_server
 from midstream.broker.ops.install import basic
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import Client
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack.processes import birth
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import State
 
 
 @pytest.fixture

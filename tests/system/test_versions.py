@@ -16,11 +16,11 @@ from ledger_kit import enqueue, submit_unsent
 from stack import Stack
 
 from midstream import __version__
-from midstream.broker.ledger.jobs import new_job_id
-from midstream.schemas.base import now, to_msgpack
-from midstream.schemas.compatibility import WIRE, disagreement
-from midstream.schemas.jobs import Job, Sampling, State, StoredPrompt
-from midstream.schemas.settings import to_environment
+from midstream.broker.ledger.jobs.ledger import new_job_id
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.settings import to_environment
+from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
+from midstream.schemas.service.compatibility import WIRE, disagreement
 from midstream.workers.fake.model import identity_of
 
 MODEL = "fake-model"
@@ -40,9 +40,9 @@ def ask(stack: Stack) -> httpx.Response:
 #: Runs a module of the package as a version that speaks another wire.
 OTHER = """
 import runpy, sys
-import midstream.schemas.version as version
+import midstream.schemas.base.version as version
 version.__version__ = sys.argv[1]
-import midstream.schemas.compatibility as compatibility
+import midstream.schemas.service.compatibility as compatibility
 compatibility.WIRE, compatibility.OLDEST_WIRE = int(sys.argv[2]), int(sys.argv[3])
 sys.argv = [sys.argv[4]]
 runpy.run_module(sys.argv[0], run_name="__main__")

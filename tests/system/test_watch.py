@@ -10,12 +10,12 @@ import pytest
 from ledger_kit import IDENTITY, claimed, make_job, open_ledger, outputs
 from redis_kit import handed_over
 
-from midstream.broker.ledger import watch
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.watch import Watcher
+from midstream.broker.ledger.jobs import watch
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.watch import Watcher
 from midstream.broker.ops import redis_server
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Event, State
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import Event, State
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from ledger_kit import claimed, make_job, open_ledger, outputs
 
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
-from midstream.schemas.handling import Callback
-from midstream.schemas.settings import Settings, to_environment
-from midstream.schemas.webhooks import Delivery
+from midstream.schemas.access.handling import Callback
+from midstream.schemas.access.webhooks import Delivery
+from midstream.schemas.base.settings import Settings, to_environment
 
 
 class Senders:

@@ -20,7 +20,7 @@ from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, claimed, make_job, open_le
 from redis_kit import hold_back, slow_disk
 from standardwebhooks.webhooks import WebhookVerificationError
 
-from midstream.broker.ledger.jobs import Ledger
+from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ops import redis_server
 from midstream.broker.webhooks import outbox
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
@@ -28,12 +28,12 @@ from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.schedule import LADDER_S
 from midstream.broker.webhooks.secrets import WebhookSecrets
 from midstream.broker.webhooks.sender import Sender
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.handling import Callback
-from midstream.schemas.jobs import Job, State
-from midstream.schemas.states import ENDS, CallbackEvent
-from midstream.schemas.webhooks import Delivery, DeliveryAttempt
+from midstream.schemas.access.handling import Callback
+from midstream.schemas.access.webhooks import Delivery, DeliveryAttempt
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.states import ENDS, CallbackEvent
+from midstream.schemas.jobs.jobs import Job, State
 
 ALL: list[CallbackEvent] = ["job.running", *ENDS]
 

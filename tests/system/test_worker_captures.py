@@ -16,11 +16,11 @@ import pytest
 from extension_kit import install_example, install_unruly
 from stack import Stack
 
-from midstream.broker.ledger.captures import Captures
+from midstream.broker.ledger.jobs.captures import Captures
 from midstream.client import CaptureReader
-from midstream.schemas.jobs import State
-from midstream.schemas.readings import READER, OptionValue, StoredReader
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.readings import READER, OptionValue, StoredReader
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.fake.model import residual_rows
 
 PLUGIN = """

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from stack import Stack
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_BAD_SETTINGS, EXIT_ENGINE_DIED, EXIT_NO_ENGINE
 
 CAPTURE = StoredCapture(

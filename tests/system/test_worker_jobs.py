@@ -13,12 +13,12 @@ from ledger_kit import enqueue
 from stack import Stack
 
 from midstream import __version__
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
-from midstream.schemas.models import TokenizerBundle, encode_bundle
-from midstream.schemas.specs import StoredCapture, StoredSteering
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.workers.fake.model import HIDDEN_SIZE
 
 ALL_LAYERS = StoredCapture(

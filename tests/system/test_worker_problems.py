@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from stack import Stack
 
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredSteering
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredSteering
 from midstream.workers.fake.model import HIDDEN_SIZE
 
 VECTOR = from_numpy(np.ones(HIDDEN_SIZE, dtype=np.float32))

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from ledger_kit import sent, worker_info
 
-from midstream.broker.ledger.jobs import Ledger, Renewal, new_job_id
-from midstream.broker.ledger.steering import Steering
-from midstream.schemas.base import now
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
-from midstream.schemas.settings import Settings
-from midstream.schemas.specs import StoredCapture
-from midstream.schemas.steering import GlobalSteering
-from midstream.workers.engine.collective import Quarantined
-from midstream.workers.engine.format_check import FormatsBusy
+from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
+from midstream.broker.ledger.named.steering import Steering
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
+from midstream.schemas.requests.specs import StoredCapture
+from midstream.schemas.requests.steering import GlobalSteering
+from midstream.workers.engine.prompts.format_check import FormatsBusy
 from midstream.workers.engine.protocol import EngineRequest, Progress
+from midstream.workers.engine.ranks.collective import Quarantined
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.fake.model import identity_of
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from stack import Stack
 
-from midstream.broker.ledger.jobs import Ledger
-from midstream.broker.ledger.steering import Steering
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import State
-from midstream.schemas.specs import StoredCapture, StoredSteering
-from midstream.schemas.steering import (
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.named.steering import Steering
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import (
     GlobalSteering,
     Module,
     SteeringTemplate,
     WorkerSteering,
     content_digest,
 )
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.fake.model import HIDDEN_SIZE, Dice, make_tokenizer
 from midstream.workers.serving.attempts import CLAIM_PATIENCE_S
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from midstream import __version__
 from midstream.client.sdk import wire
-from midstream.schemas.errors import MidstreamError, Problem
-from midstream.schemas.jobs import CaptureResults, JobResult, JobView, Output, State
+from midstream.schemas.base.errors import MidstreamError, Problem
+from midstream.schemas.jobs.jobs import CaptureResults, JobResult, JobView, Output, State
 
 VIEW: dict[str, Any] = {"kind": "generate", "attempt": 1, "version": 1, "created": 1.0}
 

@@ -16,12 +16,12 @@ from rank_kit import HIDDEN, Rank, Request, make_buffers, steering
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
 from midstream.kernels import idle_sites
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.selectors import lowest_position
-from midstream.schemas.specs import RankSpec, StoredCapture, steering_digest
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import lowest_position
+from midstream.schemas.requests.specs import RankSpec, StoredCapture, steering_digest
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.runner.base.config import Place, PlaneConfig
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
 from midstream.workers.runner.base.row_index import Keeping

@@ -15,17 +15,17 @@ import torch
 
 from midstream.kernels import pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Planned
-from midstream.schemas.interventions import FAMILIES, SCALARS
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import (
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.interventions import FAMILIES, SCALARS
+from midstream.schemas.requests.specs import (
     RankSpec,
     SteeringRow,
     StoredCapture,
     StoredSteering,
     steering_rows,
 )
-from midstream.schemas.steering import GlobalSteering
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.requests.steering import GlobalSteering
 from midstream.storage.store import open_store
 from midstream.workers.runner.base.engine_step import RequestRows
 from midstream.workers.runner.edits.source_runs import RunStore

@@ -4,8 +4,8 @@ from typing import Any
 
 from http_kit import Reply, reply
 
-from midstream.schemas.jobs import CaptureResults, JobResult, JobView, State
-from midstream.schemas.sweeps import (
+from midstream.schemas.jobs.jobs import CaptureResults, JobResult, JobView, State
+from midstream.schemas.jobs.sweeps import (
     Baseline,
     PairResult,
     PatchWindow,

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.resolve import admission
-from midstream.api.resolve.admission import RESOLVE_LIMIT, check_cost, resolve
-from midstream.api.resolve.model_state import ModelState
-from midstream.api.resolve.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.steering import MAX_ENTRIES
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Sampling, StoredPrompt
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import Span
-from midstream.schemas.specs import CaptureSpec, SteeringSpec
-from midstream.schemas.steering import Module, SteeringTemplate
-from midstream.schemas.tensors import from_numpy
+from midstream.api.resolve.admission import admission
+from midstream.api.resolve.admission.admission import RESOLVE_LIMIT, check_cost, resolve
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.steering import MAX_ENTRIES
+from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
+from midstream.schemas.requests.steering import Module, SteeringTemplate
 
 VECTOR = from_numpy(np.ones(8, np.float32))
 MODEL = ModelInfo(

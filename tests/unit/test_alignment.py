@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from midstream.api.resolve import alignment
-from midstream.api.resolve.alignment import Aligned, Tokens, align, match_span, match_spans
-from midstream.schemas.selectors import SelectorError
-from midstream.schemas.sweeps import Alignment
+from midstream.api.resolve.sweeps import alignment
+from midstream.api.resolve.sweeps.alignment import Aligned, Tokens, align, match_span, match_spans
+from midstream.schemas.jobs.sweeps import Alignment
+from midstream.schemas.prompts.selectors import SelectorError
 
 #: Few different tokens, so that they repeat.
 IDS = st.lists(st.integers(0, 5), min_size=1, max_size=14)

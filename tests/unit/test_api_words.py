@@ -12,13 +12,13 @@ from midstream.api.responses.sent import Sent
 from midstream.api.routes.captures import parse_layers
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.dtypes import RowDType
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.interventions import STEERING_FIELDS
-from midstream.schemas.jobs import CallDelta, Event, JobRequest
-from midstream.schemas.selectors import EVERY
-from midstream.schemas.states import ENDS
+from midstream.schemas.base.dtypes import RowDType
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.states import ENDS
+from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest
+from midstream.schemas.prompts.selectors import EVERY
+from midstream.schemas.requests.interventions import STEERING_FIELDS
 
 
 @pytest.mark.parametrize(

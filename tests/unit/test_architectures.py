@@ -15,7 +15,7 @@ from tolerances import FIDELITY
 from transformers import FalconConfig
 from tree import ROOT
 
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.runner.hooks.architectures import (
     ARCHITECTURES,
     BACKEND_CLASS,

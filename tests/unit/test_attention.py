@@ -13,9 +13,9 @@ import transformers
 from midstream.client.captures import attention
 from midstream.client.captures.attention import pattern
 from midstream.client.captures.kinds import attention_at, usable
-from midstream.schemas.attention import AttentionKind
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.layer_kinds import grouped, of_layers
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.model.attention import AttentionKind
+from midstream.schemas.model.layer_kinds import grouped, of_layers
 
 TOKENS, WINDOW, HEAD = 24, 7, 8
 #: Of float32 arithmetic on both sides.

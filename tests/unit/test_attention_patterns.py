@@ -29,10 +29,10 @@ from midstream.client.sdk.attention import (
 )
 from midstream.client.sdk.calls import Blocking
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport, Transport
-from midstream.schemas.attention import AttentionKind
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.images import ImageSpan
-from midstream.schemas.tensors import to_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.model.attention import AttentionKind
+from midstream.schemas.prompts.images import ImageSpan
 
 
 def replaced(kind: AttentionKind, **facts: Any) -> AttentionKind:

@@ -9,10 +9,16 @@ import torch
 from rank_kit import make_buffers
 
 from midstream.kernels.plan import COLUMNS
-from midstream.schemas.banks import RowShape
-from midstream.schemas.interventions import PLACE
-from midstream.schemas.specs import PROBED, StoredCapture, StoredSteering, columns_of, steering_rows
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.interventions import PLACE
+from midstream.schemas.requests.specs import (
+    PROBED,
+    StoredCapture,
+    StoredSteering,
+    columns_of,
+    steering_rows,
+)
 from midstream.storage.store import open_store
 from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore

@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from midstream.api.app import make_app
 from midstream.api.openapi import document
 from midstream.api.web import problems
-from midstream.schemas import json_bounds, limits
-from midstream.schemas.base import from_json
-from midstream.schemas.errors import Problem
-from midstream.schemas.jobs import Job, JobRequest, Sampling
-from midstream.schemas.json_bounds import TooManyValues, check_json
-from midstream.schemas.lens_args import REFUSED
-from midstream.schemas.openai import ONLY
-from midstream.schemas.settings import Settings
+from midstream.schemas.base import json_bounds, limits
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.json_bounds import TooManyValues, check_json
+from midstream.schemas.base.records import from_json
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling
+from midstream.schemas.jobs.openai import ONLY
+from midstream.schemas.requests.lens_args import REFUSED
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 #: JSON has no infinity, and their limits depend on the op and the model:
-#: `api/resolve/interventions.py`.
+#: `api/resolve/edits/interventions.py`.
 LIMITED_BY_OP = {f"SteeringSpec.{name}" for name in ("scale", "strength", "low", "high")} | {
     "LensVector.scale"
 }
-#: Kept as they came and refused by name: `api/resolve/request_parsing.py`,
-#: `api/resolve/lens_args.py`.
+#: Kept as they came and refused by name: `api/resolve/prompts/request_parsing.py`,
+#: `api/resolve/prompts/vllm_lens_fields.py`.
 UNSERVED = {f"{kind}.{name}" for kind in ("CompletionRequest", "ChatRequest") for name in ONLY} | {
     f"LensArgs.{name}" for name in REFUSED
 }
-#: JSON schemas and the like, whose size and depth `api/resolve/formats.py` bounds.
+#: JSON schemas and the like, whose size and depth `api/resolve/prompts/formats.py` bounds.
 BOUNDED_LATER = {
     "ChatRequest.chat_template_kwargs",
     "FunctionDefinition.parameters",

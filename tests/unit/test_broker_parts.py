@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 
-from midstream.broker.ledger import scripts, views
-from midstream.broker.ledger.jobs import new_job_id
+from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.jobs.ledger import new_job_id
+from midstream.broker.ledger.results import views
 from midstream.broker.ops.redis_availability import is_absence
 from midstream.broker.queue.celery_app import (
     PRIORITY_OF_KIND,
@@ -24,9 +25,9 @@ from midstream.broker.queue.celery_app import (
 )
 from midstream.broker.queue.visibility import RENEW_S, LeaseStep
 from midstream.broker.webhooks.outbox import SCRIPTS
-from midstream.schemas.errors import STATUS_OF_KIND, MidstreamError
-from midstream.schemas.jobs import TERMINAL, TRANSITIONS, Job, State
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 
 
 def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
@@ -44,8 +45,8 @@ def test_the_scripts_are_generated_from_the_table_of_transitions() -> None:
 
 
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
-    folder = scripts.Path(scripts.__file__).parent / "lua"
-    assert {file.stem for file in folder.glob("*.lua")} == {*scripts.NAMES, *scripts.PARTS}
+    folder = scripts.LUA
+    assert {file.stem for file in folder.glob("*/*.lua")} == {*scripts.NAMES, *scripts.PARTS}
     webhooks = folder.parents[1] / "webhooks" / "lua"
     assert {file.stem for file in webhooks.glob("*.lua")} == {
         *SCRIPTS,
@@ -54,7 +55,7 @@ def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_kn
     }
     raised = {
         kind
-        for file in folder.glob("*.lua")
+        for file in folder.glob("*/*.lua")
         for kind in re.findall(r"fail\(job, '(\w+)'", file.read_text())
     }
     assert raised <= set(STATUS_OF_KIND)

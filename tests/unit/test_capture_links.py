@@ -16,12 +16,12 @@ from s3_kit import FaultProxy
 
 from midstream.api.operations.disks import Disks
 from midstream.api.routes.captures import _described
-from midstream.schemas.captures import ManifestFile
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import FileEntry, Job, Sampling, StoredPrompt
-from midstream.schemas.receipts import CapturedFile
-from midstream.schemas.settings import Settings
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.captures import ManifestFile
+from midstream.schemas.jobs.jobs import FileEntry, Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.receipts import CapturedFile
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.store import ArtifactStore, open_store
 
 

@@ -14,7 +14,7 @@ from capture_kit import HIDDEN, Sites, finished, values, write
 from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
 from midstream.client.captures.blobs import at
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.storage.file_store import FileStore
 from midstream.storage.s3_store import S3Store
 from midstream.storage.store import ArtifactStore

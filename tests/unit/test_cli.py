@@ -20,9 +20,11 @@ from midstream.client.cli import keys, main, options
 from midstream.client.render import jobs, steering
 from midstream.client.sdk import wire
 from midstream.client.sdk.keys import key_request
-from midstream.schemas.captures import CaptureEntry, CapturePage
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import (
+from midstream.schemas.access.keys import SCOPES, KeyView, Limits, TenantView, Usage
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.captures import CaptureEntry, CapturePage
+from midstream.schemas.jobs.jobs import (
     CaptureResults,
     Determinism,
     FileEntry,
@@ -31,12 +33,10 @@ from midstream.schemas.jobs import (
     StageReport,
     State,
 )
-from midstream.schemas.keys import SCOPES, KeyView, Limits, TenantView, Usage
-from midstream.schemas.selectors import as_ranges
-from midstream.schemas.source_runs import RunView
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.steering import EntryView, ModuleView
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.prompts.selectors import as_ranges
+from midstream.schemas.requests.source_runs import RunView
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.schemas.requests.steering import EntryView, ModuleView
 
 
 @pytest.fixture(autouse=True)

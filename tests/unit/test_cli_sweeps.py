@@ -13,10 +13,10 @@ from sweep_kit import VIEW, over, result
 
 from midstream.client import PatchStudy
 from midstream.client.cli import main, sweeps
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sweep_paths import PathEnd, SweepPath
-from midstream.schemas.sweeps import SweepRequest, SweepResult
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult
+from midstream.schemas.requests.sweep_paths import PathEnd, SweepPath
 
 PROMPTS = (
     "--clean",

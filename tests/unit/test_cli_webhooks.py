@@ -7,7 +7,7 @@ import pytest
 from http_kit import reply, server
 
 from midstream.client.cli import main
-from midstream.schemas.webhooks import (
+from midstream.schemas.access.webhooks import (
     Delivery,
     DeliveryAttempt,
     DeliveryPage,

@@ -16,13 +16,13 @@ from midstream.client import AsyncClient, Client
 from midstream.client.cli import main, options
 from midstream.client.render import jobs
 from midstream.client.sdk import wire
-from midstream.schemas.base import from_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import JobRequest
-from midstream.schemas.openai import CompletionRequest
-from midstream.schemas.source_runs import RunPage, RunPrompt, RunView
-from midstream.schemas.specs import PatchSource, PatchSpec
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.jobs import JobRequest
+from midstream.schemas.jobs.openai import CompletionRequest
+from midstream.schemas.requests.source_runs import RunPage, RunPrompt, RunView
+from midstream.schemas.requests.specs import PatchSource, PatchSpec
 
 VECTOR = np.arange(4, dtype=np.float32)
 PROMPT = RunPrompt(

@@ -17,10 +17,11 @@ from midstream.client import AsyncClient, Client
 from midstream.client.cli import main, options
 from midstream.client.render import steering as show_steering
 from midstream.client.sdk import steering
-from midstream.schemas.base import from_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.steering import (
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.schemas.requests.steering import (
     Agreement,
     Dynamic,
     EntryView,
@@ -33,7 +34,6 @@ from midstream.schemas.steering import (
     StageAgreement,
     WorkerSteering,
 )
-from midstream.schemas.tensors import from_numpy
 
 JOY = np.arange(4, dtype=np.float32)
 ENTRY = EntryView(

@@ -13,7 +13,7 @@ from http_kit import reply, server
 from midstream.client import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.sdk.calls import Blocking, Calls, call, finish, iterate, stream
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
-from midstream.schemas.jobs import Event, JobResult, JobView
+from midstream.schemas.jobs.jobs import Event, JobResult, JobView
 
 
 def public(kind: type) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from midstream import Client, ServerUnreachable, UnknownArgument
 from midstream.client import values
 from midstream.client.sdk import steering, wire
 from midstream.client.sdk.keys import key_request
-from midstream.schemas.base import to_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import JobRequest, SamplingRequest, State
-from midstream.schemas.openai import CompletionRequest
-from midstream.schemas.selectors import Span
-from midstream.schemas.specs import CaptureSpec, PatchSpec, SteeringSpec
-from midstream.schemas.sweeps import SweepRequest
-from midstream.schemas.tensors import to_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest, State
+from midstream.schemas.jobs.openai import CompletionRequest
+from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 
 VECTOR = np.arange(4, dtype=np.float64)
 

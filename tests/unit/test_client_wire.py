@@ -19,13 +19,14 @@ from http_kit import reply, server
 
 from midstream import __version__
 from midstream.client import Client, VersionMismatch
-from midstream.client.sdk import download, wire
-from midstream.schemas.errors import MidstreamError, invalid
-from midstream.schemas.jobs import JobRequest, JobView, State
-from midstream.schemas.keys import KeyId
-from midstream.schemas.selectors import HOOKS, INSIDE
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
+from midstream.client.sdk import wire
+from midstream.client.sdk.answers import download
+from midstream.schemas.access.keys import KeyId
+from midstream.schemas.base.errors import MidstreamError, invalid
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.jobs.jobs import JobRequest, JobView, State
+from midstream.schemas.prompts.selectors import HOOKS, INSIDE
+from midstream.schemas.requests.specs import SteeringSpec
 
 
 def view(state: State = State.QUEUED) -> JobView:

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.settings import Settings
-from midstream.workers.engine.comparison import (
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.workers.engine.proof.comparison import (
     LONGEST,
     Difference,
     Head,
@@ -21,7 +21,7 @@ from midstream.workers.engine.comparison import (
     suspects,
     verdict,
 )
-from midstream.workers.engine.reference import NotComparableError, Tensors
+from midstream.workers.engine.proof.reference import NotComparableError, Tensors
 from midstream.workers.runner.hooks.config_rules import as_served
 
 ROWS, HIDDEN = 6, 32

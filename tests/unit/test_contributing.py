@@ -48,7 +48,7 @@ def test_every_path_of_the_page_exists() -> None:
 
 
 def test_the_change_map_names_what_it_points_at() -> None:
-    """`schemas/states.py` (`State`): the module defines the name."""
+    """`schemas/base/states.py` (`State`): the module defines the name."""
     wrong = []
     for code in changes().values():
         for path, names in re.findall(r"`([\w./]+\.(?:py|lua))` \(([^)]*)\)", code):

@@ -20,10 +20,10 @@ import yaml
 
 from midstream import __version__
 from midstream.broker import flower, health
-from midstream.broker.ledger import keys
+from midstream.broker.ledger.people import keys
 from midstream.broker.ops import install
 from midstream.client.stack.processes import wait_for
-from midstream.schemas.settings import Settings, SettingsError, load_settings
+from midstream.schemas.base.settings import Settings, SettingsError, load_settings
 from midstream.storage.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]

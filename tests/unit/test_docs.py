@@ -12,9 +12,9 @@ import typer
 from tree import ROOT
 
 from midstream.client.cli.main import app
-from midstream.schemas.selectors import ALIASES, FORWARD, HOOKS, INSIDE
-from midstream.schemas.settings import Settings
-from midstream.schemas.version import __version__
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.version import __version__
+from midstream.schemas.prompts.selectors import ALIASES, FORWARD, HOOKS, INSIDE
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]

@@ -8,7 +8,7 @@ from pathlib import Path
 import http_kit
 import pytest
 
-from midstream.client.sdk.download import from_link, in_place
+from midstream.client.sdk.answers.download import from_link, in_place
 from midstream.client.sdk.wire import Manifest, ManifestFile
 
 CONTENT = b"rows of a capture"

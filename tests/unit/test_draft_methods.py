@@ -17,10 +17,10 @@ from vllm.config import SpeculativeConfig
 from vllm.config.speculative import SpeculativeMethod
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from midstream.schemas.settings import Settings, SettingsError
-from midstream.workers.engine.drafts import check_drafter, check_drafts, speculative_config
+from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.workers.engine.options.drafts import check_drafter, check_drafts, speculative_config
+from midstream.workers.engine.options.engine_arguments import engine_options
 from midstream.workers.engine.vllm import VllmEngine
-from midstream.workers.engine.vllm_options import engine_options
 from midstream.workers.runner.support.drafters import (
     CONDITIONS,
     METHODS,

@@ -7,8 +7,8 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Event
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import Event
 from midstream.workers.serving.attempt import Attempt
 
 

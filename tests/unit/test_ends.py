@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.workers.engine.ends import Ends
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.workers.engine.ranks.request_ends import Ends
 from midstream.workers.runner.base import process
 
 

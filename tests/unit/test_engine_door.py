@@ -11,13 +11,13 @@ from test_sweep_plan import model as model_of
 from test_sweep_plan import pair, plan
 from tree import ROOT, sources
 
-from midstream.broker.ledger.scripts import stored_tags
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.loras import StoredLora
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.probes import ProbeContent, StoredProbe
-from midstream.schemas.specs import CaptureSpec, StoredCapture
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.broker.ledger.core.scripts import stored_tags
+from midstream.schemas.artifacts.loras import StoredLora
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine import requests
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.requests import (
@@ -34,7 +34,7 @@ from midstream.workers.serving.sweep_requests import SweepRequests
 #: own, and vLLM below the engine.
 SUBMITTERS = {
     "workers/serving/attempt.py": {"engine"},
-    "workers/engine/certificate.py": {"self._access"},
+    "workers/engine/proof/certificate.py": {"self._access"},
     "workers/engine/vllm.py": {"self._llm"},
 }
 INFO = model_of()

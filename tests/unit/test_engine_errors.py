@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.engine_errors import REASONS, in_our_settings
+from midstream.schemas.service.engine_errors import REASONS, in_our_settings
 
 SAID = {
     "ValueError: To serve at least one request with the model's max seq len "

@@ -15,8 +15,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import (
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import (
     FILE_VARIABLE,
     Settings,
     SettingsError,
@@ -24,9 +24,17 @@ from midstream.schemas.settings import (
     load_settings,
     to_environment,
 )
-from midstream.workers.engine import option_lists, vllm_options
-from midstream.workers.engine.option_check import accepted
-from midstream.workers.engine.option_lists import OURS, PROVEN, UNKNOWN, WRONG, Proven, tables
+from midstream.workers.engine.options import engine_arguments as vllm_options
+from midstream.workers.engine.options import option_lists
+from midstream.workers.engine.options.option_check import accepted
+from midstream.workers.engine.options.option_lists import (
+    OURS,
+    PROVEN,
+    UNKNOWN,
+    WRONG,
+    Proven,
+    tables,
+)
 from midstream.workers.engine.vllm import VllmEngine
 from midstream.workers.engines import check_options
 from midstream.workers.runner.support.allowlist import check
@@ -64,10 +72,10 @@ def test_our_setting_for_an_option_exists() -> None:
 
 
 def test_the_page_shows_the_lists() -> None:
-    mark = "written by `python -m midstream.workers.engine.option_lists` -->"
+    mark = "written by `python -m midstream.workers.engine.options.option_lists` -->"
     written = PAGE.read_text().split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[0]
     assert written.strip() == "\n".join(tables()), (
-        "run python -m midstream.workers.engine.option_lists"
+        "run python -m midstream.workers.engine.options.option_lists"
     )
 
 

@@ -11,9 +11,9 @@ import torch
 from midstream.client.cli import main as cli
 from midstream.client.stack.plan import planned
 from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.ring import QUEUE_BYTES, Ring, plan_queue
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine import plan as module
 from midstream.workers.engine.plan import model_of, plan
 from midstream.workers.runner.edits import prepared_rows

@@ -13,8 +13,8 @@ from plane_kit import Rig, capturing, run, steered
 from rank_kit import Rank, Request, steering
 
 from midstream.kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED
-from midstream.schemas.selectors import HOOKS, Window
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.prompts.selectors import HOOKS, Window
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.rows import finite_check
 

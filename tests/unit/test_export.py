@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from midstream.client import CaptureReader
 from midstream.client.captures.export import export
 from midstream.client.cli import main
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 SITES = {"pre_attn": [0, 3], "post_block": [0, 1, 2]}
 

@@ -13,17 +13,17 @@ import pytest
 from extension_kit import EXAMPLE, install, install_example, install_unruly
 
 from midstream import __version__
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
-from midstream.api.resolve.readings import resolve_readings
-from midstream.api.resolve.request_parsing import parse_job
-from midstream.schemas.banks import RowShape
-from midstream.schemas.errors import MidstreamError
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.prompts.request_parsing import parse_job
+from midstream.api.resolve.readings.readings import resolve_readings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import SettingsError
 from midstream.schemas.extensions import Extension, Option, ReaderSpec, Rows
-from midstream.schemas.jobs import JobRequest
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.readings import StoredReader
-from midstream.schemas.settings import SettingsError
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.jobs.jobs import JobRequest
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.readings import StoredReader
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.extensions import (
     ExtensionError,
     agreed,

@@ -12,15 +12,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from midstream.client import CaptureReader
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, Output, Sampling, StoredPrompt
-from midstream.schemas.models import encode_bundle
-from midstream.schemas.selectors import HOOKS, Hook
-from midstream.schemas.settings import Settings
-from midstream.schemas.source_runs import ZEROS, RunFiles, RunRow, row_name
-from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import encode_bundle
+from midstream.schemas.prompts.selectors import HOOKS, Hook
+from midstream.schemas.requests.source_runs import ZEROS, RunFiles, RunRow, row_name
+from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine.protocol import Progress
 from midstream.workers.engine.requests import prompt_request
 from midstream.workers.engines import make_engine

@@ -7,12 +7,12 @@ import pytest
 import torch
 from sae_rows import D_IN, D_SAE, ROOT
 
-from midstream.broker.ledger.readings import join_features
-from midstream.schemas.base import to_msgpack
-from midstream.schemas.readings import READER, StoredFeatures
-from midstream.schemas.sae_files import reading
-from midstream.schemas.saes import StoredSae
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.broker.ledger.results.readings import join_features
+from midstream.schemas.artifacts.saes import StoredSae
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.requests.readings import READER, StoredFeatures
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.formats.sae_files import reading
 from midstream.workers.runner.files.finished_rows import FinishedCapture, ReadingError
 from midstream.workers.runner.readings.features import Features
 from midstream.workers.runner.readings.sae import load

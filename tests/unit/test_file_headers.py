@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from midstream.client.cli.main import app
 from midstream.client.vectors.numpy_file import read_npy, read_npz
-from midstream.schemas import lora_files, module_files, sae_files, tuned_files
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.blobs import DamagedBlob, read_header
-from midstream.schemas.errors import MidstreamError, Problem, invalid
-from midstream.schemas.loras import LoraSupport
-from midstream.schemas.tensor_files import npy_header, whole_file
+from midstream.schemas.artifacts.loras import LoraSupport
+from midstream.schemas.base.errors import MidstreamError, Problem, invalid
+from midstream.schemas.base.records import from_json, to_json
+from midstream.storage.formats import lora_files, module_files, sae_files, tuned_files
+from midstream.storage.formats.capture_blobs import DamagedBlob, read_header
+from midstream.storage.formats.tensor_files import npy_header, whole_file
 
 SAES = Path(__file__).parents[1] / "data" / "saes"
 MODEL: dict[str, Any] = {"hooks": ["post_block"], "num_layers": 4, "hidden_size": 8}

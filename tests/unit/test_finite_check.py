@@ -10,7 +10,7 @@ import pytest
 from plane_kit import Rig, capturing, steered
 from rank_kit import Request, steering, stream_of
 
-from midstream.schemas.selectors import Window
+from midstream.schemas.prompts.selectors import Window
 
 
 @pytest.fixture

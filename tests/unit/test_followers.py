@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine import nodes
 
 LEASE_S = 8.0

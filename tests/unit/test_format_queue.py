@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.workers.engine import format_check
-from midstream.workers.engine.format_check import FormatChecker, FormatsBusy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.workers.engine.prompts import format_check
+from midstream.workers.engine.prompts.format_check import FormatChecker, FormatsBusy
 
 
 class Checker(FormatChecker):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from midstream import __version__
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameError, Kind, ProtocolMismatch
-from midstream.schemas.base import to_msgpack
-from midstream.schemas.receipts import PROTOCOL, CapturedFile, Receipt, receipt_decoder
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, Receipt, receipt_decoder
 
 EPOCH = "00112233445566778899aabbccddeeff"
 RECEIPT = Receipt(

@@ -9,27 +9,27 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.gates import Gated, check_use, gated_by, generated
-from midstream.api.resolve.model_state import ModelState
-from midstream.api.resolve.probes import check_action
-from midstream.api.resolve.steering import resolve_edits, resolve_module
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.limits import MAX_GATE_RUNS
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
-from midstream.schemas.selectors import HOOKS, PositionSelector, Span, Window
-from midstream.schemas.specs import (
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.api.resolve.positions.gates import Gated, check_use, gated_by, generated
+from midstream.api.resolve.readings.probes import check_action
+from midstream.schemas.artifacts.probes import Action, Probe, ProbeContent, ProbeUse, StoredProbe
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.limits import MAX_GATE_RUNS
+from midstream.schemas.base.tensors import from_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Span, Window
+from midstream.schemas.requests.specs import (
     RankSpec,
     SteeringSpec,
     StoredSteering,
     steering_digest,
     steering_rows,
 )
-from midstream.schemas.steering import GlobalSteering, Module, content_digest
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.requests.steering import GlobalSteering, Module, content_digest
 from midstream.workers.engine.protocol import EngineRequest, Sampling
-from midstream.workers.engine.rank_spec import rank_spec
+from midstream.workers.engine.ranks.rank_spec import rank_spec
 from midstream.workers.runner.probes.gates import Gates, gates_of
 from midstream.workers.runner.probes.watches import ProbeError, Watch
 

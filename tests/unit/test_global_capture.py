@@ -2,10 +2,10 @@
 
 import pytest
 
-from midstream.schemas.global_capture import from_settings, parse
-from midstream.schemas.selectors import Span
-from midstream.schemas.settings import Settings, SettingsError
-from midstream.schemas.specs import CaptureSpec
+from midstream.schemas.base.settings import Settings, SettingsError
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.requests.specs import CaptureSpec
+from midstream.schemas.service.global_capture import from_settings, parse
 
 
 def test_an_empty_global_capture_captures_nothing() -> None:

@@ -5,10 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from midstream.api.operations.global_change import change
-from midstream.broker.ledger.steering import Account
-from midstream.schemas.base import now
-from midstream.schemas.settings import Settings
-from midstream.schemas.steering import GlobalSteering, Proposal, SteeringTemplate, WorkerSteering
+from midstream.broker.ledger.named.steering import Account
+from midstream.schemas.base.records import now
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.requests.steering import (
+    GlobalSteering,
+    Proposal,
+    SteeringTemplate,
+    WorkerSteering,
+)
 
 
 class Overtaken:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from midstream.schemas.specs import Grade, RankSpec
+from midstream.schemas.requests.specs import Grade, RankSpec
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.plane.grading import KEPT, Grading, lacking, tap
 from midstream.workers.runner.rows.planner import Tracked

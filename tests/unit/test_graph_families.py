@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 from midstream.kernels import idle_sites, single_site, sites_idle
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.selectors import PositionSelector, Window
-from midstream.schemas.specs import RankSpec, StoredCapture, touched
+from midstream.schemas.prompts.selectors import PositionSelector, Window
+from midstream.schemas.requests.specs import RankSpec, StoredCapture, touched
 from midstream.workers.runner.vllm.graph_families import (
     Batch,
     Execution,

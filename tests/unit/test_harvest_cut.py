@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.schemas.harvest_order import key_hash, row_order, sampled
-from midstream.schemas.harvests import (
+from midstream.schemas.jobs.harvest_order import key_hash, row_order, sampled
+from midstream.schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,
     HarvestShards,
     HarvestSource,
     StoredHarvest,
 )
-from midstream.schemas.jobs import SamplingRequest
+from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.workers.serving.harvest_cut import (
     CutSequence,
     Document,

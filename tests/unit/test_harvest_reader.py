@@ -14,11 +14,11 @@ from safetensors import safe_open
 from zlib_ng import zlib_ng
 
 from midstream import harvest as reading
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.dtypes import float32_to_bfloat16
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvest_order import row_order
-from midstream.schemas.harvests import (
+from midstream.schemas.base.dtypes import float32_to_bfloat16
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.harvest_order import row_order
+from midstream.schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
     HarvestManifest,
@@ -28,7 +28,7 @@ from midstream.schemas.harvests import (
     ShardEntry,
     ShardFile,
     UnitEntry,
-)  # fmt: skip
+)
 from midstream.storage.shards import shard_buffers
 
 WIDTH, TOKENS, DOCUMENTS, UNITS = 8, 6, 5, 12

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.schemas.dtypes import float32_to_bfloat16
-from midstream.schemas.harvest_order import row_order
-from midstream.schemas.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.base.dtypes import float32_to_bfloat16
+from midstream.schemas.jobs.harvest_order import row_order
+from midstream.schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.shards import (
     checksum,
     decoded_rows,

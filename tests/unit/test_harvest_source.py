@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from midstream.broker.artifacts.corpora import find, roots_of, store_of
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.storage.store import open_store
 from midstream.workers.fake.model import make_bundle, make_tokenizer
 from midstream.workers.serving import harvest_source, harvest_tables

@@ -15,9 +15,9 @@ from tokenizers import (
     trainers,
 )
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.harvests import HarvestCut, HarvestSource, StoredHarvest
-from midstream.schemas.models import TokenizerBundle
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.harvests import HarvestCut, HarvestSource, StoredHarvest
+from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.workers.serving import harvest_tokens
 from midstream.workers.serving.harvest_tokens import Tokens
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
 from midstream.client.render import heatmap, sweeps
-from midstream.client.sdk.grid import described, grid_of
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sweeps import Baseline, Metric, SweepResult
+from midstream.client.sdk.answers.grid import described, grid_of
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.sweeps import Baseline, Metric, SweepResult
 
 
 def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None) -> str:

@@ -13,12 +13,12 @@ from midstream.client.lens.model import REFUSED as OF_MODEL
 from midstream.client.lens.model import HookedModel, edits_of
 from midstream.client.lens.names import ABSENT, BLOCK, SHORT, Card, Site, chosen, hooks_of, site_of
 from midstream.lens import ops
-from midstream.schemas.banks import RowShape
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import JobRequest
-from midstream.schemas.limits import MAX_LENS_TOKENS
-from midstream.schemas.readings import LensReading
-from midstream.schemas.selectors import ALIASES, EVERY, HOOKS
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.limits import MAX_LENS_TOKENS
+from midstream.schemas.jobs.jobs import JobRequest
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.prompts.selectors import ALIASES, EVERY, HOOKS
+from midstream.schemas.requests.readings import LensReading
 
 WIDE, HEADS = RowShape(heads=3, width=4), RowShape(heads=1, width=20)
 CARD = Card(
@@ -156,7 +156,7 @@ def request(*hooks: Any) -> JobRequest:
 
 def _plain(entries: list[dict[str, Any]]) -> Any:
     from midstream.client.values import plain
-    from midstream.schemas.specs import PatchSpec, SteeringSpec
+    from midstream.schemas.requests.specs import PatchSpec, SteeringSpec
 
     kind = list[SteeringSpec] if entries and "source" not in entries[0] else list[PatchSpec]
     return msgspec.to_builtins(plain(entries, kind))

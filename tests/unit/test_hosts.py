@@ -4,8 +4,8 @@ import pytest
 
 from midstream.api.__main__ import serve
 from midstream.broker.ops.hosts import Hosts
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings, SettingsError, asks_for_keys
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings, SettingsError, asks_for_keys
 
 OPEN = Settings()  # on loopback nobody is asked for a key
 KEYS = Settings(auth="keys")

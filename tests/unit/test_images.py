@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
-from midstream.api.resolve.images import check_number, placed
-from midstream.api.resolve.request_parsing import parse_chat, plain_messages
-from midstream.api.resolve.steering import _check_for_everyone
+from midstream.api.resolve.edits.steering import _check_for_everyone
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.prompts.images import check_number, placed
+from midstream.api.resolve.prompts.request_parsing import parse_chat, plain_messages
 from midstream.client.images import image_part, with_images
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.global_capture import parse, parse_positions
-from midstream.schemas.images import ImageError, ImageRef, check_image, digest_of, inside
-from midstream.schemas.jobs import Sampling
-from midstream.schemas.limits import MAX_IMAGE_PIXELS
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.openai import ChatRequest
-from midstream.schemas.selectors import SelectorError, Span, Window, resolve_positions
-from midstream.schemas.specs import CaptureSpec, StoredCapture
-from midstream.workers.engine.images import align, expanded, fitted, prompt_with_images
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.limits import MAX_IMAGE_PIXELS
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.jobs import Sampling
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.jobs.openai import ChatRequest
+from midstream.schemas.prompts.images import ImageError, ImageRef, check_image, digest_of, inside
+from midstream.schemas.prompts.selectors import SelectorError, Span, Window, resolve_positions
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
+from midstream.schemas.service.global_capture import parse, parse_positions
+from midstream.workers.engine.prompts.images import align, expanded, fitted, prompt_with_images
 from midstream.workers.engine.protocol import EngineRequest
 
 

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 
-from midstream.schemas.banks import RowShape
-from midstream.schemas.selectors import INSIDE
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.prompts.selectors import INSIDE
 from midstream.workers.runner.files.finished_rows import Columns
 from midstream.workers.runner.plane.inside_hooks import Group, Inner, _wrap, find
 

@@ -14,7 +14,7 @@ from midstream.broker.ops.install import (
     with_secrets,
 )
 from midstream.broker.receipts.curve import client_keys, server_keys, with_kept_keys
-from midstream.schemas.settings import Settings, SettingsError
+from midstream.schemas.base.settings import Settings, SettingsError
 
 
 def mode(path: Path) -> int:

@@ -14,17 +14,17 @@ import torch
 from extension_kit import install, install_example, install_unruly
 
 from midstream import __version__
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.steering import resolve_edits, resolve_module
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.banks import RowShape
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.specs import SteeringSpec, StoredSteering, steering_digest
-from midstream.schemas.tensors import from_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.specs import SteeringSpec, StoredSteering, steering_digest
 from midstream.workers.runner.base.extensions import ExtensionError, trusted
 from midstream.workers.runner.edits.installed_ops import ON_CPUS, check_here, load_ops
 

@@ -9,8 +9,8 @@ import pytest
 
 from midstream.api.web import key_revocation
 from midstream.api.web.key_revocation import KeyWatch
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.keys import EVERYBODY, Caller
+from midstream.schemas.access.keys import EVERYBODY, Caller
+from midstream.schemas.base.errors import MidstreamError
 
 
 class Stored:

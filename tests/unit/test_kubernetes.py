@@ -18,7 +18,7 @@ import pytest
 import yaml
 from tree import tracked
 
-from midstream.schemas.settings import PREFIX, SECRETS, Settings
+from midstream.schemas.base.settings import PREFIX, SECRETS, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -10,15 +10,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import midstream
-from midstream.api.resolve.admission import admit
-from midstream.api.resolve.request_parsing import parse_job
-from midstream.api.resolve.tokenizer import Codec
-from midstream.broker.ledger import scripts
-from midstream.broker.ledger.auto_pipeline import Parts, packed
-from midstream.schemas.base import from_json, now, to_json, to_msgpack
-from midstream.schemas.jobs import Job, JobRequest, Sampling, StoredPrompt
-from midstream.schemas.models import ModelInfo, TokenizerBundle
-from midstream.schemas.settings import Settings
+from midstream.api.resolve.admission.admission import admit
+from midstream.api.resolve.prompts.request_parsing import parse_job
+from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.core.auto_pipeline import Parts, packed
+from midstream.schemas.base.records import from_json, now, to_json, to_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
 
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
 #: The documented limits: bytes of memory for each of the body, and seconds for which nothing else

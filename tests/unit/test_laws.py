@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from midstream.schemas.selectors import HOOKS, Hook
+from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.certificate.laws import (
     STREAM,
     Finding,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.prompts.selectors import HOOKS
 from midstream.workers.runner.hooks.architectures import Variant
 from midstream.workers.runner.hooks.layer_discovery import LayerShape, NoStreamError, probe
 from midstream.workers.runner.hooks.taps import Tap

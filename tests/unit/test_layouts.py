@@ -15,7 +15,7 @@ from capture_kit import filesystem, finished, values, write
 
 from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
-from midstream.schemas.captures import index_of
+from midstream.schemas.jobs.captures import index_of
 from midstream.storage import file_store
 from midstream.storage.blobs import read_entries
 from midstream.storage.store import ArtifactStore, open_store

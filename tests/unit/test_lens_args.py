@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from midstream.api.resolve.lens_args import TAG, as_written, check_answer
-from midstream.api.resolve.request_parsing import ParsedRequest
-from midstream.schemas.errors import MidstreamError, invalid
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.specs import StoredCapture
+from midstream.api.resolve.prompts.request_parsing import ParsedRequest
+from midstream.api.resolve.prompts.vllm_lens_fields import TAG, as_written, check_answer
+from midstream.schemas.base.errors import MidstreamError, invalid
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.specs import StoredCapture
 
 AT = "vllm_xargs.output_residual_stream"
 MODEL = ModelInfo(

@@ -10,8 +10,8 @@ import pytest
 from midstream.client.lens.cache import ActivationCache
 from midstream.client.lens.names import BLOCK, Card, Site, chosen
 from midstream.lens import ops
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.prompts.selectors import HOOKS
 
 LAYERS, TOKENS, WIDTH = 3, 4, 2
 CARD = Card(

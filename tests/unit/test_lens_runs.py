@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from midstream.lens import HookedModel, ops
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import CaptureResults, JobResult, Output, State
-from midstream.schemas.tokens import Detokenized, Tokenized
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import CaptureResults, JobResult, Output, State
+from midstream.schemas.prompts.tokens import Detokenized, Tokenized
 
 CARD = {
     "id": "m",

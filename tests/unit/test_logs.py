@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from midstream.broker.ops import logs
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.settings import Settings
 
 SECRET = "hunter2hunter2"
 
@@ -160,7 +160,7 @@ def test_a_line_with_breaks_and_odd_letters_stays_one_json_object(stream: Stream
 def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
     program = (
         "import sys\nfrom midstream.broker.ops import observability, traces\nfrom "
-        "midstream.schemas.settings import Settings\n"
+        "midstream.schemas.base.settings import Settings\n"
         "observability.start(Settings(), 'api')\nspan = traces.begin('x', '00-' + 'a' "
         "* 32 + '-' + 'b' * 16 + '-01')\n"
         "traces.record('y', span.traceparent, 0.0, "

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.lora_files import LoraError, check, folder_of, general_name, joined, read
-from midstream.schemas.loras import LoraModule, LoraSupport
+from midstream.schemas.artifacts.loras import LoraModule, LoraSupport
+from midstream.schemas.base.errors import MidstreamError
+from midstream.storage.formats.lora_files import (
+    LoraError,
+    check,
+    folder_of,
+    general_name,
+    joined,
+    read,
+)
 
 UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
 SUPPORT = LoraSupport(

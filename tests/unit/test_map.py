@@ -14,9 +14,9 @@ import pytest
 from map_kit import Jobs, serving
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
-from midstream.client.sdk import mapping
-from midstream.client.sdk.map_cache import MapCache
-from midstream.schemas.errors import Problem, invalid
+from midstream.client.sdk.mapping import map as mapping
+from midstream.client.sdk.mapping.cache import MapCache
+from midstream.schemas.base.errors import Problem, invalid
 
 
 def mapped(jobs: Jobs, prompts: Any, **options: Any) -> list[Mapped]:

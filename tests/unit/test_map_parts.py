@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from midstream.client.sdk import map_key, wire
-from midstream.client.sdk.map_cache import MapCache
-from midstream.client.sdk.mapping import sliced
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import (
+from midstream.client.sdk import wire
+from midstream.client.sdk.mapping import key as map_key
+from midstream.client.sdk.mapping.cache import MapCache
+from midstream.client.sdk.mapping.map import sliced
+from midstream.schemas.artifacts.loras import LoraUse
+from midstream.schemas.artifacts.probes import ProbeResult
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import (
     CaptureResults,
     ConsumerReport,
     Determinism,
@@ -25,9 +28,7 @@ from midstream.schemas.jobs import (
     StageReport,
     State,
 )
-from midstream.schemas.loras import LoraUse
-from midstream.schemas.probes import ProbeResult
-from midstream.schemas.readings import FeaturesReading, LensReading
+from midstream.schemas.requests.readings import FeaturesReading, LensReading
 
 
 def lens(prompt: int) -> LensReading:

@@ -10,7 +10,7 @@ import pytest
 from capture_kit import finished, values, write
 
 from midstream import CaptureReader, matrix, samples
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 POSITIONS = {"job_a": ([0, 1, 2], [0, 1]), "job_b": ([4, 6],)}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine import model_identity
 from midstream.workers.engine.model_identity import FileDigests, identity_of
 

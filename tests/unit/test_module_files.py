@@ -14,14 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from midstream.schemas import module_files
-from midstream.schemas.blobs import encode_safetensors
-from midstream.schemas.dtypes import ITEM_BYTES, DType
-from midstream.schemas.interventions import FAMILY, INSTALLED, STEERING_FIELDS
-from midstream.schemas.module_files import MAX_ENTRIES, SHAPES, SHARED, of_sites, specs_of, to_bytes
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.steering import Entries
-from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.dtypes import ITEM_BYTES, DType
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.requests.interventions import FAMILY, INSTALLED, STEERING_FIELDS
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.schemas.requests.steering import Entries
+from midstream.storage.formats import module_files
+from midstream.storage.formats.capture_blobs import encode_safetensors
+from midstream.storage.formats.module_files import (
+    MAX_ENTRIES,
+    SHAPES,
+    SHARED,
+    of_sites,
+    specs_of,
+    to_bytes,
+)
 
 JOY = np.arange(4, dtype=np.float32)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tree import ROOT
 
-from midstream.schemas.selectors import HOOKS, Hook
+from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import (
     ARCHITECTURES,
     PRE_NORM,

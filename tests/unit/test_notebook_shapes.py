@@ -16,12 +16,12 @@ from sweep_kit import FAILED, LAYERS, PEAK, pair, result
 from midstream import CaptureReader, Client, Mapped, MidstreamError
 from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
-from midstream.client.sdk.grid import Grid, grid_of
+from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.lens import Lens
-from midstream.schemas import base
-from midstream.schemas.errors import Problem
-from midstream.schemas.jobs import CaptureResults, JobPage, JobResult, JobView, Output, State
-from midstream.schemas.steering import EntryView, GlobalView, ModuleView
+from midstream.schemas.base import records as base
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.jobs.jobs import CaptureResults, JobPage, JobResult, JobView, Output, State
+from midstream.schemas.requests.steering import EntryView, GlobalView, ModuleView
 
 #: Markup of HTML, of attributes and of rich; a link of rich would become one of HTML.
 HOSTILE = "<script>alert(1)</script>\"' onload=x &amp; [link=javascript:alert(1)]x[/link] [bold]"
@@ -170,7 +170,7 @@ def test_records_without_a_table_and_empty_lists_are_shown_as_text() -> None:
 
 def test_nothing_is_rendered_before_a_client_is_made() -> None:
     program = (
-        "import midstream, sys; from midstream.schemas.jobs import JobPage; assert "
+        "import midstream, sys; from midstream.schemas.jobs.jobs import JobPage; assert "
         "JobPage(jobs=[])._repr_html_() is None"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd="/")

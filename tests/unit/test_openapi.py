@@ -11,9 +11,9 @@ import pytest
 
 from midstream.api.app import make_app
 from midstream.api.openapi import document
-from midstream.schemas.base import Published
-from midstream.schemas.layer_kinds import LayerKind
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.records import Published
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.model.layer_kinds import LayerKind
 
 KEPT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
 

@@ -15,7 +15,7 @@ import pytest
 
 from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.broker.receipts.outbox_store import JobLog, Store, file_stem
-from midstream.schemas.receipts import Receipt, receipt_decoder
+from midstream.schemas.jobs.receipts import Receipt, receipt_decoder
 
 NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
 

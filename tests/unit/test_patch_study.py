@@ -19,12 +19,12 @@ from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, res
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.notebook import install
 from midstream.client.render import figures, notebook
-from midstream.client.sdk.grid import grid_of
-from midstream.client.sdk.progress import bar
+from midstream.client.sdk.answers.grid import grid_of
+from midstream.client.sdk.answers.progress import bar
 from midstream.client.study.patch_study import Region
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sweeps import (
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.sweeps import (
     PairSpan,
     Skipped,
     SweepCell,
@@ -492,7 +492,7 @@ def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.Monkey
         "IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)"
     )
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
-    monkeypatch.setattr("midstream.schemas.base.html_renderer", None)
+    monkeypatch.setattr("midstream.schemas.base.records.html_renderer", None)
     assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
     monkeypatch.setattr("midstream.client.notebook.ipython_shell", lambda: shell)
     install()

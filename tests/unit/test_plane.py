@@ -17,10 +17,10 @@ from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.selectors import HOOKS, PositionSelector, Window, select
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.schemas.specs import StoredCapture
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.prompts.selectors import HOOKS, PositionSelector, Window, select
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 

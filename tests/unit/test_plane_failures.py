@@ -13,7 +13,7 @@ import pytest
 from plane_kit import Rig, capturing, run, steered
 from rank_kit import Request, stream_of
 
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.rows.capture import Extent, Selection

@@ -9,9 +9,9 @@ import pytest
 from plane_kit import Rig
 from rank_kit import HIDDEN, Request
 
-from midstream.schemas.probes import Action, ProbeContent, StoredProbe
-from midstream.schemas.specs import probe_captures
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.specs import probe_captures
 
 WEIGHT = np.random.default_rng(0).normal(size=(1, HIDDEN)).astype(np.float32)
 

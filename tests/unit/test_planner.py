@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, rows_of, steering, stream_of, wanted_rows
 
 from midstream.kernels.plan import ALIKE, ALIKE_FROM, DEPTH, EDITS, ROWS_PER_TOKEN
-from midstream.schemas.selectors import HOOKS, Window, select
-from midstream.schemas.specs import SteeringRow, StoredCapture, StoredSteering, columns_of
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
+from midstream.schemas.prompts.selectors import HOOKS, Window, select
+from midstream.schemas.requests.specs import SteeringRow, StoredCapture, StoredSteering, columns_of
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.runner.rows.buffers import Staging
 
 

@@ -14,9 +14,9 @@ from capture_kit import source_run
 from plane_kit import VECTOR, Rig, spec_of, steered
 from rank_kit import HIDDEN, steering
 
-from midstream.schemas.source_runs import RunRow, row_name
-from midstream.schemas.specs import SteeringRow, steering_rows
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.source_runs import RunRow, row_name
+from midstream.schemas.requests.specs import SteeringRow, steering_rows
 from midstream.workers.runner.edits.prepared_rows import PreparedRows
 from midstream.workers.runner.edits.vector_pool import Joined, joined
 

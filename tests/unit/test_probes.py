@@ -9,8 +9,8 @@ import pytest
 
 import midstream
 from midstream.client.probes import fit
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.runner.probes.aggregates import aggregate
 from midstream.workers.runner.probes.probe_news import (
     SCORES,

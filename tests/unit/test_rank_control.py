@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
-from midstream.schemas.steering import GlobalSteering, RankSteering, SteeringTemplate
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
-from midstream.workers.engine.collective import Quarantined, Refused, Undo, unbroken
-from midstream.workers.engine.rank_control import disagreement
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
+from midstream.workers.engine.ranks.collective import Quarantined, Refused, Undo, unbroken
+from midstream.workers.engine.ranks.control import disagreement
 from midstream.workers.fake.engine import FakeEngine
 
 TENSORS = {

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
-from midstream.schemas.source_runs import RunFile, RunFiles
-from midstream.workers.engine.collective import Quarantined, Ranks
-from midstream.workers.engine.source_runs import RankRuns
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.requests.source_runs import RunFile, RunFiles
+from midstream.workers.engine.ranks.collective import Quarantined, Ranks
+from midstream.workers.engine.ranks.source_runs import RankRuns
 from midstream.workers.fake.model import HIDDEN_SIZE
 from midstream.workers.fake.rank import FakeFaults
 from midstream.workers.fake.ranks import FakeRanks

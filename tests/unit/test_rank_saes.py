@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sae_files import CONFIG, WEIGHTS
-from midstream.schemas.saes import StoredSae
-from midstream.workers.engine.collective import Ranks
-from midstream.workers.engine.saes import RankSaes
+from midstream.schemas.artifacts.saes import StoredSae
+from midstream.schemas.base.errors import MidstreamError
+from midstream.storage.formats.sae_files import CONFIG, WEIGHTS
+from midstream.workers.engine.ranks.collective import Ranks
+from midstream.workers.engine.ranks.saes import RankSaes
 
 
 class Loaded:

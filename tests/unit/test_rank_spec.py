@@ -4,11 +4,11 @@ apart what differs?
 
 import pytest
 
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.selectors import RequestedPositions, Span, Window
-from midstream.schemas.specs import RankSpec, StoredCapture, StoredSteering
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.workers.engine.rank_spec import rank_spec
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.prompts.selectors import RequestedPositions, Span, Window
+from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
+from midstream.workers.engine.ranks.rank_spec import rank_spec
 from midstream.workers.engine.requests import prompt_request
 
 

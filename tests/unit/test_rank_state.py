@@ -13,8 +13,8 @@ from capture_kit import source_run
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
 from rank_kit import HIDDEN, Request, steering, stream_of
 
-from midstream.schemas.steering import GlobalSteering, RankSteering, SteeringTemplate
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.workers.runner.base.engine_step import NewRequest
 from midstream.workers.runner.plane.faults import CALLS, answer
 

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.tensors import content_hash, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.workers.engine.admission import (
     CaptureBudget,
     CellSlots,
@@ -15,8 +15,8 @@ from midstream.workers.engine.admission import (
     RowDemand,
     StepRows,
 )
-from midstream.workers.engine.collective import Ranks, check_apply_results
-from midstream.workers.engine.vectors import RankVectors
+from midstream.workers.engine.ranks.collective import Ranks, check_apply_results
+from midstream.workers.engine.ranks.vectors import RankVectors
 
 TENSORS = {
     content_hash(t): t for t in (from_numpy(np.full(4, n, dtype=np.float32)) for n in range(6))

@@ -7,12 +7,18 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from midstream.broker.ledger.readings import join_lens, readings
-from midstream.schemas.base import to_msgpack
-from midstream.schemas.readings import READER, LensPart, StoredLens, StoredTuned, part_decoder
-from midstream.schemas.receipts import Consumed, Receipt
-from midstream.schemas.specs import RankSpec, StoredCapture
-from midstream.schemas.tuned_files import FILE, check_on
+from midstream.broker.ledger.results.readings import join_lens, readings
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.jobs.receipts import Consumed, Receipt
+from midstream.schemas.requests.readings import (
+    READER,
+    LensPart,
+    StoredLens,
+    StoredTuned,
+    part_decoder,
+)
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.formats.tuned_files import FILE, check_on
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.hooks.output_head import Shard
 from midstream.workers.runner.readings.logit_lens import Lens

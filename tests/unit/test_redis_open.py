@@ -10,7 +10,7 @@ from redis.connection import SSLConnection
 from midstream.broker.ops import logs, redis_durability, redis_open
 from midstream.broker.queue.celery_app import channels_of, make_app
 from midstream.broker.queue.transport import transport_of
-from midstream.schemas.settings import Settings, SettingsError, load_settings
+from midstream.schemas.base.settings import Settings, SettingsError, load_settings
 
 PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
 

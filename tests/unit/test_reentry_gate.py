@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from midstream.schemas.selectors import PositionSelector
-from midstream.schemas.specs import Entry, RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.prompts.selectors import PositionSelector
+from midstream.schemas.requests.specs import Entry, RankSpec, StoredCapture, StoredSteering
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.plane.reentry import (
     Reentry,

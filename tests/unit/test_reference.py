@@ -11,7 +11,7 @@ import torch
 import transformers
 from tiny import checkpoint
 
-from midstream.workers.engine.reference import (
+from midstream.workers.engine.proof.reference import (
     MOST_LAYERS,
     NotComparableError,
     Reference,

@@ -11,10 +11,10 @@ from rich.console import Console
 from midstream import __version__
 from midstream.client.render import status as show_status
 from midstream.client.stack import doctor
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import WorkerInfo, WorkerStats
-from midstream.schemas.settings import Settings
-from midstream.schemas.status import (
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
+from midstream.schemas.service.status import (
     CallbacksStatus,
     DesyncStatus,
     QueueStatus,

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from midstream import __version__
-from midstream.api.resolve import captures as rules
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
+from midstream.api.resolve.positions import captures as rules
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.broker.ops import global_capture as everyone
 from midstream.broker.ops.metrics import GLOBAL_CAPTURE_SKIPPED
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import Span, Window
-from midstream.schemas.specs import CaptureSpec, StoredCapture
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import Span, Window
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
 HIDDEN = 8
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 from sae_rows import D_IN, D_SAE, ROOT
 
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.features import FeatureFiles, Named, Rows, check_range, check_specs
-from midstream.api.resolve.model_state import ModelState
-from midstream.api.resolve.saes import resolve_sae
-from midstream.api.resolve.steering import resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.edits.features import FeatureFiles, Named, Rows, check_range, check_specs
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
 from midstream.kernels.plan import SitePlan, does_of
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.sae_files import Feature
-from midstream.schemas.saes import Sae, SaeRequest
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import SteeringSpec, StoredSteering
-from midstream.schemas.tensors import Tensor, to_numpy
+from midstream.schemas.artifacts.saes import Sae, SaeRequest
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, to_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
+from midstream.storage.formats.sae_files import Feature
 from midstream.workers.runner.readings.sae import NORMALISATIONS, load
 
 MODEL = ModelInfo(
@@ -226,7 +226,7 @@ def test_what_an_autoencoder_cannot_do_is_refused_by_field(
 
 
 def test_more_features_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("midstream.api.resolve.features.MAX_FEATURES", 2)
+    monkeypatch.setattr("midstream.api.resolve.edits.features.MAX_FEATURES", 2)
     specs = [SteeringSpec(sae="standard", feature=feature, op="ablate") for feature in (1, 2, 2, 3)]
     with pytest.raises(MidstreamError, match="names 3 features"):
         named(*specs)

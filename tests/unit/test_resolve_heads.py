@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from test_resolve_interventions import bounds
 
-from midstream.api.resolve.captures import resolve_captures
-from midstream.api.resolve.steering import resolve_edits
-from midstream.schemas.banks import RowShape, asked_hooks
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.selectors import HOOKS, INSIDE
-from midstream.schemas.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec
-from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
+from midstream.api.resolve.edits.steering import resolve_edits
+from midstream.api.resolve.positions.captures import resolve_captures
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.model.banks import RowShape, asked_hooks
+from midstream.schemas.prompts.selectors import HOOKS, INSIDE
+from midstream.schemas.requests.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec
 
 #: Three query heads of four elements over one key head; four neurons.
 SHAPES = {

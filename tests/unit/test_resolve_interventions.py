@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.interventions import GIVEN, OPTIONS
-from midstream.api.resolve.steering import resolve_edits
-from midstream.schemas.base import from_msgpack, to_json, to_msgpack
-from midstream.schemas.dtypes import DTYPES
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.interventions import (
+from midstream.api.resolve.edits.interventions import GIVEN, OPTIONS
+from midstream.api.resolve.edits.steering import resolve_edits
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.schemas.base.dtypes import DTYPES
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack, to_json, to_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
+from midstream.schemas.requests.interventions import (
     EVERY,
     FAMILIES,
     MAX_RANK,
@@ -25,10 +28,7 @@ from midstream.schemas.interventions import (
     Family,
     SteeringOp,
 )
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import HOOKS, STREAM_HOOKS
-from midstream.schemas.specs import SteeringSpec, StoredSteering
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 8

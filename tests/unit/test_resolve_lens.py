@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from test_resolve_captures import bounds
 
-from midstream.api.resolve.captures import resolve_captures
-from midstream.api.resolve.readings import resolve_readings, with_token_ids
-from midstream.api.resolve.tokenizer import Codec
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.lens import LensSpec
-from midstream.schemas.readings import READER, StoredLens
-from midstream.schemas.specs import CaptureSpec, StoredCapture
+from midstream.api.resolve.positions.captures import resolve_captures
+from midstream.api.resolve.prompts.tokenizer import Codec
+from midstream.api.resolve.readings.readings import resolve_readings, with_token_ids
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.requests.lens import LensSpec
+from midstream.schemas.requests.readings import READER, StoredLens
+from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.workers.fake.model import make_bundle, make_tokenizer
 
 SERVED = {"readings": {"lens": ""}}

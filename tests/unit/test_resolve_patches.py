@@ -7,25 +7,25 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.resolve import patches
-from midstream.api.resolve.captures import Bounds, PromptFacts, resolve_captures
-from midstream.api.resolve.model_state import ModelState
-from midstream.api.resolve.patches import MAX_PATCH_ROWS, MAX_RUNS
-from midstream.api.resolve.steering import MAX_ENTRIES, resolve_edits, resolve_module
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
-from midstream.schemas.source_runs import ZEROS, RunPrompt, RunView
-from midstream.schemas.specs import (
+from midstream.api.resolve.edits import patches
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
+from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits, resolve_module
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.requests.source_runs import ZEROS, RunPrompt, RunView
+from midstream.schemas.requests.specs import (
     CaptureSpec,
     PatchSource,
     PatchSpec,
     SteeringSpec,
     StoredSteering,
 )
-from midstream.schemas.steering import Module, content_digest
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.requests.steering import Module, content_digest
 
 HIDDEN = 8
 LAYERS = 4

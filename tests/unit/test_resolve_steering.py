@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from midstream import __version__
-from midstream.api.resolve.captures import Bounds, PromptFacts
-from midstream.api.resolve.model_state import ModelState
-from midstream.api.resolve.steering import resolve_edits, resolve_everyone, resolve_module
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import ModelInfo
-from midstream.schemas.selectors import HOOKS, SelectorError, Span, Window
-from midstream.schemas.specs import SteeringSpec, StoredSteering
-from midstream.schemas.steering import GlobalSteering, Module, content_digest
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.api.resolve.edits.model_state import ModelState
+from midstream.api.resolve.edits.steering import resolve_edits, resolve_everyone, resolve_module
+from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.selectors import HOOKS, SelectorError, Span, Window
+from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, Module, content_digest
 
 HIDDEN = 8
 VECTOR = from_numpy(np.ones(HIDDEN, np.float32))

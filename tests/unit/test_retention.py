@@ -16,7 +16,7 @@ from memory_store import MemoryStore
 
 from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.storage import file_store
 from midstream.storage.s3_store import S3Store
 from midstream.storage.store import ArtifactStore, open_store

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.schemas.ring import MOST_BYTES, plan_ring
-from midstream.schemas.selectors import Window
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.base.ring import MOST_BYTES, plan_ring
+from midstream.schemas.prompts.selectors import Window
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.vllm.ring_budget import CapturedRows, RingBudget, stage_sites
 
 ONE_STAGE = [range(4)]

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.models.llama4 import Llama4MoE
 
 from midstream.client.captures.kinds import routing_at
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.routing import VERSION, RoutingKind, routed
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.model.routing import VERSION, RoutingKind, routed
 from midstream.workers.runner.hooks.routing_kinds import kind_of
 
 EXPERTS, TOP, TOKENS = 12, 3, 40

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from rank_kit import Rank, Request, rows_of, wanted_rows
 
-from midstream.schemas.banks import RowShape
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.workers.runner.base import row_index
 from midstream.workers.runner.base.row_index import PIECES, RowIndex, Wanted
 from midstream.workers.runner.rows.mover import Mover

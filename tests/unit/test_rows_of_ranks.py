@@ -13,10 +13,10 @@ from midstream.api.responses import packed
 from midstream.broker.artifacts.headers import Place
 from midstream.client.captures.export import export
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.banks import RowShape
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.routing import RoutingKind
-from midstream.schemas.specs import RankSpec, StoredCapture
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.model.routing import RoutingKind
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.store import open_store
 from midstream.workers.runner.files.finished_rows import Columns, FinishedCapture
 

@@ -1,6 +1,6 @@
 """Does an exception in a run become the problem that says most?"""
 
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.serving.attempts import problem_of
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from capture_kit import HIDDEN, finished, run_of, values, write
 
-from midstream.schemas.receipts import READ_LATER
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.source_runs import RunFiles, RunRow, row_name, run_key
+from midstream.schemas.jobs.receipts import READ_LATER
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.source_runs import RunFiles, RunRow, row_name, run_key
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.edits.source_runs import RunStore

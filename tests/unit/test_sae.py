@@ -9,7 +9,13 @@ import pytest
 import torch
 from sae_rows import FORMS, ROOT
 
-from midstream.schemas.sae_files import SaeError, decoder_row, feature_of, reading, tensors_of
+from midstream.storage.formats.sae_files import (
+    SaeError,
+    decoder_row,
+    feature_of,
+    reading,
+    tensors_of,
+)
 from midstream.workers.runner.readings import sae
 from midstream.workers.runner.readings.sae import Autoencoder, load
 

@@ -13,9 +13,9 @@ import pytest
 from sae_rows import D_IN, D_SAE, LAYER, ROOT
 from safetensors.numpy import load_file, save_file
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.sae_files import SaeError, check_on, folder_of, reading, size_of
-from midstream.schemas.selectors import HOOKS
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.storage.formats.sae_files import SaeError, check_on, folder_of, reading, size_of
 
 MODEL: dict[str, Any] = {"hooks": list(HOOKS), "num_layers": 4, "hidden_size": D_IN}
 
@@ -262,7 +262,7 @@ def test_an_npz_with_objects_or_integers_is_refused_and_runs_nothing(
 def test_an_npz_that_unpacks_to_more_than_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.schemas.sae_files.MAX_SAE_BYTES", 10_000)
+    monkeypatch.setattr("midstream.storage.formats.sae_files.MAX_SAE_BYTES", 10_000)
     with zipfile.ZipFile(tmp_path / "params.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("W_enc.npy", b"\0" * 1_000_000)
     with pytest.raises(MidstreamError, match="more than 10000 bytes unpacked"):

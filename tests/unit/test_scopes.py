@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from midstream.api.app import make_app
 from midstream.api.web import auth
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.keys import (
+from midstream.schemas.access.keys import (
     DEFAULT_TENANT,
     TENANT_PATTERN,
     Caller,
@@ -16,7 +15,8 @@ from midstream.schemas.keys import (
     shown,
     unscoped,
 )
-from midstream.schemas.settings import Settings, asks_for_keys
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings, asks_for_keys
 
 
 def routes() -> set[str]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from midstream.schemas.probes import Action, ProbeContent, StoredProbe
-from midstream.schemas.specs import RankSpec, probe_captures
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.artifacts.probes import Action, ProbeContent, StoredProbe
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.edits.steering_tables import VectorStore
 from midstream.workers.runner.plane.probe_scores import _AT_ONCE, _BYTES, Scorer
 from midstream.workers.runner.rows.capture import Extent, Recording, StepRows

@@ -15,9 +15,9 @@ import pytest
 
 from midstream.broker.receipts import curve
 from midstream.client.sdk import wire
-from midstream.schemas import secret_files
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import SettingsError, load_settings
+from midstream.schemas.base import secret_files
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import SettingsError, load_settings
 
 LETTERS = string.ascii_letters + string.digits
 

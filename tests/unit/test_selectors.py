@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
-from midstream.schemas.selectors import (
+from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.prompts.selectors import (
     ALIASES,
     FORWARD,
     HOOKS,
@@ -29,7 +29,7 @@ from midstream.schemas.selectors import (
     resolve_sites,
     select,
 )
-from midstream.schemas.specs import (
+from midstream.schemas.requests.specs import (
     StoredCapture,
     StoredSteering,
     hashable,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.settings import (
+from midstream.schemas.base.settings import (
     FILE_VARIABLE,
     Settings,
     SettingsError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.broker.ledger.watch import SharedReads
+from midstream.broker.ledger.jobs.watch import SharedReads
 
 
 class Source:

@@ -34,8 +34,8 @@ from midstream.kernels.plan import (
     lowrank,
     unit,
 )
-from midstream.schemas import specs
-from midstream.schemas.interventions import FAMILIES, MAX_RANK, PLACE, SCALARS
+from midstream.schemas.requests import specs
+from midstream.schemas.requests.interventions import FAMILIES, MAX_RANK, PLACE, SCALARS
 
 WIDTH = 24
 

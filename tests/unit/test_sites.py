@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.kernels import idle_sites
 from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, Planned
-from midstream.schemas.interventions import PLACE
-from midstream.schemas.selectors import HOOKS, Hook
+from midstream.schemas.prompts.selectors import HOOKS, Hook
+from midstream.schemas.requests.interventions import PLACE
 from midstream.workers.runner.hooks import sites as site_module
 from midstream.workers.runner.hooks.architectures import (
     PRE_NORM,

@@ -15,8 +15,8 @@ import pytest
 import torch
 from rank_kit import HIDDEN, Rank, Request, rows_of, wanted_rows
 
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.runner.base.host_memory import HostMemoryError
 from midstream.workers.runner.base.process import begin_helper, threads_elsewhere
 from midstream.workers.runner.rows.mover import Mover

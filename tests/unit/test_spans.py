@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from spelling import byte_level, fallback, overlapping
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from midstream.api.resolve.admission import facts_of
-from midstream.api.resolve.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.tokenizer import Codec, TextMap
-from midstream.schemas.jobs import Sampling, StoredPrompt
-from midstream.schemas.models import TokenizerBundle
-from midstream.schemas.selectors import PositionSelector, SelectorError, Span, resolve_positions
-from midstream.schemas.specs import CaptureSpec
+from midstream.api.resolve.admission.admission import facts_of
+from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
+from midstream.api.resolve.prompts.tokenizer import Codec, TextMap
+from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
+from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.prompts.selectors import (
+    PositionSelector,
+    SelectorError,
+    Span,
+    resolve_positions,
+)
+from midstream.schemas.requests.specs import CaptureSpec
 
 PIECES = [
     "The",

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from midstream.broker.ledger.steering import Look
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
-from midstream.schemas.steering import (
+from midstream.broker.ledger.named.steering import Look
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.requests.steering import (
     Desired,
     GlobalSteering,
     Module,
@@ -24,7 +25,6 @@ from midstream.schemas.steering import (
     SteeringTemplate,
     WorkerSteering,
 )
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy
 from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.serving.redis_retry import end_tasks
 from midstream.workers.serving.steering import SteeringReconciler

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_kit import HIDDEN, Rank, Request, make_buffers, steering, stream_of
 
-from midstream.schemas.interventions import FAMILIES, PLACE, SCALARS, Family
-from midstream.schemas.source_runs import ZEROS, RunRow, row_name
-from midstream.schemas.specs import ONES, StoredSteering, steering_digest, steering_rows
+from midstream.schemas.requests.interventions import FAMILIES, PLACE, SCALARS, Family
+from midstream.schemas.requests.source_runs import ZEROS, RunRow, row_name
+from midstream.schemas.requests.specs import ONES, StoredSteering, steering_digest, steering_rows
 from midstream.workers.runner.edits.steering_tables import RowTable
 from midstream.workers.runner.edits.vector_pool import EntryPool, crc32_of, joined
 

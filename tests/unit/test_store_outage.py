@@ -15,7 +15,7 @@ from test_writer import Desk, capture
 from midstream.broker.artifacts import retention
 from midstream.broker.ops.metrics import StoreReadings
 from midstream.client import CaptureReader
-from midstream.schemas.receipts import STORE_AWAY, Receipt
+from midstream.schemas.jobs.receipts import STORE_AWAY, Receipt
 from midstream.storage import calls, s3_client, s3_store
 from midstream.storage.calls import Tally
 from midstream.storage.s3_store import S3Store, open_store

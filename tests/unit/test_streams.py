@@ -21,8 +21,8 @@ from s3_kit import FaultProxy
 from safetensors.numpy import load_file
 
 from midstream.client import CaptureReader
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.specs import StoredCapture
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import FileDraft, FileStore
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.rows import streams

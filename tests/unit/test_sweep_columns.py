@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_sweep_plan import HIDDEN, ablated, model, pair, plan, refusal
 
-from midstream.schemas.banks import RowShape
-from midstream.schemas.specs import dims_name, dims_named
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.specs import dims_name, dims_named
 
 
 def columns(**fields: Any) -> list[tuple[str, int, str, tuple[int, int] | None]]:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from midstream.broker.ledger.sweep_metrics import (
+from midstream.broker.ledger.results.sweep_metrics import (
     Grades,
     grades,
     in_nats,
@@ -15,9 +15,9 @@ from midstream.broker.ledger.sweep_metrics import (
     recovered,
     useless_baseline,
 )
-from midstream.schemas.receipts import Receipt
-from midstream.schemas.sweep_units import nodes_of
-from midstream.schemas.sweeps import StoredPair
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.jobs.sweep_units import nodes_of
+from midstream.schemas.jobs.sweeps import StoredPair
 from midstream.workers.serving.sweep_verdict import UnverifiedUnit, verdict
 
 PAIR = StoredPair(base=[1], source=[2], columns=[], answer=[10, 11], foil=[12])

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from midstream.schemas.banks import RowShape
-from midstream.schemas.blobs import encode_header
-from midstream.schemas.captures import FORMAT, Manifest
-from midstream.schemas.source_runs import RunFile, RunFiles
+from midstream.schemas.jobs.captures import FORMAT, Manifest
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.source_runs import RunFile, RunFiles
+from midstream.storage.formats.capture_blobs import encode_header
 from midstream.storage.store import open_store
 from midstream.workers.serving.sweep_neurons import order_by_difference
 

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from test_sweep_plan import ablated, model, pair, plan, refusal
 
-from midstream.schemas.banks import RowShape
-from midstream.schemas.errors import MidstreamError, misfit
-from midstream.schemas.jobs import Job, Sampling
-from midstream.schemas.source_runs import parse_row
-from midstream.schemas.sweep_paths import StoredPath, reaches
-from midstream.schemas.sweeps import StoredSweep
+from midstream.schemas.base.errors import MidstreamError, misfit
+from midstream.schemas.jobs.jobs import Job, Sampling
+from midstream.schemas.jobs.sweeps import StoredSweep
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.requests.source_runs import parse_row
+from midstream.schemas.requests.sweep_paths import StoredPath, reaches
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.serving.sweep_requests import SweepRequests
 

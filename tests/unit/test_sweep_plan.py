@@ -9,19 +9,19 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream import __version__
-from midstream.api.resolve import sweep_prompts
-from midstream.api.resolve.continuations import ReadPrompt, continue_prompts
-from midstream.api.resolve.sweep_limits import room_of_cell
-from midstream.api.resolve.sweep_plan import Planned, plan_sweep
-from midstream.api.resolve.tokenizer import Codec, TooLong
-from midstream.schemas.base import from_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import ModelInfo, TokenizerBundle
-from midstream.schemas.settings import Settings
-from midstream.schemas.steering import GlobalSteering, SteeringTemplate
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import SweepRequest
-from midstream.schemas.tensors import Tensor, to_numpy
+from midstream.api.resolve.admission.continuations import ReadPrompt, continue_prompts
+from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
+from midstream.api.resolve.sweeps import prompts as sweep_prompts
+from midstream.api.resolve.sweeps.limits import room_of_cell
+from midstream.api.resolve.sweeps.plan import Planned, plan_sweep
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import Tensor, to_numpy
+from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 #: A token for each word with the space before it; " of" and "Paris" written as one word are one
 #: token, as in a BPE.

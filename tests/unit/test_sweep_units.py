@@ -6,15 +6,15 @@ from typing import Literal
 import msgspec
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.jobs import Job, Sampling, StoredPrompt
-from midstream.schemas.receipts import CapturedFile, Receipt
-from midstream.schemas.selectors import HOOKS
-from midstream.schemas.settings import Settings
-from midstream.schemas.source_runs import ZEROS, parse_row
-from midstream.schemas.specs import columns_of, steering_rows
-from midstream.schemas.sweep_units import Units
-from midstream.schemas.sweeps import Column, PatchWindow, StoredPair, StoredSweep
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from midstream.schemas.jobs.receipts import CapturedFile, Receipt
+from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredPair, StoredSweep
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.source_runs import ZEROS, parse_row
+from midstream.schemas.requests.specs import columns_of, steering_rows
 from midstream.workers.engine.protocol import check_lengths
 from midstream.workers.fake.model import make_bundle, make_info, make_tokenizer
 from midstream.workers.serving.sweep_requests import SweepRequests

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from midstream.api.resolve.tokenizer import INLINE_CHARACTERS, Codec
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.models import TokenizerBundle
+from midstream.api.resolve.prompts.tokenizer import INLINE_CHARACTERS, Codec
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.jobs.models import TokenizerBundle
 
 MESSAGES = [
     {"role": "system", "content": "be <brief> & 'kind'"},

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from test_tokenizer import TEMPLATES, make_codec
 
-from midstream.api.resolve import tokenizer_pool
-from midstream.api.resolve.tokenizer import SHORT_CHARACTERS, Codec, TooLong
-from midstream.api.resolve.tokenizer_pool import BundleHelpers, Helpers
-from midstream.schemas.base import to_msgpack
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.api.resolve.prompts import tokenizer_pool
+from midstream.api.resolve.prompts.tokenizer import SHORT_CHARACTERS, Codec, TooLong
+from midstream.api.resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.settings import Settings
 
 LIMIT = 100_000
 PLAIN = make_codec(TEMPLATES["chatml"])

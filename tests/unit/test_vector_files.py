@@ -25,11 +25,11 @@ from midstream.client import vectors
 from midstream.client.cli import options
 from midstream.client.vectors import files, numpy_file
 from midstream.client.vectors.gguf import write as write_gguf
-from midstream.schemas import module_files
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.limits import MAX_FILE_TENSORS
-from midstream.schemas.specs import SteeringSpec
-from midstream.schemas.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.limits import MAX_FILE_TENSORS
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
+from midstream.schemas.requests.specs import SteeringSpec
+from midstream.storage.formats import module_files
 
 JOY = np.linspace(-1, 1, 8, dtype=np.float32)
 CALM = np.float32(1) / np.arange(1, 9, dtype=np.float32)

@@ -8,9 +8,9 @@ from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config import vllm as vllm_config
 from vllm.platforms import current_platform
 
-from midstream.schemas.settings import Settings
-from midstream.workers.engine import vllm_options
-from midstream.workers.engine.vllm_options import engine_options, scheduler_class
+from midstream.schemas.base.settings import Settings
+from midstream.workers.engine.options import engine_arguments as vllm_options
+from midstream.workers.engine.options.engine_arguments import engine_options, scheduler_class
 
 ASYNC, SYNC = (
     f"midstream.workers.runner.vllm.scheduler.{name}"

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream import __version__
-from midstream.schemas import jobs, specs
-from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
-from midstream.schemas.dtypes import bfloat16_to_float32
-from midstream.schemas.jobs import TERMINAL, TRANSITIONS, JobRequest, State
-from midstream.schemas.specs import CaptureSpec, RankSpec, StoredCapture, StoredSteering
-from midstream.schemas.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.base.dtypes import bfloat16_to_float32
+from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from midstream.schemas.jobs import jobs
+from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, JobRequest, State
+from midstream.schemas.requests import specs
+from midstream.schemas.requests.specs import CaptureSpec, RankSpec, StoredCapture, StoredSteering
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=16))

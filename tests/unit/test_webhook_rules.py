@@ -26,9 +26,9 @@ from midstream.broker.webhooks.schedule import (
 )
 from midstream.broker.webhooks.sender import TENANT_SLOTS
 from midstream.broker.webhooks.targets import refusal, url_fault
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.handling import Handling, callback_of
-from midstream.schemas.states import ENDS
+from midstream.schemas.access.handling import Handling, callback_of
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.states import ENDS
 
 # The ladder
 

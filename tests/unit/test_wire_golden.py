@@ -14,10 +14,17 @@ from wire_samples import CHOSEN, FILE, JSON, MSGPACK, encoders, full, small, wri
 
 from midstream.broker.queue.celery_app import make_app, task_of
 from midstream.broker.receipts import frames
-from midstream.schemas.base import Published, Record, from_json, from_msgpack, to_json, to_msgpack
-from midstream.schemas.jobs import Job
-from midstream.schemas.models import ModelInfo, WorkerInfo
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.records import (
+    Published,
+    Record,
+    from_json,
+    from_msgpack,
+    to_json,
+    to_msgpack,
+)
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.models import ModelInfo, WorkerInfo
 
 KEPT: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 NAMES = sorted(encoders())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.errors import MidstreamError
-from midstream.schemas.settings import Settings
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
 from midstream.workers.engine.identity import WorkerLock, with_worker_id
 
 
@@ -26,7 +26,7 @@ def test_a_second_worker_of_the_same_id_is_refused_with_the_pid_of_the_first(
 ) -> None:
     settings = Settings(data_dir=str(tmp_path), worker_id="w1")
     hold = (
-        "import sys, time; from midstream.schemas.settings import Settings; from "
+        "import sys, time; from midstream.schemas.base.settings import Settings; from "
         "midstream.workers.engine.identity import WorkerLock\n"
         f"lock = WorkerLock(Settings(data_dir={str(tmp_path)!r}, worker_id='w1')); "
         "print('held', flush=True); time.sleep(600)"

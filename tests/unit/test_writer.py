@@ -20,8 +20,8 @@ from capture_kit import HIDDEN, finished, values
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client import CaptureReader
-from midstream.schemas.receipts import Receipt, receipt_decoder
-from midstream.schemas.specs import memory_bytes
+from midstream.schemas.jobs.receipts import Receipt, receipt_decoder
+from midstream.schemas.requests.specs import memory_bytes
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.files.consumers import Installed, available, installed
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from midstream.broker.ledger.aof_barrier import Barrier
+from midstream.broker.ledger.core.aof_barrier import Barrier
 from midstream.broker.ops.redis_availability import LossyRedis
 
 

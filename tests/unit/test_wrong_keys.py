@@ -6,7 +6,7 @@ import pytest
 
 from midstream.api.web import wrong_keys
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE, WrongKeys, network_of
-from midstream.schemas.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 
 @pytest.fixture

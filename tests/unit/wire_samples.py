@@ -13,13 +13,20 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
-from midstream.broker.ledger.harvests import Out
+from midstream.broker.ledger.recovery.harvests import Out
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import Hello, Kind, Refusal
-from midstream.schemas.base import to_json, to_msgpack
-from midstream.schemas.errors import Problem
-from midstream.schemas.handling import Callback
-from midstream.schemas.harvests import (
+from midstream.schemas.access.handling import Callback
+from midstream.schemas.access.keys import Key, Tenant
+from midstream.schemas.access.sessions import Session
+from midstream.schemas.access.webhooks import DeliveryAttempt
+from midstream.schemas.artifacts.loras import Lora, LoraUse
+from midstream.schemas.artifacts.probes import Probe
+from midstream.schemas.artifacts.saes import Sae
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import to_json, to_msgpack
+from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.jobs.harvests import (
     HarvestPlan,
     HarvestSource,
     PartFile,
@@ -28,23 +35,16 @@ from midstream.schemas.harvests import (
     StoredHarvest,
     UnitEntry,
 )
-from midstream.schemas.jobs import Event, Job, Output
-from midstream.schemas.keys import Key, Tenant
-from midstream.schemas.lens import TunedLens
-from midstream.schemas.loras import Lora, LoraUse
-from midstream.schemas.models import ModelInfo, TokenizerBundle, WorkerInfo
-from midstream.schemas.probes import Probe
-from midstream.schemas.readings import FeaturesPart, LensPart, ReaderPart
-from midstream.schemas.receipts import LostRange, Receipt
-from midstream.schemas.saes import Sae
-from midstream.schemas.sessions import Session
-from midstream.schemas.source_runs import Run, RunFiles
-from midstream.schemas.specs import RankSpec
-from midstream.schemas.steering import GlobalSteering, Module, Proposal, WorkerSteering
-from midstream.schemas.sweep_paths import SweepPath
-from midstream.schemas.sweeps import Neurons, SweepRequest, UnitRecord
-from midstream.schemas.tensors import Tensor
-from midstream.schemas.webhooks import DeliveryAttempt
+from midstream.schemas.jobs.jobs import Event, Job, Output
+from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo
+from midstream.schemas.jobs.receipts import LostRange, Receipt
+from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
+from midstream.schemas.requests.lens import TunedLens
+from midstream.schemas.requests.readings import FeaturesPart, LensPart, ReaderPart
+from midstream.schemas.requests.source_runs import Run, RunFiles
+from midstream.schemas.requests.specs import RankSpec
+from midstream.schemas.requests.steering import GlobalSteering, Module, Proposal, WorkerSteering
+from midstream.schemas.requests.sweep_paths import SweepPath
 
 FILE = Path(__file__).parents[1] / "data" / "wire.json"
 

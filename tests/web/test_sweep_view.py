@@ -17,11 +17,11 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from web_kit import MODEL, NARROW, Site, Visit, held, until, visiting
 
 from midstream import PatchStudy
-from midstream.client.sdk.grid import records
+from midstream.client.sdk.answers.grid import records
 from midstream.client.study.patch_study import Region
-from midstream.schemas.base import from_json, to_json
-from midstream.schemas.sweep_views import SweepView
-from midstream.schemas.sweeps import SweepRequest
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.sweep_views import SweepView
+from midstream.schemas.jobs.sweeps import SweepRequest
 
 PAIR = {
     "clean": "The Eiffel Tower is in",

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 from web_kit import MODEL, NARROW, WIDE, Site, User, Visit, held, until, visiting
 
-from midstream.broker.ledger.jobs import Ledger, new_job_id
-from midstream.schemas.base import now
+from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.schemas.base.records import now
 
 VECTOR = {
     "dtype": "float32",

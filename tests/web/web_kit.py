@@ -27,8 +27,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect
 from stack import Stack
 
-from midstream.broker.ledger.keys import Keys, new_key
-from midstream.schemas.keys import CreatedKey, KeyRequest
+from midstream.broker.ledger.people.keys import Keys, new_key
+from midstream.schemas.access.keys import CreatedKey, KeyRequest
 
 T = TypeVar("T")
 

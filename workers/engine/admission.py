@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
-from ...schemas.errors import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 Demand = TypeVar("Demand")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings
 
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
 #: `transformer.h.3.ln_1.bias`.

@@ -11,8 +11,8 @@ from typing import IO
 
 import msgspec
 
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings
 
 #: This start of the process; receipts and leases carry it, so that leftovers of a former start are
 #: recognised.

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...schemas.base import to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.models import encode_bundle
-from ...schemas.settings import Settings
-from .tokenizer import bundle_of
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.models import encode_bundle
+from .prompts.tokenizer import bundle_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ import redis
 
 from ...broker.ops import redis_open
 from ...broker.ops.redis_availability import await_writes, is_absence
-from ...schemas.base import from_json, to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.models import SHOWN_IDENTITY
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import from_json, to_json
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.models import SHOWN_IDENTITY
 from ..runner.base.config import PlaneConfig
 
 log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ estimates, see `runner.site_costs`.
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ...schemas.banks import BANKS, asked_hooks
-from ...schemas.dtypes import ITEM_BYTES
-from ...schemas.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
-from ...schemas.ring import Ring, plan_queue, plan_ring
-from ...schemas.selectors import HOOKS, Hook
-from ...schemas.settings import Settings
+from ...schemas.base.dtypes import ITEM_BYTES
+from ...schemas.base.ring import Ring, plan_queue, plan_ring
+from ...schemas.base.settings import Settings
+from ...schemas.model.banks import BANKS, asked_hooks
+from ...schemas.prompts.selectors import HOOKS, Hook
+from ...schemas.requests.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
 from ..runner.hooks.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
 from ..runner.hooks.site_costs import CASES, Machine, Shape, StepCost, step_cost
 from .plan_inside import Inside, inside_of

@@ -5,8 +5,8 @@ the residual stream's.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...schemas.banks import BANK, BANKS, RESIDUAL, row_widths
-from ...schemas.selectors import INSIDE, Hook
+from ...schemas.model.banks import BANK, BANKS, RESIDUAL, row_widths
+from ...schemas.prompts.selectors import INSIDE, Hook
 
 
 class Inside(NamedTuple):

@@ -4,19 +4,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...schemas.chat import ToolUse
-from ...schemas.errors import MidstreamError
-from ...schemas.images import ImageRef, ImageSpan
-from ...schemas.jobs import Job, Output, Prompted, Said, Sampling, TokenLogprob
-from ...schemas.keys import DEFAULT_TENANT
-from ...schemas.loras import LoraUse, StoredLora
-from ...schemas.models import ModelInfo, TokenizerBundle
-from ...schemas.probes import StoredProbe
-from ...schemas.saes import StoredSae
-from ...schemas.source_runs import RunFiles
-from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering
-from ...schemas.steering import GlobalSteering, RankApplied, RankSteering
-from ...schemas.tensors import Tensor
+from ...schemas.access.keys import DEFAULT_TENANT
+from ...schemas.artifacts.loras import LoraUse, StoredLora
+from ...schemas.artifacts.probes import StoredProbe
+from ...schemas.artifacts.saes import StoredSae
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.tensors import Tensor
+from ...schemas.jobs.jobs import Job, Output, Prompted, Said, Sampling, TokenLogprob
+from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.prompts.chat import ToolUse
+from ...schemas.prompts.images import ImageRef, ImageSpan
+from ...schemas.requests.source_runs import RunFiles
+from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering
+from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ..runner.probes.probe_news import Scored
 
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.

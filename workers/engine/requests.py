@@ -12,12 +12,12 @@ from typing import Any, Literal
 import msgspec
 
 from ...broker.ops.global_capture import left_out
-from ...schemas.global_capture import captures_of, step_rows
-from ...schemas.jobs import Job, Sampling
-from ...schemas.loras import use_of
-from ...schemas.models import ModelInfo
-from ...schemas.specs import StoredCapture, probe_captures
-from ...schemas.steering import GlobalSteering
+from ...schemas.artifacts.loras import use_of
+from ...schemas.jobs.jobs import Job, Sampling
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.specs import StoredCapture, probe_captures
+from ...schemas.requests.steering import GlobalSteering
+from ...schemas.service.global_capture import captures_of, step_rows
 from .protocol import EngineRequest
 
 RequestKind = Literal["prompt", "sequence", "unpatched", "patched", "trial"]

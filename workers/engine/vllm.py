@@ -23,21 +23,21 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ...schemas.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
-from ...schemas.engine_errors import in_our_settings
-from ...schemas.errors import MidstreamError, invalid
-from ...schemas.global_capture import from_settings
-from ...schemas.jobs import Prompted
-from ...schemas.layer_kinds import grouped
-from ...schemas.lora_files import joined
-from ...schemas.loras import LoraModule, LoraSupport, LoraUse
-from ...schemas.models import ModelInfo, TokenizerBundle
-from ...schemas.ring import Ring, plan_queue, plan_ring
-from ...schemas.selectors import INSIDE
-from ...schemas.settings import Settings, SettingsError
-from ...schemas.specs import StoredCapture
-from ...schemas.steering import GlobalSteering, RankSteering
-from ...schemas.version import __version__
+from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.ring import Ring, plan_queue, plan_ring
+from ...schemas.base.settings import Settings, SettingsError
+from ...schemas.base.version import __version__
+from ...schemas.jobs.jobs import Prompted
+from ...schemas.jobs.models import ModelInfo, TokenizerBundle
+from ...schemas.model.banks import BANK, RESIDUAL, RowShape, asked_hooks, row_widths
+from ...schemas.model.layer_kinds import grouped
+from ...schemas.prompts.selectors import INSIDE
+from ...schemas.requests.specs import StoredCapture
+from ...schemas.requests.steering import GlobalSteering, RankSteering
+from ...schemas.service.engine_errors import in_our_settings
+from ...schemas.service.global_capture import from_settings
+from ...storage.formats.lora_files import joined
 from ..runner.base.config import Found, PlaneConfig
 from ..runner.base.extensions import agreed, check_installed, named
 from ..runner.files.consumers import available
@@ -50,29 +50,29 @@ from ..runner.vllm.ring_budget import CapturedRows
 from ..runner.vllm.stages import stage_layers
 from . import nodes
 from .admission import CaptureBudget, StepRows
-from .certificate import Access, certify, keep
 from .checkpoint import check_folder, check_layers
-from .comparison import source_of, suspects
-from .drafts import check_drafter, check_drafts
-from .ends import Ends
-from .format_check import FormatChecker
 from .identity import BOOT
-from .images import Images, expanded, fitted, images_of, prompt_with_images
 from .model_identity import identity_of
-from .option_check import accepted
-from .protocol import EngineRequest, Progress
-from .rank_control import RankControl, rank_steering, row_wish
-from .rank_spec import rank_spec
-from .saes import served
-from .tokenizer import bundle_of
-from .tool_calls import ToolParsers, ToolReader
-from .vllm_options import (
+from .options.drafts import check_drafter, check_drafts
+from .options.engine_arguments import (
     engine_options,
     for_platform,
     prepare_environment,
     scheduler_class,
     use_all_cores,
 )
+from .options.option_check import accepted
+from .prompts.format_check import FormatChecker
+from .prompts.images import Images, expanded, fitted, images_of, prompt_with_images
+from .prompts.tokenizer import bundle_of
+from .prompts.tool_calls import ToolParsers, ToolReader
+from .proof.certificate import Access, certify, keep
+from .proof.comparison import source_of, suspects
+from .protocol import EngineRequest, Progress
+from .ranks.control import RankControl, rank_steering, row_wish
+from .ranks.rank_spec import rank_spec
+from .ranks.request_ends import Ends
+from .ranks.saes import served
 from .vllm_output import Parts, refusal, sampling_params
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from ...schemas.errors import MidstreamError, invalid, shortened
-from ...schemas.jobs import Message, Output, Prompted, Sampling, TokenLogprob
-from ...schemas.limits import MAX_DETAIL
-from ...schemas.specs import RankSpec
+from ...schemas.base.errors import MidstreamError, invalid, shortened
+from ...schemas.base.limits import MAX_DETAIL
+from ...schemas.jobs.jobs import Message, Output, Prompted, Sampling, TokenLogprob
+from ...schemas.requests.specs import RankSpec
 from ..runner.probes.probe_news import SCORES, STOPPED_BY, Scored
+from .prompts.tool_calls import ToolReader
 from .protocol import EngineRequest, Progress
-from .tool_calls import ToolReader
 
 #: In place of minus infinity, which JSON does not have: as vLLM's server writes it.
 LEAST_LOGPROB = -9999.0

@@ -24,14 +24,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Output, Sampling, TokenLogprob
-from ...schemas.settings import Settings
-from ...schemas.specs import RankSpec, StoredSteering
-from ...schemas.steering import GlobalSteering, RankSteering
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.jobs import Output, Sampling, TokenLogprob
+from ...schemas.requests.specs import RankSpec, StoredSteering
+from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ..engine.protocol import EngineRequest, Progress
-from ..engine.rank_control import RankControl, row_wish
-from ..engine.rank_spec import rank_spec
+from ..engine.ranks.control import RankControl, row_wish
+from ..engine.ranks.rank_spec import rank_spec
 from ..runner.probes.probe_news import Scored
 from .model import Dice, make_bundle, make_info, make_tokenizer, weights_of
 from .rank import FakeFaults

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...schemas.base import to_msgpack
-from ...schemas.blobs import DamagedBlob, read_header
-from ...schemas.selectors import Hook, select
-from ...schemas.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
-from ...schemas.specs import RankSpec, StoredSteering
+from ...schemas.base.records import to_msgpack
+from ...schemas.prompts.selectors import Hook, select
+from ...schemas.requests.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
+from ...schemas.requests.specs import RankSpec, StoredSteering
+from ...storage.formats.capture_blobs import DamagedBlob, read_header
 from ...storage.store import ArtifactStore
 from .model import HIDDEN_SIZE, residual_rows
 

@@ -9,15 +9,15 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from ...schemas.base import to_msgpack
-from ...schemas.global_capture import from_settings
-from ...schemas.loras import LoraModule, LoraSupport
-from ...schemas.models import ModelInfo, TokenizerBundle, encode_bundle
-from ...schemas.selectors import HOOKS, Hook
-from ...schemas.settings import Settings
-from ...schemas.specs import StoredSteering
-from ...schemas.version import __version__
-from ..engine.saes import served
+from ...schemas.artifacts.loras import LoraModule, LoraSupport
+from ...schemas.base.records import to_msgpack
+from ...schemas.base.settings import Settings
+from ...schemas.base.version import __version__
+from ...schemas.jobs.models import ModelInfo, TokenizerBundle, encode_bundle
+from ...schemas.prompts.selectors import HOOKS, Hook
+from ...schemas.requests.specs import StoredSteering
+from ...schemas.service.global_capture import from_settings
+from ..engine.ranks.saes import served
 from ..runner.files.consumers import available
 from ..runner.readings.installed_readers import LoadedReader
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.base import to_msgpack
-from ...schemas.settings import Settings
-from ...schemas.source_runs import ZEROS, RunFiles, is_row, parse_row
-from ...schemas.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
-from ...schemas.steering import GlobalSteering, SteeringTemplate
-from ...schemas.tensors import Tensor
+from ...schemas.base.records import to_msgpack
+from ...schemas.base.settings import Settings
+from ...schemas.base.tensors import Tensor
+from ...schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
+from ...schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
+from ...schemas.requests.steering import GlobalSteering, SteeringTemplate
 from ..runner.edits.actions import ActionLedger, Kind
 from .model import HIDDEN_SIZE
 

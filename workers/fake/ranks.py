@@ -13,17 +13,17 @@ import numpy as np
 
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
-from ...schemas.dtypes import narrowed
-from ...schemas.probes import ProbeScore
-from ...schemas.receipts import Receipt
-from ...schemas.selectors import select
-from ...schemas.settings import Settings
-from ...schemas.specs import RankSpec, StoredCapture
-from ...schemas.version import __version__
+from ...schemas.artifacts.probes import ProbeScore
+from ...schemas.base.dtypes import narrowed
+from ...schemas.base.settings import Settings
+from ...schemas.base.version import __version__
+from ...schemas.jobs.receipts import Receipt
+from ...schemas.prompts.selectors import select
+from ...schemas.requests.specs import RankSpec, StoredCapture
 from ...storage.store import open_store
-from ..engine.collective import check_apply_results
 from ..engine.identity import BOOT
 from ..engine.protocol import EngineRequest
+from ..engine.ranks.collective import check_apply_results
 from ..runner.files.finished_rows import FinishedCapture
 from ..runner.files.layouts import StoreConfig
 from ..runner.files.writer import BOOT_DIGITS, WriteJob, Writer

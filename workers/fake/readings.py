@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...schemas.base import to_msgpack
-from ...schemas.errors import MidstreamError
-from ...schemas.readings import FeaturesPart, LensPart, StoredFeatures, StoredLens, StoredReader
-from ...schemas.selectors import HOOKS
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_msgpack
+from ...schemas.base.settings import Settings
+from ...schemas.prompts.selectors import HOOKS
+from ...schemas.requests.readings import (
+    FeaturesPart,
+    LensPart,
+    StoredFeatures,
+    StoredLens,
+    StoredReader,
+)
 from ..runner.base.extensions import ExtensionError, named, trusted
 from ..runner.files.finished_rows import FinishedCapture, Outcome, ReadingError
 from ..runner.readings.installed_readers import InstalledReaders, LoadedReader, load_readers

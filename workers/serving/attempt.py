@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ...broker.ledger.jobs import Ledger
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import Event, Job
+from ...broker.ledger.jobs.ledger import Ledger
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import Event, Job
 from ..engine.protocol import Engine, EngineRequest, Progress
 from .progress import AttemptProgress
 from .redis_retry import patiently

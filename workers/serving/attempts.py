@@ -14,25 +14,25 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
-from ...broker.ledger.harvests import PARTS_PER_WORKER, Harvests
-from ...broker.ledger.harvests import Kept as HarvestKept
-from ...broker.ledger.jobs import Claim, ClaimRefused, EventsLost, Ledger
-from ...broker.ledger.sweeps import Kept
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError, Problem
-from ...schemas.faults import crash_point
-from ...schemas.harvest_work import SHARDS_AT_ONCE
-from ...schemas.images import digest_of
-from ...schemas.jobs import Event, Job, Output, State
-from ...schemas.probes import TokenScores, label_starts
-from ...schemas.readings import StoredFeatures
-from ...schemas.source_runs import ZEROS, is_row, runs_named
-from ...schemas.steering import GlobalSteering
-from ...schemas.tensors import Tensor, content_hash
+from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, EventsLost, Ledger
+from ...broker.ledger.jobs.sweeps import Kept
+from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, Harvests
+from ...broker.ledger.recovery.harvests import Kept as HarvestKept
+from ...schemas.artifacts.probes import TokenScores, label_starts
+from ...schemas.base.errors import MidstreamError, Problem
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import now
+from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.jobs.jobs import Event, Job, Output, State
+from ...schemas.prompts.images import digest_of
+from ...schemas.requests.harvest_work import SHARDS_AT_ONCE
+from ...schemas.requests.readings import StoredFeatures
+from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
+from ...schemas.requests.steering import GlobalSteering
 from ..engine.admission import CellSlots, CrowdedOut
-from ..engine.collective import Quarantined
-from ..engine.format_check import FormatsBusy
+from ..engine.prompts.format_check import FormatsBusy
 from ..engine.protocol import Engine, Progress, check_lengths
+from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
 from .harvests import HarvestAttempt

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.harvest_order import sampled
-from ...schemas.harvests import StoredHarvest
+from ...schemas.jobs.harvest_order import sampled
+from ...schemas.jobs.harvests import StoredHarvest
 
 #: (document, position in it, first token in the sequence, tokens)
 Span = tuple[int, int, int, int]

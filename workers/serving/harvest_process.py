@@ -21,11 +21,11 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from ...schemas.base import from_msgpack, to_msgpack
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
-from ...schemas.models import TokenizerBundle
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import from_msgpack, to_msgpack
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.jobs.models import TokenizerBundle
 from .harvest_cut import Document
 from .harvest_source import HarvestSource
 

@@ -13,12 +13,12 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...broker.artifacts.corpora import find, missing, roots_of
-from ...schemas.base import to_msgpack
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import HarvestPlan, Line, PlannedUnit, SourceFile, StoredHarvest
-from ...schemas.limits import MAX_DOCUMENT_BYTES
-from ...schemas.models import TokenizerBundle
-from ...schemas.settings import Settings
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.limits import MAX_DOCUMENT_BYTES
+from ...schemas.base.records import to_msgpack
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.harvests import HarvestPlan, Line, PlannedUnit, SourceFile, StoredHarvest
+from ...schemas.jobs.models import TokenizerBundle
 from ...storage.store import ArtifactStore, Distant, Handle, open_store
 from .harvest_cut import Document, fed
 from .harvest_tables import READERS

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...schemas.limits import MAX_DOCUMENT_BYTES
+from ...schemas.base.limits import MAX_DOCUMENT_BYTES
 from ...storage.store import Handle
 
 #: Rows of a Parquet file that are decoded together, and about how many bytes of them.

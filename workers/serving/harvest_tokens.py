@@ -10,10 +10,10 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ...broker.artifacts.chat_templates import in_parts, template_environment
-from ...schemas.errors import MidstreamError
-from ...schemas.harvests import StoredHarvest
-from ...schemas.limits import MAX_DOCUMENT_BYTES, MAX_INT64
-from ...schemas.models import TokenizerBundle
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64
+from ...schemas.jobs.harvests import StoredHarvest
+from ...schemas.jobs.models import TokenizerBundle
 from .harvest_cut import Document, fed, within
 
 #: Characters that are tokenised in one call, of one text or of several: the tokenizer takes some

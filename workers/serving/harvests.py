@@ -14,18 +14,18 @@ from contextlib import aclosing
 import msgspec
 
 from ...broker.artifacts.retention import Usage
-from ...broker.ledger.harvests import Harvests, Kept
-from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.status import relay_alive_for
-from ...broker.ledger.sweeps import Sweeps
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.jobs.status import relay_alive_for
+from ...broker.ledger.jobs.sweeps import Sweeps
+from ...broker.ledger.recovery.harvests import Harvests, Kept
 from ...broker.ops import metrics
 from ...broker.ops.global_capture import QUOTA_SPARE, left_out
-from ...schemas.base import from_json, from_msgpack, now, to_json, to_msgpack
-from ...schemas.dtypes import RowDType
-from ...schemas.errors import MidstreamError
-from ...schemas.faults import crash_point
-from ...schemas.harvest_work import HARVEST, HarvestPlace
-from ...schemas.harvests import (
+from ...schemas.base.dtypes import RowDType
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ...schemas.base.version import __version__
+from ...schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
     HarvestManifest,
@@ -38,11 +38,11 @@ from ...schemas.harvests import (
     ShardFile,
     StoredHarvest,
     UnitEntry,
-)  # fmt: skip
-from ...schemas.jobs import Job, Sampling
-from ...schemas.receipts import STORE_AWAY, Receipt
-from ...schemas.specs import StoredCapture
-from ...schemas.version import __version__
+)
+from ...schemas.jobs.jobs import Job, Sampling
+from ...schemas.jobs.receipts import STORE_AWAY, Receipt
+from ...schemas.requests.harvest_work import HARVEST, HarvestPlace
+from ...schemas.requests.specs import StoredCapture
 from ...storage.shards import checksum
 from ...storage.store import ArtifactStore, open_store
 from ..engine.admission import CellSlots

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.source_runs import SourceRuns
-from ...schemas.errors import MidstreamError
-from ...schemas.models import WorkerInfo
-from ...schemas.settings import Settings
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.named.source_runs import SourceRuns
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.settings import Settings
+from ...schemas.jobs.models import WorkerInfo
 from .attempt import AttemptOutcome
 from .attempts import Attempts
 from .redis_retry import LONGEST_PAUSE_S, UNAVAILABLE

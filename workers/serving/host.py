@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 from celery import Celery
 
-from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.reaper import Reaper
-from ...broker.ledger.steering import Steering
-from ...schemas.base import now
-from ...schemas.disk import probe
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import JobView
-from ...schemas.models import WorkerInfo, encode_bundle
-from ...schemas.settings import Settings
-from ...schemas.version import __version__
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.named.steering import Steering
+from ...broker.ledger.recovery.reaper import Reaper
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.settings import Settings
+from ...schemas.base.version import __version__
+from ...schemas.jobs.jobs import JobView
+from ...schemas.jobs.models import WorkerInfo, encode_bundle
+from ...storage.disk import probe
 from ...storage.store import open_store
 from ..engine.identity import BOOT
 from ..engine.protocol import Engine

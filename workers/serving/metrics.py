@@ -13,10 +13,10 @@ from platform import python_version
 from prometheus_client import REGISTRY
 
 from ...broker.ops.metrics import OF_WORKER, STORE, Readings, WorkerReport
-from ...schemas.base import now
-from ...schemas.models import WorkerStats
-from ...schemas.store_calls import StoreCalls
-from ...schemas.version import __version__
+from ...schemas.base.records import now
+from ...schemas.base.store_calls import StoreCalls
+from ...schemas.base.version import __version__
+from ...schemas.jobs.models import WorkerStats
 from .attempts import Attempts
 from .steering import SteeringReconciler
 

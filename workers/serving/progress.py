@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ...broker.ledger.jobs import Claim
+from ...broker.ledger.jobs.ledger import Claim
 from ...broker.ops import logs, metrics, traces
-from ...schemas.base import now
-from ...schemas.jobs import State
+from ...schemas.base.records import now
+from ...schemas.jobs.jobs import State
 
 logger = logging.getLogger(__name__)
 

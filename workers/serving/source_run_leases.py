@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.source_runs import SourceRuns
-from ...schemas.errors import MidstreamError
-from ...schemas.receipts import READ_LATER
-from ...schemas.source_runs import RunFiles, parse_key
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.named.source_runs import SourceRuns
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.receipts import READ_LATER
+from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import PASSING, open_store
-from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, Locate
+from ..engine.ranks.collective import Quarantined
 from .attempt import StoreAway
 from .redis_retry import UNAVAILABLE, patiently
 

@@ -15,11 +15,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, cast
 
-from ...broker.ledger.steering import Steering
-from ...schemas.base import now
-from ...schemas.errors import MidstreamError
-from ...schemas.settings import Settings
-from ...schemas.steering import (
+from ...broker.ledger.named.steering import Steering
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.settings import Settings
+from ...schemas.base.tensors import Tensor, content_hash
+from ...schemas.requests.steering import (
     Desired,
     GlobalSteering,
     Module,
@@ -29,10 +30,9 @@ from ...schemas.steering import (
     WorkerState,
     WorkerSteering,
 )
-from ...schemas.tensors import Tensor, content_hash
-from ..engine.collective import Quarantined, Refused, refusals
 from ..engine.protocol import Engine
-from ..engine.rank_control import disagreement
+from ..engine.ranks.collective import Quarantined, Refused, refusals
+from ..engine.ranks.control import disagreement
 from .redis_retry import UNAVAILABLE, patiently
 from .steering_leases import AppliedSteering, SteeringLease
 

@@ -1,6 +1,6 @@
 """Global steering versions that attempts run under, and those still in use after replacement."""
 
-from ...schemas.steering import GlobalSteering
+from ...schemas.requests.steering import GlobalSteering
 
 
 class AppliedSteering:

@@ -2,15 +2,23 @@
 
 from collections.abc import Sequence
 
-from ...schemas.jobs import Job
-from ...schemas.models import ModelInfo
-from ...schemas.receipts import Receipt
-from ...schemas.selectors import FORWARD, Hook, PositionSelector, as_ranges
-from ...schemas.source_runs import ZEROS, RunFile, RunFiles, RunRow, parse_key, row_name, run_key
-from ...schemas.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
-from ...schemas.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
-from ...schemas.sweep_units import Units
-from ...schemas.sweeps import Unit
+from ...schemas.jobs.jobs import Job
+from ...schemas.jobs.models import ModelInfo
+from ...schemas.jobs.receipts import Receipt
+from ...schemas.jobs.sweep_units import Units
+from ...schemas.jobs.sweeps import Unit
+from ...schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
+from ...schemas.requests.source_runs import (
+    ZEROS,
+    RunFile,
+    RunFiles,
+    RunRow,
+    parse_key,
+    row_name,
+    run_key,
+)
+from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteering, dims_name
+from ...schemas.requests.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
 from ..engine.protocol import EngineRequest
 from ..engine.requests import unit_request
 

@@ -14,22 +14,29 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
-from ...broker.ledger.jobs import Ledger
-from ...broker.ledger.status import relay_alive_for
-from ...broker.ledger.sweep_metrics import in_nats, recovered, useless_baseline
-from ...broker.ledger.sweep_result import sweep_cell, sweep_start, sweep_summary
-from ...broker.ledger.sweeps import Kept, Sweeps
-from ...schemas.base import from_json, to_json
-from ...schemas.errors import MidstreamError
-from ...schemas.faults import crash_point
-from ...schemas.jobs import Event, EventKind
-from ...schemas.receipts import STORE_AWAY, Receipt
-from ...schemas.source_runs import RunFiles, parse_key
-from ...schemas.sweeps import SHOWN_NEURONS, SweepCell, SweepStart, SweepSummary, Unit, UnitRecord
+from ...broker.ledger.jobs.ledger import Ledger
+from ...broker.ledger.jobs.status import relay_alive_for
+from ...broker.ledger.jobs.sweeps import Kept, Sweeps
+from ...broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
+from ...broker.ledger.results.sweep_result import sweep_cell, sweep_start, sweep_summary
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.faults import crash_point
+from ...schemas.base.records import from_json, to_json
+from ...schemas.jobs.jobs import Event, EventKind
+from ...schemas.jobs.receipts import STORE_AWAY, Receipt
+from ...schemas.jobs.sweeps import (
+    SHOWN_NEURONS,
+    SweepCell,
+    SweepStart,
+    SweepSummary,
+    Unit,
+    UnitRecord,
+)
+from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import open_store
 from ..engine.admission import CellSlots, CrowdedOut
-from ..engine.collective import Quarantined
 from ..engine.protocol import Engine, EngineRequest, Fetch
+from ..engine.ranks.collective import Quarantined
 from ..engine.requests import tensors_of
 from .attempt import Attempt, StoreAway
 from .redis_retry import end_tasks, patiently

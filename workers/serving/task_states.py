@@ -19,8 +19,8 @@ from celery.worker.request import Request
 
 from ...broker.ops import redis_open
 from ...broker.queue.task_events import REVOKED, SUCCEEDED, event_of, standings
-from ...schemas.errors import Problem
-from ...schemas.jobs import State
+from ...schemas.base.errors import Problem
+from ...schemas.jobs.jobs import State
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from celery import Celery, Task
 
-from ...schemas.errors import MidstreamError
-from ...schemas.jobs import TERMINAL, JobView, State
+from ...schemas.base.errors import MidstreamError
+from ...schemas.jobs.jobs import TERMINAL, JobView, State
 from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
 from .task_states import JobRequest, PutBack, Settlements, Settling, Told

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, Planned
-from ....schemas.attention import AttentionKind
-from ....schemas.banks import RowShape
-from ....schemas.base import Record, from_json, to_json
+from ....schemas.base.records import Record, from_json, to_json
+from ....schemas.base.version import __version__
 from ....schemas.extensions import Extension
-from ....schemas.interventions import EVERY, SCALARS
-from ....schemas.version import __version__
+from ....schemas.model.attention import AttentionKind
+from ....schemas.model.banks import RowShape
+from ....schemas.requests.interventions import EVERY, SCALARS
 
 KEY = "midstream"
 VARIABLE = "_MIDSTREAM_PLANE"

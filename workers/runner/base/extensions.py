@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ....schemas.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.settings import SettingsError
 from ....schemas.extensions import Extension, OpTerms, ReaderTerms
-from ....schemas.settings import SettingsError
 
 Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ....schemas.specs import RankSpec, StoredCapture
+from ....schemas.requests.specs import RankSpec, StoredCapture
 
 #: (hook, layer, at, kept on every rank of the stage, heads): one port of the model, over all
 #: pipeline stages. `heads`: those asked for, where ranks hold different ones, and only those with

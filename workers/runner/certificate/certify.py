@@ -20,10 +20,10 @@ from torch import nn
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 
-from ....schemas.dtypes import DTYPES
-from ....schemas.readings import StoredLens
-from ....schemas.receipts import Receipt
-from ....schemas.selectors import HOOKS, Hook
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.prompts.selectors import HOOKS, Hook
+from ....schemas.requests.readings import StoredLens
 from ..files.finished_rows import FinishedCapture, Outcome
 from ..hooks.routing_kinds import choosers
 from ..hooks.sites import decoder, held_layers, language_model, without_sites

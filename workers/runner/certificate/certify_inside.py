@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.attention import AttentionKind
-from ....schemas.selectors import Hook
+from ....schemas.model.attention import AttentionKind
+from ....schemas.prompts.selectors import Hook
 from ..hooks.attention_kinds import kind_of
 from ..plane.inside_hooks import Inner
 from .laws import Finding, Rows, Shape, rowwise

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from ....schemas.selectors import HOOKS, Hook
+from ....schemas.prompts.selectors import HOOKS, Hook
 
 #: Figures of every law, in units of `eps` of the model's dtype unless the reason says otherwise.
 TOLERANCES: Mapping[str, tuple[float, str]] = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....kernels.installed import OPS, Edit
 from ....schemas.extensions import MAX_OP_OPTIONS, Extension, OpTerms, Option
-from ....schemas.specs import StoredSteering
+from ....schemas.requests.specs import StoredSteering
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest
 
 logger = logging.getLogger(__name__)

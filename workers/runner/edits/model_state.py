@@ -9,9 +9,9 @@ the last change, or nothing if that change was refused.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ....schemas.specs import MAX_STEERING_ROWS, SteeringRow, steering_rows
-from ....schemas.steering import GlobalSteering
-from ....schemas.tensors import Tensor
+from ....schemas.base.tensors import Tensor
+from ....schemas.requests.specs import MAX_STEERING_ROWS, SteeringRow, steering_rows
+from ....schemas.requests.steering import GlobalSteering
 from ..hooks.sites import Site
 from .actions import ActionLedger
 from .steering_tables import AnyTable, HeldRows, VectorStore

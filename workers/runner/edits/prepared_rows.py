@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ....schemas.source_runs import is_row
-from ....schemas.specs import RankSpec, SteeringRow, steering_rows
+from ....schemas.requests.source_runs import is_row
+from ....schemas.requests.specs import RankSpec, SteeringRow, steering_rows
 from .vector_pool import Joined
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from ....schemas.blobs import Header, read_header
-from ....schemas.dtypes import DTYPES
-from ....schemas.receipts import READ_LATER
-from ....schemas.selectors import Hook, as_ranges
-from ....schemas.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.jobs.receipts import READ_LATER
+from ....schemas.prompts.selectors import Hook, as_ranges
+from ....schemas.requests.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
+from ....storage.formats.capture_blobs import Header, read_header
 from ....storage.store import PASSING, ArtifactStore
 from ..hooks.sites import Site
 

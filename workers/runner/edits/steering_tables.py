@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from ....kernels.plan import Does, does_of, laid_out
-from ....schemas.interventions import FAMILIES, FAMILY, PLACE, Family
-from ....schemas.source_runs import ZEROS, is_row
-from ....schemas.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
-from ....schemas.tensors import Tensor, content_hash, to_numpy
+from ....schemas.base.tensors import Tensor, content_hash, to_numpy
+from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, Family
+from ....schemas.requests.source_runs import ZEROS, is_row
+from ....schemas.requests.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
 from ..base.host_memory import locked_copy
 from ..files.finished_rows import Columns
 from ..hooks.sites import Buffers, Site

@@ -6,7 +6,7 @@ edit.
 
 from collections.abc import Collection
 
-from ....schemas.specs import RankSpec
+from ....schemas.requests.specs import RankSpec
 
 
 class Taints:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....schemas.interventions import SCALARS
+from ....schemas.requests.interventions import SCALARS
 from ..base.host_memory import locked_copy
 from ..hooks.sites import Buffers
 

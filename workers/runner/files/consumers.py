@@ -14,10 +14,10 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from ....schemas.dtypes import DTYPES, widened
-from ....schemas.harvest_work import HARVEST
-from ....schemas.readings import READER
-from ....schemas.specs import memory_bytes
+from ....schemas.base.dtypes import DTYPES, widened
+from ....schemas.requests.harvest_work import HARVEST
+from ....schemas.requests.readings import READER
+from ....schemas.requests.specs import memory_bytes
 from ..base.helper_threads import Apart, LateError
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .layouts import blob_of

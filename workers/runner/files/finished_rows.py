@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ....schemas.attention import ATTENDING, AttentionKind
-from ....schemas.banks import RowShape
-from ....schemas.captures import FORMAT, Manifest
-from ....schemas.dtypes import ITEM_BYTES
-from ....schemas.layer_kinds import of_layers
-from ....schemas.receipts import CapturedFile
-from ....schemas.routing import RoutingKind
-from ....schemas.specs import RankSpec, StoredCapture
-from ....schemas.version import __version__
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.version import __version__
+from ....schemas.jobs.captures import FORMAT, Manifest
+from ....schemas.jobs.receipts import CapturedFile
+from ....schemas.model.attention import ATTENDING, AttentionKind
+from ....schemas.model.banks import RowShape
+from ....schemas.model.layer_kinds import of_layers
+from ....schemas.model.routing import RoutingKind
+from ....schemas.requests.specs import RankSpec, StoredCapture
 from ....storage.blobs import Blob
 
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ....broker.artifacts.retention import Usage
-from ....schemas.captures import SEGMENT_SUFFIX, SEGMENTS
-from ....schemas.receipts import CapturedFile
+from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
+from ....schemas.jobs.receipts import CapturedFile
 from ....storage.blobs import SEGMENT_ALIGNMENT, Blob, append, make_blob, publish
 from ....storage.store import PASSING, ArtifactStore, NotInPlaceError, Rewriting, Segment
 from .finished_rows import FinishedCapture, Outcome

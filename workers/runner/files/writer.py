@@ -13,9 +13,9 @@ import msgspec
 
 from ....broker.artifacts.retention import Usage
 from ....broker.receipts.outbox import Outbox
-from ....schemas.harvest_work import HARVEST
-from ....schemas.readings import READER
-from ....schemas.receipts import STORE_AWAY, CapturedFile, Consumed, Receipt
+from ....schemas.jobs.receipts import STORE_AWAY, CapturedFile, Consumed, Receipt
+from ....schemas.requests.harvest_work import HARVEST
+from ....schemas.requests.readings import READER
 from ....storage.store import open_store
 from .consumers import BUILT_IN, Logging, Memory, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome

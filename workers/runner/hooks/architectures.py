@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ....schemas.errors import MidstreamError
-from ....schemas.selectors import HOOKS, Hook
+from ....schemas.base.errors import MidstreamError
+from ....schemas.prompts.selectors import HOOKS, Hook
 from .config_rules import DifferentNumbersError, caveats
 from .taps import Law, Tap, Taps
 

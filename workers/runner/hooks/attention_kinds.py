@@ -11,8 +11,8 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from ....schemas.attention import AttentionKind
-from ....schemas.layer_kinds import grouped
+from ....schemas.model.attention import AttentionKind
+from ....schemas.model.layer_kinds import grouped
 from .architectures import Adapter
 from .sites import held_layers
 

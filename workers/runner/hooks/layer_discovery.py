@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.selectors import Hook
+from ....schemas.prompts.selectors import Hook
 from .taps import Law, Tap, Taps
 
 #: Rows of the probe: of very different lengths, so that a norm of a tensor is no multiple of it.

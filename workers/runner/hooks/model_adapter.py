@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.selectors import HOOKS, Hook
+from ....schemas.prompts.selectors import HOOKS, Hook
 from .architectures import UNKNOWN, Adapter, UnsupportedArchitectureError, Variant
 from .layer_discovery import LayerShape, NoStreamError, probe
 from .sites import language_model

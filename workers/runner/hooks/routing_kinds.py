@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from ....schemas.layer_kinds import grouped
-from ....schemas.routing import RoutingKind, Scoring, routed
+from ....schemas.model.layer_kinds import grouped
+from ....schemas.model.routing import RoutingKind, Scoring, routed
 from .architectures import Adapter
 from .sites import held_layers
 

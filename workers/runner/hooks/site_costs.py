@@ -9,7 +9,7 @@ table of architectures and from what the kernel reads and writes.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ....schemas.selectors import HOOKS, Hook
+from ....schemas.prompts.selectors import HOOKS, Hook
 from .architectures import ARCHITECTURES, Adapter, Variant, neighbours
 
 

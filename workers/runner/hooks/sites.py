@@ -19,8 +19,8 @@ from torch import nn
 
 from ....kernels import pair_site, single_site
 from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
-from ....schemas.interventions import EVERY, FAMILIES, SCALARS
-from ....schemas.selectors import Hook
+from ....schemas.prompts.selectors import Hook
+from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
 from .architectures import Adapter, UnsupportedArchitectureError, neighbours
 from .taps import Kind, Side
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ....schemas.selectors import Hook
+from ....schemas.prompts.selectors import Hook
 
 Side = Literal["input", "output"]
 #: `pair`: the stream is the sum of two tensors, `(hidden, residual)`, that the next norm adds up;

@@ -21,13 +21,13 @@ import torch
 from ....broker.receipts.curve import client_keys
 from ....broker.receipts.outbox import Outbox
 from ....kernels.plan import ROWS_PER_TOKEN
-from ....schemas.attention import AttentionKind
-from ....schemas.banks import RESIDUAL
-from ....schemas.faults import arm
-from ....schemas.routing import RoutingKind
-from ....schemas.selectors import select
-from ....schemas.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
-from ....schemas.version import __version__
+from ....schemas.base.faults import arm
+from ....schemas.base.version import __version__
+from ....schemas.model.attention import AttentionKind
+from ....schemas.model.banks import RESIDUAL
+from ....schemas.model.routing import RoutingKind
+from ....schemas.prompts.selectors import select
+from ....schemas.requests.specs import RankSpec, StoredSteering, columns_of, steering_rows, touched
 from ....storage.calls import CALLS
 from ....storage.file_store import scratch
 from ....storage.store import open_store

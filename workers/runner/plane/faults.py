@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ....schemas.selectors import HOOKS, Hook
+from ....schemas.prompts.selectors import HOOKS, Hook
 from ..edits.actions import Content as ActionContent
 from ..edits.vector_pool import Content as RowContent
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ....schemas.specs import Grade
+from ....schemas.requests.specs import Grade
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy, locked_like
 from ..rows.planner import Tracked

@@ -25,8 +25,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 
-from ....schemas.banks import BANK, BANKS, RowShape
-from ....schemas.selectors import INSIDE, Hook
+from ....schemas.model.banks import BANK, BANKS, RowShape
+from ....schemas.prompts.selectors import INSIDE, Hook
 from ..files.finished_rows import Columns
 from ..hooks.architectures import Adapter
 from ..hooks.sites import Site, Sizes, Visit, buffers_of, held_layers, visit_of

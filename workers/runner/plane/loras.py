@@ -19,8 +19,8 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase
 
-from ....schemas.lora_files import CONFIG, WEIGHTS, digest_of, general_name, raw_files
-from ....schemas.selectors import as_ranges
+from ....schemas.prompts.selectors import as_ranges
+from ....storage.formats.lora_files import CONFIG, WEIGHTS, digest_of, general_name, raw_files
 from ..base.engine_step import StepView
 from ..edits.actions import ActionLedger
 from ..rows.planner import Tracked

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ....schemas.specs import RankSpec
+from ....schemas.requests.specs import RankSpec
 from ..edits.steering_tables import VectorStore
 from ..probes.probe_news import News
 from ..probes.watches import Watch, news_of_all

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.specs import RankSpec
+from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy
 from ..edits.source_runs import RunStore

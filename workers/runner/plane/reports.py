@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ....schemas.receipts import Receipt
-from ....schemas.specs import RankSpec
-from ....schemas.version import __version__
+from ....schemas.base.version import __version__
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.requests.specs import RankSpec
 from ..base.config import Place, PlaneConfig
 from ..edits.actions import ActionLedger
 from ..files.finished_rows import FinishedCapture

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ....schemas.limits import MAX_GATE_RUNS
-from ....schemas.probes import ProbeScore
-from ....schemas.specs import RankSpec
+from ....schemas.artifacts.probes import ProbeScore
+from ....schemas.base.limits import MAX_GATE_RUNS
+from ....schemas.requests.specs import RankSpec
 from .watches import Watch
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ....schemas.probes import ProbeScore, StoredProbe
+from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from .aggregates import aggregate
 from .probe_news import News, Scored
 

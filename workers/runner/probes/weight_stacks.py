@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....schemas.probes import StoredProbe
-from ....schemas.specs import At
+from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.requests.specs import At
 from ..edits.steering_tables import VectorStore
 from .watches import Kind
 

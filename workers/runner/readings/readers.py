@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ....schemas.readings import StoredFeatures, StoredLens, StoredReader
+from ....schemas.requests.readings import StoredFeatures, StoredLens, StoredReader
 from ..hooks.output_head import Head, NoHeadError
 from .features import Features
 from .installed_readers import InstalledReaders, LoadedReader

@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from ....schemas.base import to_msgpack
-from ....schemas.dtypes import DTYPES
-from ....schemas.readings import Part
-from ....schemas.specs import RankSpec
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.base.records import to_msgpack
+from ....schemas.requests.readings import Part
+from ....schemas.requests.specs import RankSpec
 from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 
 logger = logging.getLogger(__name__)

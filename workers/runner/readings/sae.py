@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding_bag
 
-from ....schemas.interventions import LAYER_NORM_EPS
-from ....schemas.sae_files import SaeError, reading, tensors_of
-from ....schemas.saes import SaeForm
+from ....schemas.artifacts.saes import SaeForm
+from ....schemas.requests.interventions import LAYER_NORM_EPS
+from ....storage.formats.sae_files import SaeError, reading, tensors_of
 
 #: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most so many.
 CHUNK_BYTES = 32 << 20

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ....schemas.errors import MidstreamError
-from ....schemas.readings import StoredTuned
-from ....schemas.tensor_files import TensorFile, TensorFileError
-from ....schemas.tuned_files import folder_of, map_of, reading
+from ....schemas.base.errors import MidstreamError
+from ....schemas.requests.readings import StoredTuned
+from ....storage.formats.tensor_files import TensorFile, TensorFileError
+from ....storage.formats.tuned_files import folder_of, map_of, reading
 from ..files.finished_rows import ReadingError
 
 #: (rows `[positions, hidden]`, layer) → what takes their place, float32.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....schemas.banks import RESIDUAL
-from ....schemas.specs import SteeringRow, StoredCapture
+from ....schemas.model.banks import RESIDUAL
+from ....schemas.requests.specs import SteeringRow, StoredCapture
 from ..base.engine_step import RequestRows, StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, VectorStore

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from ....schemas.attention import AttentionKind
-from ....schemas.banks import RESIDUAL
-from ....schemas.routing import RoutingKind
-from ....schemas.specs import RankSpec, StoredCapture
+from ....schemas.model.attention import AttentionKind
+from ....schemas.model.banks import RESIDUAL
+from ....schemas.model.routing import RoutingKind
+from ....schemas.requests.specs import RankSpec, StoredCapture
 from ....storage.blobs import Blob
 from ..files.finished_rows import Columns, FinishedCapture
 from ..hooks.sites import Site

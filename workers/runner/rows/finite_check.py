@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ....schemas.interventions import FAMILY
-from ....schemas.selectors import FORWARD, select
-from ....schemas.specs import RankSpec, StoredSteering
+from ....schemas.prompts.selectors import FORWARD, select
+from ....schemas.requests.interventions import FAMILY
+from ....schemas.requests.specs import RankSpec, StoredSteering
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
 from ..hooks.sites import Buffers, Site

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from ....kernels import plan as columns
-from ....schemas.banks import RESIDUAL
-from ....schemas.probes import ProbeScore
-from ....schemas.selectors import select
-from ....schemas.specs import RankSpec, SteeringRow, columns_of
+from ....schemas.artifacts.probes import ProbeScore
+from ....schemas.model.banks import RESIDUAL
+from ....schemas.prompts.selectors import select
+from ....schemas.requests.specs import RankSpec, SteeringRow, columns_of
 from ..base.engine_step import RequestRows
 from ..edits.steering_tables import RowTable
 from ..hooks.sites import Buffers, Site

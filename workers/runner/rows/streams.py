@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....schemas.blobs import DTYPE_NAMES, encode_header
-from ....schemas.dtypes import ITEM_BYTES
-from ....schemas.specs import RankSpec
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.requests.specs import RankSpec
 from ....storage.blobs import Blob
+from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
 from ....storage.store import ArtifactStore, Draft, Drafts
 from ..files.finished_rows import FinishedCapture
 from ..files.layouts import file_name

@@ -19,7 +19,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.platforms import current_platform
 
-from ....schemas.errors import MidstreamError
+from ....schemas.base.errors import MidstreamError
 
 #: vLLM's methods, with weights and activations, of which rows were compared with transformers', on
 #: a CPU.

@@ -148,16 +148,20 @@ SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.outputs:ModelRunnerOutput", ("req_ids",), "vllm/quarantine.py"),
     Seam("vllm.v1.outputs:AsyncModelRunnerOutput", ("get_output",), "vllm/quarantine.py"),
     # Images, and the chat template that they are written by
-    Seam("vllm.multimodal", ("MULTIMODAL_REGISTRY",), "engine/images.py"),
-    Seam("vllm.multimodal.image", ("convert_image_mode",), "engine/images.py"),
-    Seam("vllm.multimodal.processing", ("ProcessorInputs", "TimingContext"), "engine/images.py"),
+    Seam("vllm.multimodal", ("MULTIMODAL_REGISTRY",), "engine/prompts/images.py"),
+    Seam("vllm.multimodal.image", ("convert_image_mode",), "engine/prompts/images.py"),
+    Seam(
+        "vllm.multimodal.processing",
+        ("ProcessorInputs", "TimingContext"),
+        "engine/prompts/images.py",
+    ),
     Seam(
         "vllm.renderers.hf",
         ("resolve_chat_template", "resolve_chat_template_content_format"),
-        "engine/tokenizer.py",
+        "engine/prompts/tokenizer.py",
     ),
     # Tool calls, formats and log-probabilities
-    Seam("vllm.parser", ("Parser", "ParserManager"), "engine/tool_calls.py"),
+    Seam("vllm.parser", ("Parser", "ParserManager"), "engine/prompts/tool_calls.py"),
     Seam(
         "vllm.parser.parser_manager:ParserManager",
         (
@@ -166,7 +170,7 @@ SEAMS: tuple[Seam, ...] = (
                 "model_name, is_harmony, tool_strict_level, tokenizer)"
             ),
         ),
-        "engine/tool_calls.py",
+        "engine/prompts/tool_calls.py",
     ),
     Seam(
         "vllm.parser.abstract_parser:Parser",
@@ -178,10 +182,10 @@ SEAMS: tuple[Seam, ...] = (
             "parse(model_output, request, enable_auto_tools, model_output_token_ids)",
             "parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished)",
         ),
-        "engine/tool_calls.py",
+        "engine/prompts/tool_calls.py",
     ),
-    Seam("vllm.tool_parsers", ("ToolParserManager",), "engine/tool_calls.py"),
-    Seam("vllm.tokenizers", ("cached_tokenizer_from_config",), "engine/tool_calls.py"),
+    Seam("vllm.tool_parsers", ("ToolParserManager",), "engine/prompts/tool_calls.py"),
+    Seam("vllm.tokenizers", ("cached_tokenizer_from_config",), "engine/prompts/tool_calls.py"),
     Seam(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
         (
@@ -192,7 +196,7 @@ SEAMS: tuple[Seam, ...] = (
             "skip_special_tokens",
             "extract_structured_outputs",
         ),
-        "engine/tool_calls.py",
+        "engine/prompts/tool_calls.py",
     ),
     Seam("vllm.logprobs:Logprob", ("logprob", "rank", "decoded_token"), "engine/vllm_output.py"),
     Seam("vllm.exceptions", ("VLLMClientError",), "engine/vllm.py"),

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from ....schemas.specs import StoredCapture
+from ....schemas.requests.specs import StoredCapture
 
 #: Rows in each pipeline stage, whose ring holds the rows of its own layers.
 StageRows = list[int]

@@ -13,9 +13,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from ....schemas.source_runs import is_row
-from ....schemas.specs import RankSpec
-from ....schemas.version import __version__
+from ....schemas.base.version import __version__
+from ....schemas.requests.source_runs import is_row
+from ....schemas.requests.specs import RankSpec
 from ..base.config import plane_config
 from ..base.engine_step import Finish, Load
 from ..base.process import die_with_parent

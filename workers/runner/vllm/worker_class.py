@@ -15,12 +15,12 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
 from ....broker.ops import logs
+from ....schemas.base.tensors import Tensor
 from ....schemas.extensions import Extension
-from ....schemas.readings import StoredFeatures
-from ....schemas.selectors import INSIDE
-from ....schemas.source_runs import RunFiles
-from ....schemas.steering import GlobalSteering
-from ....schemas.tensors import Tensor
+from ....schemas.prompts.selectors import INSIDE
+from ....schemas.requests.readings import StoredFeatures
+from ....schemas.requests.source_runs import RunFiles
+from ....schemas.requests.steering import GlobalSteering
 from ..base.config import Found, Place, PlaneConfig, plane_config
 from ..base.extensions import ExtensionError, trusted
 from ..base.process import die_with_parent, threads_elsewhere

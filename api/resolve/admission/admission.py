@@ -1,0 +1,585 @@
+"""Validation of a parsed request against the model: a `ParsedRequest` becomes a `Job`, or a 400
+names the field and what is valid.
+
+Everything is checked here, against what the worker has published of its model, so that a bad
+request never reaches the engine.
+"""
+
+import asyncio
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from ....schemas.access.handling import Handling, callback_of
+from ....schemas.access.keys import EVERYBODY, Caller, scoped
+from ....schemas.artifacts.loras import StoredLora
+from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import MAX_CHOICE_TOKENS, MAX_INT64, MAX_PROMPTS
+from ....schemas.base.records import now
+from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.chat import ChatMessage
+from ....schemas.prompts.images import digest_of
+from ....schemas.prompts.selectors import (
+    DimensionSelector,
+    LayerSelector,
+    RequestedPositions,
+    Span,
+    no_text,
+    parts_of,
+)
+from ....schemas.requests.lens import FittedLens
+from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering
+from ..edits.model_state import NOTHING, ModelState
+from ..edits.patches import runs_of
+from ..edits.steering import check_number, modules_named, resolve_edits
+from ..positions.captures import Bounds, PromptFacts, has_text, resolve_captures
+from ..positions.gates import gated_by
+from ..prompts.images import check_number as check_number_of_images
+from ..prompts.images import placed
+from ..prompts.request_parsing import ParsedPrompt, ParsedRequest, plain_messages
+from ..prompts.requested_features import FeatureWish
+from ..prompts.tokenizer import INLINE_CHARACTERS, Codec, TooLong
+from ..readings.probes import check_step, check_tokens
+from ..readings.readings import positions_asked, resolve_readings, with_token_ids
+
+#: Captures and edits are resolved for each prompt. What that costs, about, in the time that one
+#: named position takes: an entry, a span, a part of a text such as `0-3,7,-1` and the search for
+#: one text through so many characters; of layers named by a text there are several. A job may cost
+#: `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
+ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 8
+RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
+
+
+EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A job that can be submitted, and what it names by content hash: MessagePack `Tensor`s and
+    images; and tensors of named modules.
+    """
+
+    job: Job
+    blobs: dict[str, bytes]
+    pinned: list[str]
+
+
+# --- Prompts and sampling -------------------------------------------------------------------------
+
+
+async def tokenise(
+    prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec
+) -> list[StoredPrompt]:
+    """Every prompt as token ids of this model.
+
+    Raises a 400 naming the prompt that is empty or outside the vocabulary.
+    """
+    for prompt in prompts:
+        if not prompt.value:
+            raise invalid(prompt.field, "is empty: a prompt needs at least one token")
+    plain = [prompt for prompt in prompts if isinstance(prompt.value, str)]
+    try:
+        encoded = iter(
+            await codec.encode([str(prompt.value) for prompt in plain], special_tokens=True)
+            if plain
+            else []
+        )
+    except TooLong as error:
+        raise too_long(error, plain[error.index].field, model) from None
+    stored = []
+    for prompt in prompts:
+        if isinstance(prompt.value, str):
+            ids, text = next(encoded), prompt.value
+            if not ids:
+                raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
+            stored.append(StoredPrompt(token_ids=ids, text=text))
+        elif prompt.is_conversation:
+            await asyncio.sleep(0)  # there may be thousands of short ones
+            check_number_of_images(prompt.images, prompt.field, model)
+            try:
+                ids, text = await codec.encode_chat(
+                    plain_messages(
+                        message for message in prompt.value if isinstance(message, ChatMessage)
+                    ),
+                    prompt.rendering,
+                )
+            except TooLong as error:
+                raise too_long(error, prompt.field, model) from None
+            stored.append(
+                StoredPrompt(
+                    token_ids=ids, text=text, images=placed(ids, prompt.images, prompt.field, model)
+                )
+            )
+        else:
+            await asyncio.sleep(0)
+            ids = [token for token in prompt.value if isinstance(token, int)]
+            check_vocabulary(ids, prompt.field, model)
+            stored.append(StoredPrompt(token_ids=array("i", ids)))
+    return stored
+
+
+def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
+    """The prompt at `field` leaves the model nothing to generate."""
+    if error.tokens is None:
+        return invalid(field, error.detail)
+    return invalid(
+        field,
+        (
+            f"has {error.tokens} tokens, which leaves no room to generate: the model's "
+            f"limit is {model.max_model_len} in total"
+        ),
+    )
+
+
+def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
+    """Raises a 400 naming the first of `ids` outside the model's vocabulary."""
+    if not ids or (min(ids) >= 0 and max(ids) < model.vocab_size):
+        return
+    for index, token in enumerate(ids):
+        if not 0 <= token < model.vocab_size:
+            raise invalid(
+                f"{at}[{index}]",
+                f"token id {token} is outside the vocabulary",
+                allowed=f"0 to {model.vocab_size - 1}",
+            )
+
+
+def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:
+    """How many tokens to generate.
+
+    Raises a 400 when a prompt, or a prompt with what it generates, is longer than the model.
+    """
+    longest = 0
+    for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
+        tokens = len(prompt.token_ids)
+        if tokens >= model.max_model_len:
+            raise too_long(TooLong(0, tokens), from_body.field, model)
+        longest = max(longest, tokens)
+    room = model.max_model_len - longest
+    if parsed.fill_max_tokens:
+        return room
+    if parsed.sampling.max_tokens > room:
+        raise invalid(
+            parsed.max_tokens_at,
+            (
+                f"{parsed.sampling.max_tokens} after a prompt of length {longest} exceeds the "
+                f"model's limit of {model.max_model_len}"
+            ),
+            allowed=f"1 to {room}",
+        )
+    return parsed.sampling.max_tokens
+
+
+def check_sampling(
+    sampling: Sampling, at: str, model: ModelInfo, max_tokens: int | None = None
+) -> None:
+    """What the types do not say of sampling parameters. `max_tokens`: where they say it."""
+    if sampling.top_k > model.vocab_size:
+        raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
+    for index, text in enumerate(sampling.stop):
+        if not text:
+            raise invalid(
+                f"{at}stop[{index}]", "is empty: a stop string needs at least one character"
+            )
+    for index, text in enumerate(sampling.bad_words):
+        if not text:
+            raise invalid(f"{at}bad_words[{index}]", "is empty")
+    check_vocabulary(sampling.stop_token_ids, f"{at}stop_token_ids", model)
+    if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
+        raise invalid(f"{at}allowed_token_ids", "is empty: no token could be generated")
+    check_vocabulary(sampling.allowed_token_ids or [], f"{at}allowed_token_ids", model)
+    for token in sampling.logit_bias or {}:
+        if token >= model.vocab_size:
+            raise invalid(
+                f"{at}logit_bias",
+                f"token id {token} is outside the vocabulary",
+                allowed=f"0 to {model.vocab_size - 1}",
+            )
+    if max_tokens is not None and sampling.min_tokens > max_tokens:
+        raise invalid(
+            f"{at}min_tokens",
+            f"{sampling.min_tokens} exceeds max_tokens",
+            allowed=f"0 to {max_tokens}",
+        )
+
+
+def check_choices(parsed: ParsedRequest) -> None:
+    """Raises a 400 when `n` outputs of a prompt would be the same, or are more than a job has."""
+    n, sampling, prompts = parsed.n, parsed.sampling, len(parsed.prompts)
+    if n == 1:
+        return
+    if sampling.temperature == 0:
+        raise invalid(
+            "n",
+            f"is {n} with temperature 0, where all choices would be the same",
+            allowed="1, or a temperature above 0",
+        )
+    if prompts * n > MAX_PROMPTS:
+        raise invalid(
+            "n",
+            f"is {n} for {prompts} prompts",
+            allowed=f"at most {MAX_PROMPTS} choices in one request",
+        )
+    if sampling.seed is not None and sampling.seed > MAX_INT64 - n:
+        raise invalid(
+            "seed",
+            "is too large: each choice adds 1 to it",
+            allowed=f"at most {MAX_INT64 - n} with n: {n}",
+        )
+
+
+def with_choices(
+    parsed: ParsedRequest, prompts: list[StoredPrompt]
+) -> tuple[ParsedRequest, list[StoredPrompt]]:
+    """The request with each prompt as often as it has outputs.
+
+    Raises a 400 when that is too much to store.
+    """
+    if parsed.n == 1:
+        return parsed, prompts
+    tokens = parsed.n * sum(len(prompt.token_ids) for prompt in prompts)
+    if tokens > MAX_CHOICE_TOKENS:
+        raise invalid(
+            "n",
+            f"{parsed.n} choices have prompts of {tokens} tokens in all",
+            allowed=f"at most {MAX_CHOICE_TOKENS}",
+        )
+    repeated = [prompt for prompt in parsed.prompts for _ in range(parsed.n)]
+    return replace(parsed, prompts=repeated), [
+        prompt for prompt in prompts for _ in range(parsed.n)
+    ]
+
+
+def check_tools(parsed: ParsedRequest, model: ModelInfo) -> None:
+    """Raises a 400 when the worker has no parser for the model's tool calls."""
+    if parsed.tools is not None and not model.tool_parser:
+        raise invalid(
+            "tools",
+            f"{model.name!r} is served without a parser of tool calls (setting tool_parser)",
+            allowed="no tools",
+        )
+
+
+# --- Captures and steering ------------------------------------------------------------------------
+
+Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
+
+
+async def resolve(
+    parsed: ParsedRequest,
+    prompts: Sequence[StoredPrompt],
+    model: ModelInfo,
+    codec: Codec,
+    max_tokens: int,
+    model_state: ModelState = NOTHING,
+    probes: Sequence[StoredProbe] = (),
+) -> Resolved:
+    """Captures and steering for each prompt, and the vectors that came with it by content hash.
+
+    Raises a 400 naming the field.
+    """
+
+    parsed = replace(parsed, lens=await with_token_ids(parsed.lens, codec))
+
+    def resolved() -> Resolved:
+        bounds = Bounds(model, facts_of(parsed, prompts, codec, model_state), max_tokens)
+        captures = resolve_captures(parsed.capture, bounds, resolve_readings(parsed, bounds))
+        return captures, *resolve_edits(
+            parsed.patch, parsed.steering, bounds, model_state, gated_by(parsed.probes, probes)
+        )
+
+    characters = sum(map(_characters, prompts))
+    cost = check_cost(parsed, len(prompts), characters, model_state)
+    cost += sum(
+        len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures
+    )
+    mapped = characters if _needs_text(parsed, model_state) else 0
+    if cost <= RESOLVE_INLINE and mapped <= INLINE_CHARACTERS:
+        return resolved()
+    return await anyio.to_thread.run_sync(resolved)
+
+
+def check_cost(
+    parsed: ParsedRequest, prompts: int, characters: int, model_state: ModelState = NOTHING
+) -> int:
+    """What captures and steering cost to resolve, see `RESOLVE_LIMIT`.
+
+    Raises a 400 naming the field that costs most.
+
+    `characters`: of all `prompts`.
+    """
+    check_number(
+        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts
+    )
+    wanted = _wanted(parsed, model_state)
+    costs: Counter[str] = Counter()
+    for field, positions in wanted:
+        numbers, items = (
+            _numbers(positions),
+            positions if isinstance(positions, list) else [positions],
+        )
+        ranges = [item for item in items if isinstance(item, Span) and item.is_range]
+        texts = [item.text for item in items if isinstance(item, Span) and item.text is not None]
+        tokens = sum(
+            1 + (item.stop or 0) - (item.start or 0)
+            for item in items
+            if isinstance(item, Span) and item.image is not None
+        )
+        searched = (
+            len(set(texts)) * characters // SEARCHED_CHARACTERS
+        )  # a text is searched for once
+        written_out = (
+            min(prompts * sum(map(_length, ranges)), characters)
+            if isinstance(positions, list)
+            else 0
+        )
+        costs[field] += tokens * sum(len(prompt.images) for prompt in parsed.prompts)
+        costs[field] += (
+            prompts * (ENTRY_COST + numbers + len(ranges) + SPAN_COST * len(texts))
+            + searched
+            + written_out
+        )
+    for field, selector in _selectors(parsed):
+        costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
+    for index, patch in enumerate(parsed.patch):
+        costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
+    if sum(costs.values()) > RESOLVE_LIMIT:
+        raise invalid(
+            max(costs, key=lambda field: costs[field]),
+            "selects too many positions over all prompts",
+            allowed="fewer positions or spans, or fewer prompts in one job",
+        )
+    return sum(costs.values())
+
+
+def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
+    """In addition to the cost of its positions, which are listed, and those of a run become entries
+    in each layer.
+
+    How many entries there may be is limited where they are made.
+    """
+    parsed = patch.positions
+    named = len(parsed) if isinstance(parsed, list) else 1
+    whole = parsed in ("all", "all_prompt") or (isinstance(parsed, Span) and parsed.is_range)
+    places = characters if whole else prompts * named
+    if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
+        return places
+    layers = (
+        len(patch.layers)
+        if isinstance(patch.layers, list)
+        else 1
+        if isinstance(patch.layers, int)
+        else SEVERAL
+    )
+    return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
+
+
+def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, RequestedPositions]]:
+    """(Field, positions) of the capture, of every patch and of every edit, those of modules
+    each.
+    """
+    found: list[tuple[str, RequestedPositions]] = [
+        (f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)
+    ]
+    named = [(f"steering[{index}]", spec) for index, spec in enumerate(parsed.steering)]
+    for at, spec in [*named, *((gated.at, gated.spec) for gated in gated_by(parsed.probes))]:
+        module = None if spec.module is None else model_state.modules.get(spec.module)
+        if module is None or spec.positions is not None:
+            found += [(f"{at}.positions", spec.positions or "all")] * (
+                1 if module is None else len(module.entries)
+            )
+        else:
+            found += [(f"{at}.module", entry.positions) for entry in module.entries]
+    found += positions_asked(parsed)
+    return found + ([("capture.positions", parsed.capture.positions)] if parsed.capture else [])
+
+
+def _selectors(
+    parsed: ParsedRequest,
+) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
+    """(Field, layers or dimensions) of every patch and every edit: resolved once for all prompts.
+
+    (Those of a capture are few.)
+    """
+    for index, spec in enumerate(parsed.steering):
+        yield f"steering[{index}].layers", spec.layers
+    for index, patch in enumerate(parsed.patch):
+        yield f"patch[{index}].layers", patch.layers
+        yield f"patch[{index}].mask", patch.mask
+
+
+def _needs_text(parsed: ParsedRequest, model_state: ModelState) -> bool:
+    return any(has_text(positions) for _, positions in _wanted(parsed, model_state))
+
+
+def _numbers(positions: RequestedPositions) -> int:
+    return sum(isinstance(item, int) for item in positions) if isinstance(positions, list) else 0
+
+
+def _length(span: Span) -> int:
+    """The most positions of a range; without the prompt's length not always known."""
+    start, stop = span.start or 0, span.stop
+    return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
+
+
+def _characters(prompt: StoredPrompt) -> int:
+    """Of its text; about, where only its tokens are known."""
+    return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
+
+
+def facts_of(
+    parsed: ParsedRequest,
+    prompts: Sequence[StoredPrompt],
+    codec: Codec,
+    model_state: ModelState = NOTHING,
+) -> list[PromptFacts]:
+    """Facts about each prompt for the rules; offsets of tokens in the text are computed only if a
+    span needs them.
+    """
+    if not _needs_text(parsed, model_state):
+        return [PromptFacts(len(prompt.token_ids), images=prompt.images) for prompt in prompts]
+    facts = []
+    for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
+        if prompt.text is None:
+            found = codec.map_ids(prompt.token_ids)
+        else:
+            found = codec.map_text(
+                prompt.text, prompt.token_ids, special_tokens=not from_body.is_conversation
+            )
+        facts.append(
+            PromptFacts(len(prompt.token_ids), found.find if found else no_text, prompt.images)
+        )
+    return facts
+
+
+# --- Altogether -----------------------------------------------------------------------------------
+
+
+async def admit(
+    parsed: ParsedRequest,
+    model: ModelInfo,
+    codec: Codec,
+    job_id: str,
+    model_state: ModelState = NOTHING,
+    caller: Caller = EVERYBODY,
+    lora: StoredLora | None = None,
+    probes: Sequence[StoredProbe] = (),
+) -> Admitted:
+    """The wish as a job of `caller` under `job_id`, with adapter and probes.
+
+    Raises a 400 with the path of the field at fault.
+    """
+    check_sampling(
+        parsed.sampling,
+        parsed.sampling_at,
+        model,
+        None if parsed.fill_max_tokens else parsed.sampling.max_tokens,
+    )
+    check_choices(parsed)
+    check_tools(parsed, model)
+    parsed, prompts = with_choices(parsed, await tokenise(parsed.prompts, model, codec))
+    max_tokens = check_lengths(parsed, prompts, model)
+    check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
+    captures, steering, blobs = await resolve(
+        parsed, prompts, model, codec, max_tokens, model_state, probes
+    )
+    check_step(probes, captures, model)
+    job = Job(
+        id=job_id,
+        kind=parsed.kind,
+        model=model.name,
+        prompts=prompts,
+        sampling=msgspec.structs.replace(parsed.sampling, max_tokens=max_tokens),
+        created=now(),
+        steering=steering,
+        captures=captures,
+        stream=parsed.stream,
+        metadata=parsed.metadata,
+        modules={name: model_state.modules[name].digest for name in modules_of(parsed)},
+        runs={name: model_state.runs[name].job for name in runs_of(parsed.patch)},
+        n=parsed.n,
+        tools=parsed.tools,
+        echo=parsed.echo,
+        fills=parsed.fill_max_tokens and any(prompt.images for prompt in prompts),
+        run=scoped(caller.tenant, parsed.capture.run)
+        if parsed.capture and parsed.capture.run
+        else "",
+        lora=lora,
+        probes=list(probes),
+        identity=model.identity,
+        contents=_contents(parsed, model, model_state, lora, probes),
+        **handled(parsed.handling, caller),
+    )
+    named = {name for module in model_state.modules.values() for name in module.tensors}
+    named |= {name for probe in probes for name in probe.content.tensors}
+    blobs |= {digest_of(data): data for prompt in parsed.prompts for data in prompt.images}
+    return Admitted(job, blobs, sorted(named - blobs.keys()))
+
+
+def _contents(
+    parsed: ParsedRequest,
+    model: ModelInfo,
+    model_state: ModelState,
+    lora: StoredLora | None,
+    probes: Sequence[StoredProbe],
+) -> dict[str, str]:
+    """`Job.contents`."""
+    saes = [
+        *model_state.features.saes.values(),
+        *(wish.sae for wish in parsed.features if isinstance(wish, FeatureWish)),
+    ]
+    found = {f"sae/{sae.name}": sae.digest for sae in saes}
+    if isinstance(parsed.lens, FittedLens):
+        found[f"tuned/{parsed.lens.found.name}"] = parsed.lens.found.digest
+    if lora is not None:
+        found[f"lora/{lora.name}"] = lora.digest
+    for probe in probes:
+        found |= (
+            {f"watching/{probe.name}": f"{probe.digest} {probe.action}"}
+            if probe.watching
+            else {f"probe/{probe.name}": probe.digest}
+        )
+    return found | {f"{each.kind}/{each.name}": each.digest for each in model.extensions}
+
+
+def modules_of(parsed: ParsedRequest) -> list[str]:
+    """The modules that a request names, each once."""
+    return modules_named(
+        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], parsed.patch
+    )
+
+
+def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
+    """The members of a job that say whose it is and how it is handled."""
+    same = {
+        name: getattr(handling, name)
+        for name in Handling.__struct_fields__
+        if name in Job.__struct_fields__
+    }
+    expires = None if handling.expires_in is None else now() + handling.expires_in
+    return {
+        **same,
+        "tenant": caller.tenant,
+        "key": caller.key,
+        "expires": expires,
+        "callback": callback_of(handling),
+    }
+
+
+def unknown_model(name: str, served: Sequence[str]) -> MidstreamError:
+    """The model is not one that a worker has ever served here; says which are."""
+    if not served:
+        return MidstreamError(
+            "unavailable", "no model is served: no worker has started yet", field="model"
+        )
+    return MidstreamError(
+        "not_found", f"unknown model {name!r}", field="model", allowed=", ".join(sorted(served))
+    )

@@ -1,0 +1,275 @@
+"""Steering by the features of sparse autoencoders: a spec with `sae` becomes vectors and numbers as
+the kernels take them.
+
+The vectors are read from the files of the registered content and go with the request, as vectors
+that a user supplies do.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ....schemas.artifacts.saes import Sae, SaeForm
+from ....schemas.base.dtypes import DTYPES, narrowed, widened
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import MAX_FEATURES
+from ....schemas.base.tensors import Tensor, from_numpy
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.requests.interventions import FAMILY, NORMS
+from ....schemas.requests.specs import SteeringSpec
+from ....schemas.requests.steering import SteeringTemplate
+from ....storage.formats.sae_files import (
+    Feature,
+    SaeError,
+    check_ruled,
+    decoder_row,
+    feature_of,
+    folder_of,
+    reading,
+    tensors_of,
+)
+from ..positions.captures import Bounds, apply_rules, positions_of_each
+from .interventions import check_limit, keep
+
+#: Ops with `sae`, each with whether it takes a value.
+OPS: dict[str, bool] = {"clamp": True, "ablate": False, "add": True}
+#: Fields that are valid together with `sae`.
+FIELDS = ("sae", "feature", "op", "value", "positions")
+_TARGET = next(number for number in FAMILY["feature"].numbers if number.name == "target")
+#: Features that an API process remembers.
+_REMEMBERED = 1024
+
+
+class Rows(NamedTuple):
+    """What steering takes of a feature."""
+
+    # float32 [d_in]: what a unit of activation adds, to the row as the SAE normalises it
+    decoder: np.ndarray
+    rule: Feature | None  # None where its activation is not a rule of its own weights
+
+
+class Named(NamedTuple):
+    """The autoencoders that a request's steering names, and the features of each that it steers."""
+
+    saes: Mapping[str, Sae] = {}
+    rows: Mapping[tuple[str, int], Rows] = {}  # (name, feature)
+
+
+NONE = Named()
+
+
+class FeatureFiles:
+    """Reads features of registered autoencoders, and remembers the last ones by content.
+
+    Not for the event loop; one call at a time.
+    """
+
+    def __init__(self, root: str) -> None:
+        """`root`: the setting `sae_dir`."""
+        self._root = root
+        self._known: OrderedDict[tuple[str, int], Rows] = OrderedDict()
+
+    def read(self, sae: Sae, features: Iterable[int]) -> dict[int, Rows]:
+        """Raises a 400 when the files are not what was registered."""
+        wanted = dict.fromkeys(features)
+        missing = [feature for feature in wanted if (sae.digest, feature) not in self._known]
+        if missing:
+            found = self._from_files(sae, missing)
+            self._known.update({(sae.digest, feature): rows for feature, rows in found.items()})
+        rows = {feature: self._known[sae.digest, feature] for feature in wanted}
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return rows
+
+    def _from_files(self, sae: Sae, features: Iterable[int]) -> dict[int, Rows]:
+        try:
+            with reading(folder_of(self._root, sae.path)) as (content, file):
+                if content.digest != sae.digest:
+                    raise SaeError(
+                        "its files have changed since it was registered (now "
+                        f"{content.digest[:12]}): "
+                        "register it again"
+                    )
+                tensors = tensors_of(sae.form, file)
+        except (SaeError, MidstreamError) as error:
+            raise invalid("sae", f"{sae.name!r} ({sae.digest[:12]}): {error}") from error
+        return {
+            feature: Rows(
+                decoder_row(sae.form, tensors, feature), _rule(sae.form, tensors, feature)
+            )
+            for feature in features
+        }
+
+
+def _rule(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature | None:
+    try:
+        return feature_of(form, tensors, feature)
+    except SaeError:
+        return None
+
+
+def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[str, set[int]]:
+    """Autoencoder → the features of it that are steered.
+
+    Raises a 400 naming the field of the first spec that cannot be.
+    """
+    found: dict[str, set[int]] = {}
+    for index, spec in enumerate(specs):
+        if spec.sae is None:
+            _no_feature(spec, f"steering[{index}]")
+            continue
+        _check(spec, saes[spec.sae], f"steering[{index}]")
+        found.setdefault(spec.sae, set()).add(spec.feature or 0)
+    if (count := sum(map(len, found.values()))) > MAX_FEATURES:
+        raise invalid(
+            "steering", f"names {count} features", allowed=f"at most {MAX_FEATURES} that differ"
+        )
+    return found
+
+
+def _no_feature(spec: SteeringSpec, at: str) -> None:
+    for field in ("feature", "value"):
+        if getattr(spec, field) is not None:
+            raise invalid(
+                f"{at}.{field}", "is not valid without `sae`, the autoencoder that it belongs to"
+            )
+
+
+def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
+    op = spec.op or "add"
+    for field in SteeringSpec.__struct_fields__:
+        if field not in FIELDS and getattr(spec, field) is not None:
+            raise invalid(
+                f"{at}.{field}",
+                f"is not valid together with sae; valid fields: {', '.join(FIELDS)}",
+            )
+    if op not in OPS:
+        raise invalid(f"{at}.op", f"{op!r} is not valid with sae", allowed=", ".join(OPS))
+    if spec.feature is None:
+        raise invalid(f"{at}.feature", "is required with sae", allowed=f"0 to {sae.form.d_sae - 1}")
+    if spec.feature >= sae.form.d_sae:
+        raise invalid(
+            f"{at}.feature",
+            f"{sae.name!r} has no feature {spec.feature}",
+            allowed=f"0 to {sae.form.d_sae - 1}",
+        )
+    if (spec.value is None) == OPS[op]:
+        detail = (
+            f"is required for op {op!r}"
+            if OPS[op]
+            else f"is not valid for op {op!r}, which sets the activation to 0"
+        )
+        raise invalid(
+            f"{at}.value",
+            detail,
+            allowed="a number, in units of the feature's activation" if OPS[op] else "omit it",
+        )
+    try:
+        if op != "add":
+            check_ruled(sae.form)
+        if spec.value is not None:
+            check_limit(FAMILY["feature"], _TARGET, spec.value)
+    except SaeError as error:
+        raise invalid(f"{at}.sae", f"op {op!r} needs another autoencoder: {error}") from error
+    except ValueError as error:
+        raise invalid(f"{at}.value", str(error)) from error
+
+
+def plain_spec(spec: SteeringSpec, named: Named) -> SteeringSpec:
+    """A spec of op `add` without a feature: `value` times the decoder row.
+
+    Others as they are: of an SAE that normalises rows, what is added depends on the row.
+    """
+    if (
+        spec.sae is None
+        or (spec.op or "add") != "add"
+        or named.saes[spec.sae].form.normalize_activations != "none"
+    ):
+        return spec
+    sae = named.saes[spec.sae]
+    decoder = named.rows[spec.sae, spec.feature or 0].decoder
+    return SteeringSpec(
+        layers=sae.layer,
+        hook=sae.hook,
+        positions=spec.positions,
+        op="add",
+        vector=from_numpy(decoder),
+        scale=spec.value,
+    )
+
+
+def resolve_feature(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: Named
+) -> tuple[SteeringTemplate, list[Any]]:
+    """A spec that reads the row, and its positions in each prompt; its tensors are added to
+    `blobs`. Raises a 400 naming the field.
+    """
+    assert spec.sae is not None
+    sae, filled = (
+        named.saes[spec.sae],
+        msgspec.structs.replace(
+            spec, positions="all" if spec.positions is None else spec.positions
+        ),
+    )
+    rows = named.rows[spec.sae, spec.feature or 0]
+    rule = rows.rule if spec.op in ("clamp", "ablate") else _always_zero(rows.decoder)
+    assert rule is not None, "checked"
+    made = apply_rules([("positions", positions_of_each)], filled, bounds, at)
+    tensors = [*_parts(rule.encoder, bounds.model), from_numpy(rule.decoder)]
+    entry = SteeringTemplate(
+        layers=[sae.layer],
+        hook=sae.hook,
+        positions=filled.positions or "all",
+        family="feature",
+        tensors=[keep(tensor, blobs) for tensor in tensors],
+        numbers=[
+            1.0,
+            spec.value or 0.0,
+            rule.bias,
+            rule.threshold,
+            float(NORMS.index(sae.form.normalize_activations)),
+        ],
+    )
+    return entry, made["positions"]
+
+
+def _always_zero(decoder: np.ndarray) -> Feature:
+    """`add` is setting a feature that always reads 0: `value` units are added, whatever the
+    feature's activation.
+    """
+    return Feature(np.zeros_like(decoder), decoder, 0.0, 0.0)
+
+
+def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
+    """Three parts in the model's dtype that add up to the float32 encoder: exactly, where the dtype
+    has float32's range.
+    """
+    found, left = [], encoder.astype(np.float32)
+    for _ in range(3):
+        part = widened(narrowed(left, model.dtype), model.dtype).astype(np.float32)
+        found.append(from_numpy(part))
+        left = left - part
+    return found
+
+
+def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, Rows]) -> None:
+    """Raises a 400 for vectors beyond the model's dtype."""
+    limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
+    for feature, found in rows.items():
+        vectors: list[Any] = (
+            [found.decoder]
+            if found.rule is None
+            else [found.decoder, found.rule.encoder, found.rule.bias]
+        )
+        largest = max(float(np.max(np.abs(each))) for each in vectors)
+        if not largest <= limit:
+            raise invalid(
+                "sae",
+                (
+                    f"feature {feature} of {sae.name!r} has a number of magnitude {largest:.3g}: "
+                    f"{model.dtype} allows {limit:.3g}"
+                ),
+            )

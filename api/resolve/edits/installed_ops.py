@@ -1,0 +1,152 @@
+"""Steering with an installed op: a spec with `extension` becomes a vector and numbers, as the
+ranks' sites take them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.tensors import from_numpy
+from ....schemas.extensions import Extension, OpTerms
+from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError, resolve_layers
+from ....schemas.requests.interventions import INSTALLED
+from ....schemas.requests.specs import SteeringSpec
+from ....schemas.requests.steering import SteeringTemplate
+from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from .interventions import check_limit, check_vector, keep
+
+#: Fields that are valid together with `extension`.
+FIELDS = ("extension", "layers", "hook", "positions", "vector", "strength", "options")
+_STRENGTH = INSTALLED.numbers[0]
+
+
+def check_alone(spec: SteeringSpec, at: str) -> None:
+    """Raises a 400 for what named modules and global steering cannot hold: they outlive the version
+    of an op.
+    """
+    if spec.extension is not None:
+        raise invalid(
+            f"{at}.extension",
+            (
+                "installed ops are not valid in named modules and global steering: give them "
+                "with each request"
+            ),
+        )
+
+
+def _op(spec: SteeringSpec, bounds: Bounds) -> tuple[Extension, OpTerms]:
+    there = {
+        each.name: (each, each.op)
+        for each in bounds.model.extensions
+        if each.kind == "op" and each.op is not None
+    }
+    if spec.extension not in there:
+        valid = (
+            f"valid: {', '.join(sorted(there))}"
+            if there
+            else f"no ops are installed for {bounds.model.name} (setting extensions)"
+        )
+        raise ValueError(f"unknown op {spec.extension!r}; {valid}")
+    if refused := there[spec.extension][0].refused:
+        raise ValueError(f"op {spec.extension!r} is not served: {refused}")
+    return there[spec.extension]
+
+
+def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
+    if spec.layers is None:
+        raise ValueError("is required: the layers to edit")
+    return resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
+    hook = one_hook(spec.hook or "post_block", bounds)
+    if bounds.model.row_size(hook) != bounds.model.hidden_size or hook in bounds.model.inside:
+        raise SelectorError(
+            f"installed ops edit rows of the model's size, not those of {hook}; valid: "
+            f"{', '.join(sorted(STREAM_HOOKS))}"
+        )
+    return hook
+
+
+def _vector(spec: SteeringSpec, bounds: Bounds) -> None:
+    _, terms = _op(spec, bounds)
+    if (spec.vector is None) == terms.vector:
+        raise ValueError(
+            f"is {'required' if terms.vector else 'not valid'} for op {spec.extension!r}"
+        )
+    if spec.vector is not None:
+        check_vector(spec, bounds)
+
+
+def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
+    strength = _STRENGTH.default if spec.strength is None else spec.strength
+    check_limit(INSTALLED, _STRENGTH, strength)
+    return strength
+
+
+def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
+    """Those of the op in its order, and zeros where it has fewer than a pool entry holds."""
+    _, terms = _op(spec, bounds)
+    given = spec.options or {}
+    for name, value in given.items():
+        if name not in terms.options:
+            raise SelectorError(
+                (
+                    f"unknown; valid options of {spec.extension}: "
+                    f"{', '.join(terms.options) or 'none'}"
+                ),
+                f".{name}",
+            )
+        try:
+            terms.options[name].checked(value)
+        except ValueError as error:
+            raise SelectorError(str(error), f".{name}") from error
+    values = [float(given.get(name, option.default)) for name, option in terms.options.items()]
+    return [*values, *[0.0] * (len(INSTALLED.numbers) - 2 - len(values))]
+
+
+RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+    ("extension", _op),
+    ("layers", _layers),
+    ("hook", _hook),
+    ("positions", positions_of_each),
+    ("vector", _vector),
+    ("strength", _strength),
+    ("options", _options),
+)
+
+
+def resolve_installed(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+) -> tuple[SteeringTemplate, list[Any]]:
+    """The entry, and its positions in each prompt; its vector is added to `blobs`.
+
+    Raises a 400 naming the field.
+    """
+    for field in SteeringSpec.__struct_fields__:
+        if field not in FIELDS and getattr(spec, field) is not None:
+            raise invalid(
+                f"{at}.{field}",
+                f"is not valid together with extension; valid fields: {', '.join(FIELDS)}",
+            )
+    filled = msgspec.structs.replace(
+        spec, positions="all" if spec.positions is None else spec.positions
+    )
+    made = apply_rules(RULES, filled, bounds, at)
+    vector = (
+        from_numpy(np.zeros(bounds.model.hidden_size, dtype=np.float32))
+        if spec.vector is None
+        else spec.vector
+    )
+    entry = SteeringTemplate(
+        layers=made["layers"],
+        hook=made["hook"],
+        positions=filled.positions or "all",
+        family="installed",
+        tensors=[keep(vector, blobs)],
+        numbers=[made["strength"], *made["options"], float(made["extension"][0].code)],
+    )
+    return entry, made["positions"]

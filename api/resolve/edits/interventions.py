@@ -1,0 +1,313 @@
+"""Resolves one entry of a body's `steering` on this model, or refuses it by the field that is
+wrong.
+
+What each op takes is a table, `schemas.interventions`; what must hold of a field is a row in
+`RULES`, as in `captures.py`. `steering.py` resolves all entries, named modules among them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.base.records import to_msgpack
+from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.prompts.selectors import (
+    STREAM_HOOKS,
+    Hook,
+    PositionSelector,
+    resolve_hook,
+    resolve_layers,
+)
+from ....schemas.requests.interventions import (
+    FAMILY,
+    MAX_RANK,
+    PLAIN,
+    STEERING_FIELDS,
+    TENSORS,
+    VARIANTS,
+    Intervention,
+    Number,
+)
+from ....schemas.requests.specs import SteeringSpec
+from ....schemas.requests.steering import SteeringTemplate
+from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.heads import dimensions, of_spec, widened, within_one_rank
+
+
+def _filled_in(spec: SteeringSpec) -> SteeringSpec:
+    """With what is meant where nothing is said."""
+    return msgspec.structs.replace(
+        spec,
+        op=spec.op or "add",
+        hook=spec.hook or "post_block",
+        positions="all" if spec.positions is None else spec.positions,
+    )
+
+
+def family_of(spec: SteeringSpec) -> Intervention:
+    """Of a filled-in spec: its op, or the variant whose flag it sets."""
+    first, *others = VARIANTS[spec.op or "add"]
+    return next((family for family in others if getattr(spec, family.flag, None)), first)
+
+
+def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
+    if spec.layers is None:
+        raise ValueError("is required: the layers to edit")
+    return resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+# --- Which fields
+# --------------------------------------------------------------------------------------------------
+
+
+def _taken(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    """A field must be present if the op requires it, and absent if it is not valid for the op."""
+    takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
+    if given and field not in (*takes.tensors, *takes.options):
+        raise ValueError(
+            f"is not valid for op {spec.op!r}; valid fields: "
+            f"{', '.join((*takes.tensors, *takes.options))}"
+        )
+    if not given and field in takes.tensors:
+        raise ValueError(
+            f"is required for op {spec.op!r}, which takes {' and '.join(takes.tensors)}"
+        )
+
+
+def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
+    hook = one_hook(spec.hook or "post_block", bounds)
+    if spec.norm_match and hook not in STREAM_HOOKS:
+        streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
+        raise ValueError(
+            f"scales by the norm of the residual stream, but {hook} is a branch: steer at "
+            f"{streams}, or omit norm_match"
+        )
+
+
+# --- Tensors
+# --------------------------------------------------------------------------------------------------
+
+
+def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    tensor, width = (
+        getattr(spec, field),
+        bounds.model.row_size(resolve_hook(spec.hook or "post_block")),
+    )
+    if tensor is None:
+        return
+    if not TENSORS[field].ranked:
+        if tensor.shape != [width]:
+            raise ValueError(f"has shape {tensor.shape}: it must be [{width}]")
+        return
+    first, rank = family_of(spec).tensors[0], _rank(spec)
+    if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
+        raise ValueError(
+            f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}"
+        )
+    wanted = [rank, width] if TENSORS[field].wide else [rank]
+    if tensor.shape != wanted:
+        raise ValueError(
+            f"has shape {tensor.shape}: it must be {wanted}, because {first} is {[rank, width]}"
+        )
+
+
+def _alone(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    family = family_of(spec)
+    if field == family.tensors[0]:
+        within_one_rank(spec, family, bounds.model)
+
+
+def _rank(spec: SteeringSpec) -> int:
+    """Rank of the family's first tensor; 0 if it is not a matrix."""
+    tensor: Tensor | None = getattr(spec, family_of(spec).tensors[0])
+    return tensor.shape[0] if tensor is not None and tensor.shape else 0
+
+
+def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+    tensor = getattr(spec, field)
+    if tensor is None:
+        return
+    values = to_numpy(tensor)
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise ValueError(
+            f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"
+        )
+    family = family_of(spec)
+    if field == "vector" and family.unit and not values.any():
+        raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
+    if (
+        TENSORS[field].ranked
+        and TENSORS[field].wide
+        and (largest := _largest(tensor)) > limit_of(bounds)
+    ):
+        raise ValueError(
+            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
+            f"most {limit_of(bounds):.3g}"
+        )
+
+
+def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
+    """Raises ValueError for a vector of another size, with a number that is not finite, or beyond
+    the model's dtype.
+    """
+    _shape("vector", spec, bounds)
+    _data("vector", spec, bounds)
+    if spec.vector is not None and not (largest := _largest(spec.vector)) <= limit_of(bounds):
+        raise ValueError(
+            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
+            f"most {limit_of(bounds):.3g}"
+        )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
+
+
+def limit_of(bounds: Bounds) -> float:
+    """The largest number in the model's dtype."""
+    return DTYPES.get(bounds.model.dtype, DTYPES["float32"]).largest
+
+
+# --- Numbers
+# --------------------------------------------------------------------------------------------------
+
+
+def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
+    """As the ranks hold it, in float32; None for what the family does not take."""
+    family, given = family_of(spec), getattr(spec, field)
+    number = numbers_of(family).get(field)
+    if number is None:
+        return None
+    value: float = number.default if given is None else given
+    if given is not None:
+        check_limit(family, number, value)
+    if number is family.scale and spec.vector is not None:
+        largest = _largest(spec.vector) * abs(value)
+        if not largest <= limit_of(bounds):
+            raise ValueError(
+                f"scale times vector has an element of magnitude {largest:.3g}: "
+                f"{bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
+            )
+    if family.limits is not None and field in family.limits:
+        _check_range(field, value, spec, family.limits)
+    return value
+
+
+def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str, str]) -> None:
+    """Of two limits at least one is given, and the lower is not above the upper."""
+    low, high = (getattr(spec, name) for name in limits)
+    if field == limits[0] and low is None and high is None:
+        raise ValueError(
+            f"is required unless {limits[1]} is given: {spec.op} limits a component from "
+            "below, from above, or both"
+        )
+    if field == limits[1] and low is not None and low > value:
+        raise ValueError(f"{value:g} is less than {limits[0]}, {low:g}")
+
+
+def numbers_of(family: Intervention) -> dict[str, Number]:
+    """All numbers that users give for a family, by name."""
+    return {number.name: number for number in (family.scale, *family.numbers) if number is not None}
+
+
+def check_limit(family: Intervention, number: Number, value: float) -> None:
+    """Raises ValueError for a value beyond the number's limit."""
+    if not abs(value) <= number.limit:
+        raise ValueError(
+            f"{value:.3g} is out of range for op {family.written!r}: {-number.limit:g} to "
+            f"{number.limit:g}"
+        )
+
+
+# --- All of them
+# --------------------------------------------------------------------------------------------------
+
+Rule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
+
+NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(family)))
+GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
+OPTIONS = tuple(
+    dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.options)
+)
+
+#: What decides of which rows and heads the tensors are: the others judge them as they are then.
+PLACE_RULES: tuple[Rule, ...] = (
+    ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
+    ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
+)
+
+RULES: tuple[Rule, ...] = (
+    *PLACE_RULES,
+    ("layers", _layers),
+    ("positions", positions_of_each),
+    *((field, partial(_taken, field)) for field in (*GIVEN, *OPTIONS)),
+    *((f"{field}.shape", partial(_shape, field)) for field in GIVEN),
+    *((f"{field}.data", partial(_data, field)) for field in GIVEN),
+    ("norm_match", _norm_match),
+    *((field, partial(_alone, field)) for field in GIVEN),
+    *((name, partial(_number, name)) for name in NUMBERS),
+)
+
+
+def resolve_entry(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+) -> tuple[SteeringTemplate, list[PositionSelector]]:
+    """An entry other than a module, and its positions in each prompt; its tensors are added to
+    `blobs`, by content hash.
+
+    Raises a 400 naming the field below `at`.
+    """
+    spec = _filled_in(spec)
+    heads = apply_rules(PLACE_RULES, spec, bounds, at)["heads"]
+    if heads:
+        spec = widened(spec, heads, bounds.model)
+    made = apply_rules(RULES, spec, bounds, at)
+    family = family_of(spec)
+    masks = []
+    if heads and family.name == "replace":  # other families leave alone what is 0 in their tensors
+        family, masks = FAMILY["replace_masked"], [keep_mask(made["hook"], heads, bounds, blobs)]
+    entry = SteeringTemplate(
+        layers=made["layers"],
+        hook=made["hook"],
+        positions=spec.positions or "all",
+        family=family.name,
+        tensors=[keep(getattr(spec, field), blobs) for field in family.tensors if field != "mask"]
+        + masks,
+        scale=made["scale"] if family.scale is not None else 1.0,
+        numbers=[made[number.name] for number in family.numbers],
+        rank=_rank(spec) if family.ranked else 0,
+    )
+    return entry, made["positions"]
+
+
+def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str, bytes]) -> str:
+    """The name of `[row]` float32, 1 in the columns of `heads` and 0 elsewhere; it is added to
+    `blobs`.
+    """
+    shape = bounds.model.inside[hook]
+    values = np.zeros(shape.size, np.float32)
+    values[dimensions(heads, shape)] = 1
+    return keep(from_numpy(values), blobs)
+
+
+def reach_of(spec: SteeringSpec) -> float:
+    """The largest coordinate of scale · v where the vector is scaled; 0 for other families.
+
+    Of a spec that the rules have passed.
+    """
+    scale = family_of(_filled_in(spec)).scale
+    if scale is None or spec.vector is None:
+        return 0.0
+    return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
+
+
+def keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
+    name = content_hash(tensor)
+    if name not in blobs:
+        blobs[name] = to_msgpack(tensor)
+    return name

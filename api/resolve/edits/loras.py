@@ -1,0 +1,72 @@
+"""Resolution of LoRA adapters: a registration against the files and the model, a request's name
+against what is registered.
+"""
+
+from ....broker.ledger.named.loras import Loras
+from ....schemas.artifacts.loras import Lora, LoraRequest, LoraSupport, StoredLora
+from ....schemas.base.errors import invalid, unknown
+from ....schemas.base.records import now
+from ....schemas.jobs.models import ModelInfo
+from ....storage.formats.lora_files import check_on, folder_of
+
+
+def resolve_lora(asked: LoraRequest, model: ModelInfo, root: str) -> Lora:
+    """What is to be registered.
+
+    Raises a 400 naming the field. Reads files: not for the event loop.
+    """
+    support = _support(model)
+    content, facts = check_on(folder_of(root, asked.path), support)
+    return Lora(
+        name=asked.name,
+        model=model.name,
+        digest=content.digest,
+        path=asked.path,
+        rank=facts.rank,
+        modules=facts.modules,
+        bytes=content.bytes,
+        created=now(),
+        description=asked.description,
+    )
+
+
+async def named_lora(name: str | None, model: ModelInfo, loras: Loras) -> StoredLora | None:
+    """The adapter that a request names. Raises a 400 naming `lora`, with those there are."""
+    if name is None:
+        return None
+    support = _support(model)
+    lora = await loras.get(model.name, name)
+    if lora is None:
+        raise unknown(
+            "adapter",
+            name,
+            model.name,
+            await loras.names(model.name),
+            field="lora",
+            kind="invalid_request",
+        )
+    # The model may have been restarted since, with other settings or another checkpoint. (Shapes
+    # are compared before it is loaded.)
+    if lora.rank > support.max_rank:
+        raise invalid(
+            "lora",
+            f"{name!r} has rank {lora.rank}",
+            allowed=f"up to {support.max_rank} (setting max_lora_rank)",
+        )
+    if missing := sorted(set(lora.modules) - support.modules.keys()):
+        raise invalid(
+            "lora",
+            f"{name!r} changes {', '.join(missing)}, which this model does not have",
+            allowed="register it again",
+        )
+    return lora.stored()
+
+
+def _support(model: ModelInfo) -> LoraSupport:
+    if model.lora is None:
+        raise invalid(
+            "lora",
+            (f"{model.name!r} is served without adapters: the worker's setting lora_dir is empty"),
+            allowed="omit it",
+        )
+    return model.lora

@@ -1,0 +1,96 @@
+"""State of a model that requests can refer to: modules, source runs, global steering."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.source_runs import SourceRuns
+from ....schemas.access.keys import Caller, shown
+from ....schemas.base.errors import MidstreamError, unknown
+from ....schemas.requests.source_runs import Run, RunPrompt, RunState, RunView
+from ....schemas.requests.specs import PatchSpec
+from ....schemas.requests.steering import GlobalSteering, Module
+from .features import NONE, Named
+
+#: What the reading of a run's files may say → what the run is then.
+STATE_OF_KIND: dict[str, RunState] = {
+    "gone": "deleted",
+    "capture_failed": "failed",
+    "capture_damaged": "failed",
+    "conflict": "pending",
+}
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Of one moment. Modules and runs: those that the request names and that there are."""
+
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    global_steering: GlobalSteering = field(default_factory=GlobalSteering)
+    names: Sequence[str] = ()  # of all modules
+    # by what the request calls them: a name, or a job's id
+    runs: Mapping[str, RunView] = field(default_factory=dict)
+    run_names: Sequence[str] = ()  # of all runs
+    features: Named = NONE  # that steering names
+
+
+NOTHING = ModelState()
+
+
+async def find_runs(
+    ledger: Ledger, model: str, patch: Sequence[PatchSpec], caller: Caller
+) -> dict[str, RunView]:
+    """The named runs that exist for the caller, also of other models, with the requested prompts of
+    each.
+    """
+    asked: dict[str, set[int]] = {}
+    for spec in patch:
+        if spec.source.run is not None:
+            asked.setdefault(spec.source.run, set()).add(spec.source.prompt)
+    runs = SourceRuns(ledger, caller)
+    found = {}
+    for name, prompts in asked.items():
+        if (run := await runs.lookup(model, name)) is not None:
+            found[name] = await _looked_at(runs, run, prompts)
+        elif (foreign := await _of_another_model(ledger, runs, model, name)) is not None:
+            found[name] = _view(foreign, "ready", "", None)
+    return found
+
+
+async def _looked_at(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:
+    model_state = await runs.standing(run)
+    if model_state.state != "ready":
+        return _view(run, model_state.state, model_state.detail, None)
+    try:
+        return _view(run, "ready", "", await runs.prompts(run, prompts))
+    except MidstreamError as error:
+        if error.kind not in STATE_OF_KIND:
+            raise
+        return _view(run, STATE_OF_KIND[error.kind], error.detail, None)
+
+
+async def _of_another_model(ledger: Ledger, runs: SourceRuns, model: str, name: str) -> Run | None:
+    for info in await ledger.models():
+        if info.name != model and (run := await runs.lookup(info.name, name)) is not None:
+            return run
+    return None
+
+
+def _view(run: Run, state: RunState, detail: str, prompts: list[RunPrompt] | None) -> RunView:
+    return RunView(
+        name=shown(run.name),
+        model=run.model,
+        job=run.job,
+        tag=run.tag,
+        created=run.created,
+        state=state,
+        detail=detail,
+        prompts=prompts,
+        identity=run.identity,
+    )
+
+
+def unknown_module(
+    at: str, name: str | None, model: str, model_state: ModelState
+) -> MidstreamError:
+    return unknown("module", name, model, model_state.names, field=at, kind="invalid_request")

@@ -1,0 +1,551 @@
+"""Resolution of `patch` per prompt: entries that replace rows, one per source vector.
+
+A rule reads a spec and returns a value, as in `rules.py`; `SOURCES` has one row per kind of source.
+Runs and modules are named here and nowhere behind: entries hold content
+(`schemas.source_runs.row_name`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
+from ....schemas.base.records import to_msgpack
+from ....schemas.base.tensors import content_hash, from_numpy
+from ....schemas.jobs.models import SHOWN_IDENTITY
+from ....schemas.prompts.selectors import (
+    Hook,
+    PositionSelector,
+    SelectorError,
+    Span,
+    Window,
+    as_ranges,
+    resolve_hook,
+    resolve_layers,
+    resolve_positions,
+    select,
+)
+from ....schemas.requests.interventions import FAMILIES, FAMILY
+from ....schemas.requests.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
+from ....schemas.requests.specs import PatchSpec, SteeringSpec, StoredSteering
+from ....schemas.requests.steering import Module
+from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.heads import dimensions, heads_of, whole_vector
+from .interventions import RULES as STEERING_RULES
+from .interventions import limit_of, reach_of
+from .model_state import ModelState, unknown_module
+
+#: Source runs that one request may use: a worker holds all of them in memory together.
+MAX_RUNS = 64
+#: Limit on the ranges of a mean's positions, which are part of its name.
+MAX_MEAN_RANGES = 256
+#: So many ranges are shown of what was captured.
+SHOWN_RANGES = 8
+
+
+def runs_of(specs: Iterable[PatchSpec]) -> list[str]:
+    """The runs that are named, each once. Raises a 400 for more than a worker should hold."""
+    names = list(dict.fromkeys(spec.source.run for spec in specs if spec.source.run is not None))
+    if len(names) > MAX_RUNS:
+        raise invalid(
+            "patch", f"names {len(names)} source runs", allowed=f"at most {MAX_RUNS} in one request"
+        )
+    return names
+
+
+@contextmanager
+def _field(at: str) -> Iterator[None]:
+    """A ValueError as a 400 at a field, and below it where a SelectorError says so."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid(f"{at}{getattr(error, 'at', '')}", str(error)) from error
+
+
+# --- Which rows are written
+# ----------------------------------------------------------------------------------------------
+
+
+def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
+    """One per prompt: listed where they are known, since rows of listed positions share a place;
+    else a name or a window.
+    """
+    found: list[PositionSelector] = []
+    for index, (selector, prompt) in enumerate(
+        zip(positions_of_each(spec, bounds), bounds.prompts, strict=True)
+    ):
+        try:
+            found.append(_listed(selector, prompt.tokens, prompt.tokens + bounds.max_tokens - 1))
+        except SelectorError as error:
+            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
+            raise SelectorError(f"{which}{error}", error.at) from error
+    return found
+
+
+def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelector:
+    """`end`: behind the last position that may be computed; the last token that is generated never
+    is.
+    """
+    if isinstance(selector, list):
+        return selector
+    if selector in ("last_prompt", "all_prompt") or (end == tokens and selector == "all"):
+        return list(select(selector, 0, tokens, tokens))
+    if selector == "all_generated" and end == tokens:
+        raise SelectorError(
+            ("nothing would be patched: with one generated token, none is fed back to the model"),
+            "",
+        )
+    if not isinstance(selector, Window):
+        return selector
+    there = (
+        f"the model computes positions 0 to {end - 1} at most; the last generated token "
+        "is not fed back"
+    )
+    if selector.start >= end:
+        raise SelectorError(f"position {selector.start} is never patched: {there}", ".start")
+    if selector.stop is None and end > tokens:
+        return selector
+    if selector.stop is not None and selector.stop > end:
+        raise SelectorError(f"the range stops at {selector.stop}: {there}", ".stop")
+    return list(range(selector.start, end if selector.stop is None else selector.stop))
+
+
+def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
+    """The dimensions that are written; None: all of them."""
+    if spec.heads is not None:
+        if spec.mask is not None:
+            raise ValueError("give either heads or mask")
+        hook = resolve_hook(spec.hook)
+        return dimensions(heads_of(spec.heads, [hook], bounds.model), bounds.model.inside[hook])
+    if spec.mask is None:
+        return None
+    size = bounds.model.row_size(resolve_hook(spec.hook))
+    chosen = resolve_layers(spec.mask, size, "dimension")
+    return None if len(chosen) == size else chosen
+
+
+RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
+    ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
+    ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
+    ("heads", lambda spec, bounds: heads_of(spec.heads, [resolve_hook(spec.hook)], bounds.model)),
+    ("mask", _mask),
+    ("positions", _destinations),
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One spec, and where it acts."""
+
+    spec: PatchSpec
+    at: str  # its path in the body
+    hook: Hook
+    layers: list[int]
+    positions: list[PositionSelector]  # one per prompt
+
+    def source(self, name: str) -> str:
+        """The path of a field of its source."""
+        return f"{self.at}.source.{name}"
+
+    def everywhere(self, tensor: str, scale: float = 1.0) -> list[list[StoredSteering]]:
+        """One vector for all that is written, per prompt."""
+        return [[self.entry(self.layers, chosen, tensor, scale)] for chosen in self.positions]
+
+    def entry(
+        self, layers: list[int], positions: PositionSelector, tensor: str, scale: float = 1.0
+    ) -> StoredSteering:
+        return StoredSteering(
+            layers=layers,
+            hook=self.hook,
+            positions=positions,
+            family="replace",
+            tensors=[tensor],
+            scale=scale,
+            numbers=[self.spec.alpha],
+        )
+
+
+# --- What is written
+# --------------------------------------------------------------------------------------------------
+
+VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shape", "vector.data"))
+
+
+def _of_vector(
+    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[list[StoredSteering]]:
+    vector = patch.spec.source.vector
+    assert vector is not None
+    if patch.spec.heads is not None:
+        vector = whole_vector(
+            vector, heads_of(patch.spec.heads, [patch.hook], bounds.model), patch.hook, bounds.model
+        )
+    spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector, hook=patch.hook)
+    apply_rules(VECTOR_RULES, spec, bounds, f"{patch.at}.source")
+    _check_reach(patch.source("vector.data"), reach_of(spec), bounds)
+    name = content_hash(vector)
+    blobs.setdefault(name, to_msgpack(vector))
+    return patch.everywhere(name)
+
+
+def _of_module(
+    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[list[StoredSteering]]:
+    name, at = patch.spec.source.module, patch.source("module")
+    module = model_state.modules.get(name or "")
+    if module is None:
+        raise unknown_module(at, name, bounds.model.name, model_state)
+    if why := _is_no_vector(module):
+        raise invalid(
+            at,
+            f"module {name!r} is not a single vector: it {why}",
+            allowed=f"a module with one entry, of op {' or '.join(_OPS_OF_ONE_VECTOR)}",
+        )
+    if module.hidden_size != bounds.model.hidden_size:
+        raise invalid(
+            at,
+            (
+                f"module {name!r} has hidden size {module.hidden_size}, but the model has "
+                f"{bounds.model.hidden_size}"
+            ),
+        )
+    (entry,) = module.entries
+    _check_reach(at, module.reach[0], bounds)
+    return patch.everywhere(entry.tensors[0], entry.scale)
+
+
+#: What a patch can take a vector from.
+_OPS_OF_ONE_VECTOR = sorted(family.op for family in FAMILIES if family.is_one_vector)
+
+
+def _is_no_vector(module: Module) -> str:
+    if len(module.entries) != 1:
+        return f"has {len(module.entries)} entries"
+    (entry,) = module.entries
+    family = FAMILY[entry.family]
+    return "" if family.is_one_vector else f"has op {family.written!r}"
+
+
+def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
+    if not reach <= limit_of(bounds):
+        raise invalid(
+            at,
+            (
+                f"has an element of magnitude {reach:.3g}: {bounds.model.dtype} allows at most "
+                f"{limit_of(bounds):.3g}"
+            ),
+        )
+
+
+def _of_zeros(
+    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[list[StoredSteering]]:
+    return patch.everywhere(ZEROS)
+
+
+def _of_run(
+    patch: Patch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[list[StoredSteering]]:
+    """For each source position, and each layer, an entry."""
+    run = _run(patch, bounds, model_state)
+    prompt = _prompt(patch, run, bounds)
+    _check_captured(patch, run, prompt)
+    key = run_key(run.job, prompt.request, run.tag)
+    mean: tuple[int, ...] | None = None
+    if patch.spec.source.mean:
+        with _field(patch.source("positions")):
+            mean = _mean_of(patch, prompt)
+    per_prompt = []
+    for index, chosen in enumerate(patch.positions):
+        which = f"prompt {index}: " if len(patch.positions) > 1 else ""
+        rows = (
+            {(None, mean): chosen} if mean is not None else _rows_of(patch, chosen, prompt, which)
+        )
+        per_prompt.append(
+            [
+                patch.entry(
+                    [layer], written, row_name(RunRow(key, patch.hook, layer, position, over))
+                )
+                for (position, over), written in rows.items()
+                for layer in patch.layers
+            ]
+        )
+    return per_prompt
+
+
+def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
+    name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
+    run = model_state.runs.get(name or "")
+    if run is None:
+        there = " or ".join(
+            filter(None, [", ".join(model_state.run_names), "the id of a job with captures"])
+        )
+        raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=there)
+    if run.model != model.name:
+        raise invalid(
+            at,
+            (
+                f"{name!r} is a run of model {run.model!r}: rows can only be used with the "
+                "model they were captured from"
+            ),
+        )
+    if run.identity != model.identity:
+        captured = run.identity[:SHOWN_IDENTITY] or "not known"
+        raise invalid(
+            at,
+            f"run {name!r} of job {run.job} has rows of another model: its identity was "
+            f"{captured}, and {model.name!r} is now "
+            f"{model.identity[:SHOWN_IDENTITY]}",
+            allowed="a run that was captured from the model that is served now",
+        )
+    if run.state != "ready":
+        why = f": {run.detail}" if run.detail else ""
+        allowed = f"a ready run: GET /v1/jobs/{run.job}?wait=30" if run.state == "pending" else None
+        raise invalid(at, f"run {name!r} of job {run.job} is {run.state}{why}", allowed=allowed)
+    return run
+
+
+def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
+    prompts = {prompt.request: prompt for prompt in run.prompts or []}
+    prompt = prompts.get(patch.spec.source.prompt)
+    if prompt is None:
+        detail = (
+            f"run {patch.spec.source.run!r} of job {run.job} has no rows of prompt "
+            f"{patch.spec.source.prompt}"
+        )
+        raise invalid(patch.source("prompt"), detail, allowed="the index of a prompt in that job")
+    if prompt.hidden_size not in (0, bounds.model.hidden_size):
+        detail = (
+            f"run {patch.spec.source.run!r} has rows of hidden size {prompt.hidden_size}, "
+            f"but the model has {bounds.model.hidden_size}"
+        )
+        raise invalid(
+            patch.source("run"),
+            (f"{detail}: it was captured from a different model also named {bounds.model.name!r}"),
+        )
+    return prompt
+
+
+def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
+    name = patch.spec.source.run
+    if patch.hook not in prompt.sites:
+        there = "; ".join(
+            f"{hook} {as_ranges(layers, SHOWN_RANGES)}" for hook, layers in prompt.sites.items()
+        )
+        raise invalid(
+            f"{patch.at}.hook", f"{patch.hook} was not captured in run {name!r}", allowed=there
+        )
+    captured = prompt.sites[patch.hook]
+    if missing := sorted(set(patch.layers) - set(captured)):
+        there = as_ranges(captured, SHOWN_RANGES)
+        raise invalid(
+            f"{patch.at}.layers",
+            (
+                f"layer {missing[0]} was not captured at {patch.hook} in run {name!r}, which "
+                f"has {there}"
+            ),
+        )
+
+
+def _rows_of(
+    patch: Patch, written: PositionSelector, prompt: RunPrompt, which: str
+) -> dict[tuple[int | None, tuple[int, ...]], PositionSelector]:
+    """Source position → the positions that get its row, in the order in which those begin.
+
+    Raises a 400 at `source.position`.
+    """
+    wanted, at = patch.spec.source.position, patch.source("position")
+    if isinstance(wanted, int):
+        with _field(at):
+            return {(_captured(wanted, prompt), ()): written}
+    if not isinstance(written, list):
+        raise invalid(
+            at,
+            f"{which}is required, because the patched positions are open-ended",
+            allowed="one position, whose row is written to all patched positions, or mean",
+        )
+    if wanted is not None and len(wanted) != len(written):
+        raise invalid(
+            at,
+            f"{which}has length {len(wanted)}, but the number of patched positions is "
+            f"{len(written)}: give one for each, "
+            "in ascending order",
+        )
+    shared: dict[int, list[int]] = {}
+    for number, place in enumerate(written):
+        with _field(at if wanted is None else f"{at}[{number}]"):
+            try:
+                source = _captured(place if wanted is None else wanted[number], prompt)
+            except SelectorError as error:
+                raise SelectorError(f"{which}{error}" if wanted is None else str(error)) from error
+        shared.setdefault(source, []).append(place)
+    return {(source, ()): places for source, places in shared.items()}
+
+
+def _captured(place: int, prompt: RunPrompt) -> int:
+    """A position of the run's prompt, negative from its end.
+
+    Raises SelectorError when the run has no row of it.
+    """
+    position = place + prompt.tokens if place < 0 else place
+    if position < 0:
+        raise SelectorError(
+            f"position {place} is out of range: the run's prompt has positions 0 to "
+            f"{prompt.tokens - 1}"
+        )
+    _check_has([position], prompt)
+    return position
+
+
+def _check_has(positions: Iterable[int], prompt: RunPrompt) -> None:
+    if missing := set(positions) - set(prompt.positions):
+        raise SelectorError(
+            f"position {min(missing)} was not captured: the run has positions "
+            f"{as_ranges(prompt.positions, SHOWN_RANGES)}"
+        )
+
+
+def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
+    """The positions of the run over which the mean is taken; empty: all that it has.
+
+    Raises SelectorError.
+    """
+    asked = patch.spec.source.positions
+    if asked is None or asked == "all":
+        return ()
+    selector = resolve_positions(asked, prompt.tokens, _no_text)
+    last = prompt.positions[-1]
+    if selector == "all_generated" or (isinstance(selector, Window) and selector.stop is None):
+        there = set(prompt.positions)
+        chosen = [
+            position
+            for position in select(selector, 0, last + 1, prompt.tokens)
+            if position in there
+        ]
+        if not chosen:
+            raise SelectorError(
+                "the run has no rows there: it has positions "
+                f"{as_ranges(prompt.positions, SHOWN_RANGES)}"
+            )
+    else:
+        if isinstance(selector, Window):
+            # one that goes on for long is not written out to find that it is not there
+            _check_has([selector.start, cast(int, selector.stop) - 1], prompt)
+        chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
+        _check_has(chosen, prompt)
+    if (ranges := as_ranges(chosen).count(",") + 1) > MAX_MEAN_RANGES:
+        raise SelectorError(f"covers {ranges} ranges: a mean may cover at most {MAX_MEAN_RANGES}")
+    return () if chosen == prompt.positions else tuple(chosen)
+
+
+def _no_text(span: Span) -> list[int]:
+    raise SelectorError(
+        "is not available: a run has positions but no text; give numbers or a range", ".text"
+    )
+
+
+#: Kind of source → function that resolves it per prompt.
+SOURCES: dict[
+    str, Callable[[Patch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]
+] = {
+    "run": _of_run,
+    "vector": _of_vector,
+    "module": _of_module,
+    "zeros": _of_zeros,
+}
+
+
+# --- All of them
+# --------------------------------------------------------------------------------------------------
+
+
+def resolve_patches(
+    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[list[StoredSteering]]:
+    """One list per prompt; empty without specs.
+
+    Tensors that came with them are added to `blobs`, by content hash.
+
+    Raises a 400 naming the field.
+    """
+    runs_of(specs)
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    total, masks = 0, {""}
+    for index, spec in enumerate(specs):
+        at = f"patch[{index}]"
+        if spec.source.run is not None and any(prompt.images for prompt in bounds.prompts):
+            detail = (
+                "rows of a run cannot be written into a prompt with images, whose positions "
+                "only the worker knows"
+            )
+            raise invalid(f"{at}.source.run", detail, allowed="vector, module or zeros")
+        made = apply_rules(RULES, spec, bounds, at)
+        patch = Patch(spec, at, made["hook"], made["layers"], made["positions"])
+        kind = next(name for name in SOURCES if getattr(spec.source, name) not in (None, False))
+        total += _most_entries(patch)
+        if total > MAX_PATCH_ROWS:
+            raise invalid(
+                "patch",
+                f"needs {total} rows of runs and vectors over all prompts",
+                allowed=f"at most {MAX_PATCH_ROWS}",
+            )
+        mask = (
+            ""
+            if made["mask"] is None
+            else mask_tensor(made["mask"], bounds.model.row_size(patch.hook), blobs)
+        )
+        masks.add(mask)
+        if len(masks) - 1 > MAX_MASKS:  # without the empty one
+            raise invalid(
+                f"{at}.mask",
+                f"is one mask too many: the request already has {MAX_MASKS} different ones",
+                allowed=f"at most {MAX_MASKS} different masks",
+            )
+        for entries, mine in zip(
+            per_prompt, SOURCES[kind](patch, bounds, model_state, blobs), strict=True
+        ):
+            entries += mine if not mask else _masked(mine, mask)
+    return per_prompt
+
+
+def _most_entries(patch: Patch) -> int:
+    """How many entries it may come to, over all prompts."""
+    if patch.spec.source.run is None:
+        return len(patch.positions)
+    apart = not patch.spec.source.mean and not isinstance(patch.spec.source.position, int)
+    return len(patch.layers) * sum(
+        len(chosen) if apart and isinstance(chosen, list) else 1 for chosen in patch.positions
+    )
+
+
+# --- Masks
+# --------------------------------------------------------------------------------------------------
+
+
+def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:
+    """The name of `[size]` float32, 1 in `dimensions` and 0 elsewhere; it is added to `blobs`."""
+    values = np.zeros(size, np.float32)
+    values[list(dimensions)] = 1
+    tensor = from_numpy(values)
+    name = content_hash(tensor)
+    blobs.setdefault(name, to_msgpack(tensor))
+    return name
+
+
+def _masked(entries: Iterable[StoredSteering], mask: str) -> list[StoredSteering]:
+    return [
+        StoredSteering(
+            layers=entry.layers,
+            hook=entry.hook,
+            positions=entry.positions,
+            family="replace_masked",
+            tensors=[*entry.tensors, mask],
+            scale=entry.scale,
+            numbers=entry.numbers,
+        )
+        for entry in entries
+    ]

@@ -1,0 +1,544 @@
+"""Resolution of `steering`: for the prompts of a request, as a module, or as global steering.
+
+A named module is replaced by its entries here, so that nothing behind this knows names. Patches
+(`patched.py`) come in front.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import MAX_ENTRIES, MAX_JOB_EDITS
+from ....schemas.base.records import from_msgpack
+from ....schemas.base.tensors import Tensor
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import (
+    PositionName,
+    PositionSelector,
+    RequestedPositions,
+    SelectorError,
+    Span,
+)
+from ....schemas.requests.interventions import FAMILY
+from ....schemas.requests.specs import (
+    MAX_STEERING_ROWS,
+    PatchSpec,
+    SteeringRow,
+    SteeringSpec,
+    StoredSteering,
+    columns_of,
+    hashable,
+    steering_rows,
+)
+from ....schemas.requests.steering import GlobalSteering, Module, SteeringTemplate
+from ..positions.captures import Bounds, apply_rules, positions_of_each
+from ..positions.gates import Gated, gated_entries
+from .features import NONE, Named, plain_spec, resolve_feature
+from .installed_ops import check_alone, resolve_installed
+from .interventions import check_limit, limit_of, reach_of, resolve_entry
+from .model_state import NOTHING, ModelState, unknown_module
+from .patches import resolve_patches
+
+#: Global steering may use 1 / this of the worker's tables, which leaves room for the requests' own
+#: steering.
+SHARE_OF_EVERYONE = 2
+#: Limit on listed positions of global steering: workers scan them for every prompt.
+MAX_EVERYONES_POSITIONS = 1 << 15
+
+
+#: Resolved positions that are a name.
+POSITION_NAMES: tuple[PositionName, ...] = get_args(PositionName)
+
+NO_POSITION = "no position given: give at least one"
+
+
+class Room(NamedTuple):
+    """What entries take of the worker's tables."""
+
+    rows: int
+    entries: int
+
+
+NO_ROOM = Room(0, 0)
+
+
+class Part(NamedTuple):
+    """An entry as it is written, or one of a module's."""
+
+    entry: SteeringTemplate
+    scale: float
+    positions: list[PositionSelector]  # one per prompt
+
+
+def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()) -> list[str]:
+    """Each once."""
+    named = [*(spec.module for spec in specs), *(spec.source.module for spec in patch)]
+    return list(dict.fromkeys(name for name in named if name is not None))
+
+
+def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts: int = 1) -> None:
+    """Raises a 400 for more entries than anybody needs.
+
+    Of named modules none is looked at yet: each may be named often.
+    """
+    named = (model_state.modules.get(spec.module or "") for spec in specs)
+    entries = sum(1 if module is None else len(module.entries) for module in named)
+    if entries > MAX_ENTRIES:
+        raise invalid(
+            "steering",
+            f"has {entries} entries",
+            allowed=f"at most {MAX_ENTRIES}, including those of modules",
+        )
+    if entries * prompts > MAX_JOB_EDITS:
+        allowed = (
+            f"at most {MAX_JOB_EDITS} over all prompts: fewer entries, or fewer prompts in one job"
+        )
+        raise invalid("steering", f"has {entries} entries for {prompts} prompts", allowed=allowed)
+
+
+# --- A named module in a request
+# ---------------------------------------------------------------------------------------
+
+#: Fields that are valid together with `module`.
+BESIDE_MODULE = ("module", "scale", "positions")
+
+
+def _left_out(name: str) -> Callable[[SteeringSpec, Bounds], None]:
+    def rule(spec: SteeringSpec, bounds: Bounds) -> None:
+        if getattr(spec, name) is not None:
+            raise ValueError(
+                "is not valid together with module, which defines it; valid fields: scale, "
+                "positions"
+            )
+
+    return rule
+
+
+def _positions(spec: SteeringSpec, bounds: Bounds) -> list[PositionSelector] | None:
+    return None if spec.positions is None else positions_of_each(spec, bounds)
+
+
+REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
+    *(
+        (name, _left_out(name))
+        for name in SteeringSpec.__struct_fields__
+        if name not in BESIDE_MODULE
+    ),
+    ("positions", _positions),
+)
+
+
+def _parts_of_module(
+    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState
+) -> list[Part]:
+    """The entries of the module that `spec` names. Raises a 400 naming the field below `at`."""
+    made = apply_rules(REFERENCE_RULES, spec, bounds, at)
+    module = model_state.modules.get(spec.module or "")
+    if module is None:
+        raise unknown_module(f"{at}.module", spec.module, bounds.model.name, model_state)
+    scale = 1.0 if spec.scale is None else spec.scale
+    parts = []
+    for number, (entry, reach) in enumerate(zip(module.entries, module.reach, strict=True)):
+        _check_fits(module, number, entry, bounds, at)
+        _check_scale(entry, reach, scale, bounds, at)
+        parts.append(
+            Part(
+                entry, scale, made["positions"] or _own_positions(module, number, entry, bounds, at)
+            )
+        )
+    return parts
+
+
+def _check_fits(
+    module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str
+) -> None:
+    """A model may come back under its name with other sizes."""
+    model = bounds.model
+    if module.hidden_size != model.hidden_size:
+        wrong = f"has hidden size {module.hidden_size}, but the model has {model.hidden_size}"
+    elif entry.layers[-1] >= model.num_layers:
+        wrong = (
+            f"has layer {entry.layers[-1]} in entry {number}; the model has layers 0 to "
+            f"{model.num_layers - 1}"
+        )
+    elif entry.hook not in model.hooks:
+        why = (
+            f", which is not served ({model.absent[entry.hook]})"
+            if entry.hook in model.absent
+            else ""
+        )
+        wrong = (
+            f"has hook {entry.hook} in entry {number}{why}; the model has {', '.join(model.hooks)}"
+        )
+    else:
+        return
+    raise invalid(
+        f"{at}.module",
+        (
+            f"module {module.name!r} {wrong}; it was registered for a different model also "
+            f"named {model.name!r}"
+        ),
+    )
+
+
+def _check_scale(
+    entry: SteeringTemplate, reach: float, scale: float, bounds: Bounds, at: str
+) -> None:
+    made = entry.stored("all", scale)
+    family = FAMILY[made.family]
+    number, value = (
+        (family.numbers[0], made.numbers[0]) if family.scale is None else (family.scale, made.scale)
+    )
+    try:
+        check_limit(family, number, value)
+    except ValueError as error:
+        raise invalid(
+            f"{at}.scale", f"{scale:.3g} times the module's {number.name}: {error}"
+        ) from error
+    if not reach * abs(scale) <= limit_of(bounds):
+        largest, limit = reach * abs(scale), limit_of(bounds)
+        raise invalid(
+            f"{at}.scale",
+            (
+                f"scale times vector has an element of magnitude {largest:.3g}: "
+                f"{bounds.model.dtype} allows at most {limit:.3g}"
+            ),
+        )
+
+
+def _own_positions(
+    module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str
+) -> list[PositionSelector]:
+    try:
+        return positions_of_each(entry, bounds)
+    except SelectorError as error:
+        allowed = (
+            f"{at}.positions, instead of the module's own"
+            if at.startswith("steering")
+            else "another module"
+        )
+        raise invalid(
+            f"{at}.module", f"module {module.name!r}, entry {number}: {error}", allowed=allowed
+        ) from error
+
+
+# --- A request
+# --------------------------------------------------------------------------------------------------
+
+
+def resolve_edits(
+    patch: Sequence[PatchSpec],
+    specs: Sequence[SteeringSpec],
+    bounds: Bounds,
+    model_state: ModelState = NOTHING,
+    gated: Sequence[Gated] = (),
+) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+    """Patches, the steering after them, and what probes apply (`gated`): one list per prompt, and
+    the tensors that came with them by content hash. Both are empty when nothing is edited. Tensors
+    of named modules are not included. Raises a 400 naming the field.
+    """
+    blobs: dict[str, bytes] = {}
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
+    for index, spec in enumerate(specs):
+        for part in _parts(spec, bounds, f"steering[{index}]", model_state, blobs):
+            # the same for every prompt
+            named = {name: part.entry.stored(name, part.scale) for name in POSITION_NAMES}
+            for entries, positions in zip(per_prompt, part.positions, strict=True):
+                same = named.get(positions) if isinstance(positions, str) else None
+                entries.append(same or part.entry.stored(positions, part.scale))
+    for module in gated:
+        parts = [
+            (part.entry.stored("all", part.scale), part.positions)
+            for part in _parts(module.spec, bounds, module.at, model_state, blobs)
+        ]
+        for entries, more in zip(per_prompt, gated_entries(module, parts, bounds), strict=True):
+            entries += more
+    beside = (
+        _room_for_everyone(model_state.global_steering, bounds)
+        if specs or patch or gated
+        else NO_ROOM
+    )
+    _check_each(per_prompt, "steering" if specs or not gated else "probes", bounds.model, beside)
+    if not patch:
+        return per_prompt, blobs
+    patched = resolve_patches(patch, bounds, model_state, blobs)
+    for index, entries in enumerate(per_prompt):
+        patched[index] += entries
+    _check_each(patched, "patch", bounds.model, beside)
+    return patched, blobs
+
+
+def _check_each(
+    per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, beside: Room
+) -> None:
+    """Raises a 400 naming `field` for the first prompt that needs more than there is."""
+    rows: dict[tuple[int, ...], int] = {}
+    for index, entries in enumerate(per_prompt):
+        if len(entries) > MAX_ENTRIES and field == "patch":
+            detail = (
+                f"needs {len(entries)} entries for prompt {index}: one per layer and source "
+                "position, plus those of steering"
+            )
+            raise invalid(field, detail, allowed=f"at most {MAX_ENTRIES}")
+        sharing = _sharing(entries)
+        if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:
+            # which of them meet is another matter in each prompt
+            rows[sharing] = _check_room(entries, f"for prompt {index}", model, beside, field=field)
+
+
+def _parts(
+    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]
+) -> list[Part]:
+    if spec.module is not None:
+        return _parts_of_module(spec, bounds, at, model_state)
+    entry, positions = _entry_of(spec, bounds, at, blobs, model_state.features)
+    return [Part(entry, 1.0, positions)]
+
+
+def _entry_of(
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: Named
+) -> tuple[SteeringTemplate, list[PositionSelector]]:
+    """An entry other than a module, and its positions in each prompt."""
+    if spec.extension is not None:
+        return resolve_installed(spec, bounds, at, blobs)
+    if spec.options is not None:
+        raise invalid(
+            f"{at}.options",
+            "is not valid without `extension`, the installed op that they belong to",
+        )
+    plain = plain_spec(spec, features)
+    if plain.sae is not None:
+        return resolve_feature(spec, bounds, at, blobs, features)
+    try:
+        return resolve_entry(plain, bounds, at, blobs)
+    except MidstreamError as error:
+        if spec.sae is None or error.field != f"{at}.scale":
+            raise
+        raise invalid(f"{at}.value", error.detail, error.allowed) from error
+
+
+# --- Any request
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """Entries that apply to prompts not known yet."""
+
+    entries: list[SteeringTemplate]
+    reach: list[float]  # of each entry, see `Module.reach`
+    blobs: dict[str, bytes]  # tensors that came with them, by content hash
+
+    @property
+    def size(self) -> int:
+        """Bytes of those tensors."""
+        return sum(len(from_msgpack(raw, Tensor).data) for raw in self.blobs.values())
+
+
+def resolve_module(
+    specs: Sequence[SteeringSpec], model: ModelInfo, features: Named = NONE
+) -> Content:
+    """What a named module is to do. Raises a 400 naming the field."""
+    blobs: dict[str, bytes] = {}
+    entries = []
+    for index, spec in enumerate(specs):
+        if spec.module is not None:
+            raise invalid(
+                f"steering[{index}].module",
+                "a module cannot refer to another module: give its entries",
+            )
+        if spec.positions == []:
+            raise invalid(f"steering[{index}].positions", NO_POSITION)
+        check_alone(spec, f"steering[{index}]")
+        entries.append(_entry_of(spec, Bounds(model, []), f"steering[{index}]", blobs, features)[0])
+    _check_room([_anywhere(entry) for entry in entries], "", model)
+    return Content(entries, [reach_of(plain_spec(spec, features)) for spec in specs], blobs)
+
+
+def resolve_everyone(
+    specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState
+) -> Content:
+    """What is to be done to every request. Raises a 400 naming the field."""
+    check_number(specs, model_state)
+    blobs: dict[str, bytes] = {}
+    bounds = Bounds(model, [])
+    entries = []
+    listed = 0
+    for index, spec in enumerate(specs):
+        at = f"steering[{index}]"
+        check_alone(spec, at)
+        place = (
+            f"{at}.positions"
+            if spec.module is None or spec.positions is not None
+            else f"{at}.module"
+        )
+        for part in _parts(spec, bounds, at, model_state, blobs):
+            entry = _at_scale(part.entry, part.scale, spec.positions)
+            _check_for_everyone(entry.positions, place)
+            listed += _listed(entry.positions, model)
+            entries.append(entry)
+        if listed > MAX_EVERYONES_POSITIONS:
+            allowed = (
+                f"at most {MAX_EVERYONES_POSITIONS} in all lists; a single range outside a list "
+                "does not count"
+            )
+            raise invalid(place, f"the lists have {listed} positions in total", allowed=allowed)
+    _check_room([_anywhere(entry) for entry in entries], "", model, share=SHARE_OF_EVERYONE)
+    return Content(entries, [], blobs)
+
+
+def _at_scale(
+    entry: SteeringTemplate, scale: float, positions: RequestedPositions | None
+) -> SteeringTemplate:
+    made = entry.stored("all", scale)
+    return msgspec.structs.replace(
+        entry,
+        scale=made.scale,
+        numbers=made.numbers,
+        positions=entry.positions if positions is None else positions,
+    )
+
+
+def _anywhere(entry: SteeringTemplate) -> StoredSteering:
+    """With its wish in place of positions: entries of one wish share a row, whatever the prompt."""
+    return entry.stored(entry.positions)  # type: ignore[arg-type]
+
+
+def _listed(asked: RequestedPositions, model: ModelInfo) -> int:
+    """Upper bound on the number of positions in a list. (Its ranges begin at 0 or later.)"""
+    if not isinstance(asked, list):
+        return 0
+    end = model.max_model_len
+    ranges = [
+        (item.start or 0, end if item.stop is None else min(item.stop, end))
+        for item in asked
+        if isinstance(item, Span)
+    ]
+    return len(asked) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
+
+
+def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
+    """Raises a 400 for positions that need to know the prompt."""
+    allowed = "a name, positions of 0 or more, or a range with `start` and `stop` of 0 or more"
+    for index, item in enumerate(asked if isinstance(asked, list) else [asked]):
+        where = f"{at}[{index}]" if isinstance(asked, list) and not at.endswith(".module") else at
+        if item == "image" or (isinstance(item, Span) and item.image is not None):
+            raise invalid(
+                where,
+                "images are not valid here: global steering applies to every prompt",
+                allowed=allowed,
+            )
+        if isinstance(item, Span) and not item.is_range:
+            raise invalid(
+                where,
+                "text is not valid here: global steering applies to every prompt",
+                allowed=allowed,
+            )
+        places = (item.start, item.stop) if isinstance(item, Span) else (item,)
+        for place in places:
+            if isinstance(place, int) and place < 0:
+                raise invalid(
+                    where,
+                    f"{place} is a different position in each prompt: count from the beginning",
+                    allowed=allowed,
+                )
+    if asked == []:
+        raise invalid(at, NO_POSITION, allowed=allowed)
+
+
+# --- Room in the tables
+# ------------------------------------------------------------------------------------------------
+
+
+def _room(rows: Sequence[SteeringRow]) -> Room:
+    return Room(len(rows), sum(row.num_vectors for row in rows))
+
+
+def _room_for_everyone(global_steering: GlobalSteering, bounds: Bounds) -> Room:
+    if not global_steering.entries:
+        return NO_ROOM
+    return _room(steering_rows(global_steering.at(max(prompt.tokens for prompt in bounds.prompts))))
+
+
+def _places(rows: Sequence[SteeringRow]) -> int:
+    """How many rows a token may have.
+
+    What is counted from a prompt's end, or looked up in it, may be any token.
+    """
+    known = [
+        row if _is_counted(row.positions) else msgspec.structs.replace(row, positions="all")
+        for row in rows
+    ]
+    return max(columns_of(known), default=-1) + 1
+
+
+def _is_counted(positions: Sequence[object] | object) -> bool:
+    return not isinstance(positions, list) or all(
+        isinstance(place, int) and place >= 0 for place in positions
+    )
+
+
+def _sharing(entries: list[StoredSteering]) -> tuple[int, ...]:
+    """For each entry the first that has its positions.
+
+    Prompts of which this is the same take the same rows.
+    """
+    first: dict[object, int] = {}
+    return tuple(
+        first.setdefault((hashable(entry.positions), entry.gate), number)
+        for number, entry in enumerate(entries)
+    )
+
+
+def _check_room(
+    entries: list[StoredSteering],
+    whom: str,
+    model: ModelInfo,
+    beside: Room = NO_ROOM,
+    share: int = 1,
+    field: str = "steering",
+) -> int:
+    """Check that it fits into a `share`-th of the worker's tables together with global steering.
+
+    Returns the number of its rows.
+
+    Raises a 400 naming `field`. Requests that do not fit together only wait.
+    """
+    rows = steering_rows(entries)
+    needed = _room(rows)
+    whom = f" {whom}" if whom else ""
+    if needed.rows > MAX_STEERING_ROWS and (places := _places(rows)) > MAX_STEERING_ROWS:
+        raise invalid(
+            field,
+            f"needs {places} rows of the steering table for one token{whom}: one for each "
+            "set of positions that may contain it, and one "
+            "more where an op repeats at the same site and cannot be merged",
+            allowed=f"at most {MAX_STEERING_ROWS} for one token: use disjoint positions, give "
+            "entries the same "
+            "positions, place entries that replace rows at the same positions next to each "
+            "other, or merge directions into one lowrank",
+        )
+    for wanted, taken, there, setting in (
+        (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
+        (needed.entries, beside.entries, model.steering_entries, "steering_entries"),
+    ):
+        if there and wanted + taken > max(1, there // share):
+            words = (
+                f"needs {wanted} {setting.replace('_', ' ')}{whom}; the worker has {there} "
+                f"(setting {setting})"
+            )
+            if taken:
+                words += f", of which global steering takes {taken}"
+            if share > 1:
+                words += f", of which global steering may take {max(1, there // share)}"
+            raise invalid(
+                field,
+                words,
+                allowed="fewer layers or entries, or a lower rank"
+                if field == "steering"
+                else "fewer layers or positions",
+            )
+    return needed.rows

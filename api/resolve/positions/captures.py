@@ -1,0 +1,377 @@
+"""Resolution of captures per prompt, and what the rules of captures, steering and patches share.
+
+A rule reads a spec and returns the value to store; a ValueError's text becomes the problem's
+detail, at the rule's field (and below it, when a SelectorError says where). A new hook or option is
+a row in `CAPTURE_RULES`. Steering is `steering_rules.py`'s and `steered.py`'s.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....broker.ops import global_capture
+from ....schemas.base.errors import invalid
+from ....schemas.extensions import ReaderSpec
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.images import ImageRef
+from ....schemas.prompts.selectors import (
+    Hook,
+    PositionSelector,
+    RequestedPositions,
+    SelectorError,
+    Span,
+    SpanFinder,
+    Window,
+    no_text,
+    resolve_layers,
+    resolve_positions,
+    resolve_sites,
+)
+from ....schemas.requests.lens import LensSpec
+from ....schemas.requests.specs import (
+    DEFAULT_CONSUMERS,
+    CaptureSpec,
+    PatchSpec,
+    SitesSpec,
+    SteeringSpec,
+    StoredCapture,
+    memory_bytes,
+)
+from ....schemas.requests.steering import SteeringTemplate
+from ....schemas.service.global_capture import captures_of, step_rows
+from ..prompts.requested_features import FeatureWish
+from .heads import heads_of
+
+#: Rows that come back are kept in Redis with their job's result: all prompts of a job together may
+#: give so many bytes (or one prompt its `memory_limit_kib`, where that is more).
+MEMORY_JOB_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class PromptFacts:
+    """What the rules know of a prompt: its tokens, and how a span of its text becomes positions."""
+
+    tokens: int  # as written, see `schemas.images`
+    find: SpanFinder = no_text
+    images: Sequence[ImageRef] = ()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a spec is checked against."""
+
+    model: ModelInfo
+    prompts: Sequence[PromptFacts]
+    max_tokens: int = 1  # tokens generated, at most
+
+
+def has_text(positions: RequestedPositions) -> bool:
+    """Whether the selector contains spans of the prompt's text."""
+    return any(
+        isinstance(item, Span) and item.text is not None
+        for item in (positions if isinstance(positions, list) else [positions])
+    )
+
+
+Spec = CaptureSpec | SteeringSpec | PatchSpec | LensSpec | ReaderSpec | FeatureWish
+
+
+# --- Rules of both --------------------------------------------------------------------------------
+
+
+def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[PositionSelector]:
+    """One resolved selector per prompt."""
+    if spec.positions is None or (isinstance(spec.positions, str) and spec.positions != "image"):
+        return [spec.positions or "all"] * len(bounds.prompts)
+    resolved = []
+    for index, prompt in enumerate(bounds.prompts):
+        try:
+            found = resolve_positions(spec.positions, prompt.tokens, prompt.find, prompt.images)
+            resolved.append(_reachable(found, prompt.tokens + bounds.max_tokens))
+        except SelectorError as error:
+            which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
+            raise SelectorError(f"{which}{error}", error.at) from error
+    return resolved
+
+
+def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
+    """A range that begins behind everything that a request may have is a mistake."""
+    if isinstance(positions, Window) and positions.start >= total:
+        raise SelectorError(
+            (
+                f"position {positions.start} is out of range: the prompt and the generated "
+                f"tokens have at most {total} positions"
+            ),
+            ".start",
+        )
+    return positions
+
+
+def one_hook(name: Any, bounds: Bounds) -> Hook:
+    try:
+        (hook,) = resolve_sites(
+            {name: "all"}, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
+        )
+    except SelectorError as error:
+        raise SelectorError(str(error)) from error
+    return hook
+
+
+def apply_rules(
+    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]], spec: Spec, bounds: Bounds, at: str
+) -> dict[str, Any]:
+    """Field → what its rule made of it.
+
+    Raises a 400 naming the field of the first rule that refuses.
+    """
+    made = {}
+    for field, rule in rules:
+        try:
+            made[field] = rule(spec, bounds)
+        except ValueError as error:
+            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
+    return made
+
+
+# --- Rules of capture -----------------------------------------------------------------------------
+
+
+def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+    return resolve_sites(
+        spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
+    )
+
+
+def _one_hook(spec: SitesSpec, bounds: Bounds) -> None:
+    """`hook` and `layers`, the short form, by the field that is wrong."""
+    if spec.hooks is None:
+        one_hook(spec.hook or "post_block", bounds)
+
+
+def _all_layers(spec: SitesSpec, bounds: Bounds) -> None:
+    if spec.layers is not None:
+        resolve_layers(spec.layers, bounds.model.num_layers)
+
+
+def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
+    there = bounds.model.consumers or list(DEFAULT_CONSUMERS)
+    for index, name in enumerate(spec.consumers):
+        if name not in there:
+            raise SelectorError(
+                f"unknown consumer {name!r}: the worker has {', '.join(there)}", f"[{index}]"
+            )
+        if name in spec.consumers[:index]:
+            raise SelectorError(f"{name!r} is listed twice", f"[{index}]")
+    return spec.consumers
+
+
+def _heads(spec: CaptureSpec, bounds: Bounds) -> list[int]:
+    return heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)
+
+
+def _run(spec: CaptureSpec, bounds: Bounds) -> None:
+    """A source run is files: workers read them when it is needed, also long after."""
+    if spec.run is not None and spec.heads is not None:
+        raise ValueError("a source run has whole rows: omit heads")
+    if spec.run is not None and "filesystem" not in spec.consumers:
+        raise ValueError(
+            "requires the consumer 'filesystem' (consumers: "
+            f"{', '.join(spec.consumers) or 'none'}): add it, or omit run"
+        )
+
+
+#: What `hooks` gives are the sites, whichever way they were written.
+SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+    ("hook", _one_hook),
+    ("layers", _all_layers),
+    ("hooks", _sites),
+)
+
+CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
+    *SITE_RULES,
+    ("heads", _heads),
+    ("positions", positions_of_each),
+    ("consumers", _consumers),
+    ("run", _run),
+)
+
+
+def resolve_captures(
+    spec: CaptureSpec | None,
+    bounds: Bounds,
+    readings: Sequence[tuple[str, list[StoredCapture]]] = (),
+) -> list[list[StoredCapture]]:
+    """One list per prompt: the user's captures, what is read of rows, then global capture; empty if
+    there is none of these.
+
+    `readings`: field of the request → one capture per prompt.
+
+    Raises a 400 naming the field: of what the user asks for, never of what the operator captures.
+    """
+    per_prompt: list[list[StoredCapture]] = [[] for _ in bounds.prompts]
+    if spec is not None and spec.tag in {
+        everyones.tag for everyones in bounds.model.global_captures
+    }:
+        raise invalid(
+            "capture.tag",
+            f"{spec.tag!r} is the tag of the operator's global capture: choose another",
+        )
+    asked = [("capture", _captures(spec, bounds, "capture"))] if spec is not None else []
+    for field, captures in [*asked, *readings]:
+        for index, mine in enumerate(captures):
+            per_prompt[index].append(mine)
+            _check_step(field, per_prompt[index], index, bounds)
+    _check_memory(
+        [
+            ("capture.consumers" if field == "capture" else field, captures)
+            for field, captures in [*asked, *readings]
+        ],
+        bounds,
+    )
+    for everyones in bounds.model.global_captures:
+        _add(everyones, per_prompt, bounds)
+    return [split(captures, bounds.model) for captures in per_prompt] if any(per_prompt) else []
+
+
+def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCapture]:
+    """One capture for each bank that its hooks are in: rows of different sizes are recorded and
+    stored apart.
+    """
+    return [part for capture in captures for part in capture.split(model.inside)]
+
+
+def _captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """One per prompt."""
+    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
+    return [
+        StoredCapture(
+            sites=made["hooks"],
+            positions=chosen,
+            tag=spec.tag,
+            every_n=spec.every_n,
+            at=spec.at,
+            dtype=spec.dtype,
+            layout=spec.layout,
+            consumers=made["consumers"],
+            heads=made["heads"],
+        )
+        for chosen in made["positions"]
+    ]
+
+
+def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: Bounds) -> None:
+    """Global capture, for the prompts in whose steps there is room for it.
+
+    No request is rejected because of it.
+    """
+    crowded = 0
+    found = captures_of(spec, bounds.model, [prompt.tokens for prompt in bounds.prompts])
+    for index, (captures, more) in enumerate(zip(per_prompt, found, strict=True)):
+        if more is None:
+            continue
+        if _fits_step([*captures, more], index, bounds):
+            captures.append(more)
+        else:
+            crowded += 1
+    if crowded:
+        global_capture.left_out(
+            "buffer",
+            crowded,
+            "one token has more rows than the worker's buffer holds (capture_buffer_mib)",
+        )
+
+
+def _fits_step(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> bool:
+    return bounds.model.step_holds(_unsplit_rows(captures, index, bounds))
+
+
+def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> int:
+    return step_rows(captures, bounds.model, bounds.prompts[index].tokens, bounds.max_tokens)
+
+
+def _positions_of(capture: StoredCapture, index: int, bounds: Bounds) -> int:
+    return capture.count_positions(bounds.prompts[index].tokens, bounds.max_tokens)
+
+
+def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
+    """The rows of one token, with its drafts, must fit the capture buffer."""
+    if not _fits_step(captures, index, bounds):
+        raise invalid(
+            field,
+            f"prompt {index} produces {_unsplit_rows(captures, index, bounds)} rows in one "
+            "engine step, for one token"
+            f"{_drafts(bounds.model)}: more than the worker's buffer holds (setting "
+            "capture_buffer_mib)",
+            allowed=(
+                f"at most {bounds.model.capture_row_limit} rows per step: fewer layers or hooks"
+            ),
+        )
+
+
+def _drafts(model: ModelInfo) -> str:
+    return f" and {model.speculative_tokens} drafts" if model.speculative_tokens else ""
+
+
+def _check_memory(asked: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds) -> None:
+    """What comes back in the response is little: the most that each prompt could give, and all of
+    them, is held against a limit.
+
+    `asked`: field → one capture per prompt.
+    """
+    limit, total = bounds.model.memory_limit_kib << 10, 0
+    of_prompt = [0] * len(bounds.prompts)
+    most = f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting memory_limit_kib)"
+    for field, captures in asked:
+        way = "use 'filesystem' alone" if field == "capture.consumers" else "fewer tokens of each"
+        for index, capture in enumerate(captures):
+            size = _returned_bytes(capture, index, bounds)
+            of_prompt[index] += size
+            total += size * (bounds.model.tp if capture.everywhere else 1)
+            if size and of_prompt[index] > limit:
+                what = (
+                    "rows: consumer 'memory' returns"
+                    if field == "capture.consumers"
+                    else "results: a response holds"
+                )
+                fewer = (
+                    "capture fewer rows"
+                    if field == "capture.consumers"
+                    else "name fewer positions or layers"
+                )
+                raise invalid(
+                    field,
+                    (
+                        f"prompt {index} may produce {of_prompt[index]} bytes of {what} {most}; "
+                        f"{fewer}, or {way}"
+                    ),
+                )
+        if total > max(limit, MEMORY_JOB_BYTES):
+            what = (
+                "rows: consumer 'memory' returns"
+                if field == "capture.consumers"
+                else "results: a response holds"
+            )
+            raise invalid(
+                field,
+                f"the job's {len(captures)} prompts may produce {total} bytes of {what} at most "
+                f"{max(limit, MEMORY_JOB_BYTES) >> 20} MiB "
+                f"per job; send fewer prompts in one job, or {way}",
+            )
+
+
+def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
+    """What of one prompt comes back in the response, at most: per rank, where several have
+    parts.
+    """
+    model, positions = bounds.model, _positions_of(capture, index, bounds)
+    if capture.reading is not None:
+        return capture.reading.size(positions, capture.num_sites)
+    if "memory" not in capture.consumers:
+        return 0
+    dtype = model.dtype if capture.dtype == "model" else capture.dtype
+    return sum(
+        memory_bytes(
+            positions, part.num_sites, part.stored_size(model.hidden_size), dtype, model.pp
+        )
+        for part in split([capture], model)
+    )

@@ -1,0 +1,117 @@
+"""Resolution of modules that probes apply: named by a request's `probes` with the action `steer`.
+
+A module becomes entries of the prompts' steering, as those that `steering` names do, with the probe
+as their gate. Prompt tokens are never edited: no score decides about the first of them, and a
+prompt is computed in steps of any size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ....schemas.artifacts.probes import ProbeUse, StoredProbe
+from ....schemas.base.errors import invalid
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import PositionSelector, Window
+from ....schemas.requests.specs import SteeringSpec, StoredSteering
+from .captures import Bounds
+
+
+class Gated(NamedTuple):
+    """A module that a probe of the request applies."""
+
+    at: str  # field of the request
+    spec: SteeringSpec  # names the module
+    probe: str = ""  # digest; empty: not known yet
+
+
+def gated_by(asked: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = ()) -> list[Gated]:
+    """`probes`: the stored ones, of which the first are those that the request names, in its
+    order.
+    """
+    digests = [probe.digest for probe in probes] or [""] * len(asked)
+    return [
+        Gated(f"probes[{index}]", SteeringSpec(module=use.module, scale=use.scale), digest)
+        for index, (use, digest) in enumerate(zip(asked, digests, strict=False))
+        if isinstance(use, ProbeUse) and use.action == "steer" and use.module is not None
+    ]
+
+
+def check_use(use: ProbeUse, at: str, model: ModelInfo) -> None:
+    """Raises a 400 for what goes with the action `steer` and is not there, or is there without it,
+    or cannot be served.
+    """
+    if use.action != "steer":
+        for name in ("module", "scale"):
+            if getattr(use, name) is not None:
+                raise invalid(
+                    f"{at}.{name}",
+                    f"is not valid for action {use.action!r}",
+                    allowed="null, or the action steer",
+                )
+        return
+    others = "none, flag" if model.pp > 1 else "none, flag, stop"
+    if model.pp > 1:
+        detail = (
+            "'steer' is not served with pipeline parallelism: a stage does not have the "
+            "scores of another"
+        )
+        raise invalid(f"{at}.action", detail, allowed=others)
+    if model.speculative_tokens:
+        detail = (
+            "'steer' is not served with speculative decoding: a step computes tokens "
+            "before the scores of those before them are known"
+        )
+        raise invalid(f"{at}.action", detail, allowed=others)
+    if use.module is None:
+        raise invalid(
+            f"{at}.module",
+            "is required for action 'steer'",
+            allowed="the name of a steering module",
+        )
+
+
+def gated_entries(
+    gated: Gated,
+    entries: Sequence[tuple[StoredSteering, Sequence[PositionSelector]]],
+    bounds: Bounds,
+) -> list[list[StoredSteering]]:
+    """The module's entries for each prompt.
+
+    `entries`: with their own positions in each. Raises a 400 naming the module.
+    """
+    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts]
+    for number, (entry, positions) in enumerate(entries):
+        for index, (prompt, own) in enumerate(zip(bounds.prompts, positions, strict=True)):
+            found = generated(own, prompt.tokens)
+            if found is None:
+                raise invalid(
+                    f"{gated.at}.module",
+                    (
+                        f"entry {number} of {gated.spec.module!r} edits no "
+                        "generated token after prompt "
+                        f"{index}, and probes steer no others"
+                    ),
+                    allowed=(
+                        "a module whose entries are at `all`, `all_generated`, "
+                        "or one range that goes "
+                        "beyond the prompt"
+                    ),
+                )
+            per_prompt[index].append(
+                msgspec.structs.replace(entry, positions=found, gate=gated.probe)
+            )
+    return per_prompt
+
+
+def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
+    """What of `positions` lies behind the prompt; None: nothing."""
+    if isinstance(positions, Window):
+        start = max(positions.start, prompt_tokens)
+        return (
+            Window(start=start, stop=positions.stop)
+            if positions.stop is None or start < positions.stop
+            else None
+        )
+    return "all_generated" if positions in ("all", "all_generated") else None

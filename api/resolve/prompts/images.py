@@ -1,0 +1,87 @@
+"""Images of conversations: read from `data:` URLs, bounded, and matched with the placeholders that
+the chat template wrote.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+
+from ....schemas.base.errors import invalid
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.chat import ImagePart
+from ....schemas.prompts.images import ImageError, ImageRef, check_image, digest_of
+
+_DATA = re.compile(r"data:image/(?:png|jpe?g);base64,", re.ASCII | re.IGNORECASE)
+_ALLOWED = "data:image/png;base64,… or data:image/jpeg;base64,…"
+
+
+def read_image(part: ImagePart, at: str) -> bytes:
+    """The file in a part of a message. Raises a 400 naming the field below `at`."""
+    url, field = part.image_url.url, f"{at}.image_url.url"
+    start = _DATA.match(url)
+    if start is None:
+        why = (
+            "URLs are not fetched: send the image itself"
+            if url[:5].lower().startswith("http")
+            else "is not the image of a PNG or JPEG file"
+        )
+        raise invalid(field, why, allowed=_ALLOWED)
+    try:
+        data = base64.b64decode(url[start.end() :], validate=True)
+        check_image(data)
+    except binascii.Error as error:
+        raise invalid(field, f"is not base64: {error}", allowed=_ALLOWED) from None
+    except ImageError as error:
+        raise invalid(field, str(error)) from None
+    return data
+
+
+def check_number(images: Sequence[bytes], at: str, model: ModelInfo) -> None:
+    """Raises a 400 if the model takes fewer images in one prompt."""
+    if images and not model.images:
+        raise invalid(
+            at,
+            (
+                f"{model.name!r} takes no images: "
+                f"{model.images_refused or 'the model takes text only'}"
+            ),
+            allowed="text parts",
+        )
+    if len(images) > model.images:
+        raise invalid(
+            at,
+            f"has {len(images)} images",
+            allowed=f"at most {model.images} in one conversation (setting images_per_prompt)",
+        )
+
+
+def placed(
+    ids: Sequence[int], images: Sequence[bytes], at: str, model: ModelInfo
+) -> list[ImageRef]:
+    """Each image with its placeholder among the tokens that the chat template gave.
+
+    Raises a 400 if these are more or fewer.
+    """
+    if not images:
+        return []
+    wanted = model.image_placeholder
+    starts, place = [], 0
+    while place + len(wanted) <= len(ids):
+        if list(ids[place : place + len(wanted)]) == wanted:
+            starts.append(place)
+            place += len(wanted)
+        else:
+            place += 1
+    if len(starts) != len(images):
+        raise invalid(
+            at,
+            f"the model's chat template gives {len(starts)} placeholders for {len(images)} images",
+            allowed=(
+                "a chat template that takes image parts, and no placeholder of images in the text"
+            ),
+        )
+    return [
+        ImageRef(digest=digest_of(data), start=start, stop=start + len(wanted))
+        for data, start in zip(images, starts, strict=True)
+    ]

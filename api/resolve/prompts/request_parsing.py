@@ -1,0 +1,363 @@
+"""Parsing of the three request body shapes into one `ParsedRequest`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET
+
+from ....schemas.access.handling import Handling, handling_of
+from ....schemas.artifacts.probes import ProbeUse
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_PROMPTS, MAX_UNSERVED
+from ....schemas.extensions import ReaderSpec
+from ....schemas.jobs.jobs import JobRequest, Sampling, SamplingRequest
+from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
+from ....schemas.prompts.chat import (
+    PLAIN,
+    ChatMessage,
+    ImagePart,
+    PlainMessage,
+    Rendering,
+    TextPart,
+    ToolCall,
+    ToolUse,
+)
+from ....schemas.requests.features import FeatureSpec
+from ....schemas.requests.lens import LensSpec
+from ....schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
+from .formats import format_of, rendering_of, structured, tool_use
+from .images import read_image
+from .requested_features import FeatureWish
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    """A prompt before tokenisation: text, token ids or a conversation; `field` is where the user
+    wrote it.
+    """
+
+    field: str
+    value: str | list[int] | Sequence[ChatMessage]
+    images: Sequence[bytes] = ()  # of a conversation, in its order
+    rendering: Rendering = PLAIN  # of a conversation
+
+    @property
+    def is_conversation(self) -> bool:
+        return (
+            not isinstance(self.value, str)
+            and bool(self.value)
+            and isinstance(self.value[0], ChatMessage)
+        )
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A body with defaults filled in, before anything is known of the model.
+
+    `sampling_at` prefixes sampling's field names.
+    """
+
+    kind: Literal["generate", "completion", "chat"]
+    model: str
+    prompts: list[ParsedPrompt]
+    sampling: Sampling
+    sampling_at: str = ""
+    max_tokens_at: str = "max_tokens"
+    fill_max_tokens: bool = False  # generate as long as the model's length allows
+    n: int = 1  # outputs of each prompt
+    tools: ToolUse | None = None
+    echo: bool = False  # outputs come with their prompts
+    capture: CaptureSpec | None = None
+    steering: list[SteeringSpec] = field(default_factory=list)
+    patch: list[PatchSpec] = field(default_factory=list)
+    lens: LensSpec | None = None
+    readers: list[ReaderSpec] = field(default_factory=list)
+    # the latter once the autoencoders are known
+    features: list[FeatureSpec] | list[FeatureWish] = field(default_factory=list)
+    stream: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    handling: Handling = field(default_factory=Handling)
+    lora: str | None = None
+    probes: list[str | ProbeUse] = field(default_factory=list)
+    # the answer has the rows of `capture`, as vllm-lens' clients read them
+    returns_rows: bool = False
+    # field of ours → where the request has it instead
+    written: dict[str, str] = field(default_factory=dict)
+
+
+def parse_job(body: JobRequest) -> ParsedRequest:
+    """The body of `POST /v1/jobs`.
+
+    Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts.
+    """
+    if (body.prompts is None) == (body.messages is None):
+        what = "prompts and messages are both given" if body.prompts else "no prompt given"
+        raise invalid(
+            "prompts",
+            what,
+            allowed=(
+                "either prompts (texts or lists of token ids) or messages (lists of chat messages)"
+            ),
+        )
+    prompts = [
+        ParsedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])
+    ]
+    chats = [
+        parse_conversation(f"messages[{index}]", messages)
+        for index, messages in enumerate(body.messages or [])
+    ]
+    return ParsedRequest(
+        kind="generate",
+        model=body.model,
+        prompts=prompts or chats,
+        sampling=_as_stored(body.sampling),
+        sampling_at="sampling.",
+        max_tokens_at="sampling.max_tokens",
+        capture=body.capture,
+        steering=body.steering,
+        patch=body.patch,
+        lens=body.lens,
+        readers=body.readers,
+        features=body.features,
+        metadata=body.metadata,
+        handling=handling_of(body),
+        lora=body.lora,
+        probes=body.probes,
+    )
+
+
+def parse_completion(body: CompletionRequest) -> ParsedRequest:
+    """The body of `POST /v1/completions`. Raises a 400 naming the field that we do not serve."""
+    _refuse_unserved(body)
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "is 0", allowed="at least 1; 0 with echo: true")
+    # with `echo` alone one token is generated, and not shown
+    sampling = _sampling(body, max_tokens or 1, body.logprobs)
+    if body.echo and sampling.prompt_logprobs is None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
+    return ParsedRequest(
+        kind="completion",
+        model=body.model,
+        prompts=_completion_prompts(body.prompt),
+        sampling=sampling,
+        n=body.n or 1,
+        echo=bool(body.echo or body.return_token_ids or body.prompt_logprobs is not None),
+        capture=body.capture,
+        steering=body.steering,
+        patch=body.patch,
+        lens=body.lens,
+        readers=body.readers,
+        features=body.features,
+        stream=bool(body.stream),
+        metadata=body.metadata or {},
+        handling=handling_of(body),
+        lora=body.lora,
+        probes=body.probes,
+    )
+
+
+def parse_chat(body: ChatRequest) -> ParsedRequest:
+    """The body of `POST /v1/chat/completions`.
+
+    Raises a 400 naming the field that we do not serve.
+    """
+    _refuse_unserved(body)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(body, named)
+    return ParsedRequest(
+        kind="chat",
+        model=body.model,
+        prompts=[
+            replace(parse_conversation("messages", body.messages), rendering=rendering_of(body))
+        ],
+        n=body.n or 1,
+        tools=tool_use(body),
+        echo=bool(body.return_token_ids or body.prompt_logprobs is not None),
+        sampling=_sampling(
+            body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None
+        ),
+        max_tokens_at=named,
+        fill_max_tokens=max_tokens is None,
+        capture=body.capture,
+        steering=body.steering,
+        patch=body.patch,
+        lens=body.lens,
+        readers=body.readers,
+        features=body.features,
+        stream=bool(body.stream),
+        metadata=body.metadata or {},
+        handling=handling_of(body),
+        lora=body.lora,
+        probes=body.probes,
+    )
+
+
+def _refuse_unserved(body: OpenAIRequest) -> None:
+    for name, harmless in ONLY.items():
+        raw = getattr(body, name, UNSET)
+        if raw is not UNSET and not _is_one_of(bytes(raw), harmless):
+            shown = bytes(raw)[:80].decode(errors="replace")
+            raise invalid(
+                name,
+                f"{shown} is not supported",
+                allowed=f"omit it, or {msgspec.json.encode(harmless[0]).decode()}",
+            )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream: true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs", "is not valid with stream: true", allowed="null, or stream: false"
+        )
+
+
+def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
+    """Whether the JSON is one of `values`. JSON longer than all of them is not decoded."""
+    try:
+        return len(raw) <= MAX_UNSERVED and msgspec.json.decode(raw) in values
+    except (msgspec.DecodeError, UnicodeDecodeError):  # it was not checked before
+        return False
+
+
+def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sampling:
+    """The body's fields that are a job's by name; of the others `max_tokens` and `logprobs`.
+
+    Null: the default.
+    """
+    given = {
+        name: value
+        for name in Sampling.__struct_fields__
+        if (value := getattr(body, name, None)) is not None
+    }
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    given["structured_outputs"] = format_of(body)
+    return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
+
+
+def _as_stored(sampling: SamplingRequest) -> Sampling:
+    given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+    return Sampling(
+        **{
+            **given,
+            "structured_outputs": structured(
+                sampling.structured_outputs, "sampling.structured_outputs"
+            ),
+        }
+    )
+
+
+def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
+    """One prompt (text or token ids), or a list of prompts; a mixture of token ids and prompts is
+    neither.
+    """
+    if isinstance(prompt, str):
+        return [ParsedPrompt("prompt", prompt)]
+    if not prompt:
+        raise invalid("prompt", "is empty: give text or token ids")
+    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise invalid("prompt", f"has {len(prompt)} prompts", allowed=f"at most {MAX_PROMPTS}")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ParsedPrompt("prompt", ids)]
+    if ids:
+        raise invalid(
+            "prompt",
+            "mixes token ids and texts",
+            allowed="text, a list of texts, token ids, or lists of token ids",
+        )
+    return [
+        ParsedPrompt(f"prompt[{index}]", item)
+        for index, item in enumerate(prompt)
+        if not isinstance(item, int)
+    ]
+
+
+def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt:
+    """One conversation, whose images are read.
+
+    Raises a 400 naming the message or part below `at` that is not valid.
+    """
+    for number, message in enumerate(messages):
+        _check_message(message, f"{at}[{number}]")
+    images = [
+        read_image(part, f"{at}[{number}].content[{index}]")
+        for number, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for index, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
+    ]
+    return ParsedPrompt(at, messages, images or ())
+
+
+#: Role → members of a message that belong to no other.
+_OF_ROLE = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
+
+
+def _check_message(message: ChatMessage, at: str) -> None:
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{at}.content", f"is required of a message with role {message.role!r}")
+    for name, role in _OF_ROLE.items():
+        if getattr(message, name) is not None and message.role != role:
+            raise invalid(
+                f"{at}.{name}", f"is not valid with role {message.role!r}", allowed=f"role {role!r}"
+            )
+
+
+def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
+    """A conversation as chat templates know it, with OpenAI's newer name for the system role under
+    its old one.
+    """
+    return [_message(message) for message in messages]
+
+
+def _message(message: ChatMessage) -> PlainMessage:
+    plain: PlainMessage = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(message),
+    }
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    if message.reasoning is not None:
+        # templates read either
+        plain |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    same = {
+        name: value
+        for name in ("tool_call_id", "name")
+        if (value := getattr(message, name)) is not None
+    }
+    return {**plain, **same}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """As chat templates read it, with the arguments as an object; `{}` where a model once wrote
+    something else.
+    """
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except (msgspec.DecodeError, RecursionError):
+        arguments = {}
+    arguments = arguments if isinstance(arguments, dict) else {}
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _content(message: ChatMessage) -> str | list[dict[str, str]]:
+    """The text; parts where one of them is an image."""
+    if message.content is None:
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    if any(isinstance(part, ImagePart) for part in message.content):
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.content
+        ]
+    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))

@@ -1,0 +1,437 @@
+"""Token ids of texts and conversations, exactly as the worker's engine makes them, without torch or
+transformers.
+
+The worker publishes its tokenizer as a bundle; `tokenizers` reads it. Chat templates come with the
+model (from the operator, never from a client) and run in jinja2's sandbox with the environment that
+transformers gives them.
+"""
+
+import asyncio
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import anyio.to_thread
+import jinja2
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from ....broker.artifacts.chat_templates import in_parts, template_environment
+from ....schemas.base.errors import MidstreamError, invalid, shortened
+from ....schemas.jobs.models import TokenizerBundle
+from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
+from ....schemas.prompts.selectors import SelectorError, Span
+
+#: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
+#: more than the work.
+INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
+#: A text of this many characters is tokenised, whatever the model's length: its normaliser may
+#: leave out most of it.
+SHORT_CHARACTERS = 64 * 1024
+#: Used where the model has no limit.
+ANY_LENGTH = 2**31 - 1
+#: This much of a prompt is shown in an error.
+SHOWN_CHARACTERS = 60
+
+
+class TooLong(MidstreamError):
+    """Text number `index` is longer than the model; `tokens` is None where the number of characters
+    decides.
+    """
+
+    def __init__(self, index: int, tokens: int | None, detail: str = ""):
+        super().__init__(
+            "invalid_request", detail or f"has {tokens} tokens, more than the model's limit"
+        )
+        self.index = index
+        self.tokens = tokens
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text.
+
+    `ids`: int32 `[tokens]`; `offsets`: as in `TextMap`, None if not requested.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray | None = None
+
+
+class LongTexts(Protocol):
+    """Tokenises a codec's long texts outside of the event loop (see
+    `tokenizer_pool.BundleHelpers`).
+    """
+
+    async def encode(
+        self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool
+    ) -> list[Encoded]: ...
+
+    async def encode_chat(
+        self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int
+    ) -> tuple[np.ndarray, str]: ...
+
+
+@dataclass(frozen=True)
+class TextMap:
+    """Map from the tokens of a prompt to its text.
+
+    `offsets`: int32 `[tokens, 2]`, `[start, end)` in characters; empty for tokens that have no
+    text.
+    """
+
+    text: str
+    offsets: np.ndarray
+    _starts: dict[str, np.ndarray] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # text → where its occurrences begin
+
+    def find(self, span: Span) -> list[int]:
+        """The positions of the tokens that overlap the span, which has a text.
+
+        Occurrences do not overlap, as in `str.count`.
+
+        Each text is searched for once, however many spans name it. Raises SelectorError if the text
+        does not occur, not often enough, or no token covers it.
+        """
+        assert span.text is not None
+        if span.text not in self._starts:
+            self._starts[span.text] = np.array(self._occurrences(span.text))
+        starts = self._starts[span.text]
+        if span.occurrence is not None:
+            if not -len(starts) <= span.occurrence < len(starts):
+                detail = (
+                    f"{shortened(span.text)!r} occurs {_times(len(starts))} "
+                    "in the prompt: there is "
+                    f"no occurrence {span.occurrence}"
+                )
+                raise SelectorError(detail, ".occurrence")
+            starts = starts[[span.occurrence]]
+        positions = self._overlapping(starts, starts + len(span.text))
+        if not positions:
+            raise SelectorError(
+                f"{shortened(span.text)!r} is in the prompt, but no token covers it", ".text"
+            )
+        return positions
+
+    def _overlapping(self, starts: np.ndarray, stops: np.ndarray) -> list[int]:
+        """The positions of the tokens with a character in one of these pieces of the text,
+        ascending.
+        """
+        positions, begins, ends, furthest = self._tokens
+        first = np.searchsorted(
+            furthest, starts, side="right"
+        )  # of each piece, the first token that may reach into it
+        count = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
+        piece = np.repeat(np.arange(len(starts)), count)
+        token = np.arange(len(piece)) + (first - (np.cumsum(count) - count))[piece]
+        found: list[int] = np.unique(positions[token[ends[token] > starts[piece]]]).tolist()
+        return found
+
+    @cached_property
+    def _tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of the tokens with text, by their beginnings: position, begin, end, and the furthest end
+        so far.
+        """
+        begins, ends = self.offsets[:, 0], self.offsets[:, 1]
+        positions = np.flatnonzero(ends > begins)
+        positions = positions[np.argsort(begins[positions], kind="stable")]
+        return positions, begins[positions], ends[positions], np.maximum.accumulate(ends[positions])
+
+    def _occurrences(self, part: str) -> list[int]:
+        starts, at = [], self.text.find(part)
+        while at >= 0:
+            starts.append(at)
+            at = self.text.find(part, at + len(part))
+        if not starts:
+            shown = (
+                self.text
+                if len(self.text) <= SHOWN_CHARACTERS
+                else self.text[:SHOWN_CHARACTERS] + "…"
+            )
+            raise SelectorError(
+                f"{part[:SHOWN_CHARACTERS]!r} does not occur in the prompt, which begins {shown!r}",
+                ".text",
+            )
+        return starts
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+class Codec:
+    """One model's tokenizer and chat template.
+
+    Immutable after construction; safe to share between threads.
+    """
+
+    def __init__(
+        self, bundle: TokenizerBundle, limit: int = ANY_LENGTH, long_texts: LongTexts | None = None
+    ):
+        """`limit`: tokens that the model takes; `long_texts`: for those; without it a thread
+        tokenises them.
+        """
+        self._bundle = bundle
+        self._limit = limit
+        self._long_texts = long_texts
+        text, longest_token = _untrimmed(bundle.tokenizer_json)
+        self._most_characters = max(SHORT_CHARACTERS, limit * longest_token)
+        self._tokenizer = Tokenizer.from_str(text)
+        # A saved tokenizer may carry the truncation of its last caller; a prompt is never cut
+        # silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._numbers = np.arange(max(self._tokenizer.get_vocab().values(), default=0) + 1).astype(
+            object
+        )
+
+    async def encode(self, texts: Sequence[str], *, special_tokens: bool) -> list[Sequence[int]]:
+        """Token ids per text; `special_tokens` adds what the model's tokenizer adds around plain
+        text, such as BOS.
+
+        Raises TooLong when a text is longer than the model, if it is long; from its characters
+        alone where that can be.
+        """
+        compact: dict[str, Sequence[int]] = {}
+        made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
+        for text in texts:
+            found = made.pop()  # none stays beside what is made of it
+            if text not in compact:
+                compact[text] = _compact(found.ids)
+                await asyncio.sleep(0)
+        return [compact[text] for text in texts]
+
+    async def encodings(
+        self, texts: Sequence[str], *, special_tokens: bool, offsets: bool = False
+    ) -> list[Encoded]:
+        """As `encode`, as arrays, with `offsets` if requested.
+
+        Repeated texts are tokenised once.
+        """
+        for index, text in enumerate(texts):
+            self._check_characters(index, len(text))
+        distinct = [*dict.fromkeys(texts)]
+        try:
+            made = await self._encodings(distinct, special_tokens, offsets)
+        except TooLong as error:
+            raise TooLong(texts.index(distinct[error.index]), error.tokens, error.detail) from None
+        found = dict(zip(distinct, made, strict=True))
+        return [found[text] for text in texts]
+
+    async def _encodings(
+        self, texts: list[str], special_tokens: bool, offsets: bool
+    ) -> list[Encoded]:
+        if sum(map(len, texts)) <= INLINE_CHARACTERS and len(texts) <= INLINE_MESSAGES:
+            return self.encode_here(texts, special_tokens, offsets)
+        if self._long_texts is None:
+            return await anyio.to_thread.run_sync(self.encode_here, texts, special_tokens, offsets)
+        return await self._long_texts.encode(texts, special_tokens, self._limit, offsets)
+
+    def encode_here(
+        self, texts: Sequence[str], special_tokens: bool, offsets: bool = False
+    ) -> list[Encoded]:
+        """As `encodings`, of any length, in this thread."""
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        return [
+            Encoded(np.array(made.ids, np.int32), _offsets(made) if offsets else None)
+            for made in encode(list(texts), add_special_tokens=special_tokens)
+        ]
+
+    def as_list(self, ids: np.ndarray) -> list[int]:
+        """The ids as numbers that all lists share: 8 bytes each instead of 36."""
+        shared: list[int] = self._numbers[ids].tolist()
+        return shared
+
+    def _check_characters(self, index: int, characters: int) -> None:
+        if characters > self._most_characters:
+            detail = (
+                f"has {characters} characters, more than can fit in the model's limit of "
+                f"{self._limit} tokens"
+            )
+            raise TooLong(index, None, detail)
+
+    def map_text(self, text: str, ids: Sequence[int], *, special_tokens: bool) -> TextMap | None:
+        """Range of each of `ids` in `text`; None if they are not this text's tokens.
+
+        Slow: ~ 1 µs per character.
+        """
+        (encoding,) = self._tokenizer.encode_batch(
+            [text], add_special_tokens=special_tokens
+        )  # `encode` would keep the GIL
+        return TextMap(text, _offsets(encoding)) if encoding.ids == list(ids) else None
+
+    def map_ids(self, ids: Sequence[int]) -> TextMap | None:
+        """The text of `ids`, and the range of each in it; None if that text has different
+        tokens.
+        """
+        return self.map_text(self.text_of(ids), ids, special_tokens=False)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def words(self, ids: Sequence[int], where: TextMap | None) -> list[str]:
+        """How each token reads, spaces as they are: its part of the text, or what the tokenizer
+        makes of it alone. Never empty.
+        """
+        if where is not None:
+            shared: dict[str, str] = {}  # long texts repeat words
+            parts = (where.text[start:end] for start, end in where.offsets.tolist())
+            return [
+                shared.setdefault(part, part) or self._word(token)
+                for token, part in zip(ids, parts, strict=True)
+            ]
+        known = {token: self._word(token) for token in set(ids)}
+        return [known[token] for token in ids]
+
+    def _word(self, token: int) -> str:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if (
+            text and "\N{REPLACEMENT CHARACTER}" not in text
+        ):  # otherwise it is not text, or part of a character
+            return str(text)
+        return self._tokenizer.id_to_token(token) or f"<{token}>"
+
+    async def read(
+        self, ids: Sequence[int], text: str | None, *, special_tokens: bool
+    ) -> list[str]:
+        """How each of `ids` reads; in the characters of `text`, if that is what they were made
+        of.
+        """
+
+        where = None
+        if text is not None:
+            (found,) = await self.encodings([text], special_tokens=special_tokens, offsets=True)
+            where = found_map(text, found, ids)
+        return await anyio.to_thread.run_sync(self.words, ids, where)
+
+    async def decode(self, ids: Sequence[int]) -> tuple[str, list[str]]:
+        """The text of `ids`, special tokens included, and how each of them reads."""
+
+        def work() -> tuple[str, list[str]]:
+            return self.text_of(ids), self.words(ids, None)
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def encode_chat(
+        self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN
+    ) -> tuple[Sequence[int], str]:
+        """Token ids and text of a conversation, by default opened for the assistant's turn.
+
+        Raises a 400 naming `messages` when the model has no chat template or its template refuses
+        the conversation.
+        """
+        characters = characters_of([*messages, {"tools": rendering.tools}, rendering.options])
+        self._check_characters(0, characters)
+        helpers = self._long_texts
+        if helpers is not None and (
+            characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES
+        ):
+            found, text = await helpers.encode_chat(messages, rendering, self._limit)
+            return _compact(found), text
+        text = self.render(messages, rendering)
+        (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
+        return ids, text
+
+    def render(self, messages: Sequence[PlainMessage], rendering: Rendering = PLAIN) -> str:
+        template = self._template
+        given = {
+            **rendering.options,
+            **self._bundle.special_tokens,
+            "tools": rendering.tools,
+            "documents": None,
+        }
+        if rendering.continued:
+            messages = [*messages[:-1], _to_be_continued(messages[-1])]
+        if self._bundle.parts:
+            messages = [
+                {**message, "content": in_parts(message["content"])} for message in messages
+            ]
+        try:
+            text = template.render(
+                messages=messages, add_generation_prompt=rendering.opened, **given
+            )
+        except (
+            Exception
+        ) as error:  # whatever a template may raise, it is this conversation that it refuses
+            raise invalid("messages", f"the model's chat template rejects them: {error}") from error
+        return _cut(text) if rendering.continued else text
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        if self._bundle.chat_template is None:
+            raise invalid(
+                "messages", "this model has no chat template", allowed="use /v1/completions"
+            )
+        try:
+            return template_environment().from_string(self._bundle.chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise invalid(
+                "messages",
+                f"this model's chat template is broken: {error}",
+                allowed="use /v1/completions",
+            ) from error
+
+
+#: Ends the text of a message that is to be continued, so that the template's own ending can be cut
+#: off behind it.
+_CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
+
+
+def _to_be_continued(message: PlainMessage) -> PlainMessage:
+    if not isinstance(message["content"], str):
+        raise invalid(
+            "continue_final_message",
+            "the last message has parts",
+            allowed="a last message with text",
+        )
+    return {**message, "content": message["content"] + _CONTINUED + " "}
+
+
+def _cut(text: str) -> str:
+    before, mark, after = text.rpartition(_CONTINUED)
+    if not mark:
+        raise invalid(
+            "continue_final_message", "the model's chat template leaves out the last message's end"
+        )
+    return before if after.startswith(" ") else before.rstrip()  # the template strips messages
+
+
+def _compact(ids: np.ndarray) -> Sequence[int]:
+    """The ids in 4 bytes each, where a list takes 8, and 28 more for each number that nothing else
+    has.
+    """
+    return array("i", ids.astype(np.int32, copy=False).tobytes())
+
+
+def found_map(text: str, found: Encoded, ids: Sequence[int]) -> TextMap | None:
+    """Range of each of `ids` in `text`, whose tokens were `found`; None if `ids` differ."""
+    if found.offsets is None or not np.array_equal(found.ids, np.asarray(ids)):
+        return None
+    return TextMap(text, found.offsets)
+
+
+def _offsets(encoding: Encoding) -> np.ndarray:
+    return np.array(encoding.offsets, np.int32).reshape(-1, 2)
+
+
+def _untrimmed(tokenizer_json: str) -> tuple[str, int]:
+    """The tokenizer with offsets that cover whole tokens: byte-level ones leave out the space that
+    a token begins with.
+
+    And how many characters its longest token has, at most.
+    """
+    tokenizer = json.loads(tokenizer_json)
+    processor = tokenizer.get("post_processor") or {}
+    for step in [processor, *processor.get("processors", [])]:
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    vocabulary = (
+        tokenizer["model"].get("vocab") or []
+    )  # token → id, or of Unigram pairs of token and score
+    pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
+    added = [token["content"] for token in tokenizer.get("added_tokens") or []]
+    return json.dumps(tokenizer), max(map(len, [*pieces, *added]), default=1)

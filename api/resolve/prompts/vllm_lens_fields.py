@@ -1,0 +1,205 @@
+"""vllm-lens' request fields as our `steering` and `capture`."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.json_bounds import TooManyValues, check_json
+from ....schemas.base.limits import MAX_ENTRIES, MAX_LAYERS, Index
+from ....schemas.base.records import from_json
+from ....schemas.jobs.jobs import Job
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.openai import OpenAIRequest
+from ....schemas.requests.lens_args import REFUSED, LensArgs
+from ....schemas.requests.lens_vectors import (
+    MAX_LENS_BYTES,
+    LensVector,
+    LensVectorError,
+    LensVectors,
+    specs_of,
+)
+from ....schemas.requests.specs import CaptureSpec, SteeringSpec
+from ....schemas.service.choices import refusal
+from .request_parsing import ParsedRequest
+
+#: Tag of the captured rows.
+TAG = "vllm-lens"
+Layers = list[Index]
+
+
+def with_lens_args(parsed: ParsedRequest, body: OpenAIRequest, most_mib: int) -> ParsedRequest:
+    """The request with what `vllm_xargs` or `extra_args` wants behind its own steering.
+
+    Raises a 400 naming the field.
+
+    `most_mib`: setting `vllm_lens_mib`. Decodes tensors of up to 32 MiB: not for the event loop.
+    """
+    at, args = (
+        ("vllm_xargs", body.vllm_xargs)
+        if body.vllm_xargs is not None
+        else ("extra_args", body.extra_args)
+    )
+    if args is None:
+        return parsed
+    if body.vllm_xargs is not None and body.extra_args is not None:
+        raise invalid("extra_args", "is given with vllm_xargs", allowed="one of them")
+    if most_mib == 0:
+        raise invalid(
+            at,
+            "vllm-lens' fields are turned off here (setting vllm_lens_mib)",
+            allowed="steering and capture",
+        )
+    for name, instead in REFUSED.items():
+        if (raw := getattr(args, name)) is not msgspec.UNSET and bytes(raw) != b"null":
+            raise invalid(f"{at}.{name}", "is not supported", allowed=instead)
+    if args.activations_transport not in (None, "base64"):
+        raise invalid(
+            f"{at}.activations_transport",
+            f"{args.activations_transport!r} is not supported",
+            allowed="base64, or omit it",
+        )
+    return _captured(
+        _steered(parsed, args, f"{at}.apply_steering_vectors"), args, f"{at}.output_residual_stream"
+    )
+
+
+def _steered(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
+    vectors = args.apply_steering_vectors
+    if isinstance(vectors, str):
+        vectors = _decoded(vectors, LensVectors, at)
+    _check_size(vectors or [], at)
+    steering, written = list(parsed.steering), dict(parsed.written)
+    for index, vector in enumerate(vectors or []):
+        specs = _specs(vector, f"{at}[{index}]")
+        written |= {
+            f"steering[{len(steering) + number}]": f"{at}[{index}]" for number in range(len(specs))
+        }
+        steering += specs
+        if len(steering) > MAX_ENTRIES:
+            raise invalid(
+                f"{at}[{index}]",
+                f"makes {len(steering)} entries of steering",
+                allowed=f"at most {MAX_ENTRIES} in all",
+            )
+    return replace(parsed, steering=steering, written=written)
+
+
+def _check_size(vectors: Sequence[LensVector], at: str) -> None:
+    """By their shapes, as float32: a tensor of another size than its shape's is refused where it is
+    decoded.
+    """
+    numbers = sum(math.prod(vector.activations.shape) for vector in vectors)
+    if numbers * ITEM_BYTES["float32"] > MAX_LENS_BYTES:
+        raise invalid(
+            at,
+            f"has {numbers} numbers",
+            allowed=f"at most {MAX_LENS_BYTES // ITEM_BYTES['float32']} in all",
+        )
+
+
+def _specs(vector: LensVector, at: str) -> list[SteeringSpec]:
+    try:
+        return specs_of(vector)
+    except LensVectorError as error:
+        raise invalid(f"{at}.{error.field}", error.detail, allowed=error.allowed or None) from error
+    except ValueError as error:  # a number that no entry takes
+        raise invalid(f"{at}.scale", str(error)) from error
+
+
+def _captured(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
+    layers = args.output_residual_stream
+    if isinstance(layers, str):
+        layers = _decoded(layers, Layers | bool, at)
+    if layers is None:
+        return parsed
+    if layers is False or layers == []:
+        raise invalid(
+            at, "names no layer", allowed="a list of layers, true for all of them, or omit it"
+        )
+    if isinstance(layers, list) and len(layers) > MAX_LAYERS:
+        raise invalid(at, f"has {len(layers)} layers", allowed=f"at most {MAX_LAYERS}")
+    several = (
+        "stream"
+        if parsed.stream
+        else "n"
+        if parsed.n > 1
+        else "prompt"
+        if len(parsed.prompts) > 1
+        else ""
+    )
+    if several:
+        raise invalid(
+            at,
+            f"is for one whole answer, and {several} asks for more or for pieces",
+            allowed="one prompt, n: 1, stream: false",
+        )
+    if parsed.capture is not None:
+        raise invalid(at, "is given with capture", allowed="one of them")
+    if parsed.prompts[0].images:
+        raise invalid(at, "is not available for prompts with images", allowed="capture instead")
+    capture = CaptureSpec(
+        layers="all" if layers is True else sorted(set(layers)),
+        positions="all",
+        at="after",
+        tag=TAG,
+    )
+    return replace(
+        parsed, capture=capture, returns_rows=True, written={**parsed.written, "capture": at}
+    )
+
+
+def _decoded(text: str, kind: Any, at: str) -> Any:
+    """What the client wrote as JSON in a string."""
+    try:
+        check_json(text.encode())
+        return from_json(text, kind)
+    except msgspec.ValidationError as error:
+        raise refusal(error, at, at) from error
+    except (TooManyValues, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise invalid(at, f"cannot be read as JSON of a list: {error}") from error
+
+
+def check_answer(parsed: ParsedRequest, job: Job, model: ModelInfo, most_mib: int) -> None:
+    """Raises a 400 when the rows that the answer returns may be more than it holds."""
+    if not parsed.returns_rows:
+        return
+    (capture,) = (capture for capture in job.captures[0] if capture.tag == TAG)
+    positions = capture.count_positions(len(job.prompts[0].token_ids), job.sampling.max_tokens)
+    size = positions * capture.num_sites * model.hidden_size * ITEM_BYTES[model.dtype]
+    if size > most_mib << 20:
+        raise invalid(
+            parsed.written["capture"],
+            f"{capture.num_sites} layers of up to {positions} positions are {size} bytes: "
+            f"an answer holds {most_mib} MiB (setting "
+            "vllm_lens_mib)",
+            allowed=(
+                f"fewer layers, or a smaller {parsed.max_tokens_at}; or capture, whose rows are "
+                "downloaded"
+            ),
+        )
+
+
+@contextmanager
+def as_written(parsed: ParsedRequest) -> Iterator[None]:
+    """Errors that name a field which another one stands for name that one."""
+    try:
+        yield
+    except MidstreamError as error:
+        for ours, theirs in parsed.written.items():
+            if error.field is not None and (
+                error.field == ours or error.field.startswith((f"{ours}.", f"{ours}["))
+            ):
+                raise MidstreamError(
+                    error.kind,
+                    error.detail,
+                    field=theirs,
+                    allowed=error.allowed,
+                    retry_after=error.retry_after,
+                ) from error
+        raise

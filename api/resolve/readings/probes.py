@@ -1,0 +1,240 @@
+"""Probes against a model: what a registration may hold, and the probes of a request."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ....broker.ledger.named.probes import Probes, misfit
+from ....schemas.artifacts.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
+from ....schemas.base.errors import invalid, unknown
+from ....schemas.base.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
+from ....schemas.base.records import now, to_msgpack
+from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import HOOKS, SelectorError, resolve_layers
+from ....schemas.requests.specs import StoredCapture, probe_captures
+from ..positions.captures import Bounds, one_hook
+from ..positions.gates import check_use
+
+
+def resolve_probe(
+    asked: ProbeRequest, name: str, model: ModelInfo
+) -> tuple[Probe, dict[str, bytes]]:
+    """What is to be registered, and its packed tensors by content hash.
+
+    Raises a 400 naming the field and what is valid.
+    """
+    weight = _numbers("weight", asked.weight)
+    weight = weight[None] if weight.ndim == 1 else weight
+    width = model.hidden_size
+    if weight.ndim != 2 or weight.shape[1] != width or not 1 <= len(weight) <= MAX_PROBE_LABELS:
+        raise invalid(
+            "weight",
+            f"has shape {asked.weight.shape}",
+            allowed=f"[k, {width}] with k from 1 to {MAX_PROBE_LABELS}, or [{width}]",
+        )
+    number = len(weight)
+    bias = (
+        np.zeros(number, dtype=np.float32) if asked.bias is None else _numbers("bias", asked.bias)
+    )
+    if bias.shape != (number,):
+        raise invalid(
+            "bias",
+            f"has shape {list(bias.shape)}",
+            allowed=f"[{number}], a number for each label, or null",
+        )
+    try:
+        hook = one_hook(asked.hook, Bounds(model, []))
+    except SelectorError as error:
+        raise invalid("hook", str(error)) from error
+    if hook not in HOOKS:
+        served = ", ".join(name for name in model.hooks if name in HOOKS)
+        raise invalid(
+            "hook",
+            f"{hook} does not belong to the residual stream: its rows have another width",
+            allowed=served,
+        )
+    try:
+        (layer,) = resolve_layers(asked.layer, model.num_layers)
+    except SelectorError as error:
+        raise invalid("layer", str(error)) from error
+    tensors = [from_numpy(weight), from_numpy(bias)]
+    content = ProbeContent(
+        hook=hook,
+        layer=layer,
+        tensors=[content_hash(tensor) for tensor in tensors],
+        labels=_labels(asked.labels, number),
+        thresholds=_thresholds(asked.thresholds, number),
+        at=asked.at,
+        aggregation=asked.aggregation,
+        decay=_decay(asked),
+    )
+    probe = Probe(
+        name=name,
+        model=model.name,
+        digest=content.digest,
+        content=content,
+        hidden_size=width,
+        bytes=sum(len(tensor.data) for tensor in tensors),
+        created=now(),
+        description=asked.description,
+    )
+    return probe, {content_hash(tensor): to_msgpack(tensor) for tensor in tensors}
+
+
+def _numbers(field: str, tensor: Tensor) -> np.ndarray:
+    """Float32. Raises a 400 for values that are not finite, also once they are float32."""
+    with np.errstate(over="ignore"):
+        values: np.ndarray = to_numpy(tensor).astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        raise invalid(
+            f"{field}.data",
+            (f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"),
+        )
+    return values
+
+
+def _labels(labels: Sequence[str] | None, number: int) -> list[str]:
+    if labels is None:
+        return [str(index) for index in range(number)]
+    if len(labels) != number:
+        raise invalid(
+            "labels",
+            f"has {len(labels)} entries",
+            allowed=f"{number}: one for each row of weight, or null",
+        )
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            raise invalid(f"labels[{index}]", f"{label!r} is listed twice")
+    return list(labels)
+
+
+def _thresholds(given: float | Sequence[float | None] | None, number: int) -> list[float | None]:
+    if given is None:
+        return [None] * number
+    thresholds: list[float | None] = (
+        [given] * number if isinstance(given, int | float) else list(given)
+    )
+    if len(thresholds) != number:
+        raise invalid(
+            "thresholds",
+            f"has {len(thresholds)} entries",
+            allowed=f"{number}: one for each label, one number for all, or null",
+        )
+    return thresholds
+
+
+def _decay(asked: ProbeRequest) -> float:
+    if asked.aggregation != "exponential":
+        if asked.decay is not None:
+            raise invalid(
+                "decay", f"is not valid for aggregation {asked.aggregation!r}", allowed="null"
+            )
+        return 0.0
+    if asked.decay is None:
+        raise invalid(
+            "decay",
+            "is required for aggregation 'exponential'",
+            allowed="a number between 0 and 1, both excluded",
+        )
+    return asked.decay
+
+
+# --- Of a request
+# --------------------------------------------------------------------------------------------------
+
+
+async def probes_of(
+    asked: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes, watching: Sequence[bytes]
+) -> list[StoredProbe]:
+    """Those that a request names, then those named `watching`, which score all traffic.
+
+    Raises a 400 naming the field.
+    """
+    uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in asked]
+    if len(uses) > MAX_REQUEST_PROBES:
+        raise invalid("probes", f"has {len(uses)} entries", allowed=f"up to {MAX_REQUEST_PROBES}")
+    found: list[StoredProbe] = []
+    for index, use in enumerate(uses):
+        at = f"probes[{index}]"
+        if use.probe in (earlier.probe for earlier in uses[:index]):
+            raise invalid(at, f"{use.probe!r} is listed twice")
+        probe = await probes.get(model.name, use.probe)
+        if probe is None:
+            raise unknown(
+                "probe",
+                use.probe,
+                model.name,
+                await probes.names(model.name),
+                field=at,
+                kind="invalid_request",
+            )
+        if (why := misfit(probe, model)) is not None:
+            raise invalid(at, f"{use.probe!r} {why}", allowed="register it again")
+        check_action(probe, use.action, f"{at}.action", model)
+        check_use(use, at, model)
+        found.append(probe.stored(use.action, tokens=use.tokens))
+    return found + await probes.watching(model, watching)
+
+
+def check_action(probe: Probe, action: str, at: str, model: ModelInfo) -> None:
+    """Raises a 400 for an action that cannot be taken."""
+    if action == "stop" and model.pp > 1:
+        raise invalid(
+            at,
+            (
+                "'stop' is not served with pipeline parallelism: scores of earlier stages come "
+                "too late"
+            ),
+            allowed="none, flag",
+        )
+    if action != "none" and not any(
+        threshold is not None for threshold in probe.content.thresholds
+    ):
+        raise invalid(
+            at,
+            f"{action!r} needs a threshold, and {probe.name!r} has none",
+            allowed="none, or a probe with thresholds",
+        )
+
+
+def check_tokens(probes: Sequence[StoredProbe], lengths: Sequence[int]) -> None:
+    """Raises a 400 where the scores of single tokens that come back are too many.
+
+    `lengths`: tokens of each prompt at most.
+    """
+    wanted = sum(len(probe.content.labels) for probe in probes if probe.tokens) * sum(lengths)
+    if wanted > MAX_PROBE_TOKENS:
+        raise invalid(
+            "probes",
+            f"with `tokens` the job may return {wanted} scores",
+            allowed=(
+                f"up to {MAX_PROBE_TOKENS}: fewer prompts, tokens, probes or labels, or "
+                "`tokens: false`"
+            ),
+        )
+
+
+def check_step(
+    probes: Sequence[StoredProbe], captures: Sequence[Sequence[StoredCapture]], model: ModelInfo
+) -> None:
+    """Raises a 400 where one token's rows, those of `captures` (of each prompt) and those of the
+    probes, exceed the worker's buffer.
+    """
+    scored = probe_captures(probes)
+    tokens = 1 + model.speculative_tokens
+    most = max((sum(capture.num_sites for capture in each) for each in captures), default=0)
+    rows = tokens * (most + sum(capture.num_sites for capture in scored))
+    if scored and not model.step_holds(rows):
+        raise invalid(
+            "probes",
+            (
+                f"with the captures they take {rows} rows in one engine step: more than the "
+                "worker's buffer holds (setting capture_buffer_mib)"
+            ),
+            allowed=(
+                f"at most {model.capture_row_limit} rows per step: fewer probes' layers, or "
+                "fewer captured layers"
+            ),
+        )

@@ -1,0 +1,104 @@
+"""Resolution of installed readers (`readers`): name, sites, positions and options, checked against
+what the model's ranks declare.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ....schemas.extensions import Extension, ReaderSpec, ReaderTerms
+from ....schemas.model.banks import RESIDUAL, banks_of
+from ....schemas.prompts.selectors import Hook, SelectorError, resolve_sites
+from ....schemas.requests.readings import READER, OptionValue, StoredReader
+from ....schemas.requests.specs import StoredCapture
+from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
+
+
+def _installed(bounds: Bounds) -> dict[str, tuple[Extension, ReaderTerms]]:
+    return {
+        each.name: (each, each.reader)
+        for each in bounds.model.extensions
+        if each.kind == "reader" and each.reader is not None
+    }
+
+
+def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
+    there = _installed(bounds)
+    if spec.name not in there:
+        valid = (
+            f"valid: {', '.join(sorted(there))}"
+            if there
+            else f"no readers are installed for {bounds.model.name} (setting extensions)"
+        )
+        raise SelectorError(f"unknown reader {spec.name!r}; {valid}")
+    return there[spec.name]
+
+
+def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
+    """Every declared option; what the request leaves out has its default."""
+    _, terms = _name(spec, bounds)
+    for name, value in spec.options.items():
+        if name not in terms.options:
+            raise SelectorError(
+                f"unknown; valid options of {spec.name}: {', '.join(terms.options) or 'none'}",
+                f".{name}",
+            )
+        try:
+            terms.options[name].checked(value)
+        except ValueError as error:
+            raise SelectorError(str(error), f".{name}") from error
+    return {
+        name: option.checked(spec.options.get(name, option.default))
+        for name, option in terms.options.items()
+    }
+
+
+def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+    """A reader gets whole rows, and those of one reading have one width."""
+    sites = resolve_sites(
+        spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
+    )
+    banks = banks_of(sites)
+    if len(banks) > 1:
+        apart = " | ".join(", ".join(sites) for sites in banks.values())
+        raise ValueError(
+            f"rows of these hooks have different sizes: name them in readers of their own ({apart})"
+        )
+    if RESIDUAL not in banks and bounds.model.tp > 1:
+        raise ValueError(
+            f"rows of {', '.join(*banks.values())} are divided among {bounds.model.tp} "
+            "ranks; valid: hooks of the stream"
+        )
+    return sites
+
+
+RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+    ("name", _name),
+    *SITE_RULES,
+    ("hooks", _whole_rows),
+    ("positions", positions_of_each),
+    ("options", _options),
+)
+
+
+def resolve_reader(spec: ReaderSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """One capture per prompt. Raises a 400 naming the field below `at`."""
+    made = apply_rules(RULES, spec, bounds, at)
+    extension, terms = made["name"]
+    reading = StoredReader(
+        name=spec.name,
+        digest=extension.digest,
+        row_bytes=terms.size(made["options"]),
+        fixed_bytes=terms.fixed_bytes,
+        options=made["options"],
+    )
+    return [
+        StoredCapture(
+            sites=made["hooks"],
+            positions=chosen,
+            tag="",
+            at=spec.at,
+            consumers=[READER],
+            reading=reading,
+        )
+        for chosen in made["positions"]
+    ]

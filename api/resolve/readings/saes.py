@@ -1,0 +1,66 @@
+"""Resolution of sparse autoencoders: a registration against the files and the model, a request's
+name against what is registered.
+"""
+
+from ....broker.ledger.named.saes import Saes
+from ....schemas.artifacts.saes import Sae, SaeRequest
+from ....schemas.base.errors import invalid, unknown
+from ....schemas.base.records import now
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import resolve_hook
+from ....storage.formats.sae_files import check_on, folder_of, size_of
+
+
+def resolve_sae(asked: SaeRequest, model: ModelInfo, root: str) -> Sae:
+    """What is to be registered.
+
+    Raises a 400 naming the field. Reads files: not for the event loop.
+    """
+    hook = None if asked.hook is None else resolve_hook(asked.hook)
+    content, hook, layer = check_on(
+        folder_of(root, asked.path),
+        hook,
+        asked.layer,
+        model.hooks,
+        model.num_layers,
+        model.hidden_size,
+    )
+    return Sae(
+        name=asked.name,
+        model=model.name,
+        digest=content.digest,
+        path=asked.path,
+        hook=hook,
+        layer=layer,
+        form=content.form,
+        bytes=size_of(content.form),
+        created=now(),
+        trained_on=content.trained_on,
+        description=asked.description,
+    )
+
+
+async def named_sae(name: str, field: str, model: ModelInfo, saes: Saes) -> Sae:
+    """The SAE that a request names in `field`. Raises a 400 naming it, with those there are."""
+    sae = await saes.get(model.name, name)
+    if sae is None:
+        raise unknown(
+            "sparse autoencoder",
+            name,
+            model.name,
+            await saes.names(model.name),
+            field=field,
+            kind="invalid_request",
+        )
+    # The model may have been restarted since, with other settings or another checkpoint.
+    if (
+        sae.hook not in model.hooks
+        or sae.layer >= model.num_layers
+        or sae.form.d_in != model.hidden_size
+    ):
+        wrong = (
+            f"{name!r} reads {sae.hook} of layer {sae.layer}, of width {sae.form.d_in}, "
+            "which this model does not have"
+        )
+        raise invalid(field, wrong, allowed="register it again")
+    return sae

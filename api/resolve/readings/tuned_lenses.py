@@ -1,0 +1,67 @@
+"""Resolution of tuned lenses: a registration against the file and the model, a request's name
+against what is registered.
+"""
+
+import msgspec
+
+from ....broker.ledger.named.tuned_lenses import TunedLenses
+from ....schemas.base.errors import invalid, unknown
+from ....schemas.base.records import now
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.prompts.selectors import resolve_hook
+from ....schemas.requests.lens import LENS_HOOKS, FittedLens, LensSpec, TunedLens, TunedLensRequest
+from ....storage.formats.tuned_files import check_on, folder_of
+
+
+def resolve_tuned(asked: TunedLensRequest, model: ModelInfo, root: str) -> TunedLens:
+    """What is to be registered.
+
+    Raises a 400 naming the field. Reads the file: not for the event loop.
+    """
+    hook = resolve_hook(asked.hook)
+    there = [each for each in LENS_HOOKS if each in model.hooks]
+    if hook not in there:
+        raise invalid(
+            "hook",
+            f"{asked.hook!r} is not a hook point that a lens of this model reads",
+            allowed=", ".join(there),
+        )
+    digest, layers, size = check_on(
+        folder_of(root, asked.path), model.num_layers, model.hidden_size
+    )
+    return TunedLens(
+        name=asked.name,
+        model=model.name,
+        digest=digest,
+        path=asked.path,
+        hook=hook,
+        residual=asked.residual,
+        layers=layers,
+        hidden_size=model.hidden_size,
+        bytes=size,
+        created=now(),
+        description=asked.description,
+    )
+
+
+async def fitted(spec: LensSpec | None, model: ModelInfo, lenses: TunedLenses) -> LensSpec | None:
+    """The lens with the tuned lens that it names.
+
+    Raises a 400 naming `lens.tuned`, with those there are.
+    """
+    if spec is None or spec.tuned is None:
+        return spec
+    tuned = await lenses.get(model.name, spec.tuned)
+    if tuned is None:
+        names = await lenses.names(model.name)
+        raise unknown(
+            "tuned lens", spec.tuned, model.name, names, field="lens.tuned", kind="invalid_request"
+        )
+    # The model may have been restarted since, with other settings or another checkpoint.
+    if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
+        raise invalid(
+            "lens.tuned",
+            f"{spec.tuned!r} was registered for a model of another shape",
+            allowed="register it again",
+        )
+    return FittedLens(**msgspec.structs.asdict(spec), found=tuned)

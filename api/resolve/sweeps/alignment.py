@@ -1,0 +1,361 @@
+"""Alignment of clean and corrupt prompts: counterpart positions, and the tokens without one, with
+reasons.
+
+A row is never written at a position that merely has the same number: where the prompts are of
+unequal length, only tokens that are known to correspond do, and all others are named with the
+reason.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from ....schemas.jobs.sweeps import Alignment
+from ....schemas.prompts.selectors import SelectorError, as_ranges
+
+#: So many pairs of equal tokens a diff may have to look at: with that many repetitions it takes
+#: long, and says little.
+MOST_MATCHES = 1 << 16
+#: Characters of a token sequence that a note or reason shows, and ranges of positions that it
+#: lists.
+SHOWN_CHARACTERS, SHOWN_RANGES = 60, 8
+#: Notes about differing blocks of one pair; the others are counted.
+SHOWN_BLOCKS = 16
+CLEAN, CORRUPT = "clean", "corrupt"
+
+
+class Tokens(NamedTuple):
+    """A prompt as its tokens; `words`: how each reads."""
+
+    ids: Sequence[int]
+    words: Sequence[str]
+
+    def quoted(self, start: int, stop: int) -> str:
+        text = "".join(self.words[start:stop])
+        return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
+
+
+@dataclass
+class Aligned:
+    """`pairs`: (clean, corrupt) positions, by the clean one."""
+
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    # position → why it has no counterpart
+    clean_alone: dict[int, str] = field(default_factory=dict)
+    corrupt_alone: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what a reader of the result should know
+
+    def counterparts(self, patched: str) -> dict[int, int]:
+        """Position in the prompt that is patched, `clean` or `corrupt` → position in the other.
+
+        Of several the first.
+        """
+        if patched == CLEAN:
+            return dict(reversed(self.pairs))
+        return {corrupt: clean for clean, corrupt in reversed(self.pairs)}
+
+    def alone(self, patched: str) -> dict[int, str]:
+        return self.clean_alone if patched == CLEAN else self.corrupt_alone
+
+
+def align(
+    clean: Tokens,
+    corrupt: Tokens,
+    how: Alignment | Sequence[tuple[int, int]] = "auto",
+    patched: str = CORRUPT,
+) -> Aligned:
+    """The counterparts of two prompts.
+
+    `patched`: whose positions an explicit list may name only once.
+
+    Raises SelectorError, whose `at` is the place in the list, for a position outside a prompt or
+    named twice, and for prompts that differ too much for `auto`.
+    """
+    if not isinstance(how, str):
+        return _listed(clean, corrupt, how, patched)
+    if how == "auto" and len(clean.ids) != len(corrupt.ids):
+        return _by_diff(clean, corrupt)
+    made = _shifted(clean, corrupt, len(corrupt.ids) - len(clean.ids) if how == "right" else 0, how)
+    if how == "auto":
+        made.notes += _differences(clean, corrupt)
+    return made
+
+
+# --- The ways to align
+# --------------------------------------------------------------------------------------------------
+
+
+def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
+    """Clean position p with corrupt position p + shift, as far as both are there."""
+    made = Aligned(
+        [
+            (place, place + shift)
+            for place in range(len(clean.ids))
+            if 0 <= place + shift < len(corrupt.ids)
+        ]
+    )
+    edge, names = ("end", "beginning") if how == "left" else ("beginning", "end")
+    reason = (
+        f"it lies beyond the {edge} of the other prompt, counted from the {names} (alignment {how})"
+    )
+    _fill_in(made, clean, corrupt, reason, reason)
+    if made.clean_alone or made.corrupt_alone:
+        longer, alone, tokens = (
+            (CLEAN, made.clean_alone, clean)
+            if made.clean_alone
+            else (CORRUPT, made.corrupt_alone, corrupt)
+        )
+        left = tokens.quoted(min(alone), max(alone) + 1)
+        made.notes.append(
+            f"alignment {how}: {left}, {_at(alone)} of the {longer} prompt, lies beyond the "
+            "other prompt and was left out"
+        )
+    return made
+
+
+def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
+    """Equal tokens at both ends, and between them what a diff says."""
+    made = Aligned()
+    for tag, first, last, other, end in _blocks(clean.ids, corrupt.ids):
+        if last - first == end - other:
+            made.pairs += zip(range(first, last), range(other, end), strict=True)
+            if tag == "replace":
+                made.notes.append(
+                    f"{clean.quoted(first, last)} (clean, {as_ranges(range(first, last))}) was "
+                    "aligned with "
+                    f"{corrupt.quoted(other, end)} (corrupt, "
+                    f"{as_ranges(range(other, end))}), token "
+                    "by token"
+                )
+            continue
+        why = _why_alone(clean, corrupt, first, last, other, end)
+        made.clean_alone |= dict.fromkeys(range(first, last), why)
+        made.corrupt_alone |= dict.fromkeys(range(other, end), why)
+        made.notes.append(f"{why}; left out: {_places(range(first, last), range(other, end))}")
+    if more := len(made.notes[SHOWN_BLOCKS:]):
+        made.notes[SHOWN_BLOCKS:] = [
+            (
+                f"and {more} more {'block differs' if more == 1 else 'blocks differ'}: these "
+                "prompts have little in common"
+            )
+        ]
+    return made
+
+
+def _why_alone(clean: Tokens, corrupt: Tokens, first: int, last: int, other: int, end: int) -> str:
+    if other == end:
+        return f"{clean.quoted(first, last)} is in the clean prompt only, so it has no counterpart"
+    if first == last:
+        return (
+            f"{corrupt.quoted(other, end)} is in the corrupt prompt only, so it has no counterpart"
+        )
+    return (
+        f"{clean.quoted(first, last)} of the clean prompt has {_tokens(last - first)} "
+        f"and {corrupt.quoted(other, end)}, which takes its "
+        f"place in the corrupt prompt, has {_tokens(end - other)}, so they have no "
+        "counterparts (name them as a span, or give the "
+        "alignment as a list)"
+    )
+
+
+def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int, int, int, int]]:
+    """As `SequenceMatcher.get_opcodes`: (tag, clean from, to, corrupt from, to), all in order,
+    nothing left out.
+    """
+    shorter = min(len(clean), len(corrupt))
+    head = next((place for place in range(shorter) if clean[place] != corrupt[place]), shorter)
+    tail = next(
+        (place for place in range(shorter - head) if clean[-1 - place] != corrupt[-1 - place]),
+        shorter - head,
+    )
+    middles = clean[head : len(clean) - tail], corrupt[head : len(corrupt) - tail]
+    if _matches(*middles) > MOST_MATCHES:
+        raise SelectorError(
+            f"the prompts differ in too many tokens (from token {head} on) to be aligned: "
+            "use `left` or `right`, or give pairs of positions"
+        )
+    found = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
+    blocks = [(tag, *(head + place for place in places)) for tag, *places in found]
+    ends = len(clean) - tail, len(corrupt) - tail
+    return [
+        ("equal", 0, head, 0, head),
+        *blocks,  # type: ignore[list-item]
+        ("equal", ends[0], len(clean), ends[1], len(corrupt)),
+    ]
+
+
+def _matches(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many pairs of equal tokens there are: what a diff looks at."""
+    counts = Counter(others)
+    return sum(count * counts[token] for token, count in Counter(some).items())
+
+
+def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
+    """What to know of prompts of equal length that were aligned position by position."""
+    differ = [
+        place
+        for place, (one, other) in enumerate(zip(clean.ids, corrupt.ids, strict=True))
+        if one != other
+    ]
+    if not differ:
+        return []
+    apart = differ[-1] - differ[0] >= len(differ)
+    moved = _moved(clean, corrupt, differ[0], differ[-1] + 1)
+    if not apart and not moved:
+        return []
+    seen = (
+        f"and {moved} occurs in both at different positions"
+        if moved
+        else "which are not contiguous"
+    )
+    return [
+        "the prompts are equally long and differ at positions "
+        f"{as_ranges(differ, SHOWN_RANGES)}, {seen}: they were aligned by "
+        "position, which is wrong if one token was inserted and another removed "
+        "elsewhere (then give the alignment as a list)"
+    ]
+
+
+def _moved(clean: Tokens, corrupt: Tokens, first: int, stop: int) -> str:
+    """Tokens that both prompts have, at different positions; empty for none, or where there is too
+    much to look at.
+    """
+    middles = clean.ids[first:stop], corrupt.ids[first:stop]
+    if _matches(*middles) > MOST_MATCHES:
+        return ""
+    found = SequenceMatcher(None, *middles, autojunk=False).get_matching_blocks()
+    return ", ".join(
+        clean.quoted(first + one, first + one + size)
+        for one, other, size in found
+        if size and one != other
+    )
+
+
+def _listed(
+    clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], patched: str
+) -> Aligned:
+    """As the user says. A row may be written at several positions, but only one at each."""
+    made = Aligned()
+    named: dict[int, int] = {}
+    for index, places in enumerate(pairs):
+        resolved = []
+        for side, (place, tokens, whose) in enumerate(
+            zip(places, (clean, corrupt), (CLEAN, CORRUPT), strict=True)
+        ):
+            total = len(tokens.ids)
+            if not -total <= place < total:
+                raise SelectorError(
+                    (
+                        f"position {place} is out of range: the {whose} prompt has positions 0 to "
+                        f"{total - 1}"
+                    ),
+                    f"[{index}][{side}]",
+                )
+            resolved.append(place % total)
+        mine = resolved[0] if patched == CLEAN else resolved[1]
+        if mine in named:
+            raise SelectorError(
+                f"position {mine} of the {patched} prompt (the patched one) is listed twice",
+                f"[{index}]",
+            )
+        named[mine] = index
+        made.pairs.append((resolved[0], resolved[1]))
+    if not made.pairs:
+        raise SelectorError(
+            'no pair of positions given: give at least one, or "auto", "left" or "right"'
+        )
+    made.pairs.sort()
+    reason = "the alignment does not list it"
+    _fill_in(made, clean, corrupt, reason, reason)
+    return made
+
+
+def _fill_in(made: Aligned, clean: Tokens, corrupt: Tokens, of_clean: str, of_corrupt: str) -> None:
+    """Give all positions without a counterpart this reason."""
+    paired = {one for one, _ in made.pairs}, {other for _, other in made.pairs}
+    made.clean_alone = {
+        place: of_clean for place in range(len(clean.ids)) if place not in paired[0]
+    }
+    made.corrupt_alone = {
+        place: of_corrupt for place in range(len(corrupt.ids)) if place not in paired[1]
+    }
+
+
+# --- Spans
+# --------------------------------------------------------------------------------------------------
+
+
+class Matched(NamedTuple):
+    """A span's tokens. `pairs`: (clean, corrupt), ascending."""
+
+    pairs: list[tuple[int, int]]
+    reason: str = ""  # the reason if there is none
+    note: str = ""  # what was left out
+
+
+def match_spans(
+    name: str, clean: Sequence[int], corrupt: Sequence[int], texts: tuple[Tokens, Tokens]
+) -> Matched:
+    """Two spans that mean the same, as ascending positions: token by token, of unequal ones the
+    last tokens of both.
+    """
+    length = min(len(clean), len(corrupt))
+    pairs = list(zip(clean[len(clean) - length :], corrupt[len(corrupt) - length :], strict=True))
+    if len(clean) == len(corrupt):
+        return Matched(pairs)
+    left = (
+        (CLEAN, texts[0], clean[:-length])
+        if len(clean) > length
+        else (CORRUPT, texts[1], corrupt[:-length])
+    )
+    return Matched(
+        pairs,
+        note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and "
+        f"{len(corrupt)} in the corrupt one: they were "
+        f"aligned from the right, and {_words(left[1], left[2])} of the {left[0]} "
+        f"prompt ({_at(left[2])}) was "
+        "left out",
+    )
+
+
+def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) -> Matched:
+    """A span of the clean prompt and its counterparts in the corrupt one."""
+    wanted = set(clean)
+    pairs = [(place, other) for place, other in aligned.pairs if place in wanted]
+    alone = sorted(wanted.difference(place for place, _ in pairs))
+    if not alone:
+        return Matched(pairs)
+    why = "; ".join(dict.fromkeys(aligned.clean_alone[place] for place in alone))
+    if not pairs:
+        return Matched([], reason=why)
+    return Matched(
+        pairs,
+        note=(
+            f"in span {name!r}, {_words(text, alone)} ({_at(alone)} of the clean prompt) "
+            f"was left out: {why}"
+        ),
+    )
+
+
+def _words(text: Tokens, places: Sequence[int]) -> str:
+    shown = "".join(text.words[place] for place in places)
+    return repr(shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "…")
+
+
+def _at(places: Collection[int]) -> str:
+    return f"position{'s' if len(places) > 1 else ''} {as_ranges(places, SHOWN_RANGES)}"
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _places(clean: range, corrupt: range) -> str:
+    told = [
+        f"{whose} {as_ranges(places)}"
+        for whose, places in ((CLEAN, clean), (CORRUPT, corrupt))
+        if places
+    ]
+    return ", ".join(told)

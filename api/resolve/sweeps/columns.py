@@ -1,0 +1,209 @@
+"""Columns of a sweep's grid on axes other than tokens: heads, heads at positions, and neurons.
+
+Positions and spans become columns in `sweep_plan.py`; here they are joined, and multiplied by what
+a cell writes of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_NEURONS
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequest
+from ....schemas.model.banks import BANKS
+from ....schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
+
+#: What reads one prompt only has no two rows to compare.
+NEEDS_TWO = "compares the rows of two prompts, but an ablation has only one"
+#: Whose rows are made of heads.
+OF_HEADS = (*BANKS["query"], *BANKS["key"])
+#: The label of a column of all positions.
+TOGETHER = "all positions"
+
+
+class Part(NamedTuple):
+    """What is written of a row: a column's fields of these names, and its label."""
+
+    label: str = ""
+    head: int = -1
+    dims: str = ""
+    ranks: tuple[int, int] | None = None
+
+
+def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
+    """What the columns of the request's axis write of a row; one part without limits for axes of
+    whole rows. Raises a 400.
+    """
+    _check_fields(request)
+    if request.axis in HEAD_AXES:
+        return _heads(request, hooks, model)
+    if request.neurons is not None:
+        return _neurons(request, request.neurons, hooks, model)
+    return [Part()]
+
+
+def columns_on(request: SweepRequest, columns: list[Column], parts: Sequence[Part]) -> list[Column]:
+    """The columns of the grid. `columns`: one for each position or span, as asked."""
+    if request.axis == "position":
+        return columns
+    if request.axis == "head_position":
+        at_position = request.pairs[0].spans is None
+        return [
+            _part_of(column, part, _placed(column, at_position))
+            for part in parts
+            for column in columns
+        ]
+    places = sorted({place for column in columns for place in column.places})
+    reason = "" if places else next((column.reason for column in columns if column.reason), "")
+    joined = Column(label=TOGETHER, places=places, reason=reason)
+    return [_part_of(joined, part) for part in parts]
+
+
+def _placed(column: Column, at_position: bool) -> str:
+    """A column's label, with the position of a token: the same word may stand twice in a prompt."""
+    return (
+        f"{column.label.strip()} {column.places[0][0]}"
+        if at_position and column.places
+        else column.label
+    )
+
+
+def _part_of(column: Column, part: Part, where: str = "") -> Column:
+    label = ", ".join(filter(None, (part.label, where))) or column.label
+    return Column(
+        label=label,
+        places=column.places,
+        reason=column.reason,
+        head=part.head,
+        dims=part.dims,
+        ranks=part.ranks,
+    )
+
+
+# --- Fields
+# --------------------------------------------------------------------------------------------------
+
+
+def _check_fields(request: SweepRequest) -> None:
+    axis = request.axis
+    if request.heads is not None and axis not in HEAD_AXES:
+        raise invalid(
+            "heads", f"is not valid with axis {axis!r}", allowed="axis head or head_position"
+        )
+    if request.neurons is not None and axis != "neuron":
+        raise invalid("neurons", f"is not valid with axis {axis!r}", allowed="axis neuron")
+    if axis == "neuron" and request.neurons is None:
+        raise invalid("neurons", "is required on axis 'neuron'", allowed="top, each or sets")
+    if axis in (*HEAD_AXES, "neuron") and request.mask is not None:
+        raise invalid(
+            "mask",
+            (
+                f"is not valid with axis {axis!r}, whose columns name the dimensions that are "
+                "written: omit it"
+            ),
+        )
+    if axis != "position" and request.window.positions > 1:
+        raise invalid(
+            "window.positions",
+            (f"is not valid with axis {axis!r}: a window applies to columns that are positions"),
+            allowed="1",
+        )
+    if axis in (*HEAD_AXES, "neuron") and request.window != PatchWindow():
+        raise invalid(
+            "window.layers",
+            (
+                f"is not valid with axis {axis!r}: heads and neurons of two layers have nothing "
+                "in common"
+            ),
+            allowed="1",
+        )
+
+
+def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
+    sizes = [_heads_at(f"hooks[{index}]", hook, model) for index, hook in enumerate(hooks)]
+    for index, size in enumerate(sizes):
+        if size != sizes[0]:
+            raise invalid(
+                f"hooks[{index}]",
+                (
+                    f"{hooks[index]} has {size[0]} heads of {size[1]}, but {hooks[0]} has "
+                    f"{sizes[0][0]} of {sizes[0][1]}"
+                ),
+                allowed="hooks with the same heads in one sweep",
+            )
+    count, width = sizes[0]
+    try:
+        chosen = resolve_layers("all" if request.heads is None else request.heads, count, "head")
+    except SelectorError as error:
+        raise invalid("heads", str(error)) from error
+    return [Part(f"head {head}", head, _dims(head, width)) for head in chosen]
+
+
+def _dims(head: int, width: int) -> str:
+    return f"{head * width}-{(head + 1) * width - 1}"
+
+
+def dims_of_head(field: str, hook: Hook, asked: int, model: ModelInfo) -> tuple[int, str]:
+    """A head's number, from 0, and its dimensions of a row. Raises a 400 naming the field."""
+    count, width = _heads_at(field, hook, model)
+    try:
+        (head,) = resolve_layers(asked, count, "head")
+    except SelectorError as error:
+        raise invalid(field, str(error)) from error
+    return head, _dims(head, width)
+
+
+def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:
+    """Number and size of the heads at a hook."""
+    if hook not in model.inside or hook not in OF_HEADS:
+        served = [each for each in model.hooks if each in model.inside and each in OF_HEADS]
+        raise invalid(
+            field,
+            f"{hook} has no heads",
+            allowed=", ".join(served)
+            or (
+                "none with this worker; its setting `hooks` must name hooks inside attention, "
+                "such as all,inside"
+            ),
+        )
+    return model.inside[hook].heads, model.inside[hook].width
+
+
+def _neurons(
+    request: SweepRequest, neurons: Neurons, hooks: Sequence[Hook], model: ModelInfo
+) -> list[Part]:
+    least = min(model.row_size(hook) for hook in hooks)
+    if neurons.sets is not None:
+        return list(_sets(neurons.sets, least))
+    name = "neurons.top" if neurons.top is not None else "neurons.each"
+    if request.ablation is not None:
+        raise invalid(name, NEEDS_TWO, allowed="neurons.sets; or omit ablation")
+    if neurons.each is not None:
+        if neurons.each > least:
+            raise invalid(
+                name, f"{neurons.each} exceeds the dimensions of a row", allowed=f"1 to {least}"
+            )
+        return [Part(f"neuron #{rank + 1}", ranks=(rank, rank + 1)) for rank in range(neurons.each)]
+    parts = []
+    for index, count in enumerate(neurons.top or []):
+        if count > least:
+            raise invalid(
+                f"{name}[{index}]",
+                f"{count} exceeds the dimensions of a row",
+                allowed=f"1 to {min(least, MAX_NEURONS)}",
+            )
+        parts.append(Part(f"top {count}", ranks=(0, count)))
+    return parts
+
+
+def _sets(sets: Sequence[object], width: int) -> Iterator[Part]:
+    for index, chosen in enumerate(sets):
+        try:
+            dims = resolve_layers(chosen, width, "neuron")  # type: ignore[arg-type]
+        except SelectorError as error:
+            raise invalid(f"neurons.sets[{index}]", str(error)) from error
+        yield Part(
+            f"neurons {as_ranges(dims, 2)}" if len(dims) > 1 else f"neuron {dims[0]}",
+            dims=as_ranges(dims),
+        )

@@ -1,0 +1,119 @@
+"""Resolution of a sweep's path: its ends, its frozen branches, and the layers whose cells are on
+it.
+"""
+
+from collections.abc import Sequence
+
+from ....schemas.base.errors import invalid
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.sweeps import PatchWindow, SweepRequest
+from ....schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
+from ....schemas.requests.sweep_paths import BRANCH_HOOK, PathEnd, StoredEnd, StoredPath, reaches
+from ..positions.captures import Bounds, one_hook
+from .columns import dims_of_head
+
+
+def resolve_path(
+    request: SweepRequest, hooks: Sequence[Hook], layers: list[int], model: ModelInfo
+) -> tuple[StoredPath | None, list[int]]:
+    """The path, if one is asked, and those of `layers` that are on it.
+
+    Raises a 400 naming the field.
+    """
+    asked = request.path
+    if asked is None:
+        return None, layers
+    _check_fields(request)
+    for branch in asked.frozen:
+        if (hook := BRANCH_HOOK[branch]) not in model.hooks:
+            raise invalid(
+                "path.frozen",
+                f"the model does not serve {hook}, where {branch} is held",
+                allowed=_served(model),
+            )
+    if asked.sender is not None:
+        sender = _end("path.sender", asked.sender, model)
+        stored = StoredPath(frozen=asked.frozen, sender=sender)
+        found = [
+            layer
+            for layer in layers
+            if all(reaches((sender.layer, sender.hook), (layer, hook)) for hook in hooks)
+        ]
+        words = "a receiver is computed before the sender, or with it"
+    else:
+        ends = asked.receivers if isinstance(asked.receivers, list) else []
+        stored = StoredPath(
+            frozen=asked.frozen,
+            receivers=[
+                _end(f"path.receivers[{index}]", end, model) for index, end in enumerate(ends)
+            ],
+        )
+        found = [
+            layer for layer in layers if all(_reaches_one(layer, hook, stored) for hook in hooks)
+        ]
+        words = "no receiver is computed after the sender"
+    if not found:
+        raise invalid(
+            "path",
+            (f"there is no path from or to the sweep's layers ({as_ranges(layers, 8)}): {words}"),
+        )
+    if request.layers != "all" and len(found) < len(layers):
+        lost = as_ranges(set(layers) - set(found), 8)
+        raise invalid(
+            "layers",
+            f"{lost} are not on the path: {words}",
+            allowed=f"all, or some of {as_ranges(found, 8)}",
+        )
+    return stored, found
+
+
+def _reaches_one(layer: int, hook: Hook, path: StoredPath) -> bool:
+    return not path.receivers or any(
+        reaches((layer, hook), (end.layer, end.hook)) for end in path.receivers
+    )
+
+
+def _check_fields(request: SweepRequest) -> None:
+    unset = {"ablation": None, "mask": None, "alpha": 1.0, "window": PatchWindow()}
+    for name, value in unset.items():
+        if getattr(request, name) != value:
+            raise invalid(name, "is not valid with path: omit it")
+    assert request.path is not None
+    if (
+        request.path.sender is not None
+        and request.neurons is not None
+        and request.neurons.sets is None
+    ):
+        raise invalid(
+            "neurons",
+            ("are chosen from the rows of two prompts, but these cells have those of a first pass"),
+            allowed="sets",
+        )
+    for index, pair in enumerate(request.pairs):
+        if request.path.sender is not None and pair.spans is not None:
+            raise invalid(
+                f"pairs[{index}].spans",
+                "is not valid with path.sender: give positions, or path.receivers",
+            )
+
+
+def _end(field: str, end: PathEnd, model: ModelInfo) -> StoredEnd:
+    try:
+        hook = one_hook(end.hook, Bounds(model, []))
+    except SelectorError as error:
+        raise invalid(f"{field}.hook", str(error)) from error
+    try:
+        (layer,) = resolve_layers(end.layer, model.num_layers)
+    except SelectorError as error:
+        raise invalid(f"{field}.layer", str(error)) from error
+    if end.head is None:
+        return StoredEnd(layer=layer, hook=hook)
+    head, dims = dims_of_head(f"{field}.head", hook, end.head, model)
+    return StoredEnd(layer=layer, hook=hook, dims=dims, head=head)
+
+
+def _served(model: ModelInfo) -> str:
+    return (
+        ", ".join(branch for branch, hook in BRANCH_HOOK.items() if hook in model.hooks)
+        or "none with this model"
+    )

@@ -1,0 +1,591 @@
+"""Planning of a sweep: tokens, columns and cells; a 400 names the invalid field and what is valid.
+
+Everything is resolved here, so that the worker has positions, token ids and nothing to guess. What
+the prompts' tokens have to do with one another is `alignment.py`'s, what an answer's tokens are
+`continuations.py`'s.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import anyio.to_thread
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.sweeps import (
+    Alignment,
+    Column,
+    PairSpan,
+    StoredPair,
+    StoredSweep,
+    SweepPair,
+    SweepRequest,
+)
+from ....schemas.prompts.selectors import (
+    DimensionSelector,
+    Hook,
+    LayerSelector,
+    PositionSelector,
+    RequestedPositions,
+    SelectorError,
+    Span,
+    SpanFinder,
+    Window,
+    no_text,
+    resolve_layers,
+    resolve_positions,
+    select,
+)
+from ....schemas.requests.steering import GlobalSteering
+from ..admission.admission import ENTRY_COST, RESOLVE_LIMIT, SEARCHED_CHARACTERS, SPAN_COST
+from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
+from ..edits.patches import mask_tensor
+from ..edits.steering import NO_POSITION
+from ..positions.captures import Bounds, one_hook
+from ..prompts.tokenizer import Codec
+from .alignment import CLEAN, CORRUPT, Aligned, Matched, Tokens, align, match_span, match_spans
+from .columns import Part, columns_on, parts_of
+from .limits import check_limits, too_many_cells
+from .paths import resolve_path
+from .prompts import read_prompts
+
+#: Tokens that a note lists.
+SHOWN_ALONE = 8
+#: Where rows come from in an ablation.
+NO_SOURCE = -1
+NOBODY = GlobalSteering()
+
+
+class Planned(NamedTuple):
+    """A sweep that can run, and its mask: content hash → MessagePack `Tensor`."""
+
+    sweep: StoredSweep
+    blobs: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One pair with its tokenised prompts. An ablation has no corrupt prompt."""
+
+    at: str
+    asked: SweepPair
+    clean: ReadPrompt
+    corrupt: ReadPrompt | None
+    patched: str  # CLEAN or CORRUPT
+
+    @property
+    def base(self) -> ReadPrompt:
+        return self.clean if self.corrupt is None or self.patched == CLEAN else self.corrupt
+
+    @property
+    def source(self) -> ReadPrompt | None:
+        return self.clean if self.patched == CORRUPT else self.corrupt
+
+
+async def plan_sweep(
+    request: SweepRequest,
+    model: ModelInfo,
+    codec: Codec,
+    settings: Settings,
+    global_steering: GlobalSteering = NOBODY,
+) -> Planned:
+    """`global_steering`: global steering.
+
+    Raises a 400 with the path of the first field at fault.
+    """
+    _check_model(model)
+    _check_asked(request)
+    hooks = _hooks(request, model)
+    path, layers = resolve_path(
+        request, hooks, _numbers("layers", request.layers, model.num_layers), model
+    )
+    blobs: dict[str, bytes] = {}
+    mask = _mask(request, hooks, model, blobs)
+    parts = parts_of(request, hooks, model)
+    pairs = await _read_pairs(request, model, codec)
+    answers = await _continue_pairs(request, pairs, model, codec)
+    stored = await anyio.to_thread.run_sync(
+        _store_pairs, request, pairs, answers, parts, settings.sweep_cells
+    )
+    sweep = StoredSweep(
+        pairs=stored,
+        hooks=hooks,
+        layers=layers,
+        metric=request.metric,
+        direction=request.direction,
+        ablation=request.ablation,
+        window=request.window,
+        alpha=request.alpha,
+        mask=mask,
+        noise=request.noise,
+        axis=request.axis,
+        path=path,
+    )
+    check_limits(sweep, model, settings, global_steering)
+    return Planned(sweep, blobs)
+
+
+# --- What does not need the prompts
+# ---------------------------------------------------------------------------------------
+
+
+def _check_model(model: ModelInfo) -> None:
+    if not model.grades:
+        raise invalid(
+            "model",
+            (
+                f"the worker of {model.name!r} cannot return log-probabilities of single "
+                "tokens, so it runs no sweeps"
+            ),
+        )
+
+
+def _check_asked(request: SweepRequest) -> None:
+    """Fields that exclude or need one another."""
+    ablation = request.ablation
+    if ablation and request.direction != "denoise":
+        raise invalid(
+            "direction",
+            (
+                "is not valid with ablation, which has one prompt: omit it, or omit ablation "
+                f"({ablation!r})"
+            ),
+        )
+    if ablation and request.alignment != "auto":
+        raise invalid(
+            "alignment",
+            (
+                "is not valid with ablation, which has one prompt: omit it, or omit ablation "
+                f"({ablation!r})"
+            ),
+        )
+    if ablation and request.metric == "recovered":
+        raise invalid(
+            "metric",
+            "'recovered' compares two prompts, but an ablation has only one",
+            allowed="logprob, logit_diff, kl; or omit ablation",
+        )
+    for index, pair in enumerate(request.pairs):
+        at = f"pairs[{index}]"
+        if ablation is None and pair.corrupt is None:
+            raise invalid(
+                f"{at}.corrupt", "is required: the corrupted prompt, unless `ablation` is given"
+            )
+        for name in ("corrupt", "alignment"):
+            if ablation and getattr(pair, name) is not None:
+                raise invalid(
+                    f"{at}.{name}",
+                    (
+                        "is not valid with ablation, which has one prompt: omit "
+                        "it, or omit ablation "
+                        f"({ablation!r})"
+                    ),
+                )
+        if pair.answer is None and request.metric != "kl":
+            raise invalid(
+                f"{at}.answer", f"is required for metric {request.metric}; only kl needs none"
+            )
+        if pair.foil is None and request.metric == "logit_diff":
+            raise invalid(
+                f"{at}.foil",
+                "is required: logit_diff is the answer's log-probability minus the foil's",
+            )
+        _check_spans(at, pair, request)
+
+
+def _check_spans(at: str, pair: SweepPair, request: SweepRequest) -> None:
+    if (pair.spans is None) != (request.pairs[0].spans is None):
+        raise invalid(
+            f"{at}.spans",
+            "some pairs have spans and others do not",
+            allowed="spans with the same names in every pair",
+        )
+    if pair.spans is None:
+        return
+    if pair.positions is not None:
+        raise invalid(
+            f"{at}.positions",
+            "is not valid together with spans: a column is either a position or a span",
+        )
+    if request.window.positions > 1:
+        raise invalid(
+            "window.positions",
+            ("is not valid together with spans: a window applies to columns that are positions"),
+            allowed="1",
+        )
+    if not pair.spans:
+        raise invalid(f"{at}.spans", "is empty: give at least one, or omit it")
+    first = request.pairs[0].spans or []
+    names = [span.name for span in pair.spans]
+    for index, span in enumerate(pair.spans):
+        if not span.name:
+            raise invalid(
+                f"{at}.spans[{index}].name",
+                "is empty: a span needs a name, which labels its column",
+            )
+        if span.name in names[:index]:
+            raise invalid(f"{at}.spans[{index}].name", f"{span.name!r} is listed twice")
+        if request.ablation and span.corrupt is not None:
+            raise invalid(
+                f"{at}.spans[{index}].corrupt",
+                "is not valid with ablation, which has one prompt: omit it",
+            )
+    if first and names != [span.name for span in first]:
+        raise invalid(
+            f"{at}.spans",
+            f"has the columns {', '.join(names)}",
+            allowed=f"as in pairs[0]: {', '.join(s.name for s in first)}",
+        )
+
+
+def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
+    hooks: list[Hook] = []
+    for index, name in enumerate(request.hooks):
+        try:
+            hook = one_hook(name, Bounds(model, []))
+        except SelectorError as error:
+            raise invalid(f"hooks[{index}]", str(error)) from error
+        if hook in hooks:
+            raise invalid(f"hooks[{index}]", f"{name!r} is {hook}, which is already listed")
+        hooks.append(hook)
+    return hooks
+
+
+def _numbers(
+    field: str, selector: LayerSelector | DimensionSelector, count: int, what: str = "layer"
+) -> list[int]:
+    try:
+        return resolve_layers(selector, count, what)
+    except SelectorError as error:
+        raise invalid(field, str(error)) from error
+
+
+def _mask(
+    request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo, blobs: dict[str, bytes]
+) -> str:
+    """The name of the mask, whose bytes are added to `blobs`; empty when all dimensions are
+    written.
+    """
+    if request.mask is None:
+        return ""
+    size = model.row_size(hooks[0])
+    for index, hook in enumerate(hooks):
+        if model.row_size(hook) != size:
+            raise invalid(
+                f"hooks[{index}]",
+                (
+                    f"{hook} has rows of another size than {hooks[0]}, so the mask does not hold "
+                    "for both"
+                ),
+            )
+    chosen = _numbers("mask", request.mask, size, "dimension")
+    return "" if len(chosen) == size else mask_tensor(chosen, size, blobs)
+
+
+# --- Prompts and answers
+# --------------------------------------------------------------------------------------------------
+
+
+async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> list[_Pair]:
+    prompts = iter(await read_prompts(request.pairs, model, codec))
+    patched = CORRUPT if request.ablation is None and request.direction == "denoise" else CLEAN
+    pairs = []
+    for index, asked in enumerate(request.pairs):
+        clean = next(prompts)
+        corrupt = None if asked.corrupt is None else next(prompts)
+        if corrupt is not None and corrupt.ids == clean.ids:
+            raise invalid(
+                f"pairs[{index}].corrupt",
+                "has the same tokens as clean, so there is nothing to compare",
+            )
+        pairs.append(_Pair(f"pairs[{index}]", asked, clean, corrupt, patched))
+    return pairs
+
+
+async def _continue_pairs(
+    request: SweepRequest, pairs: Sequence[_Pair], model: ModelInfo, codec: Codec
+) -> dict[str, Continuation]:
+    """Field → answer or foil."""
+    wanted = [
+        (
+            f"{pair.at}.{name}",
+            value,
+            [prompt for prompt in (pair.clean, pair.corrupt) if prompt is not None],
+        )
+        for pair in pairs
+        for name, value in (("answer", pair.asked.answer), ("foil", pair.asked.foil))
+        if value is not None
+    ]
+    made = {found.field: found for found in await continue_prompts(wanted, model, codec)}
+    for pair in pairs:
+        answer, foil = made.get(f"{pair.at}.answer"), made.get(f"{pair.at}.foil")
+        if answer is None or foil is None:
+            continue
+        if answer.ids == foil.ids:
+            raise invalid(foil.field, f"has the same tokens as the answer, {foil.text!r}")
+        if all(one == other for one, other in zip(answer.ids, foil.ids, strict=False)):
+            shorter, longer = sorted((answer, foil), key=lambda found: len(found.ids))
+            raise invalid(
+                foil.field,
+                (
+                    f"{shorter.text!r} is a prefix of {longer.text!r}: give two continuations that "
+                    "exclude each other"
+                ),
+            )
+    return made
+
+
+# --- Columns
+# --------------------------------------------------------------------------------------------------
+
+
+def _store_pairs(
+    request: SweepRequest,
+    pairs: Sequence[_Pair],
+    answers: dict[str, Continuation],
+    parts: Sequence[Part],
+    limit: int,
+) -> list[StoredPair]:
+    _check_cost(request, pairs, limit)
+    stored: list[StoredPair] = []
+    columns = 0
+    for pair in pairs:
+        stored.append(_store_pair(request, pair, answers, parts))
+        columns += len(stored[-1].columns)
+        if columns > limit:  # and each column is a cell in every layer: the rest is not made
+            raise too_many_cells(f"more than {limit} cells", limit)
+    return stored
+
+
+def _store_pair(
+    request: SweepRequest, pair: _Pair, answers: dict[str, Continuation], parts: Sequence[Part]
+) -> StoredPair:
+    notes: list[str] = []
+    aligned = _aligned(request, pair)
+    if aligned is not None:
+        notes += aligned.notes
+    columns = list(
+        _spans(pair, aligned, notes)
+        if pair.asked.spans is not None
+        else _positions(request, pair, aligned)
+    )
+    if not any(column.places for column in columns):
+        field = f"{pair.at}.{'spans' if pair.asked.spans is not None else 'positions'}"
+        raise invalid(
+            field,
+            (f"contains nothing that can be patched: {columns[0].label!r}: {columns[0].reason}"),
+        )
+    if request.axis not in ("position", "head_position"):
+        notes += _left_out(pair, [column for column in columns if not column.places])
+    columns = columns_on(request, columns, parts)
+    answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
+    notes += [found.note for found in (answer, foil) if found is not None and found.note]
+    if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
+        notes.append(
+            "kl covers the first token after the prompt; the answer's log-probability "
+            f"covers all of its {len(answer.ids)} tokens"
+        )
+    sender: list[tuple[int, int]] = []
+    if request.path is not None:
+        _check_one_token(answer, foil)
+        if request.path.sender is not None and aligned is not None:
+            sender = sorted(aligned.counterparts(pair.patched).items())
+            if not sender:
+                raise invalid(
+                    "path.sender",
+                    f"{pair.at}: no token of one prompt has a counterpart in the other",
+                )
+    return StoredPair(
+        base=pair.base.ids,
+        source=pair.source.ids if pair.source else [],
+        columns=columns,
+        answer=answer.ids if answer else [],
+        foil=foil.ids if foil else [],
+        base_tokens=pair.base.words,
+        source_tokens=pair.source.words if pair.source else [],
+        answer_text=answer.text if answer else "",
+        foil_text=foil.text if foil else "",
+        notes=notes,
+        sender=sender,
+    )
+
+
+def _left_out(pair: _Pair, alone: Sequence[Column]) -> list[str]:
+    """A note on positions that are not patched with the others, because nothing corresponds to
+    them.
+    """
+    if not alone:
+        return []
+    shown = ", ".join(repr(column.label) for column in alone[:SHOWN_ALONE]) + (
+        ", …" if len(alone) > SHOWN_ALONE else ""
+    )
+    return [
+        (
+            f"without a counterpart, so they stay as they are in the {pair.patched} prompt "
+            f"(count: {len(alone)}): {shown}"
+        )
+    ]
+
+
+def _check_one_token(*found: Continuation | None) -> None:
+    for each in found:
+        if each is not None and len(each.ids) > 1:
+            detail = (
+                f"{each.text!r} has {len(each.ids)} tokens, but with path the values are of the "
+                "next token alone"
+            )
+            raise invalid(each.field, detail, allowed="one token")
+
+
+def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
+    """None in an ablation, and where spans name their tokens in both prompts."""
+    told = (
+        pair.asked.spans is not None
+        and all(span.corrupt is not None for span in pair.asked.spans)
+        and pair.asked.alignment is None
+    )
+    if pair.corrupt is None or told:
+        return None
+    how: Alignment | list[tuple[int, int]] = (
+        request.alignment if pair.asked.alignment is None else pair.asked.alignment
+    )
+    try:
+        return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
+    except SelectorError as error:
+        raise invalid(
+            f"{'' if pair.asked.alignment is None else pair.at + '.'}alignment{error.at}",
+            str(error),
+        ) from error
+
+
+def _tokens(prompt: ReadPrompt) -> Tokens:
+    return Tokens(prompt.ids, prompt.words)
+
+
+def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> Iterator[Column]:
+    """A column for each position of the prompt that is patched."""
+    own = pair.asked.positions is not None
+    field = f"{pair.at}.positions" if own else "positions"
+    asked = request.positions if pair.asked.positions is None else pair.asked.positions
+    whose = "" if own else f"{pair.at}: "
+    counterparts = {} if aligned is None else aligned.counterparts(pair.patched)
+    for place in _resolved(asked, pair.base, field, whose):
+        label = pair.base.words[place]
+        if aligned is None:
+            yield Column(label=label, places=[(place, NO_SOURCE)])
+        elif place in counterparts:
+            yield Column(label=label, places=[(place, counterparts[place])])
+        else:
+            yield Column(label=label, places=[], reason=aligned.alone(pair.patched)[place])
+
+
+def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[Column]:
+    for index, span in enumerate(pair.asked.spans or []):
+        field = f"{pair.at}.spans[{index}]"
+        clean = _resolved(span.clean, pair.clean, f"{field}.clean")
+        if pair.corrupt is None:
+            yield Column(label=span.name, places=[(place, NO_SOURCE) for place in clean])
+            continue
+        found = _matched(span, clean, pair, pair.corrupt, aligned, field)
+        if found.note:
+            notes.append(found.note)
+        places = (
+            found.pairs
+            if pair.patched == CLEAN
+            else [(corrupt, clean) for clean, corrupt in found.pairs]
+        )
+        yield Column(label=span.name, places=sorted(places), reason=found.reason)
+
+
+def _matched(
+    span: PairSpan,
+    clean: list[int],
+    pair: _Pair,
+    corrupt: ReadPrompt,
+    aligned: Aligned | None,
+    field: str,
+) -> Matched:
+    if span.corrupt is None:
+        assert aligned is not None
+        return match_span(span.name, clean, aligned, _tokens(pair.clean))
+    others = _resolved(span.corrupt, corrupt, f"{field}.corrupt")
+    return match_spans(span.name, clean, others, (_tokens(pair.clean), _tokens(corrupt)))
+
+
+def _resolved(
+    asked: RequestedPositions, prompt: ReadPrompt, field: str, whose: str = ""
+) -> list[int]:
+    """Ascending positions of the prompt. Raises a 400 naming the field for what is not in it."""
+    tokens = len(prompt.ids)
+    if isinstance(asked, str) and asked not in ("all_prompt", "last_prompt"):
+        raise invalid(
+            field,
+            f"{asked!r} selects generated tokens, but a sweep generates none",
+            allowed="all_prompt, last_prompt, or a list",
+        )
+    find: SpanFinder = no_text if prompt.where is None else prompt.where.find
+    try:
+        return list(
+            select(_inside(resolve_positions(asked, tokens, find), tokens), 0, tokens, tokens)
+        )
+    except SelectorError as error:
+        raise invalid(
+            f"{field}{error.at}", whose + (NO_POSITION if asked == [] else str(error))
+        ) from error
+
+
+def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
+    """A range alone may go on to what is generated, and here nothing is."""
+    if isinstance(positions, Window):
+        for name, place in (("start", positions.start), ("stop", (positions.stop or 1) - 1)):
+            if place >= tokens:
+                raise SelectorError(
+                    f"position {place} is out of range: the prompt has positions 0 to {tokens - 1}",
+                    f".{name}",
+                )
+    return positions
+
+
+def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> None:
+    """What takes long to look up is refused before it is: see `admission.RESOLVE_LIMIT`."""
+    total = 0
+    for pair in pairs:
+        if pair.asked.spans is None:
+            every = [
+                (
+                    "positions",
+                    request.positions if pair.asked.positions is None else pair.asked.positions,
+                )
+            ]
+        else:
+            if len(pair.asked.spans) > limit:
+                raise invalid(
+                    f"{pair.at}.spans",
+                    f"has {len(pair.asked.spans)} spans",
+                    allowed=f"at most {limit} cells in one sweep",
+                )
+            every = [
+                ("spans", asked)
+                for span in pair.asked.spans
+                for asked in (span.clean, span.corrupt)
+                if asked is not None
+            ]
+        for field, asked in every:
+            total += max(_cost(asked, prompt) for prompt in (pair.clean, pair.base))
+            if total > RESOLVE_LIMIT:
+                raise invalid(
+                    f"{pair.at}.{field}",
+                    "selects too many positions",
+                    allowed="fewer positions or spans, or fewer pairs in one sweep",
+                )
+
+
+def _cost(asked: RequestedPositions, prompt: ReadPrompt) -> int:
+    """As `admission.check_cost` has it."""
+    characters = len(prompt.text or "")
+    items = asked if isinstance(asked, list) else [asked]
+    texts = sum(isinstance(item, Span) and item.text is not None for item in items)
+    named = sum(1 if isinstance(item, int) else len(prompt.ids) for item in items)
+    return ENTRY_COST + named + texts * (SPAN_COST + characters // SEARCHED_CHARACTERS)

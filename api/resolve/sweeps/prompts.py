@@ -1,0 +1,130 @@
+"""Reads the prompts of a sweep: bounded in characters first, then each distinct prompt tokenised
+once, with the place of each token.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import anyio.to_thread
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_SWEEP_TEXT
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.jobs.sweeps import SweepPair
+from ..admission.admission import EMPTY_ONCE_TOKENISED, tokenise, too_long
+from ..admission.continuations import ReadPrompt
+from ..prompts.request_parsing import ParsedPrompt
+from ..prompts.tokenizer import Codec, Encoded, TooLong, found_map
+
+#: The fields of a pair that are text or token ids.
+TEXTS = ("clean", "corrupt", "answer", "foil")
+
+
+def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = None) -> None:
+    """Raises a 400 naming the field with which the sweep has more than `MAX_SWEEP_TEXT` characters.
+
+    `spelled`: field → text of token ids. Without it a token counts as one character, the fewest
+    that it may have.
+    """
+    total = 0
+    for index, pair in enumerate(pairs):
+        for name in TEXTS:
+            field = f"pairs[{index}].{name}"
+            total += len((spelled or {}).get(field) or getattr(pair, name) or "")
+            if total > MAX_SWEEP_TEXT:
+                detail = (
+                    f"the sweep's prompts and answers exceed {MAX_SWEEP_TEXT} characters in total"
+                )
+                raise invalid(field, detail, allowed="shorter prompts, or fewer pairs in one sweep")
+
+
+async def read_prompts(
+    pairs: Sequence[SweepPair], model: ModelInfo, codec: Codec
+) -> list[ReadPrompt]:
+    """The prompts of all pairs in turn, clean before corrupt.
+
+    Raises a 400 naming the first at fault.
+    """
+    check_text(pairs)
+    parsed = [
+        ParsedPrompt(f"pairs[{index}].{name}", prompt)
+        for index, pair in enumerate(pairs)
+        for name, prompt in (("clean", pair.clean), ("corrupt", pair.corrupt))
+        if prompt is not None
+    ]
+    distinct: dict[str | tuple[int, ...], ParsedPrompt] = {}
+    for prompt in parsed:
+        distinct.setdefault(_key(prompt), prompt)
+    texts = [prompt for prompt in distinct.values() if isinstance(prompt.value, str)]
+    spelled = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
+    # in this order: one checks lengths
+    read = await _read_ids(pairs, spelled, model, codec) | await _read_texts(texts, model, codec)
+    return [read[_key(prompt)] for prompt in parsed]
+
+
+def _key(prompt: ParsedPrompt) -> str | tuple[int, ...]:
+    return (
+        prompt.value
+        if isinstance(prompt.value, str)
+        else tuple(token for token in prompt.value if isinstance(token, int))
+    )
+
+
+Read = dict[str | tuple[int, ...], ReadPrompt]
+
+
+async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec) -> Read:
+    texts = [str(prompt.value) for prompt in prompts]
+    for prompt in prompts:
+        if not prompt.value:
+            raise invalid(prompt.field, "is empty: a prompt needs at least one token")
+    try:
+        encoded = await codec.encodings(texts, special_tokens=True, offsets=True)
+    except TooLong as error:
+        raise too_long(error, prompts[error.index].field, model) from None
+    for prompt, found in zip(prompts, encoded, strict=True):
+        if not len(found.ids):
+            raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
+    return await anyio.to_thread.run_sync(
+        _made, texts, texts, [codec.as_list(found.ids) for found in encoded], encoded, codec
+    )
+
+
+async def _read_ids(
+    pairs: Sequence[SweepPair], prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec
+) -> Read:
+    for prompt in prompts:
+        if len(prompt.value) > model.max_model_len:
+            raise too_long(TooLong(0, len(prompt.value)), prompt.field, model)
+    ids = [list(stored.token_ids) for stored in await tokenise(prompts, model, codec)]
+
+    def spell() -> list[str]:
+        texts: list[str] = []
+        for one in ids:
+            texts.append(codec.text_of(one) if sum(map(len, texts)) <= MAX_SWEEP_TEXT else "")
+        return texts
+
+    texts = await anyio.to_thread.run_sync(spell)
+    check_text(pairs, dict(zip((prompt.field for prompt in prompts), texts, strict=True)))
+    try:
+        encoded = await codec.encodings(texts, special_tokens=False, offsets=True)
+    except TooLong as error:
+        raise invalid(
+            prompts[error.index].field, f"the text of these token ids {error.detail}"
+        ) from None
+    return await anyio.to_thread.run_sync(
+        _made, [tuple(one) for one in ids], texts, ids, encoded, codec
+    )
+
+
+def _made(
+    keys: Sequence[str | tuple[int, ...]],
+    texts: Sequence[str],
+    ids: Sequence[list[int]],
+    encoded: Sequence[Encoded],
+    codec: Codec,
+) -> Read:
+    made = {}
+    for key, text, tokens, found in zip(keys, texts, ids, encoded, strict=True):
+        where = found_map(text, found, tokens)
+        made[key] = ReadPrompt(tokens, codec.words(tokens, where), where)
+    return made

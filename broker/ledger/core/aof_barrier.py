@@ -1,0 +1,192 @@
+"""The durability barrier: waits until Redis has logged every write that it has confirmed, so that a
+kill loses none, and until as many replicas have it as the setting `redis_replicas` asks for, and
+all that Sentinel could promote, so that a failover loses none.
+
+With `appendfsync everysec` Redis writes to the kernel before it answers, with one exception: while
+a background fsync runs, which takes long on a busy disk, it holds writes back for up to 2 s but
+still answers. An answer is passed on as confirmed only after `INFO persistence` shows that no
+earlier write is held back. (`redis_appendfsync = "always"` also covers a machine that dies.) Why
+this and neither `appendfsync always` nor `WAITAOF`: docs/decisions/0014-durability-barrier.md. What
+replicas promise: docs/decisions/0036-failover.md.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import redis.exceptions
+
+from ...ops.redis_availability import PROBE_KEY
+from ...ops.redis_durability import refuse_lossy
+from ...ops.replicas import AsyncReplicas, Holders, Replicas, holders
+
+#: Seconds between two polls while a sync is running.
+PAUSE_S = 0.01
+#: The same while replicas are missing, which takes seconds.
+MISSING_PAUSE_S = 0.1
+#: A Redis that cannot write for this long counts as unavailable.
+PATIENCE_S = 10.0
+#: A killed Redis takes longer than this to return, so an answer within this time comes from the
+#: same Redis process. (A connection cut by an earlier restart costs half of it.)
+BACK_S = 0.2
+#: A Redis whose uptime exceeds the wait by more than this was not restarted. (It counts whole
+#: seconds.)
+MARGIN_S = 2.0
+#: WAIT blocks its connection for at most this long; the barrier then asks again.
+REPLICAS_MS = 500
+#: Nothing is acknowledged for this long after another master was found: what is to be acknowledged
+#: may have been the former's answer.
+SETTLED_S = 3.0
+
+
+class Barrier:
+    """One wait: the query to send, and whether its answer is sufficient.
+
+    Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and
+    pass its answers to `passed`. With `replicas` they then have to ask whether those in `holders`
+    suffice.
+    """
+
+    def __init__(self, replicas: Replicas | None = None, lossy: bool = False) -> None:
+        """`lossy`: whether a Redis without a log will do."""
+        self._replicas = replicas
+        self._lossy = lossy
+        self._base = self._size = -1
+        self._written: dict[
+            str, int
+        ] = {}  # id of a history of writes → how far it had come when it was first asked
+        self.holders = Holders("", 0, 0, frozenset())
+
+    def ask(self, pipe: Any) -> None:
+        """Queue the query on a pipeline, synchronous or not.
+
+        Its answers are the last of the pipeline.
+        """
+        if self._replicas is not None:
+            # WAIT covers what its own connection has written: this write comes after all that was
+            # confirmed on others.
+            pipe.info("server").set(PROBE_KEY, 1, ex=60).info("replication")
+            pipe.wait(self._replicas.wait_for, REPLICAS_MS)
+            pipe.info("replication")
+        pipe.info("persistence")
+
+    def passed(self, *answers: Any) -> bool:
+        """Whether everything confirmed before the first answers passed here is written.
+
+        `answers`: to `ask`, in order.
+
+        Raises LossyRedis for a Redis without a log.
+        """
+        if self._replicas is not None:
+            server, _, before, confirmed, after, _ = answers[-6:]
+            if before["role"] != "master" or before["master_replid"] != after["master_replid"]:
+                return False
+            offset = self._written.setdefault(before["master_replid"], before["master_repl_offset"])
+            self.holders = holders(server["run_id"], confirmed, after, offset)
+        return self._logged(answers[-1])
+
+    def _logged(self, persistence: dict[str, Any]) -> bool:
+        """Whether everything confirmed before the first answer passed here is written to the log.
+
+        Redis writes before it answers in each round of its loop. So if no sync was running then,
+        everything held back was written before this answer left. If syncs follow each other without
+        a pause and something is always held back, the size of the log is the criterion.
+        """
+        if persistence.get("loading"):  # a restarted Redis: its log counts as off meanwhile
+            return False
+        refuse_lossy(persistence, self._lossy)
+        if not persistence.get("aof_enabled") or not persistence["aof_buffer_length"]:
+            return True
+        if (
+            not persistence["aof_pending_bio_fsync"]
+            and persistence["aof_last_write_status"] == "ok"
+        ):
+            return True
+        if persistence["aof_base_size"] != self._base:  # the first answer, or the log was rewritten
+            self._base = persistence["aof_base_size"]
+            self._size = persistence["aof_current_size"] + persistence["aof_buffer_length"]
+        return bool(persistence["aof_current_size"] >= self._size)
+
+
+def persistence_in(info: bytes) -> dict[str, Any]:
+    """What `Barrier.passed` takes, from the text of `INFO persistence` as a script returns it."""
+    pairs = (line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+class AofBarrier:
+    """The barrier over a redis.asyncio client: `await barrier()`.
+
+    Belongs to the client's event loop.
+    """
+
+    def __init__(self, client: Any, replicas: int = 0, lossy: bool = False) -> None:
+        self._client = client
+        self._lossy = lossy
+        self._replicas = AsyncReplicas(client, replicas) if replicas else None
+        self._run = ""  # id of the Redis process that answered last
+        self._asking = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None
+
+    async def __call__(self) -> None:
+        """Wait until everything confirmed so far is written. Concurrent callers share one query.
+
+        Raises redis.RedisError: a TimeoutError if Redis cannot write or has too few replicas, a
+        ConnectionError if it was restarted or failed over meanwhile: then it is unknown whether
+        what it had confirmed still exists; LossyRedis if its log is switched off.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(
+                self._wait(time.monotonic(), self._run), name="midstream-aof-barrier"
+            )
+        await asyncio.shield(self._next)
+
+    async def _wait(self, since: float, run: str) -> None:
+        """`run`: the Redis process that was known at `since` (monotonic)."""
+        async with self._asking:
+            self._next = None  # the query is sent now: later callers need another
+            deadline = time.monotonic() + PATIENCE_S
+            barrier = Barrier(self._replicas, self._lossy)
+            while True:
+                pause = PAUSE_S
+                if barrier.passed(*await self._answers(barrier, since, run)):
+                    if self._replicas is None or await self._replicas.sufficient(barrier.holders):
+                        self._check_master(since)
+                        return
+                    pause = MISSING_PAUSE_S
+                if time.monotonic() >= deadline:
+                    few = (
+                        ", or too few replicas have its writes (redis_replicas)"
+                        if self._replicas
+                        else ""
+                    )
+                    raise redis.exceptions.TimeoutError(f"Redis cannot write its log{few}")
+                await asyncio.sleep(pause)
+
+    async def _answers(self, barrier: Barrier, since: float, run: str) -> list[Any]:
+        """The answers of the Redis process that was running before `since`, and of the same
+        master.
+        """
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.info("server")
+            barrier.ask(pipe)
+            answers: list[Any]
+            server, *answers = await pipe.execute()
+        self._run = server["run_id"]
+        waited = time.monotonic() - since
+        if (
+            run not in ("", self._run)
+            and waited > BACK_S
+            and server["uptime_in_seconds"] < waited + MARGIN_S
+        ):
+            raise redis.exceptions.ConnectionError(
+                "Redis was restarted and may have lost writes that it had already acknowledged"
+            )
+        self._check_master(since)
+        return answers
+
+    def _check_master(self, since: float) -> None:
+        if getattr(self._client.connection_pool, "switched", float("-inf")) > since - SETTLED_S:
+            raise redis.exceptions.ConnectionError(
+                "Redis failed over, and may have lost writes that the former master had confirmed"
+            )

@@ -1,0 +1,33 @@
+"""Priorities and costs of jobs, which decide the order in which they reach the workers.
+
+The ledger decides (`lua/dispatch.lua`): per model and priority step only `dispatch_window` messages
+are sent and not claimed; the other jobs wait in Redis, and every claim picks the next job of the
+tenant that has received the least and puts its message into the queue.
+"""
+
+from ....schemas.access.handling import Priority
+from ....schemas.jobs.jobs import Job
+from ....schemas.jobs.sweep_units import Units
+from ...queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS
+
+#: Lower is earlier.
+URGENCY: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
+#: Kind of job → priority → step of the queue. `normal` is the default of the kind.
+STEPS: dict[str, dict[Priority, int]] = {
+    kind: {"high": PRIORITY_STEPS[0], "normal": step, "low": PRIORITY_STEPS[-1]}
+    for kind, step in PRIORITY_OF_KIND.items()
+}
+
+
+def cost_of(job: Job) -> int:
+    """Cost of a job in tokens, charged to its tenant's share: its prompts and the most that it may
+    generate; for a sweep, those of all its requests; for a part of a harvest, about those of its
+    units.
+    """
+    if job.harvest is not None:
+        return job.harvest.tokens
+    if job.sweep is not None:
+        return Units(job.sweep).tokens
+    return sum(len(prompt.token_ids) for prompt in job.prompts) + job.sampling.max_tokens * len(
+        job.prompts
+    )

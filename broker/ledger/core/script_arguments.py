@@ -1,0 +1,34 @@
+"""Arguments of Lua scripts: one map in MessagePack, which `lua/arguments.lua` reads."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+#: Included at the start of every script.
+ARGUMENTS = Path(__file__).parents[1] / "lua" / "shared" / "arguments.lua"
+
+
+def pack(at: float, **own: Any) -> list[bytes]:
+    """ARGV of a script: `at`, the time in seconds since the epoch, and its own arguments.
+
+    None is omitted, which reads as nil in Lua. Bytes inside lists need `binary`.
+    """
+    values = {
+        name: binary(value) if isinstance(value, bytes) else value
+        for name, value in own.items()
+        if value is not None
+    }
+    return [msgspec.msgpack.encode({"at": repr(at), **values})]
+
+
+def binary(data: bytes) -> msgspec.Raw:
+    """Bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings are
+    bytes.
+    """
+    return msgspec.Raw(binary_head(len(data)) + data)
+
+
+def binary_head(size: int) -> bytes:
+    """What comes before `size` bytes of such a string."""
+    return b"\xdb" + size.to_bytes(4, "big")

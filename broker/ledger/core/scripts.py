@@ -1,0 +1,517 @@
+"""The Lua scripts that change the ledger, and their arguments.
+
+Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and
+problems that the scripts read are generated from `schemas`, the single source. The packers below
+are typed signatures of the scripts with many arguments; the others are called with `pack`.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from ....schemas.access.keys import unscoped
+from ....schemas.artifacts.loras import use_of
+from ....schemas.artifacts.probes import Probe
+from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from ....schemas.base.limits import MAX_COUNT, MAX_PROBES, MAX_WATCHING
+from ....schemas.base.records import now, to_json, to_msgpack
+from ....schemas.base.settings import Settings
+from ....schemas.base.version import __version__
+from ....schemas.jobs.harvests import OVER
+from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
+from ....schemas.jobs.models import SHOWN_IDENTITY
+from ....schemas.jobs.receipts import STORE_AWAY, CapturedFile, LostRange, Receipt
+from ....schemas.jobs.sweep_units import Units
+from ....schemas.requests.harvest_work import HARVEST
+from ....schemas.requests.source_runs import Run
+from ....schemas.requests.steering import Module, Proposal
+from ...queue.celery_app import SEPARATOR, channels_of
+from ...queue.messages import SENT_CHANNEL, templates
+from . import script_arguments
+from .auto_pipeline import Parts
+from .dispatch import STEPS, URGENCY, cost_of
+from .script_arguments import binary, binary_head
+from .tenants import limits_of
+
+#: A job that has been queued this long without being claimed is searched for in the broker's lists.
+QUEUED_LOOK_S = 10.0
+#: A job that waits for the artifact store is sent again after this many seconds.
+SHELVED_S = 10.0
+#: Kinds of job whose workers read their receipts from the ticket: those neither count towards the
+#: job nor fail it.
+READS_RECEIPTS = ("sweep", "harvest")
+#: Limit on a sweep's events other than cells: every attempt has a few.
+SWEEP_EVENTS = 1000
+#: Retention of the mark of a receipt stream; by then its worker is long gone. (One that returns
+#: anyway reports that its earlier data is lost, which no longer matters, and continues.)
+MARK_TTL_S = 30 * 24 * 3600
+#: Blobs outlive the jobs that name them: they were stored before, and a repeated submit refreshes
+#: them.
+BLOB_TTL_FACTOR = 3
+
+NAMES = (
+    "submit",
+    "claim",
+    "store",
+    "fail",
+    "cancel",
+    "cancelled",
+    "release",
+    "release_boots",
+    "renew",
+    "emit",
+    "settle",
+    "lost",
+    "sweep",
+    "look_again",
+    "forget_captures",
+    "removed_captures",
+    "desync",
+    "propose",
+    "commit",
+    "abort",
+    "put_module",
+    "delete_module",
+    "delete_run",
+    "keep_units",
+    "top_up",
+    "recount",
+    "recounted",
+    "accept_harvest",
+    "keep_harvest",
+    "change_harvest",
+    "forget_harvest",
+    "list_modules",
+    "forget_workers",
+    "put_probe",
+    "delete_probe",
+    "publish",
+)
+
+#: The scripts, a folder for each room that they serve; file names are unique.
+LUA = Path(__file__).parents[1] / "lua"
+#: Included at the start of every script, in this order.
+PARTS = ("arguments", "job", "announce", "usage", "message", "dispatch", "transitions", "pins")
+
+#: The hash field for the time at which a state was entered.
+STAMP: dict[State, str] = {
+    State.QUEUED: "queued",
+    State.RUNNING: "started",
+    State.CANCELLING: "cancelling",
+    **dict.fromkeys(TERMINAL, "finished"),
+}
+
+#: Number of the unit, its packed record, and its event as JSON; without an event it is not a cell.
+KeptUnit = tuple[int, bytes, bytes]
+
+
+class Registry(Protocol):
+    """A redis-py client, synchronous or asynchronous."""
+
+    def register_script(self, script: str) -> Any: ...
+
+
+class Scripts:
+    """The scripts bound to a client: `scripts.claim(args=…)`; awaitable when the client is.
+
+    Reloaded after a Redis restart.
+    """
+
+    def __init__(self, client: Registry) -> None:
+        self._bound = {name: client.register_script(source(name)) for name in NAMES}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._bound[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@cache
+def source(name: str) -> str:
+    """The whole text of a script: generated tables, shared functions, the script itself."""
+    files = {path.stem: path for path in LUA.glob("*/*.lua")}
+    return "\n".join([_tables(), *[files[part].read_text() for part in (*PARTS, name)]])
+
+
+def _tables() -> str:
+    allowed = {state: dict.fromkeys(following, True) for state, following in TRANSITIONS.items()}
+    problems = {
+        kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status]
+        for kind in STATUS_OF_KIND
+    }
+    return "\n".join(
+        [
+            f"local VERSION = {_lua(__version__)}",
+            f"local ALLOWED = {_lua(allowed)}",
+            f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
+            f"local OVER = {_lua(dict.fromkeys(OVER, True))}",  # states of harvests
+            f"local STAMP = {_lua(STAMP)}",
+            f"local function PROBLEMS() return {_lua(problems)} end",  # built only when a job fails
+            f"local STEPS = {_lua(STEPS)}",
+            f"local URGENCY = {_lua(URGENCY)}",
+            *[
+                f"local function {name}(of) return {expression} end"
+                for name, expression in templates().items()
+            ],
+            f"local SEPARATOR = {_lua(SEPARATOR)}",
+            f"local SENT_CHANNEL = {_lua(SENT_CHANNEL)}",
+            f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
+            f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
+            f"local READS_RECEIPTS = {_lua(dict.fromkeys(READS_RECEIPTS, True))}",
+            f"local MARK_TTL_S = {MARK_TTL_S}",
+            f"local SHELVED_S = {SHELVED_S}",
+            f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
+            f"local STORE_AWAY = {_lua(STORE_AWAY)}",
+        ]
+    )
+
+
+def _lua(value: Any) -> str:
+    """A Lua literal of a constant; strings here are our own identifiers."""
+    if isinstance(value, Mapping):
+        return (
+            "{"
+            + ",".join(f"[{_lua(key)}]={_lua(item)}" for key, item in sorted(value.items()))
+            + "}"
+        )
+    if isinstance(value, list):
+        return "{" + ",".join(map(_lua, value)) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"'{value}'"
+    return repr(value)
+
+
+def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]:
+    """ARGV of a ledger script: the common arguments and its own; `at` is the time, in seconds since
+    the epoch.
+    """
+    return script_arguments.pack(
+        now() if at is None else at,
+        result_ttl=settings.result_ttl_s,
+        event_limit=settings.event_limit,
+        max_attempts=settings.max_attempts,
+        on_desync=settings.on_desync,
+        window=settings.dispatch_window,
+        store_wait=settings.artifact_wait_s,
+        channels=channels_of(settings.redis_url),
+        **own,
+    )
+
+
+def _requests(job: Job) -> int:
+    """Limit on the numbers of a job's requests."""
+    if job.harvest is not None:
+        return MAX_COUNT
+    return len(job.prompts) if job.sweep is None else Units(job.sweep).requests
+
+
+def asked_requests(job: Job) -> int:
+    """Number of the job's prompts that have an intervention, a capture, a probe or an adapter, and
+    so get a receipt from every rank. (0 for a sweep or a harvest, which read their own receipts.)
+    """
+    if job.lora is not None or job.probes:
+        return len(job.prompts)
+    return sum(
+        1 for captures, steering in zip_longest(job.captures, job.steering) if captures or steering
+    )
+
+
+def _callback(job: Job) -> bytes | None:
+    """The packed callback, with the key whose secret signs its webhooks."""
+    return to_json(msgspec.structs.replace(job.callback, key=job.key)) if job.callback else None
+
+
+def stored_tags(job: Job) -> list[str]:
+    """The tags under which the job's captures become files; the user's own first."""
+    found = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
+    found += [
+        capture.tag
+        for captures in job.captures
+        for capture in captures
+        if "filesystem" in capture.consumers
+    ]
+    found += [spec.tag for spec in job.global_captures if "filesystem" in spec.consumers]
+    return list(dict.fromkeys(found))
+
+
+#: A job with more characters and token ids than this is packed part by part, each part with about
+#: as many.
+PART = 1 << 16
+#: A job's record without prompts has this, and no text in it can: it is not UTF-8.
+_NO_PROMPTS = b"\xa7prompts\x90"
+
+
+def _weight(prompt: StoredPrompt) -> int:
+    return len(prompt.token_ids) + len(prompt.text or "")
+
+
+def _record(job: Job) -> Iterator[bytes]:
+    """`to_msgpack(job)` in parts."""
+    before, _, after = to_msgpack(msgspec.structs.replace(job, prompts=[])).partition(_NO_PROMPTS)
+    count = len(job.prompts)
+    # the beginning of a list of so many
+    part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]
+    weight = 0
+    for prompt in job.prompts:
+        part.append(to_msgpack(prompt))
+        weight += _weight(prompt)
+        if weight >= PART:
+            yield b"".join(part)
+            part, weight = [], 0
+    yield b"".join([*part, after])
+
+
+async def record(job: Job) -> bytes | Parts:
+    """The job as it is stored.
+
+    A large one is packed twice, to find its size and to send it, and is never in memory as a whole.
+    """
+    if sum(map(_weight, job.prompts)) < PART:
+        return to_msgpack(job)
+    size = 0
+    for part in _record(job):
+        size += len(part)
+        await asyncio.sleep(0)
+    return Parts(size, lambda: _record(job))
+
+
+def submit(
+    settings: Settings,
+    job: Job,
+    spec: bytes | Parts,
+    blobs: Mapping[str, bytes],
+    pinned: Iterable[str],
+    idempotency: tuple[str, str] | None,
+    operators: Collection[str] = (),
+    request: bytes = b"",
+) -> list[bytes | Parts]:
+    """Without the last argument: memory usage of Redis, in percent.
+
+    `spec`: the job as `record` gives it. `pinned`: blobs copied from pinned tensors. `operators`:
+    tags that its user did not request. `request`: its body as JSON; empty: it is not kept.
+    """
+    tags = stored_tags(job)
+    key, body = idempotency or (None, None)
+    run = None
+    if job.run:
+        run = Run(
+            name=job.run,
+            model=job.model,
+            job=job.id,
+            tag=tags[0],
+            created=job.created,
+            lora=use_of(job.lora),
+            identity=job.identity,
+        )
+    arguments = pack(
+        settings,
+        id=job.id,
+        created=repr(job.created),
+        kind=job.kind,
+        model=job.model,
+        prompts=_requests(job),
+        asked=asked_requests(job),
+        captures=any(job.captures) or job.sweep is not None or bool(job.global_captures),
+        steers=any(job.steering) or job.lora is not None,
+        probed=bool(job.probes),
+        identity=job.identity,
+        metadata=to_json(job.metadata),
+        written_by=__version__,
+        idem=key,
+        body=body,
+        blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
+        tags=to_json(tags) if tags else None,
+        modules=to_json(job.modules),
+        contents=to_json(job.contents),
+        cells=job.sweep.num_cells if job.sweep is not None else 0,
+        runs=to_json(job.runs),
+        lora=to_json(use_of(job.lora)) if job.lora is not None else None,
+        run=job.run or None,
+        packed_run=to_msgpack(run) if run else None,
+        tenant=job.tenant,
+        priority=job.priority,
+        expires=None if job.expires is None else repr(job.expires),
+        callback=_callback(job),
+        request=request or None,
+        cost=cost_of(job),
+        files=bool(set(tags) - set(operators))
+        or (job.harvest is not None and job.harvest.role == "run"),
+        limits=limits_of(settings),
+        blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
+        spec=spec if isinstance(spec, bytes) else msgspec.Raw(b""),  # the last: large ones follow
+    )
+    return [*arguments] if isinstance(spec, bytes) else [_followed(arguments[0], spec)]
+
+
+def _followed(packed: bytes, spec: Parts) -> Parts:
+    """The arguments, whose last is `spec`."""
+    head = packed + binary_head(len(spec))
+    return Parts(len(head) + len(spec), lambda: itertools.chain([head], spec))
+
+
+def claim(
+    settings: Settings,
+    job_id: str,
+    worker: str,
+    boot: str,
+    ranks: int,
+    identity: str,
+    global_version: int,
+    everyone: bool,
+    away: str = "",
+) -> list[bytes]:
+    """Includes a unique id that identifies the call if redis-py repeats it."""
+    return pack(
+        settings,
+        id=job_id,
+        worker=worker,
+        boot=boot,
+        ranks=ranks,
+        lease_s=settings.lease_s,
+        global_version=global_version,
+        everyone=everyone,
+        call=secrets.token_hex(8),
+        away=away,
+        identity=identity,
+        on_model_change=settings.on_model_change,
+    )
+
+
+def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[bytes]:
+    """`receipts` ascending by sequence number."""
+    rows = [
+        (
+            seq,
+            told.job,
+            told.request,
+            told.rank,
+            told.pp,
+            told.attempt,
+            told.verdict,
+            binary(to_msgpack(told)),
+            *_size_of(told.files),
+            f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}",
+            f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
+            any(score.flagged for score in told.scores),
+        )
+        for seq, told in receipts
+    ]
+    return pack(settings, receipts=rows)
+
+
+def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
+    """Bytes and rows of captures; the shards of harvests are counted with their units."""
+    captures = [file for file in files if file.tag != HARVEST]
+    return sum(file.bytes for file in captures), sum(file.rows for file in captures)
+
+
+def keep_units(
+    settings: Settings,
+    job_id: str,
+    attempt: int,
+    width: int,
+    ranks: int,
+    stages: int,
+    units: Iterable[KeptUnit],
+) -> list[bytes]:
+    rows = [
+        (number, binary(record), binary(event) if event else False)
+        for number, record, event in units
+    ]
+    return pack(
+        settings, id=job_id, attempt=attempt, width=width, ranks=ranks, stages=stages, units=rows
+    )
+
+
+def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[bytes]:
+    return pack(
+        settings,
+        first=lost_range.first,
+        last=lost_range.last,
+        worker=worker,
+        rank=rank,
+        message=lost_range.message,
+        jobs=lost_range.jobs,
+    )
+
+
+def propose(
+    settings: Settings, model: str, proposal: Proposal, steering: bytes, blobs: Mapping[str, bytes]
+) -> list[bytes]:
+    """`steering`: the proposal's steering, packed separately."""
+    return pack(
+        settings,
+        model=model,
+        id=proposal.id,
+        version=proposal.steering.version,
+        deadline=repr(proposal.deadline),
+        proposal=to_msgpack(proposal),
+        steering=steering,
+        tensors=_tensors({name: blobs.get(name, b"") for name in proposal.steering.tensors}),
+    )
+
+
+def put_module(
+    settings: Settings,
+    module: Module,
+    former: bytes | None,
+    other: bool,
+    blobs: Mapping[str, bytes],
+) -> list[bytes]:
+    """`former`: as stored; `other`: whether its content differs from the module's."""
+    return pack(
+        settings,
+        model=module.model,
+        name=module.name,
+        module=to_msgpack(module),
+        former=former,
+        other=other,
+        tenant=unscoped(module.name)[0],
+        size=size_of(module),
+        limits=limits_of(settings),
+        tensors=_tensors({name: blobs.get(name, b"") for name in module.tensors}),
+    )
+
+
+def put_probe(
+    settings: Settings, probe: Probe, former: bytes | None, blobs: Mapping[str, bytes]
+) -> list[bytes]:
+    """`former`: as stored."""
+    return pack(
+        settings,
+        model=probe.model,
+        name=probe.name,
+        probe=to_msgpack(probe),
+        former=former,
+        limit=MAX_PROBES,
+        watching=probe.watch is not None,
+        watch_limit=MAX_WATCHING,
+        tensors=_tensors({name: blobs.get(name, b"") for name in probe.content.tensors}),
+    )
+
+
+def size_of(module: Module) -> int:
+    """Size of a module for its tenant's limit, in bytes: its vectors and the record that names
+    them.
+    """
+    return module.bytes + len(to_msgpack(module))
+
+
+def _tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
+    """(name, bytes) of each; False instead of bytes if it is already pinned."""
+    return [(name, binary(data) if data else False) for name, data in blobs.items()]
+
+
+def text(reply: Sequence[Any]) -> list[str]:
+    """A script's flat reply as strings."""
+    return [part.decode() if isinstance(part, bytes) else str(part) for part in reply]

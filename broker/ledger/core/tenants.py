@@ -1,0 +1,223 @@
+"""Limits and usage of tenants: limits are stored by name, usage is counted by the ledger's
+scripts.
+"""
+
+from typing import Any
+
+import msgspec
+
+from ....schemas.access.keys import Limits, Tenant, TenantView, Usage
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import MAX_HARVESTS_KEPT
+from ....schemas.base.records import from_msgpack, now, to_msgpack
+from ....schemas.base.settings import Settings
+
+#: name → packed `Tenant`, of tenants with limits of their own.
+TENANTS = "ms:tenants"
+#: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`; without a tenant, the totals: `/cells`,
+#: `/queued`.
+USAGE = "ms:usage"
+
+#: Limits of a tenant that have a default in the settings.
+DEFAULTED = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "jobs_in_flight",
+    "capture_mib",
+    "sweep_cells",
+    "modules",
+    "module_mib",
+    "harvests",
+)
+
+#: Name of a limit → kind of problem, its detail, and what would be accepted.
+REFUSALS: dict[str, tuple[str, str]] = {
+    "queue_limit": (
+        "overloaded",
+        "jobs waiting: {used}; the limit is {allowed} (setting queue_limit)",
+    ),
+    "redis_fill": (
+        "overloaded",
+        (
+            "Redis memory would be {used} % full; the limit for new jobs is {allowed} % "
+            "(setting redis_fill_limit)"
+        ),
+    ),
+    "jobs_in_flight": (
+        "too_many_jobs",
+        "jobs of tenant {tenant} in flight: {used}; the limit is {allowed}",
+    ),
+    "sweep_cells": (
+        "too_many_cells",
+        (
+            "cells of tenant {tenant}'s sweeps, waiting or running: {used}; cells of this "
+            "sweep: {more}"
+        ),
+    ),
+    "sweep_cells_waiting": (
+        "too_many_cells",
+        "cells of other sweeps, waiting or running: {used}; cells of this sweep: {more}",
+    ),
+    "harvests": (
+        "too_many_harvests",
+        "harvests of tenant {tenant} that have not ended: {used}; the limit is {allowed}",
+    ),
+    "harvests_kept": (
+        "too_many_harvests",
+        "harvests of tenant {tenant} that are kept: {used}; the limit is {allowed}",
+    ),
+    "webhooks_pending": (
+        "too_many_webhooks",
+        (
+            "webhooks of tenant {tenant} that are not delivered: {used}; the limit is "
+            "{allowed} (setting webhook_pending_limit)"
+        ),
+    ),
+    "capture_mib": (
+        "capture_limit",
+        "the captures and harvests of tenant {tenant} use {used} MiB; the limit is {allowed} MiB",
+    ),
+    "modules": ("module_limit", "named modules of tenant {tenant}: {used}; the limit is {allowed}"),
+    "module_mib": (
+        "module_limit",
+        (
+            "with this module of {more} MiB, tenant {tenant} exceeds its limit of "
+            "{allowed} MiB of named modules"
+        ),
+    ),
+    "requests_per_minute": (
+        "rate_limited",
+        "tenant {tenant} has exceeded its limit of requests per minute ({allowed})",
+    ),
+    "tokens_per_minute": (
+        "rate_limited",
+        "tenant {tenant} may submit {allowed} tokens per minute and has used {used}",
+    ),
+}
+ALLOWED: dict[str, str] = {
+    "webhooks_pending": "wait, mend the receiver, or leave `callback_url` out",
+    "sweep_cells": "{allowed} in total: retry when some have finished, or request fewer cells",
+    "sweep_cells_waiting": (
+        "{allowed} in total (setting sweep_cells_waiting): retry when some have "
+        "finished, or request fewer cells"
+    ),
+    "harvests_kept": "delete some that have ended (DELETE /v1/harvests/<harvest>)",
+    "capture_mib": "delete some (DELETE /v1/captures/<job>, DELETE /v1/harvests/<harvest>)",
+    "modules": "delete some (DELETE /v1/steering/modules/<name>)",
+    "module_mib": "delete some (DELETE /v1/steering/modules/<name>), or use smaller ones",
+}
+#: Name of a limit → problem of a single item larger than the limit, for which waiting does not
+#: help: field, message, what would be accepted.
+_TOO_MANY_CELLS = (
+    "pairs",
+    "the sweep has {more} cells",
+    "at most {allowed} over all sweeps (limit {name}): a smaller sweep",
+)
+TOO_LARGE: dict[str, tuple[str, str, str]] = {
+    "sweep_cells": _TOO_MANY_CELLS,
+    "sweep_cells_waiting": _TOO_MANY_CELLS,
+    "module_mib": (
+        "steering",
+        "the module is {more} MiB",
+        "at most {allowed} MiB over all modules (limit {name}): a smaller module",
+    ),
+}
+MIB = 1 << 20
+
+
+def limits_of(settings: Settings) -> dict[str, int]:
+    """Default limits of tenants, and limits over all tenants; 0 means no limit."""
+    own: dict[str, int] = {name: getattr(settings, f"limit_{name}") for name in DEFAULTED}
+    return {
+        **own,
+        "queue_limit": settings.queue_limit,
+        "webhooks_pending": settings.webhook_pending_limit,
+        "sweep_cells_waiting": settings.sweep_cells_waiting,
+        "redis_fill": round(100 * settings.redis_fill_limit),
+        "harvests_kept": MAX_HARVESTS_KEPT,
+    }
+
+
+def refusal(
+    tenant: str, name: str, used: int, allowed: int, more: int, retry_after: float | None
+) -> MidstreamError:
+    """The error for a rejected item, and when it would be accepted.
+
+    `more`: its share of the limit.
+    """
+    facts = {"name": name, "tenant": tenant, "used": used, "allowed": allowed, "more": more}
+    if name in TOO_LARGE and more > allowed:
+        field, *words = TOO_LARGE[name]
+        detail, advice = (text.format(**facts) for text in words)
+        return invalid(field, detail, allowed=advice)
+    kind, text = REFUSALS[name]
+    what_to_do = ALLOWED.get(name)
+    return MidstreamError(
+        kind,
+        text.format(**facts),
+        allowed=what_to_do.format(**facts) if what_to_do else None,
+        retry_after=retry_after,
+    )
+
+
+class Tenants:
+    """Tenants in a redis.asyncio client's Redis, such as a ledger's. Belongs to its event loop."""
+
+    def __init__(self, redis: Any, settings: Settings) -> None:
+        self._redis = redis
+        self._settings = settings
+
+    async def put(self, tenant: Tenant) -> None:
+        """Set the tenant's limits; they also apply to what it has already submitted."""
+        await self._redis.hset(TENANTS, tenant.name, to_msgpack(tenant))
+
+    async def delete(self, name: str) -> bool:
+        """Remove the tenant's own limits, so that the settings apply again. False: it had none."""
+        return bool(await self._redis.hdel(TENANTS, name))
+
+    async def get(self, name: str) -> Tenant:
+        """The tenant with the limits set by name; null limits default to the settings."""
+        raw = await self._redis.hget(TENANTS, name)
+        return Tenant(name=name) if raw is None else from_msgpack(raw, Tenant)
+
+    async def list(self) -> list[Tenant]:
+        """Tenants with limits of their own, by name."""
+        raw = await self._redis.hgetall(TENANTS)
+        return [from_msgpack(raw[name], Tenant) for name in sorted(raw)]
+
+    async def usage(self, name: str) -> Usage:
+        """Its current usage, and what it has submitted in the current clock minute."""
+        counted = await self._redis.hmget(
+            USAGE, [f"{name}/{what}" for what in ("jobs", "cells", "bytes")]
+        )
+        jobs, cells, kept = (max(0, int(number or 0)) for number in counted)
+        rates = await self._redis.hmget(f"ms:rate:{name}", "minute", "requests", "tokens")
+        minute, requests, tokens = (int(number or 0) for number in rates)
+        current = minute == int(now() // 60)
+        sizes: list[bytes] = await self._redis.hvals(f"ms:module-bytes:{name}")
+        return Usage(
+            jobs_in_flight=jobs,
+            sweep_cells=cells,
+            capture_bytes=kept,
+            tokens_this_minute=tokens if current else 0,
+            requests_this_minute=requests if current else 0,
+            modules=len(sizes),
+            module_bytes=sum(map(int, sizes)),
+            harvests=int(await self._redis.scard(f"ms:harvests-open:{name}")),
+        )
+
+    async def view(self, name: str) -> TenantView:
+        """Its effective limits, with defaults filled in, and its usage."""
+        return TenantView(
+            name=name,
+            limits=filled((await self.get(name)).limits, self._settings),
+            usage=await self.usage(name),
+        )
+
+
+def filled(limits: Limits, settings: Settings) -> Limits:
+    """The effective limits."""
+    defaults = limits_of(settings)
+    return msgspec.structs.replace(
+        limits, **{name: defaults[name] for name in DEFAULTED if getattr(limits, name) is None}
+    )

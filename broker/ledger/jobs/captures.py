@@ -1,0 +1,235 @@
+"""Ledger records of captures on disk: listing, leases and deletion.
+
+The ledger's side of `retention`.
+
+A job may be over while its captures are still being written: the first error ends it, a
+cancellation does, and a worker presumed dead may resume. So a deleted job stays in `ms:deleting`,
+and its mark on the disk, until a grace period has passed; the removal is repeated until then. A
+later receipt that names its files adds it again (`settle.lua`).
+"""
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from ....schemas.access.keys import DEFAULT_TENANT
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_json, now
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.captures import CaptureEntry, CapturePage
+from ....schemas.requests.specs import CaptureStatus
+from ....storage.store import open_store
+from ...artifacts import retention
+from ..core import scripts
+from ..results import views
+from .ledger import Ledger, reachable
+
+log = logging.getLogger(__name__)
+list_of_text = list[str]  # the method `Captures.list` hides the builtin inside the class
+entries = list[CaptureEntry]
+
+#: Entries read per query while filling a filtered page, and in total for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: Maximum number of expired captures deleted by one sweep; and seconds until earlier deletions are
+#: checked again.
+SWEEP_LIMIT = 200
+SWEEP_AGAIN_S = 30.0
+#: Grace period of a deletion: this many leases, plus the time for which receipts are awaited.
+GRACE_LEASES = 4
+
+
+def no_captures(job_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"job {job_id} has no captures in files")
+
+
+class Captures:
+    """Captures of a ledger, in the artifact store of its settings.
+
+    Belongs to the ledger's event loop.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+        self.store = open_store(ledger.settings.artifacts)
+        self._grace = ledger.settings.capture_timeout_s + GRACE_LEASES * ledger.settings.lease_s
+        self._again = 0.0  # when earlier deletions are checked again
+
+    @reachable
+    async def list(
+        self,
+        tag: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+        tenant: str | None = None,
+    ) -> CapturePage:
+        """Captures (of `tenant`) in files that are not deleted, newest first.
+
+        `cursor`: a former page's `next`.
+
+        A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for
+        a cursor that is not ours.
+        """
+        score, last = views.parse_cursor(cursor)
+        listed = views.listing("captures", tenant)
+        found: entries = []
+        offset = scanned = 0
+        while scanned < PAGE_SCAN:
+            rows = await self._redis.zrevrangebyscore(
+                listed, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
+            )
+            offset += len(rows)
+            scanned += len(rows)
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for name, _ in rows:
+                    pipe.hmget(f"ms:capture:{name.decode()}", "tags", "status", "bytes", "rows")
+                records = await pipe.execute()
+            for (name, created), (tags, status, size, count) in zip(rows, records, strict=True):
+                job = name.decode()
+                if (created == score and last and job >= last) or tags is None:
+                    continue  # of a former page, or just deleted
+                entry = CaptureEntry(
+                    job=job,
+                    tags=from_json(tags, list_of_text),
+                    created=created,
+                    status=cast(CaptureStatus, status.decode()),
+                    bytes=int(size),
+                    rows=int(count),
+                )
+                if tag is not None and tag not in entry.tags:
+                    continue
+                if len(found) == limit:
+                    return CapturePage(
+                        captures=found, next=views.format_cursor(found[-1].created, found[-1].job)
+                    )
+                found.append(entry)
+            if len(rows) < PAGE_CHUNK:
+                return CapturePage(captures=found)
+        name, created = rows[-1]
+        return CapturePage(captures=found, next=views.format_cursor(created, name.decode()))
+
+    @reachable
+    async def owner(self, job_id: str) -> str | None:
+        """The tenant of a job or of its captures, which outlive it; None if neither is known."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(f"ms:job:{job_id}", "tenant", "created").hmget(
+                f"ms:capture:{job_id}", "tenant", "created"
+            )
+            records = await pipe.execute()
+        for tenant, created in records:
+            if created is not None:
+                return DEFAULT_TENANT if tenant is None else str(tenant.decode())
+        return None
+
+    @reachable
+    async def check(self, job_id: str) -> None:
+        """Raises MidstreamError("gone") if the job's captures were deleted."""
+        if await self._redis.hexists(f"ms:capture:{job_id}", "deleted"):
+            raise retention.gone(job_id)
+
+    @reachable
+    async def delete(self, job_id: str) -> None:
+        """Delete a job's captures: they are invisible once this returns.
+
+        Files being read are removed later.
+
+        Raises MidstreamError: `not_found` if it has none in files, `gone` if they were already
+        deleted, `conflict` while it runs, `internal` on a disk error (the reaper tries again).
+        """
+        outcome = await self._forgotten(job_id)
+        if outcome == "unknown":
+            raise no_captures(job_id)
+        if outcome == "gone":
+            raise retention.gone(job_id)
+        if outcome == "running":
+            raise MidstreamError(
+                "conflict",
+                f"job {job_id} has not ended: its captures are still being written",
+                allowed=f"POST /v1/jobs/{job_id}/cancel",
+            )
+        at = now()
+        try:
+            await self._remove({job_id: at}, at)
+        except OSError as error:
+            raise MidstreamError(
+                "internal",
+                (
+                    f"the captures of job {job_id} are deleted, but their files are still on disk: "
+                    f"{error}"
+                ),
+            ) from error
+
+    async def sweep(self, at: float | None = None) -> list_of_text:
+        """Delete captures of jobs that ended more than `capture_ttl_s` ago, and resume earlier
+        deletions. Returns the ids of expired jobs.
+
+        Safe to run concurrently. Raises MidstreamError("unavailable") if Redis is unreachable,
+        OSError.
+        """
+        at = now() if at is None else at
+        expired = await self._expire(at) if self._settings.capture_ttl_s else []
+        if at >= self._again:
+            self._again = at + SWEEP_AGAIN_S
+            await self._remove(await self._pending(at), at)
+        else:
+            await self._remove(dict.fromkeys(expired, at), at)
+        return expired
+
+    @reachable
+    async def _expire(self, at: float) -> list_of_text:
+        before = at - self._settings.capture_ttl_s
+        old = await self._redis.zrangebyscore(
+            "ms:captured", "-inf", before, start=0, num=SWEEP_LIMIT
+        )
+        # Source runs that a running job holds are spared; the next sweep looks again.
+        return [
+            name.decode()
+            for name in old
+            if await self._forgotten(name.decode(), spare_leased=True) == "forgotten"
+        ]
+
+    @reachable
+    async def _pending(self, at: float) -> dict[str, float]:
+        """The jobs whose captures are being deleted, with the time at which that began."""
+        told = {
+            name.decode(): since
+            for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)
+        }
+        # After the ledger's list: the mark is removed first when a deletion ends. A mark without a
+        # ledger entry means that Redis lost it.
+        lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in told}
+        if lost:
+            await self._redis.zadd("ms:deleting", lost, nx=True)
+        return told | lost
+
+    async def _forgotten(self, job_id: str, spare_leased: bool = False) -> str:
+        arguments = scripts.pack(self._settings, id=job_id, spare=spare_leased)
+        return str((await self._scripts.forget_captures(args=arguments)).decode())
+
+    @reachable
+    async def _remove(self, jobs: dict[str, float], at: float) -> None:
+        """`jobs`: those deleted, with the time at which that began.
+
+        Raises OSError after removing all that it can.
+        """
+        if not jobs:
+            return
+        ending = {job: since for job, since in jobs.items() if since + self._grace <= at}
+        failure = None
+        try:
+            done = await asyncio.to_thread(
+                retention.delete, self.store, list(jobs), jobs.keys() - ending.keys()
+            )
+        except retention.RemovalError as error:
+            done, failure = error.done, error
+        if ended := [job for job in done if job in ending]:
+            await self._scripts.removed_captures(
+                args=scripts.pack(self._settings, jobs=[(job, ending[job]) for job in ended])
+            )
+        if failure is not None:
+            raise failure
+        if len(done) < len(jobs):
+            log.info(
+                "captures are being read: deleting them later (jobs: %d)", len(jobs) - len(done)
+            )

@@ -1,0 +1,789 @@
+"""The job ledger in Redis: acceptance, claim, outputs, completion, and views for readers.
+
+Everything here may be called from any process at any time; each change of a job is one Lua script
+(`scripts.py`). Every report of a worker carries its `attempt`: a stale one changes nothing, and the
+call returns None or False.
+"""
+
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+
+from ....schemas.base.errors import MidstreamError, Problem
+from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.settings import Settings
+from ....schemas.base.tensors import Tensor
+from ....schemas.base.version import __version__
+from ....schemas.jobs.jobs import Event, Job, JobPage, JobResult, JobView, Output, State
+from ....schemas.jobs.models import SHOWN_IDENTITY, ModelInfo, WorkerInfo
+from ....schemas.jobs.sweeps import UnitRecord
+from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
+from ...ops import redis_availability, redis_durability, redis_open
+from ..core import scripts
+from ..core.aof_barrier import AofBarrier, Barrier, persistence_in
+from ..core.auto_pipeline import PipelinedRedis
+from ..core.memory_pressure import MemoryPressure
+from ..core.tenants import Tenants, limits_of, refusal
+from ..results import views
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
+list_ = list  # the method `Ledger.list` hides the builtin inside the class
+
+#: Connections to Redis that one process opens at most; more callers wait for a free one.
+MAX_CONNECTIONS = 64
+#: Seconds without an answer after which Redis counts as unreachable.
+SOCKET_TIMEOUT_S = 10.0
+#: Repeats of a command whose connection broke. Every script may be repeated: a completed change is
+#: recognised or refused.
+RETRIES = 3
+#: Jobs read per query while filling a filtered page, and in total for one page.
+PAGE_CHUNK, PAGE_SCAN = 100, 5000
+#: The parts of a result, a consistent snapshot: fields of the record, outputs, receipts.
+RESULT = (
+    "return {redis.call('HMGET', KEYS[1], unpack(ARGV)), redis.call('GET', "
+    "KEYS[2]), redis.call('HVALS', KEYS[3]), "
+    "redis.call('INFO', 'persistence')}"
+)
+#: Crockford's base 32: no letter that reads like a digit.
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+class Claim(NamedTuple):
+    job: Job
+    attempt: int  # the fencing token, carried by every report of the worker about the job
+    queued: float  # when it began to wait, in seconds since the epoch
+
+
+class Outcome(NamedTuple):
+    """A job as it was at one moment."""
+
+    view: JobView
+    result: JobResult | None = None  # None: not read, deleted, or of a sweep; see `Ledger.result`
+    written: bool = False  # known to survive a kill of Redis
+
+
+class EventsLost(MidstreamError):
+    """Redis confirmed events of the attempt and has lost them: its stream would have a hole.
+
+    Another attempt begins it again.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__("internal", f"events of {job_id} were lost by Redis")
+
+
+class ClaimRefused(MidstreamError):
+    """The job exists, but this worker may not take it now: claim again once the cause in `why` is
+    resolved.
+    """
+
+    def __init__(self, why: Literal["behind", "desynced"], detail: str) -> None:
+        super().__init__("conflict", detail)
+        # `behind`: it has not applied the desired global steering; `desynced`: its ranks disagree
+        self.why = why
+
+
+class Renewal(NamedTuple):
+    lost: set[str]  # no longer this boot's: stop them, drop their output
+    cancelling: set[str]  # still held, but being cancelled
+
+
+def new_job_id() -> str:
+    """`job_`, 9 digits of time (so that ids sort by age) and 26 of secret randomness (130 bits)."""
+    stamp, prefix = int(time.time() * 1000), ""
+    for _ in range(9):
+        stamp, digit = divmod(stamp, 32)
+        prefix = ALPHABET[digit] + prefix
+    return "job_" + prefix + "".join(ALPHABET[byte & 31] for byte in secrets.token_bytes(26))
+
+
+def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """An unreachable, loading or full Redis raises one typed error:
+    MidstreamError("unavailable").
+    """
+
+    @functools.wraps(call)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await call(*args, **kwargs)
+        except redis.exceptions.RedisError as error:
+            if not redis_availability.is_absence(error):
+                raise
+            raise MidstreamError("unavailable", redis_availability.words(error)) from error
+
+    return guarded
+
+
+def _own(info: ModelInfo | WorkerInfo) -> bytes:
+    """As JSON, with the versions that this process works with."""
+    return to_json(msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE))
+
+
+def not_found(job_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"unknown job {job_id}")
+
+
+class Ledger:
+    """The job ledger over one asyncio Redis client.
+
+    Belongs to the event loop it is first used on.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, settings: Settings) -> None:
+        # redis-py types each answer as the union of all that it can be configured to return
+        self.redis: Any = client
+        self.settings = settings
+        self.tenants = Tenants(self.redis, settings)
+        self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
+        self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
+        self._scripts = scripts.Scripts(client)
+        self._models: dict[str, tuple[bytes, ModelInfo]] = {}  # as stored, and decoded
+        self._result: Any = client.register_script(RESULT)
+
+    @classmethod
+    def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> "Ledger":
+        """A ledger on `settings.redis_url`, with its own connections; close it with `close()`.
+
+        `answer_s`: seconds without an answer after which a connection is dropped and the call
+        repeated over a new one.
+        """
+        pool = redis_open.async_pool(
+            settings.redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=answer_s,
+            socket_timeout=answer_s,
+            socket_connect_timeout=answer_s,
+            # A pooled connection cut by a restart of Redis is reconnected silently; an unreachable
+            # Redis is reported within a second.
+            retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
+        )
+        return cls(PipelinedRedis.from_pool(pool), settings)
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+    @reachable
+    async def ping(self) -> None:
+        """Raises MidstreamError("unavailable") if Redis does not answer."""
+        await self.redis.ping()
+
+    @reachable
+    async def check_durable(self) -> None:
+        """Raises MidstreamError("unavailable") if Redis does not answer, or may lose what it
+        confirms: submissions are refused then.
+        """
+        redis_durability.refuse_lossy(await self.redis.info(), self.settings.redis_allow_lossy)
+
+    @reachable
+    async def written(self) -> None:
+        """Wait until all earlier answers survive a kill of Redis.
+
+        For callers that are about to confirm them.
+        """
+        await self._written()
+
+    # ---- accepting -------------------------------------------------------------------------------
+
+    @reachable
+    async def check_room(self, size: int) -> None:
+        """Raises MidstreamError("overloaded") if `size` more bytes would fill Redis too far: the
+        rest is reserved for accepted jobs.
+        """
+        used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
+        if used >= allowed:
+            raise refusal("", "redis_fill", int(used), allowed, size, None)
+
+    def took_room(self, size: int) -> None:
+        """Count `size` bytes stored since the last sample."""
+        self._pressure.accepted(size)
+
+    @reachable
+    async def submit(
+        self,
+        job: Job,
+        blobs: Mapping[str, bytes | Tensor],
+        idempotency: tuple[str, str] | None = None,
+        pinned: Iterable[str] = (),
+        operators: Collection[str] = (),
+        request: bytes = b"",
+    ) -> tuple[str, bool]:
+        """Accept `job` and its vectors (content hash -> tensor) in one commit; returns its id and
+        whether it is new.
+
+        `pinned`: content hashes of tensors of named modules, which are copied for the job.
+        `operators`: tags of captures that its user did not request. `request`: its body as JSON,
+        kept for readers. `idempotency`: (the client's key, SHA-256 of the body). The job's message
+        is sent when its turn comes, usually immediately. Same key and same body: the first job's id
+        and False. Raises MidstreamError("idempotency_mismatch") for another body, and
+        MidstreamError("conflict") if a pinned tensor is gone; rate_limited, too_many_jobs,
+        too_many_cells, capture_limit if the tenant has reached a limit, and overloaded if too many
+        jobs wait: nothing is accepted then. The returned result survives a kill of Redis
+        (`written`).
+        """
+        raw = {
+            name: to_msgpack(blob) if isinstance(blob, Tensor) else blob
+            for name, blob in blobs.items()
+        }
+        [packed] = scripts.submit(
+            self.settings,
+            job,
+            await scripts.record(job),
+            raw,
+            pinned,
+            idempotency,
+            operators,
+            request,
+        )
+        size = len(packed)
+        reply = await self._scripts.submit(args=[packed, await self._pressure.percent(size)])
+        outcome, job_id = scripts.text(reply[:2])
+        if outcome == "refused":
+            used, allowed, seconds = scripts.text(reply[2:])
+            cells = job.sweep.num_cells if job.sweep is not None else 0
+            raise refusal(
+                job.tenant,
+                job_id,
+                int(used),
+                int(allowed),
+                cells,
+                float(seconds) if seconds else None,
+            )
+        if outcome == "missing":
+            named = ", ".join(sorted(job.modules)) or "its source"
+            raise MidstreamError(
+                "conflict",
+                (
+                    f"{named} was changed or unregistered while the request was being accepted: "
+                    "repeat the request"
+                ),
+            )
+        if outcome == "mismatch":
+            raise MidstreamError(
+                "idempotency_mismatch",
+                f"this Idempotency-Key was used for job {job_id} with a different body",
+                field="Idempotency-Key",
+            )
+        if outcome == "exists":
+            raise MidstreamError("conflict", f"job {job_id} already exists")
+        self._pressure.accepted(size)
+        await self._written()  # from here on its caller may rely on it
+        return job_id, outcome == "created"
+
+    @reachable
+    async def knows_key(self, key: str) -> bool:
+        """Whether a job was accepted under this Idempotency-Key, so that another submission under
+        it accepts none.
+        """
+        return bool(await self.redis.exists(f"ms:idem:{key}"))
+
+    @reachable
+    async def repeated(self, idempotency: tuple[str, str]) -> str | None:
+        """The job accepted under this (key, SHA-256 of the body), if any; `submit` reports a
+        different body.
+        """
+        first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
+        job_id, _, body = (first or b"").decode().partition(":")
+        return (
+            job_id
+            if body == idempotency[1] and await self.redis.exists(f"ms:job:{job_id}")
+            else None
+        )
+
+    @reachable
+    async def request_cancel(self, job_id: str) -> JobView:
+        """Queued: aborted immediately.
+
+        Running: `cancelling`, until the worker reports that it has stopped.
+
+        Raises not_found, and conflict if the job is over. A repeated request is harmless.
+        """
+        reply = await self._scripts.cancel(args=scripts.pack(self.settings, id=job_id))
+        (outcome, *state) = scripts.text(reply)
+        if outcome == "unknown":
+            raise not_found(job_id)
+        if outcome == "refused":
+            raise MidstreamError("conflict", f"job {job_id} has ended: its state is {state[0]}")
+        return await self.view(job_id)
+
+    # ---- the worker's side -----------------------------------------------------------------------
+
+    @reachable
+    async def claim(
+        self,
+        job_id: str,
+        worker: str,
+        boot: str,
+        ranks: int,
+        identity: str,
+        global_version: int = 0,
+        everyone: bool = False,
+        away: str = "",
+    ) -> Claim | None:
+        """Take a queued job: running, attempt + 1, leased for `lease_s`.
+
+        None if another worker has it, or it has ended.
+
+        With replicas, they know of it before it is returned.
+
+        `identity`: of the worker's model. A job that was accepted for another one fails
+        `model_changed`, or with the setting `on_model_change` = "wait" is left to wait for a worker
+        of its own.
+        `ranks`: number of receipts that each request with an intervention or a capture will get.
+        `global_version`: of the global steering that this attempt will run under from start to end;
+        `everyone`: it steers something, so every request gets receipts. `away`: why this worker's
+        artifact store takes nothing: then a job whose captures go there is left to wait for it, at
+        most `artifact_wait_s`. Raises not_found; ClaimRefused while another version is desired, or
+        while the worker's ranks disagree.
+        """
+        arguments = scripts.claim(
+            self.settings, job_id, worker, boot, ranks, identity, global_version, everyone, away
+        )
+        outcome, *rest = await self._scripts.claim(args=arguments)
+        if outcome == b"unknown":
+            raise not_found(job_id)
+        if outcome == b"refused":
+            return None
+        if outcome == b"behind":
+            raise ClaimRefused(
+                "behind",
+                (
+                    f"global steering version {int(rest[0])} is required, but the worker has "
+                    f"{global_version}"
+                ),
+            )
+        if outcome == b"desynced":
+            raise ClaimRefused("desynced", rest[0].decode())
+        attempt = int(rest[0])
+        if self.settings.redis_replicas:
+            await (
+                self._written()
+            )  # else another worker could hold the same attempt after a failover
+        try:
+            job = await self._decode_job(job_id, rest[1])
+        except MidstreamError as error:
+            log.error("%s", error.detail)
+            await self.fail(job_id, attempt, error.problem())
+            return None
+        return Claim(job, attempt, float(rest[2]))
+
+    async def store_outputs(
+        self,
+        job_id: str,
+        attempt: int,
+        outputs: list[Output],
+        last: Event | None = None,
+        said: int = 0,
+    ) -> State | None:
+        """Store all outputs of the attempt together, and the event of the last of them.
+
+        `said`: how many events came before it.
+
+        None: the attempt is stale or was cancelled; nothing is stored. Otherwise the state after
+        it: succeeded, or running while receipts are awaited. Raises EventsLost.
+        """
+        told = to_json(last) if last else None
+        outcome = await self._tell(
+            "store",
+            job_id,
+            attempt,
+            capture_timeout=self.settings.capture_timeout_s,
+            outputs=to_msgpack(outputs),
+            said=said,
+            last=told,
+        )
+        if outcome == "behind":
+            raise EventsLost(job_id)
+        return State(outcome) if outcome in (State.RUNNING, State.SUCCEEDED) else None
+
+    async def fail(self, job_id: str, attempt: int, problem: Problem) -> bool:
+        """End the job `failed` with `problem`. False: the attempt is stale."""
+        return await self._tell("fail", job_id, attempt, problem=to_json(problem)) == "failed"
+
+    async def finish_cancel(self, job_id: str, attempt: int) -> bool:
+        """Record that the cancelled job has left the engine.
+
+        False: the attempt is stale, or no cancel was requested.
+        """
+        return await self._tell("cancelled", job_id, attempt) == "cancelled"
+
+    async def release(
+        self, job_id: str, attempt: int, away: str = "", later: bool = False
+    ) -> State | None:
+        """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
+
+        `later`: it is handed out again after `SHELVED_S`, and the attempt does not count: it was
+        not begun.
+
+        `away`: why the artifact store is unavailable; then the job waits for it, for at most
+        `artifact_wait_s` without progress, and the attempt does not count. Returns the new state;
+        None if the attempt is stale.
+        """
+        outcome = await self._tell("release", job_id, attempt, away=away, later=later)
+        return None if outcome == "stale" else State(outcome)
+
+    async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
+        """Give the job back because this worker's ranks disagree (`detail`): queued once, if
+        `on_desync` says so, else failed.
+
+        Returns the new state; None if the attempt is stale.
+        """
+        outcome = await self._tell("desync", job_id, attempt, detail=detail)
+        return None if outcome == "stale" else State(outcome)
+
+    async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:
+        """Append event `number` of the attempt to the job's event stream.
+
+        False: the attempt is stale.
+
+        Numbers not above the last are duplicates: a call may be repeated, but calls must stay in
+        order. Raises EventsLost.
+        """
+        outcome = await self._tell("emit", job_id, attempt, number=number, event=to_json(event))
+        if outcome == "behind":
+            raise EventsLost(job_id)
+        return outcome == "emitted"
+
+    @reachable
+    async def _tell(self, script: str, job_id: str, attempt: int, **own: Any) -> str:
+        reply = await getattr(self._scripts, script)(
+            args=scripts.pack(self.settings, id=job_id, attempt=attempt, **own)
+        )
+        outcome = str(reply.decode())
+        if outcome == "unknown":
+            raise not_found(job_id)
+        return outcome
+
+    @reachable
+    async def renew(self, worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
+        """Renew the leases of `held` (job id -> attempt) by `lease_s`."""
+        arguments = scripts.pack(
+            self.settings,
+            worker=worker,
+            boot=boot,
+            lease_s=self.settings.lease_s,
+            held=list_(held.items()),
+        )
+        lost, cancelling = await self._scripts.renew(args=arguments)
+        return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    @reachable
+    async def job(self, job_id: str) -> Job:
+        """The job as accepted. Raises not_found."""
+        raw = await self.redis.hget(f"ms:job:{job_id}", "spec")
+        if raw is None:
+            raise not_found(job_id)
+        return await self._decode_job(job_id, raw)
+
+    @reachable
+    async def request(self, job_id: str) -> tuple[Job, dict[str, Any] | None]:
+        """The job as accepted, and the body of its request, where that is kept.
+
+        Raises not_found.
+        """
+        raw, body = await self.redis.hmget(f"ms:job:{job_id}", "spec", "request")
+        if raw is None:
+            raise not_found(job_id)
+        return await self._decode_job(job_id, raw), None if body is None else from_json(
+            body, dict[str, Any]
+        )
+
+    @reachable
+    async def view(self, job_id: str) -> JobView:
+        """The job's state. Raises not_found."""
+        values = await self.redis.hmget(f"ms:job:{job_id}", views.FIELDS)
+        view = views.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        return view
+
+    @reachable
+    async def outcome(self, job_id: str) -> Outcome:
+        """The job with its result, and whether Redis has logged both, in one round trip.
+
+        Raises not_found.
+        """
+        names = [f"ms:{kind}:{job_id}" for kind in ("job", "out", "ticket")]
+        values, outputs, receipts, persistence = await self._result(keys=names, args=views.FIELDS)
+        view = views.view(job_id, values, self.settings)
+        if view is None:
+            raise not_found(job_id)
+        # A script cannot await replicas. Results are answered without a log too: only what is
+        # confirmed needs one.
+        written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
+            persistence_in(persistence)
+        )
+        if view.state is State.EXPIRED or view.kind == "sweep":
+            return Outcome(view, written=written)
+        return Outcome(view, views.result(view, values, outputs, receipts, self.settings), written)
+
+    @reachable
+    async def result(self, job_id: str) -> JobResult:
+        """Outputs, captures and determinism as far as they are known; `state` shows whether the job
+        is over.
+
+        Raises not_found, and gone after the retention time.
+        """
+        view, result, _ = await self.outcome(job_id)
+        if view.state is State.EXPIRED:
+            raise MidstreamError(
+                "gone",
+                f"the result of job {job_id} was deleted after {self.settings.result_ttl_s} s",
+            )
+        if result is not None:
+            return result
+        async with self.redis.pipeline(transaction=True) as pipe:
+            job = f"ms:job:{job_id}"
+            pipe.hmget(job, views.FIELDS).hget(job, "spec").hvals(f"ms:units:{job_id}").hvals(
+                f"ms:ticket:{job_id}"
+            )
+            values, spec, units, receipts = await pipe.execute()
+        swept = views.view(job_id, values, self.settings)
+        if (
+            swept is None
+            or spec is None
+            or (sweep := (await self._decode_job(job_id, spec)).sweep) is None
+        ):
+            raise not_found(job_id)
+        records = {record.unit: record for record in map(unit_decoder.decode, units)}
+        return views.result(swept, values, None, receipts, self.settings, (sweep, records))
+
+    @reachable
+    async def list(
+        self,
+        state: State | None = None,
+        model: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+        tenant: str | None = None,
+    ) -> JobPage:
+        """Jobs (of `tenant`), newest first.
+
+        `cursor` is a former page's `next`. A rare filter may give a short page with a `next`.
+
+        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        score, last = views.parse_cursor(cursor)
+        listed = views.jobs_in(state, tenant)
+        if state is State.EXPIRED:  # none is younger
+            score = min(score, now() - self.settings.result_ttl_s)
+        found: list[JobView] = []
+        scanned = 0
+        while len(found) < limit and scanned < PAGE_SCAN:
+            chunk = await self._older(score, last, listed)
+            if not chunk:
+                return JobPage(jobs=found)
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for name, _ in chunk:
+                    pipe.hmget(f"ms:job:{name}", views.FIELDS)
+                records = await pipe.execute()
+            for (name, created), values in zip(chunk, records, strict=True):
+                score, last = created, name
+                scanned += 1
+                view = views.view(name, values, self.settings)
+                if (
+                    view
+                    and (state is None or view.state is state)
+                    and (model is None or view.model == model)
+                ):
+                    found.append(view)
+                    if len(found) == limit:
+                        break
+        more = await self._older(score, last, listed, 1)
+        return JobPage(jobs=found, next=views.format_cursor(score, last) if more else None)
+
+    async def _older(
+        self, score: float, last: str, listed: str, count: int = PAGE_CHUNK
+    ) -> list_[tuple[str, float]]:
+        """Up to `count` (job id, creation time) of a listing after the place (score, last), newest
+        first.
+        """
+        found: list_[tuple[str, float]] = []
+        offset = 0
+        while (
+            len(found) < count
+        ):  # jobs with the same time are ordered by id: skip those already returned
+            rows = await self.redis.zrevrangebyscore(
+                listed, score, "-inf", start=offset, num=count, withscores=True
+            )
+            offset += count
+            found += [
+                (name.decode(), at) for name, at in rows if at < score or name.decode() < last
+            ]
+            if len(rows) < count:
+                break
+        return found[:count]
+
+    @reachable
+    async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:
+        """Up to `count` events after the event id `after` (empty: from the first kept).
+
+        Unknown or expired job: raises not_found.
+
+        Raises MidstreamError("invalid_request") for an id that is not one of a stream.
+        """
+        entries = await self.redis.xrange(
+            f"ms:events:{job_id}", min=views.after_id(after), count=count
+        )
+        if not entries and not await self.redis.exists(f"ms:job:{job_id}"):
+            raise not_found(job_id)
+        return [
+            msgspec.structs.replace(from_json(fields[b"e"], Event), id=name.decode())
+            for name, fields in entries
+        ]
+
+    @reachable
+    async def version(self, job_id: str) -> int | None:
+        """The job's version; None when there is no such job."""
+        raw = await self.redis.hget(f"ms:job:{job_id}", "version")
+        return None if raw is None else int(raw)
+
+    async def _decode_job(self, job_id: str, raw: bytes) -> Job:
+        """Raises MidstreamError("version_mismatch")."""
+        try:
+            return from_msgpack(raw, Job)
+        except msgspec.ValidationError as error:
+            writer = (
+                await self.redis.hget(f"ms:job:{job_id}", "written_by") or b"(unknown)"
+            ).decode()
+            raise MidstreamError(
+                "version_mismatch",
+                f"job {job_id} was accepted by midstream {writer}; midstream {__version__} "
+                f"cannot read it: {error}; "
+                "upgrade the older one, workers first",
+            ) from error
+
+    # ---- blobs, models, workers ------------------------------------------------------------------
+
+    @reachable
+    async def put_blob(self, name: str, data: bytes) -> None:
+        """Keep `data` under its content hash, without expiry: for tokenizer bundles.
+
+        A job's vectors come with `submit`.
+        """
+        await self.redis.set(f"ms:blob:{name}", data)
+
+    @reachable
+    async def get_blob(self, name: str) -> bytes | None:
+        raw: bytes | None = await self.redis.get(f"ms:blob:{name}")
+        return raw
+
+    async def get_tensor(self, name: str) -> Tensor:
+        """A steering vector by its content hash.
+
+        Raises MidstreamError("intervention_failed") if it is gone.
+        """
+        raw = await self.get_blob(name)
+        if raw is None:
+            raise MidstreamError("intervention_failed", f"the vector {name} is no longer stored")
+        return from_msgpack(raw, Tensor)
+
+    @reachable
+    async def publish_model(self, info: ModelInfo, worker: WorkerInfo) -> None:
+        """Publish the model of `worker` with the features that this process supports, and record
+        that the worker is alive.
+
+        Raises MidstreamError("model_changed") while another live worker serves a model of another
+        identity under the name.
+        """
+        arguments = scripts.pack(
+            self.settings,
+            name=info.name,
+            worker=worker.worker,
+            boot=worker.boot,
+            identity=info.identity,
+            model=_own(info),
+            info=_own(worker),
+            lease_s=self.settings.lease_s,
+        )
+        outcome, *rest = scripts.text(await self._scripts.publish(args=arguments))
+        if outcome == "refused":
+            other, identity = rest
+            raise MidstreamError(
+                "model_changed",
+                f"the live worker {other!r} serves {info.name!r} with the identity "
+                f"{identity[:SHOWN_IDENTITY] or '(not reported)'}, and "
+                f"this worker's model has {info.identity[:SHOWN_IDENTITY]}: one name stands for "
+                "one model. Stop the workers of the other "
+                "one first (its accepted jobs then fail, or wait: setting on_model_change), or "
+                "serve this one under another model_name",
+                field="model",
+            )
+
+    @reachable
+    async def model(self, name: str) -> ModelInfo | None:
+        return self._read_model(name, await self.redis.hget("ms:models", name))
+
+    @reachable
+    async def watched_model(self, name: str) -> tuple[ModelInfo | None, list_[bytes]]:
+        """The model, and the names of the probes that score all its traffic, ascending; in one
+        round trip: every submission needs both.
+        """
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.hget("ms:models", name)
+            pipe.smembers(f"ms:probes-watching:{name}")
+            raw, watching = await pipe.execute()
+        return self._read_model(name, raw), sorted(watching)
+
+    def _read_model(self, name: str, raw: bytes | None) -> ModelInfo | None:
+        if raw is None:
+            return None
+        if self._models.get(name, (b"",))[0] != raw:  # read by every request, rarely changed
+            self._models[name] = raw, from_json(raw, ModelInfo)
+        return self._models[name][1]
+
+    @reachable
+    async def serves(self, name: str, identity: str) -> bool:
+        """Whether jobs for the model of this identity can be accepted: it is published under the
+        name, and so is its tokenizer.
+
+        False after Redis has lost its data.
+        """
+        info = await self.model(name)
+        return (
+            info is not None
+            and info.identity == identity
+            and bool(await self.redis.exists(f"ms:blob:{info.tokenizer}"))
+        )
+
+    @reachable
+    async def models(self) -> list_[ModelInfo]:
+        """Every model that a worker has ever served, by name."""
+        raw = await self.redis.hgetall("ms:models")
+        return [from_json(raw[name], ModelInfo) for name in sorted(raw)]
+
+    @reachable
+    async def heartbeat(self, info: WorkerInfo) -> None:
+        """Record that this worker is alive for another `lease_s`."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.hset("ms:workers", info.worker, _own(info))
+            pipe.set(f"ms:alive:{info.worker}", info.boot, px=int(self.settings.lease_s * 1000))
+            await pipe.execute()
+
+    @reachable
+    async def workers(self) -> list_[WorkerInfo]:
+        """The workers whose heartbeat is fresh, by id."""
+        raw = await self.redis.hgetall("ms:workers")
+        infos = [from_json(raw[name], WorkerInfo) for name in sorted(raw)]
+        boots = (
+            await self.redis.mget([f"ms:alive:{info.worker}" for info in infos]) if infos else []
+        )
+        return [
+            info
+            for info, boot in zip(infos, boots, strict=True)
+            if boot is not None and boot.decode() == info.boot
+        ]

@@ -1,0 +1,210 @@
+"""Settlement of receipts in the ledger: exactly once each, in batches.
+
+The relay calls this with the receipts of one stream (worker, rank, epoch). A batch, the stream's
+mark, the tickets and the jobs are committed in one script, so a crash cannot separate the mark from
+the receipts.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from ....schemas.base.records import now
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.receipts import LostRange, Receipt
+from ...ops import metrics, traces
+from ..core import scripts
+
+log = logging.getLogger(__name__)
+
+#: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a
+#: few milliseconds only. The same holds for bytes: a receipt is large only if it contains rows for
+#: the response.
+BATCH, BATCH_BYTES = 256, 8 << 20
+
+
+@dataclass
+class SettleCounts:
+    """Outcomes of the receipts handled by this process, for metrics and tests."""
+
+    applied: int = 0  # changed a ticket
+    duplicate: int = 0  # already committed, or the rank had already reported on this request
+    stale: int = 0  # of a former attempt, or of a job that is over: acknowledged, changes nothing
+    unknown: int = 0  # of a job that the ledger does not (or no longer) have: acknowledged
+    beyond_gap: int = 0  # not accepted: a predecessor is missing, so the sender must replay
+    lost: int = 0  # jobs failed by a LOST range
+    disagreements: int = 0  # requests whose ranks differ
+
+
+def mark_key(worker: str, rank: int, epoch: str) -> str:
+    return f"ms:mark:{worker}:{rank}:{epoch}"
+
+
+class Settler:
+    """Commits receipts through one synchronous Redis client; used by one thread.
+
+    Errors of Redis (`redis.RedisError`) propagate: nothing of the failing batch counts as committed
+    then, and settling it again is harmless.
+    """
+
+    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+        self._redis = client
+        self._settings = settings
+        self._scripts = scripts.Scripts(client)
+        self.counts = SettleCounts()
+        self._told: dict[str, float] = {}  # worker → when its disagreement was last logged
+
+    def mark(self, worker: str, rank: int, epoch: str) -> int:
+        """The last sequence number of the stream up to which all receipts are committed; 0 for a
+        new stream.
+        """
+        raw = cast(bytes | None, self._redis.get(mark_key(worker, rank, epoch)))
+        return 0 if raw is None else int(raw)
+
+    def settle(
+        self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]
+    ) -> int:
+        """Commit (sequence number, receipt) pairs, in any order; returns the stream's new mark.
+
+        Numbers at or below the mark are dropped as duplicates; from a gap on nothing is accepted
+        and the mark stays before it.
+        """
+        ordered = sorted(receipts, key=lambda item: item[0])
+        if not ordered:
+            return self.mark(worker, rank, epoch)
+        keys = [mark_key(worker, rank, epoch)]
+        mark = taken = 0
+        for batch in _batches(ordered):
+            taken += len(batch)
+            began = now()
+            reply = cast(
+                list[Any],
+                self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)),
+            )
+            mark, beyond = reply[0], reply[5]
+            self._count(reply)
+            self._follow(batch, began, scripts.text(reply[9]))
+            if beyond:
+                log.warning(
+                    "receipts of worker %s rank %d epoch %s: gap after %d",
+                    worker,
+                    rank,
+                    epoch,
+                    mark,
+                )
+                self.counts.beyond_gap += len(ordered) - taken
+                break
+        return mark
+
+    def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int:
+        """The sender has lost `lost.first..lost.last`: its jobs fail with the reason, the mark
+        passes the range.
+
+        A range beyond a gap or below the mark changes nothing. Returns the stream's mark.
+        """
+        reply: Any = self._scripts.lost(
+            keys=[mark_key(worker, rank, epoch)],
+            args=scripts.lost(self._settings, worker, rank, lost),
+        )
+        mark, failed = int(reply[0]), int(reply[1])
+        self.counts.lost += failed
+        metrics.LOST.labels(worker).inc(failed)
+        if mark == lost.last:
+            log.error(
+                "worker %s rank %d epoch %s lost receipts %d to %d; jobs failed: %d",
+                worker,
+                rank,
+                epoch,
+                lost.first,
+                lost.last,
+                failed,
+            )
+        return mark
+
+    def _count(self, reply: list[Any]) -> None:
+        _, applied, duplicate, stale, unknown, beyond, disagreements, partial, errors, _ = reply
+        for status, count in (
+            ("ok", applied - partial - errors),
+            ("partial", partial),
+            ("error", errors),
+            ("duplicate", duplicate),
+            ("stale", stale),
+            ("unknown", unknown),
+            ("beyond_gap", beyond),
+        ):
+            if count:
+                metrics.RECEIPTS.labels(status).inc(count)
+        self.counts.applied += applied
+        self.counts.duplicate += duplicate
+        self.counts.stale += stale
+        self.counts.unknown += unknown
+        self.counts.disagreements += len(disagreements) // 2
+        for worker, detail in zip(disagreements[::2], disagreements[1::2], strict=True):
+            metrics.DISAGREEMENTS.labels(worker.decode()).inc()
+            self._tell(worker.decode(), detail.decode())
+        self.counts.beyond_gap += beyond
+
+    def _follow(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
+        """Record durations.
+
+        `succeeded`: id, model, created and generated of each job whose last receipt this was.
+        """
+        at = now()
+        traced = {told.job: told.trace for _, told in batch if told.trace}
+        for told in (told for _, told in batch if told.trace):
+            traces.record(
+                "receipt",
+                told.trace,
+                began,
+                at,
+                job=told.job,
+                request=told.request,
+                rank=told.rank,
+                stage=told.pp,
+                attempt=told.attempt,
+                status=told.verdict,
+                files=len(told.files),
+                bytes=sum(file.bytes for file in told.files),
+            )
+        for score in (score for _, told in batch for score in told.scores):
+            metrics.PROBED.labels(score.model, score.name).inc()
+            for label, value, crossed in zip(score.labels, score.score, score.crossed, strict=True):
+                metrics.PROBE_SCORE.labels(score.model, score.name, label).observe(value)
+                if crossed is not None:
+                    metrics.CROSSED.labels(score.model, score.name, label).inc()
+        for job_id, model, created, generated in zip(*[iter(succeeded)] * 4, strict=True):
+            metrics.DURABLE.labels(model).observe(max(0.0, at - float(generated)))
+            metrics.JOB.labels(model).observe(max(0.0, at - float(created)))
+            traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
+
+    def _tell(self, worker: str, detail: str) -> None:
+        """Log a disagreement, rate-limited: after the first, every request of the worker disagrees
+        until its ranks are resynced.
+        """
+        at = time.monotonic()
+        if at >= self._told.get(worker, at):
+            self._told[worker] = at + self._settings.desync_log_s
+            log.warning(
+                "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
+            )
+
+
+def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
+    """Batches in order, each of at most `BATCH` receipts and `BATCH_BYTES`, or a single larger
+    one.
+    """
+    batch: list[tuple[int, Receipt]] = []
+    size = 0
+    for numbered in receipts:
+        more = sum(len(made.rows) for made in numbered[1].consumed)
+        if batch and (len(batch) == BATCH or size + more > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(numbered)
+        size += more
+    if batch:
+        yield batch

@@ -1,0 +1,144 @@
+"""Service-wide status, read from Redis, where every process reports; no process is queried."""
+
+import time
+from typing import Any
+
+from ....schemas.base.records import from_json, now
+from ....schemas.base.version import __version__
+from ....schemas.jobs.models import WorkerInfo
+from ....schemas.service.compatibility import judged
+from ....schemas.service.status import (
+    CallbacksStatus,
+    DesyncStatus,
+    QueueStatus,
+    RedisStatus,
+    RelayStatus,
+    Status,
+)
+from ...ops.liveness import REAPER_KEY, RELAY_KEY
+from .ledger import Ledger, reachable
+
+#: Names of the queue's steps: the requested priority, and for `normal` the default of the kind of
+#: job.
+NAME_OF_STEP = {"0": "high", "3": "interactive", "6": "batch", "9": "low"}
+
+
+@reachable
+async def read_status(ledger: Ledger, held: int = 0) -> Status:
+    """`held`: responses that the caller holds open.
+
+    Raises MidstreamError("unavailable") while Redis is unreachable.
+    """
+    redis = ledger.redis
+    began = time.perf_counter()
+    info: dict[str, Any] = await redis.info()
+    milliseconds = (time.perf_counter() - began) * 1000
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hgetall("ms:counts").zcard("ms:live").hget("ms:usage", "/queued").smembers(
+            "ms:queues"
+        ).get(RELAY_KEY).get(REAPER_KEY)
+        pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)
+        counts, live, queued, queues, relay, sweep, pending, first = await pipe.execute()
+    workers = [judged(worker) for worker in await ledger.workers()]
+    at = now()
+    return Status(
+        version=__version__,
+        at=at,
+        held=held,
+        live=live,
+        queued=int(queued or 0),
+        counts=_counts(counts),
+        queues=[
+            queue
+            for name in sorted(queues)
+            if (queue := await _queue(ledger, name.decode())) is not None
+        ],
+        workers=workers,
+        relay=_relay(relay),
+        callbacks=CallbacksStatus(
+            alive=sweep is not None,
+            last_sweep=float(sweep) if sweep is not None else None,
+            webhooks_pending=pending,
+            webhooks_overdue_s=round(max(0.0, at - first[0][1]), 1) if first else 0.0,
+        ),
+        redis=_redis(info, milliseconds),
+        last_desync=_last_desync(workers),
+    )
+
+
+def _counts(raw: dict[bytes, bytes]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for name, count in sorted(raw.items()):
+        model, _, state = name.decode().rpartition("/")
+        found.setdefault(model, {})[state] = int(count)
+    return found
+
+
+async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
+    """`name`: `{model}:{step}`. None if nothing waits there."""
+    model, _, step = name.rpartition(":")
+    tenants: list[bytes] = await ledger.redis.zrange(f"ms:fair:{name}", 0, -1)
+    async with ledger.redis.pipeline(transaction=False) as pipe:
+        pipe.scard(f"ms:sent:{name}")
+        for tenant in tenants:
+            pipe.zcard(f"ms:wait:{name}:{tenant.decode()}")
+        sent, *waiting = await pipe.execute()
+    found = {
+        tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count
+    }
+    return (
+        QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=found)
+        if sent or found
+        else None
+    )
+
+
+@reachable
+async def relay_since(ledger: Ledger, at: float) -> float:
+    """Since when a relay has been alive without a break, in seconds since the epoch; `at`, the
+    present time, if none is alive.
+
+    Receipts are late only by the time since then: while no relay is alive, none can arrive.
+    """
+    raw = await ledger.redis.get(RELAY_KEY)
+    return float(from_json(raw, dict[str, Any]).get("since", 0.0)) if raw else at
+
+
+async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
+    """Whether a relay has been alive for longer than `seconds` without a break."""
+    at = now()
+    return at - await relay_since(ledger, at) > seconds
+
+
+def _relay(raw: bytes | None) -> RelayStatus:
+    if raw is None:
+        return RelayStatus(alive=False)
+    sign = from_json(raw, dict[str, Any])
+    return RelayStatus(
+        alive=True, url=sign["url"], version=sign["version"], received=sign["received"]
+    )
+
+
+def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
+    used, limit = int(info["used_memory"]), int(info["maxmemory"])
+    return RedisStatus(
+        version=str(info["redis_version"]),
+        used_bytes=used,
+        limit_bytes=limit,
+        share=round(used / limit, 4) if limit else 0.0,
+        policy=str(info["maxmemory_policy"]),
+        aof=bool(info["aof_enabled"]),
+        clients=int(info["connected_clients"]),
+        milliseconds=round(milliseconds, 2),
+    )
+
+
+def _last_desync(workers: list[WorkerInfo]) -> DesyncStatus | None:
+    found = [
+        DesyncStatus(
+            worker=worker.worker, at=worker.stats.last_desync_at, detail=worker.stats.last_desync
+        )
+        for worker in workers
+        if worker.stats is not None and worker.stats.last_desync_at is not None
+    ]
+    return max(found, key=lambda desync: desync.at, default=None)

@@ -1,0 +1,141 @@
+"""Ledger records of sweep units: receipts arrive by ticket; confirmed units are stored and survive
+an attempt.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_json, to_json, to_msgpack
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.jobs import Event, Job
+from ....schemas.jobs.receipts import Receipt, receipt_decoder
+from ....schemas.jobs.sweep_units import Units
+from ....schemas.jobs.sweeps import SweepCell, SweepRequest, SweepResult, UnitRecord
+from ..core import scripts
+from .ledger import Ledger, not_found, reachable, unit_decoder
+
+#: Units in one script call: few enough to hold Redis for a few milliseconds only.
+BATCH = 500
+
+Kept = Literal["kept", "stale", "cancelling"]
+
+
+class Standing(NamedTuple):
+    """A sweep at one moment."""
+
+    request: SweepRequest | None  # None: an older server accepted it
+    result: SweepResult
+    last_event: str  # all that came up to this one is in the result; empty: no event is left
+
+
+class Sweeps:
+    """Sweep units in a ledger. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    @reachable
+    async def records(self, job_id: str) -> dict[int, UnitRecord]:
+        """Number of the unit → its record, for all finished units."""
+        raw = await self._redis.hvals(f"ms:units:{job_id}")
+        return {record.unit: record for record in map(unit_decoder.decode, raw)}
+
+    @reachable
+    async def standing(self, job_id: str) -> Standing:
+        """A sweep as it stands.
+
+        Raises not_found, also for a job that is none; gone after the retention time.
+        """
+        async with self._redis.pipeline(
+            transaction=True
+        ) as pipe:  # before the cells are read: what comes later is told again
+            pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
+            raw, newest = await pipe.execute()
+        result = (await self._ledger.result(job_id)).sweep
+        if result is None:
+            raise MidstreamError("not_found", f"job {job_id} is not a sweep")
+        return Standing(
+            from_json(raw, SweepRequest) if raw else None,
+            result,
+            newest[0][0].decode() if newest else "",
+        )
+
+    @reachable
+    async def receipts(
+        self, job_id: str, requests: Sequence[int], ranks: int
+    ) -> dict[int, list[Receipt]]:
+        """The receipts of those of these requests that all `ranks` have reported on, in rank
+        order.
+        """
+        if not requests:
+            return {}
+        raw = await self._redis.hmget(
+            f"ms:ticket:{job_id}",
+            [f"{request}/{rank}" for request in requests for rank in range(ranks)],
+        )
+        told = {
+            request: raw[place * ranks : (place + 1) * ranks]
+            for place, request in enumerate(requests)
+        }
+        return {
+            request: [receipt_decoder.decode(one) for one in of_it]
+            for request, of_it in told.items()
+            if None not in of_it
+        }
+
+    @reachable
+    async def told(self, job_id: str, requests: Sequence[int], ranks: int) -> list[Receipt]:
+        """All receipts of these requests so far, even if some rank has not reported."""
+        raw = await self._redis.hmget(
+            f"ms:ticket:{job_id}",
+            [f"{request}/{rank}" for request in requests for rank in range(ranks)],
+        )
+        return [receipt_decoder.decode(one) for one in raw if one is not None]
+
+    @reachable
+    async def keep(
+        self,
+        job: Job,
+        attempt: int,
+        units: Iterable[tuple[UnitRecord, SweepCell | None]],
+        ranks: int,
+        stages: int,
+    ) -> Kept:
+        """Store unit records, in this order, each with its event (none if it is not a cell), and
+        drop their receipts.
+
+        An existing record of a unit is not replaced. `stale`: the attempt is no longer current.
+        `cancelling`: the sweep is being cancelled. In both cases nothing of the batch is kept.
+        Raises not_found.
+        """
+        assert job.sweep is not None
+        width = Units(job.sweep).width
+        packed = [
+            (
+                record.unit,
+                to_msgpack(record),
+                b""
+                if cell is None
+                else to_json(Event(event="cell", data=_data(cell), attempt=attempt)),
+            )
+            for record, cell in units
+        ]
+        outcome = "kept"
+        for start in range(0, len(packed), BATCH):
+            arguments = scripts.keep_units(
+                self._settings, job.id, attempt, width, ranks, stages, packed[start : start + BATCH]
+            )
+            outcome = (await self._scripts.keep_units(args=arguments)).decode()
+            if outcome == "unknown":
+                raise not_found(job.id)
+            if outcome != "kept":
+                break
+        return cast(Kept, outcome)
+
+
+def _data(cell: SweepCell) -> dict[str, Any]:
+    return {name: getattr(cell, name) for name in cell.__struct_fields__}

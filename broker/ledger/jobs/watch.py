@@ -1,0 +1,355 @@
+"""Notification of held responses about changes of their jobs: thousands of waiters on one
+connection, none lost.
+
+One pub/sub connection per process receives every change. A message is only a hint: it may be lost
+with the connection, so each waiter also polls from time to time, and all waiters poll when the
+connection is restored.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Hashable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import redis.asyncio
+import redis.exceptions
+
+from ....schemas.base.errors import MidstreamError
+from ....schemas.jobs.jobs import Event
+from ...ops import redis_open
+from ..results.views import after_id
+from .ledger import Ledger, not_found
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds between polls of one waiter while messages arrive, and while the connection is down.
+POLL_S, POLL_DEAF_S = 5.0, 0.25
+#: Number of jobs whose latest message is remembered, for callers that start to wait just after it
+#: arrived.
+REMEMBERED = 4096
+#: The message for an event that changes only the job's stream.
+STIRRED = b"e"
+#: Seconds of silence after which the pub/sub connection is pinged.
+HEALTH_CHECK_S = 5
+RECONNECT_S = 0.2
+#: Events of a job that are read at a time.
+BATCH = 256
+PATTERN = "ms:changed:*"
+PREFIX = len("ms:changed:")
+
+
+class SharedReads(Generic[T]):
+    """Reads that several callers want at the same time: made once, for all of them.
+
+    `fresh_s`: for how long an answer counts.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, fresh_s: float = 0.0) -> None:
+        self._fresh_s = fresh_s
+        self._made: dict[Hashable, asyncio.Future[T]] = {}
+        self._next: dict[Hashable, asyncio.Future[T]] = {}
+
+    async def of(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
+        """What `read` gives, or has given another caller for the same key.
+
+        A caller that is cancelled cancels no other's read.
+        """
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = asyncio.ensure_future(read())
+            made.add_done_callback(lambda done: self._done(key, done))
+        return await asyncio.shield(made)
+
+    async def of_next(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
+        """As `of`, by a read that begins after this call: callers that come during one share the
+        next, so one is under way at a time.
+        """
+        coming = self._next.get(key)
+        if coming is None:
+            coming = self._next[key] = asyncio.ensure_future(self._after(key, read))
+            coming.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # also if no caller is left
+        return await asyncio.shield(coming)
+
+    async def _after(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
+        if key in self._made:
+            await asyncio.wait({self._made[key]})
+        del self._next[key]
+        return await self.of(key, read)
+
+    def _done(self, key: Hashable, done: asyncio.Future[T]) -> None:
+        if self._fresh_s and not done.cancelled() and done.exception() is None:
+            done.get_loop().call_later(self._fresh_s, self._made.pop, key, None)
+        else:
+            del self._made[key]
+
+
+class EventBatch(list[Event]):
+    """Events that all readers at one place of a job's stream get.
+
+    `sent`: as the first of them has rendered them.
+    """
+
+    sent: bytes | None = None
+
+
+class Waiter:
+    """One call that waits for changes of a job."""
+
+    def __init__(self, quiet: Collection[str], stirred: bool) -> None:
+        self.woken = asyncio.Event()
+        self.quiet = quiet  # states that do not wake it
+        self.stirred = stirred  # whether events of its stream wake it
+
+
+class Watcher:
+    """Waits for changes of jobs on one pub/sub connection. Belongs to one event loop.
+
+    Use as `async with Watcher(ledger)`, or `start()` and `close()`.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: dict[str, set[Waiter]] = {}
+        self._heard: OrderedDict[str, tuple[int, str]] = (
+            OrderedDict()
+        )  # version and state, heard on the current connection
+        self._reads: SharedReads[EventBatch] = SharedReads()
+        self._messages = 0  # heard so far
+        self._task: asyncio.Task[None] | None = None
+        self._hearing = asyncio.Event()
+        #: Called with the id of every job of which a change is heard, and when changes may have
+        #: been missed.
+        self.on_change: Callable[[str], None] | None = None
+        self.on_gap: Callable[[], None] | None = None
+
+    async def __aenter__(self) -> "Watcher":
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Start listening; idempotent. Must be called on the event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._listen(), name="midstream-watcher")
+
+    async def close(self) -> None:
+        """Stop listening and wake all waiters, which reach their deadline or continue by
+        polling.
+        """
+        if self._task is not None:
+            while (
+                not self._task.done()
+            ):  # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=0.5)
+            self._task = None
+        self._hearing.clear()
+        self._wake_all()
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting calls."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def remembered(self) -> set[str]:
+        """Jobs whose latest message is known."""
+        return set(self._heard)
+
+    async def changed(
+        self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()
+    ) -> int:
+        """The job's current version: immediately if it differs from `version`, else when it grows,
+        or after `timeout` seconds.
+
+        `quiet`: states that need not wake it; in addition to job states, `generated`: only receipts
+        are awaited. While Redis is unreachable it keeps waiting; at the timeout it returns
+        `version`. Raises not_found.
+        """
+
+        async def look(polled: bool) -> int | None:
+            if (
+                not polled
+                and self._hearing.is_set()
+                and (heard := self._heard.get(job_id)) is not None
+            ):
+                current, state = heard
+                return current if current > version and state not in quiet else None
+            found = await self._ledger.version(job_id)
+            if found is None:
+                raise not_found(job_id)
+            return (
+                found if found != version else None
+            )  # lower: Redis has lost its last second, and the job is in an earlier state
+
+        found = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
+        return version if found is None else found
+
+    async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
+        """Whether the job's event stream has an entry after the event id `after`; waits up to
+        `timeout` seconds for one.
+
+        Raises not_found, and invalid_request for an invalid event id.
+        """
+        after_id(after)
+
+        async def look(_: bool) -> bool | None:
+            return bool(await self.events(job_id, after)) or None
+
+        return await self._until(job_id, Waiter((), stirred=True), look, timeout) is not None
+
+    async def events(self, job_id: str, after: str) -> EventBatch:
+        """The next events after the event id `after`, read once for all who want them.
+
+        Raises as `Ledger.events`.
+        """
+
+        async def read() -> EventBatch:
+            return EventBatch(await self._ledger.events(job_id, after, BATCH))
+
+        # Not a read that was begun before the latest message: it may lack what that message was
+        # about.
+        return await self._reads.of((job_id, after, self._messages), read)
+
+    async def _until(
+        self,
+        job_id: str,
+        waiter: Waiter,
+        look: Callable[[bool], Awaitable[T | None]],
+        timeout: float,
+    ) -> T | None:
+        """The result of `look`, or None after `timeout`.
+
+        Registers before it looks, so that no change is missed.
+
+        The argument of `look`: whether it is called only because some time has passed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        polled = False
+        self._waiting.setdefault(job_id, set()).add(waiter)
+        try:
+            while True:
+                waiter.woken.clear()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        found = await look(polled)
+                    if found is not None:
+                        return found
+                except TimeoutError:
+                    return None
+                except MidstreamError as error:
+                    if error.kind != "unavailable":
+                        raise
+                patience = min(
+                    deadline - loop.time(), POLL_S if self._hearing.is_set() else POLL_DEAF_S
+                )
+                if patience <= 0:
+                    return None
+                polled = True
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience):
+                        await waiter.woken.wait()
+                        polled = False
+        finally:
+            waiters = self._waiting[job_id]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiting[job_id]
+
+    async def _listen(self) -> None:
+        """Receive messages forever; after any failure wake all waiters, reconnect, and wake them
+        again.
+        """
+        while True:
+            try:
+                await self._hear()
+            except (redis.exceptions.RedisError, OSError) as error:
+                log.warning(
+                    "no notifications of job changes; polling instead (waiters: %d): %s",
+                    self.waiting,
+                    error,
+                )
+            finally:
+                self._hearing.clear()
+                self._heard.clear()
+                self._wake_all()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _hear(self) -> None:
+        settings = self._ledger.settings
+        # A separate connection that reports failures immediately instead of reconnecting silently;
+        # read directly, because redis-py's PubSub takes several times as long over each message
+        # (and more still with RESP3).
+        client = redis_open.async_client(
+            settings.redis_url,
+            retry=None,
+            socket_connect_timeout=5,
+            socket_timeout=None,
+            socket_keepalive=True,
+            protocol=2,
+        )
+        async with client:
+            pool: Any = client.connection_pool  # without types
+            connection = await pool.get_connection()
+            try:
+                await connection.send_command("PSUBSCRIBE", PATTERN)
+                while True:
+                    message = await connection.read_response(timeout=HEALTH_CHECK_S)
+                    if message is None:
+                        if isinstance(pool, redis_open.MasterPool):
+                            await (
+                                pool.look()
+                            )  # closes this connection if it is not the master's any more
+                        await connection.send_command(
+                            "PING"
+                        )  # its answer is a message; a dead peer makes the next read or write fail
+                    elif message[0] == b"psubscribe":
+                        self._hearing.set()
+                        self._wake_all()  # changes may have been missed while disconnected
+                    elif message[0] == b"pmessage":
+                        self._wake(message[2][PREFIX:].decode(), message[3])
+            finally:
+                await connection.disconnect()
+
+    def _wake(self, job_id: str, told: bytes) -> None:
+        self._messages += 1
+        if self.on_change is not None:
+            self.on_change(job_id)
+        waiters = self._waiting.get(job_id, ())
+        if told == STIRRED:
+            for waiter in waiters:
+                if waiter.stirred:
+                    waiter.woken.set()
+            return
+        version, _, state = told.decode().partition(" ")
+        self._heard[job_id] = int(version), state
+        self._heard.move_to_end(job_id)
+        if len(self._heard) > REMEMBERED:
+            self._heard.popitem(last=False)
+        for waiter in waiters:
+            if state not in waiter.quiet:
+                waiter.woken.set()
+
+    def _wake_all(self) -> None:
+        if self.on_gap is not None:
+            self.on_gap()
+        for waiters in self._waiting.values():
+            for waiter in waiters:
+                waiter.woken.set()

@@ -1,0 +1,481 @@
+"""Source runs in the ledger: names, state and locations of their rows.
+
+The ledger's side of `schemas.source_runs`.
+
+A name points at the captures of a job and is written in the commit that accepts the job
+(`submit.lua`). The captures never change; a reused name points at another job. The rows are capture
+files, deleted like others, but not on expiry while a job holds a lease on them.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
+from ....schemas.base.errors import MidstreamError, Problem
+from ....schemas.base.records import from_json, from_msgpack, now, to_json
+from ....schemas.base.settings import Settings
+from ....schemas.base.version import __version__
+from ....schemas.jobs.jobs import TERMINAL, State
+from ....schemas.jobs.receipts import Receipt, receipt_decoder
+from ....schemas.requests.source_runs import (
+    Run,
+    RunFiles,
+    RunPage,
+    RunPrompt,
+    RunState,
+    RunView,
+    parse_key,
+)
+from ....storage.store import open_store
+from ...artifacts import source_run_files
+from ...artifacts.headers import UNREADABLE, must_be_there
+from ...artifacts.source_run_files import Blob, unusable
+from ..core import scripts
+from ..jobs.captures import Captures
+from ..jobs.ledger import Ledger, reachable
+from ..results import views
+
+#: Job ids name the captures of their jobs; names of runs must not begin like this.
+JOB_PREFIX = "job_"
+
+list_of_text = list[str]  # the method `SourceRuns.list` hides the builtin inside the class
+Runs = list[Run]
+Views = list[RunView]
+Blobs = list[Blob]
+Receipts = list[Receipt]
+
+#: Seconds between two searches for names of runs that the ledger no longer knows.
+PRUNE_S = 3600.0
+#: Why a run that is not ready cannot be read.
+KIND_OF_STATE: dict[RunState, str] = {
+    "pending": "conflict",
+    "failed": "capture_failed",
+    "deleted": "gone",
+}
+
+
+class RunReadiness(NamedTuple):
+    """The ledger's knowledge of a run's captures."""
+
+    state: RunState
+    detail: str = ""  # why it is not ready
+    bytes: int = 0  # of its files
+
+
+Standings = list[RunReadiness | None]
+#: The record outlives the captures, so a named run without a record was deleted long ago.
+DELETED = RunReadiness("deleted", "its captures were deleted")
+
+
+class SourceRuns:
+    """Source runs of a ledger, in the capture root of its settings.
+
+    Belongs to the ledger's event loop.
+
+    `caller`: names are those of its tenant, and jobs that it may not see do not exist. Without one,
+    names are as stored. All calls raise MidstreamError("unavailable") while Redis is unreachable.
+    """
+
+    def __init__(self, ledger: Ledger, caller: Caller | None = None) -> None:
+        self._ledger = ledger
+        self._caller = caller
+        self._redis: Any = ledger.redis
+        self._settings: Settings = ledger.settings
+        self._scripts = scripts.Scripts(ledger.redis)
+        self._store = open_store(ledger.settings.artifacts)
+        self._pruned = 0.0  # time of the last search through the names
+        self._scanned: tuple[str, str, dict[int, Blobs]] = (
+            "",
+            "",
+            {},
+        )  # the last job and tag read from disk, and their blobs
+
+    # ---- what a name means -----------------------------------------------------------------------
+
+    @reachable
+    async def lookup(self, model: str, name_or_job: str) -> Run | None:
+        """The run with this name, or a job's captures under its first tag, the user's.
+
+        None if there is no such run.
+
+        Also finds runs that are pending, failed or deleted: see `standing`.
+        """
+        if not name_or_job.startswith(JOB_PREFIX):
+            kept = name_or_job if self._caller is None else scoped(self._caller.tenant, name_or_job)
+            packed = await self._redis.hget(_names(model), kept)
+            return None if packed is None else _decoded(packed)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(
+                f"ms:capture:{name_or_job}", "tags", "created", "model", "tenant", "identity"
+            )
+            pipe.hget(f"ms:job:{name_or_job}", "model")
+            (tags, created, of_capture, tenant, identity), of_job = await pipe.execute()
+        of_model = of_job if of_capture is None else of_capture
+        if tags is None or of_model is None or of_model.decode() != model:
+            return None
+        if self._caller is not None and not self._caller.sees(
+            DEFAULT_TENANT if tenant is None else tenant.decode()
+        ):
+            return None
+        return Run(
+            name=name_or_job,
+            model=model,
+            job=name_or_job,
+            tag=from_json(tags, list[str])[0],
+            created=float(created),
+            identity=(identity or b"").decode(),
+        )
+
+    @reachable
+    async def names(self, model: str) -> list[str]:
+        """All names, sorted, whatever the state of the run."""
+        names = [name.decode() for name in await self._redis.hkeys(_names(model))]
+        return sorted(names if self._caller is None else own(self._caller.tenant, names))
+
+    @reachable
+    async def standing(self, run: Run) -> RunReadiness:
+        """State of a run, and the reason if it is not ready."""
+        (standing,) = await self._known([run.job])
+        return standing or DELETED
+
+    async def prompts(self, run: Run, only: Collection[int] | None = None) -> list[RunPrompt]:
+        """Its captured prompts, ascending; with `only`, those of them that were captured.
+
+        Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows
+        are missing, `gone` if they were deleted.
+        """
+        standing = await self.standing(run)
+        if standing.state != "ready":
+            raise MidstreamError(
+                KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}"
+            )
+        found = await self._blobs(run.job, run.tag, only)
+        for request, blobs in found.items():
+            if why := source_run_files.shortfall(blobs):
+                raise MidstreamError(
+                    "capture_failed", f"source run {shown(run.name)}, prompt {request}: {why}"
+                )
+        return [source_run_files.run_prompt(blobs) for blobs in found.values()]
+
+    async def files(self, key: str) -> RunFiles:
+        """The files that ranks load for a `run_key`.
+
+        If the ledger does not know its job, the disk is authoritative.
+
+        Raises MidstreamError("intervention_failed") with the reason if the captures are incomplete,
+        failed, deleted or gone.
+        """
+        job, request, tag = parse_key(key)
+        (standing,) = await self._known([job])
+        if standing is not None and standing.state != "ready":
+            raise unusable(key, standing.detail)
+        try:
+            blobs = (await self._blobs(job, tag, [request])).get(request, [])
+        except MidstreamError as error:
+            if error.kind not in UNREADABLE:
+                raise
+            raise unusable(key, error.detail) from error
+        if why := source_run_files.shortfall(blobs):
+            raise unusable(key, why)
+        return source_run_files.run_files(key, blobs)
+
+    # ---- for users -------------------------------------------------------------------------------
+
+    async def view(self, model: str, name: str) -> RunView:
+        """Raises MidstreamError("not_found")."""
+        run = await self.lookup(model, name)
+        if run is None:
+            raise unknown(name)
+        (view,) = await self._views([run], model)
+        if view.state != "ready":
+            return view
+        try:
+            return msgspec.structs.replace(view, prompts=await self.prompts(run))
+        except MidstreamError as error:
+            if error.kind not in UNREADABLE:
+                raise
+            return msgspec.structs.replace(
+                view, state="deleted" if error.kind == "gone" else "failed", detail=error.detail
+            )
+
+    async def list(self, model: str, limit: int = 50, cursor: str | None = None) -> RunPage:
+        """The runs that have a name, newest first.
+
+        Raises MidstreamError("invalid_request") for a cursor that is not ours.
+        """
+        before = views.parse_cursor(cursor)
+        ordered = sorted(await self._named(model), key=_place, reverse=True)
+        older = [run for run in ordered if cursor is None or _place(run) < before]
+        shown, more = older[:limit], len(older) > limit
+        return RunPage(
+            runs=await self._views(shown, model),
+            next=views.format_cursor(*_place(shown[-1])) if more else None,
+        )
+
+    async def delete(self, model: str, name: str) -> None:
+        """Delete the captures, as `Captures.delete` does, and then the name; jobs that hold the run
+        keep its rows until they end.
+
+        May be repeated. Raises MidstreamError: `not_found`, `conflict` while its job runs,
+        `internal` when the disk refuses.
+        """
+        run = await self.lookup(model, name)
+        if run is None:
+            raise unknown(name)
+        try:
+            await Captures(self._ledger).delete(run.job)
+        except MidstreamError as error:
+            if error.kind not in (
+                "gone",
+                "not_found",
+            ):  # else they were deleted before, perhaps long ago
+                raise
+        await self._forget(run)
+
+    @reachable
+    async def _forget(self, run: Run) -> None:
+        await self._scripts.delete_run(
+            args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job)
+        )
+
+    async def prune(self, at: float) -> int:
+        """Remove the names of runs deleted long ago; searches once an hour.
+
+        Returns the number removed.
+        """
+        if at < self._pruned + PRUNE_S:
+            return 0
+        self._pruned = at
+        gone: Runs = []
+        for model in await self._ledger.models():
+            runs = await self._named(model.name)
+            known = await self._known([run.job for run in runs]) if runs else []
+            gone += [run for run, standing in zip(runs, known, strict=True) if standing is None]
+        for run in gone:
+            await self._forget(run)
+        return len(gone)
+
+    # ---- who holds them --------------------------------------------------------------------------
+
+    @reachable
+    async def lease(self, held: Mapping[str, Iterable[str]], seconds: float) -> None:
+        """Protect captures from expiry for `seconds`; `held`: job → keys of the runs that it
+        holds.
+        """
+        if not held:
+            return
+        at = now()
+        holders: dict[str, dict[str, float]] = {}
+        for holder, keys in held.items():
+            for lease in _leases(keys):
+                holders.setdefault(lease, {})[holder] = at + seconds
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for lease, until in holders.items():
+                pipe.zremrangebyscore(lease, "-inf", at).zadd(lease, until).expire(
+                    lease, int(seconds) + 1
+                )
+            await pipe.execute()
+
+    @reachable
+    async def unlease(self, keys: Iterable[str], holder: str) -> None:
+        """Release the lease of the job `holder` on these runs."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for lease in _leases(keys):
+                pipe.zrem(lease, holder)
+            await pipe.execute()
+
+    @reachable
+    async def tell_held(self, worker: str, keys: Iterable[str], seconds: float) -> None:
+        """Record for `seconds` that `worker` has these runs in memory."""
+        held = sorted({_captures_of(key) for key in keys})
+        await self._redis.set(_cache(worker), to_json(held), px=int(seconds * 1000))
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    @reachable
+    async def _named(self, model: str) -> Runs:
+        runs = [_decoded(packed) for packed in await self._redis.hvals(_names(model))]
+        return (
+            runs
+            if self._caller is None
+            else [run for run in runs if unscoped(run.name)[0] == self._caller.tenant]
+        )
+
+    @reachable
+    async def _known(self, jobs: Sequence[str]) -> Standings:
+        """The ledger's knowledge of each job's captures; None for unknown jobs."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            for job in jobs:
+                pipe.hmget(f"ms:capture:{job}", "deleted", "status", "bytes").hmget(
+                    f"ms:job:{job}", "state", "error"
+                )
+            answers = await pipe.execute()
+        return [_readiness(*answers[at], *answers[at + 1]) for at in range(0, len(answers), 2)]
+
+    @reachable
+    async def _views(self, runs: Runs, model: str) -> Views:
+        if not runs:
+            return []
+        known = await self._known([run.job for run in runs])
+        workers = [info.worker for info in await self._ledger.workers() if info.model == model]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for run in runs:
+                pipe.zcount(_lease(run.job), now(), "+inf")
+            for worker in workers:
+                pipe.get(_cache(worker))
+            answers = await pipe.execute()
+        caches = [
+            set(from_json(raw, list_of_text)) if raw else set() for raw in answers[len(runs) :]
+        ]
+        return [
+            RunView(
+                name=shown(run.name),
+                model=run.model,
+                job=run.job,
+                tag=run.tag,
+                created=run.created,
+                state=standing.state,
+                detail=standing.detail,
+                bytes=standing.bytes,
+                lora=run.lora,
+                identity=run.identity,
+                in_use=int(count),
+                held_by=[
+                    worker
+                    for worker, held in zip(workers, caches, strict=True)
+                    if _captures_of_run(run) in held
+                ],
+            )
+            for run, standing, count in zip(
+                runs, [each or DELETED for each in known], answers[: len(runs)], strict=True
+            )
+        ]
+
+    async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:
+        """Prompt → its blobs, ascending.
+
+        From the receipts while they exist, later from the disk.
+        """
+        receipts = await self._receipts(job, only)
+        files = [
+            (told.request, file) for told in receipts for file in told.files if file.tag == tag
+        ]
+        if not files:
+            found = await self._on_disk(job, tag)
+            return {
+                request: blobs
+                for request, blobs in found.items()
+                if only is None or request in only
+            }
+        blobs = await asyncio.to_thread(source_run_files.reported, self._store, job, files)
+        by_request: dict[int, Blobs] = {}
+        for (request, _), blob in zip(files, blobs, strict=True):
+            by_request.setdefault(request, []).append(blob)
+        return dict(sorted(by_request.items()))
+
+    async def _on_disk(self, job: str, tag: str) -> dict[int, Blobs]:
+        """Blobs read from disk, cached for the job's next key: finding one reads many manifests,
+        and complete runs do not change.
+        """
+        if self._scanned[:2] == (job, tag):
+            found = self._scanned[2]
+            await asyncio.to_thread(must_be_there, self._store, job)
+            return found
+        found = await asyncio.to_thread(source_run_files.on_disk, self._store, job, tag)
+        if found and not any(map(source_run_files.shortfall, found.values())):
+            self._scanned = job, tag, found
+        return found
+
+    @reachable
+    async def _receipts(self, job: str, only: Collection[int] | None) -> Receipts:
+        """Receipts of these prompts, or of all; none if any has expired."""
+        ticket = f"ms:ticket:{job}"
+        if only is None:
+            return [receipt_decoder.decode(raw) for raw in await self._redis.hvals(ticket)]
+        found: Receipts = []
+        for request in only:
+            first = await self._redis.hget(ticket, f"{request}/0")
+            if first is None:
+                return []
+            found.append(receipt_decoder.decode(first))
+            others = [f"{request}/{rank}" for rank in range(1, found[-1].world)]
+            packed = await self._redis.hmget(ticket, others) if others else []
+            if None in packed:
+                return []
+            found += [receipt_decoder.decode(raw) for raw in packed]
+        return found
+
+
+def unknown(name: str) -> MidstreamError:
+    return MidstreamError("not_found", f"unknown source run {name!r}")
+
+
+def _readiness(
+    deleted: bytes | None,
+    status: bytes | None,
+    size: bytes | None,
+    state: bytes | None,
+    error: bytes | None,
+) -> RunReadiness | None:
+    """Readiness from the fields of the capture's record and its job's; either may be gone."""
+    if deleted is not None:
+        return DELETED
+    if status is None:
+        return None if state is None else RunReadiness("failed", "its job has no captures in files")
+    if state is not None and (job_state := State(state.decode())) not in TERMINAL:
+        return RunReadiness("pending", f"its job is {job_state}", int(size or 0))
+    if status != b"ok":
+        why = (
+            from_json(error, Problem).detail
+            if error is not None
+            else f"the status of its captures is {status.decode()}"
+        )
+        return RunReadiness("failed", why, int(size or 0))
+    return RunReadiness("ready", bytes=int(size or 0))
+
+
+def _decoded(packed: bytes) -> Run:
+    try:
+        return from_msgpack(packed, Run)
+    except msgspec.ValidationError as error:
+        raise MidstreamError(
+            "version_mismatch",
+            (
+                "a run's name was stored by a version of Midstream incompatible with "
+                f"{__version__}: {error}"
+            ),
+        ) from error
+
+
+def _place(run: Run) -> tuple[float, str]:
+    """Position of a run in the listing."""
+    return run.created, run.job
+
+
+def _names(model: str) -> str:
+    return f"ms:runs:{model}"
+
+
+def _lease(job: str) -> str:
+    return f"ms:run-lease:{job}"
+
+
+def _leases(keys: Iterable[str]) -> list_of_text:
+    """Lease keys by job, since captures are deleted by job."""
+    return sorted({_lease(parse_key(key)[0]) for key in keys})
+
+
+def _cache(worker: str) -> str:
+    return f"ms:run-cache:{worker}"
+
+
+def _captures_of(key: str) -> str:
+    job, _, tag = parse_key(key)
+    return f"{job}.{tag}"
+
+
+def _captures_of_run(run: Run) -> str:
+    return f"{run.job}.{run.tag}"

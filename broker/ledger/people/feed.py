@@ -1,0 +1,53 @@
+"""What the page's table shows of jobs, read in batches.
+
+A record that cannot be read is left out, and logged.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from ....schemas.base.records import from_json
+from ....schemas.service.feed import FeedJob
+from ..jobs.ledger import Ledger, reachable
+from ..results import views
+
+log = logging.getLogger(__name__)
+
+
+@reachable
+async def newest(ledger: Ledger, tenant: str | None, count: int) -> list[str]:
+    """Ids of the newest `count` jobs (of `tenant`), newest first."""
+    return [
+        name.decode()
+        for name in await ledger.redis.zrevrange(views.listing("jobs", tenant), 0, count - 1)
+    ]
+
+
+@reachable
+async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
+    """Those of the jobs that there are, in this order; one round trip."""
+    if not names:
+        return []
+    async with ledger.redis.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hmget(f"ms:job:{name}", views.FIELDS).hget(f"ms:capture:{name}", "tags")
+        raw = await pipe.execute(raise_on_error=False)
+    found = []
+    for name, values, tags in zip(names, raw[::2], raw[1::2], strict=True):
+        try:
+            if isinstance(values, Exception) or isinstance(tags, Exception):
+                raise ValueError(
+                    "its record has another type: "
+                    f"{values if isinstance(values, Exception) else tags}"
+                )
+            view = views.view(name, values, ledger.settings)
+            if view is not None:
+                listed = from_json(tags, list[str]) if tags else []
+                found.append(FeedJob(**msgspec.structs.asdict(view), tags=listed))
+        except (KeyError, ValueError, msgspec.DecodeError) as error:
+            log.warning(
+                "job %s is left out of the page's table: its record cannot be read: %r", name, error
+            )
+    return found

@@ -1,0 +1,224 @@
+"""API keys in `ms:keys`, id → packed `Key` with a hash of the secret; the secret itself is never
+stored.
+
+A secret has 256 random bits, so its plain SHA-256 cannot be brute-forced, and is fast enough to
+check on each request.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ....schemas.access.keys import (
+    DEFAULT_TENANT,
+    KEY_PREFIX,
+    CreatedKey,
+    Key,
+    KeyRequest,
+    KeyView,
+    Scope,
+)
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_msgpack, now, to_msgpack
+from ....schemas.base.settings import PREFIX, Settings, SettingsError
+from ....schemas.base.version import __version__
+from ..jobs.ledger import ALPHABET, Ledger, reachable
+
+KEYS = "ms:keys"
+ID_LENGTH, SECRET_BYTES = 12, 32
+#: Minimum length of a self-chosen secret (`admin_key`), and maximum length of any secret, in
+#: characters.
+SECRET_LENGTH = (32, 256)
+_KEY = re.compile(
+    rf"{KEY_PREFIX}([0-9a-z]{{{ID_LENGTH}}})_([A-Za-z0-9]{{{SECRET_LENGTH[0]},{SECRET_LENGTH[1]}}})"
+)
+
+# The method `Keys.list` hides the builtin inside the class.
+list_of_keys = list[Key]
+list_of_ids = list[str]
+
+
+class Shown(NamedTuple):
+    """The parts of a key as presented by its user."""
+
+    id: str
+    sha256: str  # of its secret, hex
+
+
+#: Compared with when there is no such key, so that the check takes as long.
+NOBODY = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
+
+
+def parse(text: str) -> Shown | None:
+    """None if the text is not formatted like one of our keys."""
+    match = _KEY.fullmatch(text)
+    return None if match is None else Shown(match[1], hashlib.sha256(match[2].encode()).hexdigest())
+
+
+def new_key() -> str:
+    """`ms_<id>_<secret>`, random."""
+    key_id = "".join(secrets.choice(ALPHABET) for _ in range(ID_LENGTH))
+    return f"{KEY_PREFIX}{key_id}_{secrets.token_hex(SECRET_BYTES)}"
+
+
+#: Settings that are keys, and their scopes. Such a key is always valid.
+OF_SETTINGS: dict[str, Scope] = {"admin_key": "admin", "observe_key": "observe"}
+
+
+def of_settings(settings: Settings) -> dict[str, Key]:
+    """The keys of the settings, by id. Raises SettingsError naming the setting."""
+    found: dict[str, Key] = {}
+    for setting, scope in OF_SETTINGS.items():
+        if not (text := getattr(settings, setting)):
+            continue
+        name = f"{PREFIX}{setting.upper()}"
+        shown = parse(text)
+        if shown is None:
+            low, high = SECRET_LENGTH
+            raise SettingsError(
+                f"{name}: is not a key: {KEY_PREFIX}<{ID_LENGTH} lower-case letters or "
+                f"digits>_<{low} to {high} letters or digits>; "
+                "`midstream keys generate` prints one"
+            )
+        if shown.id in found:
+            raise SettingsError(
+                f"{name}: has the id of another setting's key: `midstream keys generate` prints "
+                "another one"
+            )
+        found[shown.id] = Key(
+            id=shown.id,
+            name=f"the setting {setting}",
+            tenant=DEFAULT_TENANT,
+            scopes=[scope],
+            sha256=shown.sha256,
+            created=0.0,
+        )
+    return found
+
+
+def is_right(shown: Shown, key: Key | None, at: float) -> bool:
+    """Whether `key` matches the presented one and has not expired.
+
+    Constant time, even for a missing key.
+    """
+    same = hmac.compare_digest(shown.sha256, NOBODY.sha256 if key is None else key.sha256)
+    return same and key is not None and not has_expired(key, at)
+
+
+def has_expired(key: Key, at: float) -> bool:
+    return key.expires is not None and at >= key.expires
+
+
+def view_of(key: Key) -> KeyView:
+    return KeyView(
+        id=key.id,
+        name=key.name,
+        tenant=key.tenant,
+        scopes=key.scopes,
+        created=key.created,
+        expires=key.expires,
+    )
+
+
+class Keys:
+    """API keys in the ledger's Redis.
+
+    All calls raise MidstreamError("unavailable") while it is unreachable.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._redis: Any = ledger.redis
+
+    @reachable
+    async def create(self, request: KeyRequest) -> CreatedKey:
+        """A new key; only the return value contains it."""
+        at = now()
+        while True:
+            text = new_key()
+            shown = parse(text)
+            assert shown is not None
+            key = Key(
+                id=shown.id,
+                name=request.name,
+                tenant=request.tenant,
+                scopes=list(dict.fromkeys(request.scopes)),
+                sha256=shown.sha256,
+                created=at,
+                expires=None if request.expires_in is None else at + request.expires_in,
+            )
+            if await self._redis.hsetnx(KEYS, key.id, to_msgpack(key)):
+                return CreatedKey(**msgspec.structs.asdict(view_of(key)), key=text)
+
+    @reachable
+    async def get(self, key_id: str) -> Key | None:
+        raw = await self._redis.hget(KEYS, key_id)
+        return None if raw is None else _decoded(raw)
+
+    @reachable
+    async def valid(self, key_ids: Iterable[str]) -> set[str]:
+        """Those of these ids whose keys exist and have not expired; one round trip."""
+        asked, at = list_of_ids(key_ids), now()
+        found = await self._redis.hmget(KEYS, asked) if asked else []
+        return {
+            key_id
+            for key_id, raw in zip(asked, found, strict=True)
+            if raw is not None and _holds(raw, at)
+        }
+
+    @reachable
+    async def list(self) -> list_of_keys:
+        """All keys, including expired ones; oldest first."""
+        return sorted(
+            map(_decoded, await self._redis.hvals(KEYS)), key=lambda key: (key.created, key.id)
+        )
+
+    @reachable
+    async def revoke(self, key_id: str) -> None:
+        """Raises MidstreamError("not_found").
+
+        APIs that know the key forget it within `api.web.auth.KNOWN_S` seconds.
+        """
+        if not await self._redis.hdel(KEYS, key_id):
+            raise MidstreamError("not_found", f"unknown key {key_id!r}", field="id")
+
+    @reachable
+    async def any(self) -> bool:
+        """Whether any key exists."""
+        return bool(await self._redis.hlen(KEYS))
+
+
+async def any_key(settings: Settings) -> bool:
+    """Whether the Redis of the settings holds a key. Raises MidstreamError("unavailable")."""
+    ledger = Ledger.connect(settings)
+    try:
+        return await Keys(ledger).any()
+    finally:
+        await ledger.close()
+
+
+def _holds(raw: bytes, at: float) -> bool:
+    """Whether the key is valid; False if it cannot be read, since such a key admits no request,
+    either.
+    """
+    try:
+        return not has_expired(_decoded(raw), at)
+    except MidstreamError:
+        return False
+
+
+def _decoded(raw: bytes) -> Key:
+    try:
+        return from_msgpack(raw, Key)
+    except msgspec.ValidationError as error:
+        raise MidstreamError(
+            "version_mismatch",
+            (
+                f"a key was stored by a version of Midstream incompatible with {__version__}: "
+                f"{error}"
+            ),
+        ) from error

@@ -1,0 +1,649 @@
+"""The ledger of harvests: their records, the units that count, and the parts that are out.
+
+See docs/decisions/0035-harvests.md.
+"""
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.base.errors import MidstreamError, Problem
+from ....schemas.base.records import Record, from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.states import TERMINAL
+from ....schemas.jobs.harvests import (
+    OVER,
+    HarvestPage,
+    HarvestPlan,
+    HarvestState,
+    HarvestView,
+    Line,
+    PartFile,
+    PlanFile,
+    StoredHarvest,
+    UnitEntry,
+)
+from ....schemas.jobs.jobs import Job, Sampling, State
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.requests.harvest_work import HarvestPart
+from ..core import scripts
+from ..core.tenants import limits_of, refusal
+from ..jobs.ledger import ALPHABET, Ledger, new_job_id, reachable
+from ..named.probes import Probes
+
+log = logging.getLogger(__name__)
+
+#: Parts that are out for each live worker: one that computes, and one that is ready when it ends.
+PARTS_PER_WORKER = 2
+#: Jobs of one part that may fail before its harvest does.
+TRIES = 3
+#: Who advances a harvest holds it for so long at most; what it does may be repeated.
+LOCK_MS = 10_000
+#: Refusals of a submission that time resolves.
+WAITS = {"rate_limited", "too_many_jobs", "capture_limit", "overloaded", "unavailable"}
+#: Why a harvest cannot be paused, resumed or cancelled.
+REFUSED = {
+    "over": "has ended",
+    "cancelling": "is being cancelled",
+    "sealing": "has all its rows, and its manifest is being written",
+}
+#: Numbers of the parts that plan and seal.
+PLANS, SEALS = -1, -2
+
+Wanted = Literal["run", "pause", "cancel"]
+Kept = Literal["kept", "stale", "cancelling", "unknown"]
+Changed = Literal["changed", "unwanted", "sealing", "cancelling", "over", "gone"]
+#: In the record's specification in place of the request's lines, which lie apart until the harvest
+#: ends: listings do not read them.
+NO_LINES = [""]
+
+
+class Out(Record, kw_only=True):
+    """A part whose job was submitted."""
+
+    job: str
+    part: HarvestPart
+    failures: int = 0
+
+
+def new_harvest_id() -> str:
+    return "hrv_" + new_job_id().removeprefix("job_")
+
+
+def job_id_of(harvest: str, part: int, tries: int) -> str:
+    """The id of a part's job: the same whoever submits it."""
+    digest = hashlib.sha256(f"{harvest}/{part}/{tries}".encode()).digest()
+    return (
+        "job_"
+        + harvest.removeprefix("hrv_")[:9]
+        + "".join(ALPHABET[byte & 31] for byte in digest[:26])
+    )
+
+
+def not_found(harvest_id: str) -> MidstreamError:
+    return MidstreamError("not_found", f"unknown harvest {harvest_id}")
+
+
+class Harvests:
+    """Harvests in a ledger. Belongs to the ledger's event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._redis: Any = ledger.redis
+        self._scripts = scripts.Scripts(ledger.redis)
+
+    # ---- accepting and reading
+    # --------------------------------------------------------------------------------------
+
+    @reachable
+    async def submit(
+        self, harvest: StoredHarvest, idempotency: tuple[str, str] | None = None
+    ) -> str:
+        """Accept it; returns its id, durable.
+
+        With an Idempotency-Key and the same body again: the first one's.
+
+        Raises MidstreamError("idempotency_mismatch") for another body; too_many_harvests,
+        capture_limit if the tenant has reached a limit, and overloaded if Redis is nearly full:
+        nothing is accepted then.
+        """
+        key, body = idempotency or (None, None)
+        lines, settings = harvest.source.lines, self._ledger.settings
+        packed = None if lines is None else to_msgpack(lines)
+        spec = to_msgpack(harvest if lines is None else _with_lines(harvest, NO_LINES))
+        size = len(spec) + len(packed or b"")
+        await self._ledger.check_room(size)
+        arguments = scripts.pack(
+            settings,
+            id=harvest.id,
+            spec=spec,
+            lines=packed,
+            created=repr(harvest.created),
+            tenant=harvest.tenant,
+            idem=key,
+            body=body,
+            limits=limits_of(settings),
+        )
+        outcome, harvest_id, *rest = scripts.text(
+            await self._scripts.accept_harvest(args=arguments)
+        )
+        if outcome == "refused":
+            raise refusal(harvest.tenant, harvest_id, int(rest[0]), int(rest[1]), 1, None)
+        if outcome == "mismatch":
+            detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
+            raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
+        self._ledger.took_room(size)
+        # also of a repeat: whoever submitted it first may not have been told
+        await self._ledger.written()
+        return harvest_id
+
+    @reachable
+    async def stored(self, harvest_id: str) -> StoredHarvest:
+        """With the lines of its request, as long as it has not ended. Raises not_found."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            raw, lines = (
+                await pipe.hget(f"ms:harvest:{harvest_id}", "spec")
+                .get(f"ms:harvest-lines:{harvest_id}")
+                .execute()
+            )
+        if raw is None:
+            raise not_found(harvest_id)
+        harvest = from_msgpack(raw, StoredHarvest)
+        return (
+            harvest
+            if lines is None
+            else _with_lines(harvest, from_msgpack(lines, list[str | list[int]]))
+        )
+
+    @reachable
+    async def view(self, harvest_id: str) -> HarvestView:
+        """Raises not_found."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(f"ms:harvest:{harvest_id}").hvals(f"ms:harvest-out:{harvest_id}")
+            record, out = await pipe.execute()
+        if not record:
+            raise not_found(harvest_id)
+        return _view(_texts(record), [from_json(each, Out).job for each in out])
+
+    @reachable
+    async def list(self, tenant: str | None, limit: int) -> HarvestPage:
+        """The newest, of one tenant or of all."""
+        names = await self._redis.zrevrange(
+            "ms:harvests" if tenant is None else f"ms:harvests:{tenant}", 0, limit - 1
+        )
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hgetall(f"ms:harvest:{name.decode()}")
+            records = await pipe.execute()
+        return HarvestPage(harvests=[_view(_texts(record), []) for record in records if record])
+
+    @reachable
+    async def live(self) -> "list_of_text":
+        """Ids of those that are not over."""
+        return [name.decode() for name in await self._redis.smembers("ms:harvests-live")]
+
+    # ---- the user's side
+    # ---------------------------------------------------------------------------------------------
+
+    @reachable
+    async def ask(self, harvest_id: str, wanted: Wanted) -> HarvestView:
+        """Pause, resume or cancel.
+
+        Raises not_found, and conflict for one that has ended, is complete or is being cancelled.
+        """
+        answer = await self._change(harvest_id, ask=wanted)
+        if answer == "gone":
+            raise not_found(harvest_id)
+        if answer != "changed":
+            raise MidstreamError(
+                "conflict",
+                (
+                    f"harvest {harvest_id} {REFUSED[answer]}: its state is "
+                    f"{(await self.view(harvest_id)).state}"
+                ),
+            )
+        await self._ledger.written()
+        await self.advance(harvest_id)
+        return await self.view(harvest_id)
+
+    async def _change(self, harvest_id: str, **change: Any) -> Changed:
+        """See lua/change_harvest.lua."""
+        arguments = scripts.pack(
+            self._ledger.settings, id=harvest_id, **{"set": {}, "once": {}, **change}
+        )
+        return cast(Changed, (await self._scripts.change_harvest(args=arguments)).decode())
+
+    @reachable
+    async def forget(self, harvest_id: str) -> None:
+        """Remove the record of one that is over and whose files are deleted: its tenant is no
+        longer charged for them.
+        """
+        await self._scripts.forget_harvest(args=scripts.pack(self._ledger.settings, id=harvest_id))
+
+    # ---- the worker's side
+    # --------------------------------------------------------------------------------------------
+
+    async def planned(self, job: Job, attempt: int, plan: HarvestPlan, file: PlanFile) -> Kept:
+        """The plan is durable in the harvest's store."""
+        fields = {
+            "units": len(plan.units),
+            "parts": plan.parts,
+            "weight": plan.weight,
+            "plan": to_json(file).decode(),
+            "planned": 1,
+        }
+        return await self._keep(job, attempt, set=fields)
+
+    async def closing(self, job: Job, attempt: int) -> Kept:
+        """The manifest is about to be written: from here on the harvest cannot be cancelled."""
+        return await self._keep(job, attempt, set={"closing": 1})
+
+    async def sealed(self, job: Job, attempt: int) -> Kept:
+        """The manifest is durable."""
+        return await self._keep(job, attempt, set={"sealed": 1})
+
+    @reachable
+    async def plan(self, harvest_id: str) -> PlanFile:
+        """Where the plan is that counts.
+
+        Raises conflict for a harvest that another version has planned, and not_found.
+        """
+        planned, file = await self._redis.hmget(f"ms:harvest:{harvest_id}", "planned", "plan")
+        if planned is None:
+            raise not_found(harvest_id)
+        if file is None:
+            detail = (
+                "it was planned by a version that did not record what its source held: submit "
+                "it again"
+            )
+            raise MidstreamError("conflict", f"harvest {harvest_id} cannot go on: {detail}")
+        return from_json(file, PlanFile)
+
+    @reachable
+    async def units(self, part: HarvestPart) -> dict[int, UnitEntry]:
+        """The units of a part that count."""
+        raw = await self._redis.hgetall(f"ms:harvest-units:{part.harvest}:{part.part}")
+        return {int(number): from_msgpack(record, UnitEntry) for number, record in raw.items()}
+
+    @reachable
+    async def done(self, harvest_id: str) -> dict[int, PartFile]:
+        """The parts that are done."""
+        raw = await self._redis.hgetall(f"ms:harvest-done:{harvest_id}")
+        return {int(number): from_json(record, PartFile) for number, record in raw.items()}
+
+    async def keep_unit(
+        self,
+        job: Job,
+        attempt: int,
+        entry: UnitEntry,
+        weight: int,
+        requests: Sequence[int],
+        ranks: int,
+        stages: int,
+    ) -> Kept:
+        """Record a unit whose shards are durable; a unit that is recorded stays as it is."""
+        counts = {
+            "units_done": 1,
+            "weight_done": weight,
+            "documents": entry.documents,
+            "tokens": entry.tokens + entry.generated,
+            "rows": entry.rows,
+            "bytes": entry.bytes,
+            "shards": len(entry.shards),
+        }
+        return await self._keep(
+            job,
+            attempt,
+            unit=str(entry.unit),
+            record=to_msgpack(entry),
+            counts=counts,
+            requests=list(requests),
+            ranks=ranks,
+            stages=stages,
+        )
+
+    async def keep_part(self, job: Job, attempt: int, file: PartFile) -> Kept:
+        """Record that the part's manifest is durable, and drop its units."""
+        return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
+
+    async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
+        """Why a worker waits: shown until a unit is kept.
+
+        The harvest can be cancelled meanwhile.
+        """
+        return await self._keep(job, attempt, set={"trouble": reason}, clear=["closing"])
+
+    @reachable
+    async def _keep(self, job: Job, attempt: int, **report: Any) -> Kept:
+        """See lua/keep_harvest.lua."""
+        assert job.harvest is not None
+        arguments = scripts.pack(
+            self._ledger.settings,
+            id=job.id,
+            attempt=attempt,
+            harvest=job.harvest.harvest,
+            part=job.harvest.part,
+            **{"set": {}, "clear": [], **report},
+        )
+        return cast(Kept, (await self._scripts.keep_harvest(args=arguments)).decode())
+
+    # ---- going on
+    # ----------------------------------------------------------------------------------------------
+
+    async def advance_all(self) -> None:
+        """Advance what is not over; one that cannot be is logged, and the others are."""
+        for harvest_id in await self.live():
+            try:
+                await self.advance(harvest_id)
+            except MidstreamError as error:
+                if error.kind == "unavailable":
+                    raise
+                log.error("harvest %s cannot go on: %s", harvest_id, error)
+
+    @reachable
+    async def advance(self, harvest_id: str) -> None:
+        """Look at the parts that are out and do what follows.
+
+        May be called by anyone at any time.
+        """
+        lock, token = f"ms:harvest-lock:{harvest_id}", secrets.token_hex(8)
+        if not await self._redis.set(lock, token, nx=True, px=LOCK_MS):
+            return
+        try:
+            await self._advance(harvest_id)
+        finally:
+            if await self._redis.get(lock) == token.encode():
+                await self._redis.delete(lock)
+
+    async def _advance(self, harvest_id: str) -> None:
+        name = f"ms:harvest:{harvest_id}"
+        record = _texts(await self._redis.hgetall(name))
+        if not record or record["state"] in OVER:
+            await self._redis.srem("ms:harvests-live", harvest_id)
+            return
+        harvest = from_msgpack(cast(bytes, record["spec"]), StoredHarvest)
+        if record.get("sealed"):
+            await self._end(harvest_id, "succeeded", None)
+            return
+        out, again, problem = await self._look(harvest_id)
+        wanted = record["wanted"]
+        if wanted != "run" or problem is not None:
+            running = [each for each in out if await self._stop(each)]
+            if problem is not None or wanted == "cancel":
+                if not running:
+                    await self._end(
+                        harvest_id, "failed" if problem is not None else "cancelled", problem
+                    )
+            else:
+                await self._show(
+                    harvest_id, record, "paused", "paused by the user" if not running else "pausing"
+                )
+            return
+        parts, done = int(record.get("parts", 0)), int(record.get("parts_done", 0))
+        state: HarvestState = (
+            "planning" if not record.get("planned") else "running" if done < parts else "sealing"
+        )
+        reason = await self._submit(harvest, record, state, out, again)
+        await self._show(harvest_id, record, state, reason)
+
+    async def _look(self, harvest_id: str) -> tuple["list_of_out", dict[int, Out], Problem | None]:
+        """(Parts whose jobs go on, parts that need another job as they were, why the harvest has
+        failed).
+        """
+        raw = await self._redis.hgetall(f"ms:harvest-out:{harvest_id}")
+        done = {int(part) for part in await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")}
+        out, again, problem = [], {}, None
+        for each in (from_json(value, Out) for value in raw.values()):
+            try:
+                view = await self._ledger.view(each.job)
+            except MidstreamError as error:
+                if error.kind != "not_found":
+                    raise
+                view = None
+            if view is not None and view.state not in TERMINAL and view.state is not State.EXPIRED:
+                out.append(each)
+            elif each.part.part in done or (
+                each.part.part < 0 and view is not None and view.state is State.SUCCEEDED
+            ):
+                await self._redis.hdel(f"ms:harvest-out:{harvest_id}", each.part.part)
+            elif view is not None and view.state is State.FAILED:
+                failures = each.failures + 1
+                lasting = view.error is not None and view.error.status < 500
+                if failures >= TRIES or lasting:
+                    problem = (
+                        view.error
+                        or MidstreamError("internal", f"part {each.part.part} failed").problem()
+                    )
+                again[each.part.part] = msgspec.structs.replace(each, failures=failures)
+            else:
+                again[each.part.part] = each
+        return out, again, problem
+
+    async def _submit(
+        self,
+        harvest: StoredHarvest,
+        record: Mapping[str, Any],
+        state: HarvestState,
+        out: Sequence[Out],
+        again: dict[int, Out],
+    ) -> str:
+        """Submit what there is room for; why a part has to wait, if one has."""
+        there = {each.part.part for each in out}
+        try:
+            model, probes = await self._watched(harvest.model)
+        except MidstreamError as error:
+            # of a probe that watches all traffic and cannot: nothing may pass it
+            return error.detail
+        for part in self._next(
+            harvest,
+            record,
+            state,
+            await self._room(harvest.model) - len(out),
+            there | again.keys(),
+            await self._begun(harvest.id),
+        ):
+            again[part.part] = Out(job="", part=part)
+        for former in again.values():
+            part = (
+                msgspec.structs.replace(former.part, tries=former.part.tries + 1)
+                if former.job
+                else former.part
+            )
+            each = Out(
+                job=job_id_of(harvest.id, part.part, part.tries),
+                part=part,
+                failures=former.failures,
+            )
+            try:
+                job = _job(harvest, each, model, probes)
+                pinned = {name for probe in job.probes for name in probe.content.tensors}
+                await self._ledger.submit(
+                    job, {}, None, pinned, {spec.tag for spec in job.global_captures}
+                )
+            except MidstreamError as error:
+                if error.kind in WAITS:
+                    return error.detail
+                if error.kind != "conflict":
+                    # of another that advanced it at the same time: the job is there
+                    raise
+            once = {"started": repr(now())} if part.part >= 0 else {}
+            if (
+                await self._change(
+                    harvest.id, wanted="run", once=once, part=part.part, out=to_json(each)
+                )
+                != "changed"
+            ):
+                await self._stop(each)  # it was paused or cancelled meanwhile
+                return ""
+        return ""
+
+    async def _watched(self, name: str) -> tuple[ModelInfo, "list_of_probes"]:
+        """The model, and the probes that score all its traffic now."""
+        model, watching = await self._ledger.watched_model(name)
+        if model is None:
+            raise MidstreamError("unavailable", f"the model {name!r} is not served")
+        return model, await Probes(self._ledger).watching(model, watching)
+
+    async def _begun(self, harvest_id: str) -> int:
+        """Parts were begun in order: how many."""
+        return int(await self._redis.scard(f"ms:harvest-begun:{harvest_id}"))
+
+    def _next(
+        self,
+        harvest: StoredHarvest,
+        record: Mapping[str, Any],
+        state: HarvestState,
+        room: int,
+        there: "set[int]",
+        begun: int,
+    ) -> Iterable[HarvestPart]:
+        if state == "planning" and PLANS not in there:
+            yield HarvestPart(harvest=harvest.id, part=PLANS, role="plan")
+        elif state == "sealing" and SEALS not in there:
+            yield HarvestPart(harvest=harvest.id, part=SEALS, role="seal")
+        elif state == "running":
+            units, parts = int(record["units"]), int(record["parts"])
+            size = -(-units // parts)
+            tokens = max(1, harvest.shards.mib * (1 << 20) // harvest.row_bytes)
+            for part in range(begun, min(parts, begun + max(0, room))):
+                count = min(size, units - part * size)
+                yield HarvestPart(
+                    harvest=harvest.id,
+                    part=part,
+                    first=part * size,
+                    count=count,
+                    tokens=tokens * count,
+                )
+
+    async def _room(self, model: str) -> int:
+        workers = sum(worker.model == model for worker in await self._ledger.workers())
+        return PARTS_PER_WORKER * max(1, workers)
+
+    async def _stop(self, out: Out) -> bool:
+        """Have a part's job cancelled; whether it still goes on."""
+        try:
+            view = await self._ledger.request_cancel(out.job)
+        except MidstreamError as error:
+            if error.kind not in ("conflict", "not_found"):
+                raise
+            return False
+        return view.state not in TERMINAL
+
+    async def _show(
+        self, harvest_id: str, record: Mapping[str, Any], state: HarvestState, reason: str
+    ) -> None:
+        if (record["state"], record.get("reason", "")) == (state, reason):
+            return
+        at = now()
+        fields: dict[str, Any] = {"state": state, "reason": reason}
+        if state == "paused" and record["state"] != "paused":
+            fields["paused_at"] = repr(at)
+        elif state != "paused" and record["state"] == "paused":
+            fields["paused_s"] = repr(
+                float(record.get("paused_s", 0)) + at - float(record.get("paused_at", at))
+            )
+        await self._change(harvest_id, wanted=record["wanted"], set=fields)
+
+    async def _end(self, harvest_id: str, state: HarvestState, problem: Problem | None) -> None:
+        """The record stays until its files are deleted, without the lines of the request."""
+        await self._change(
+            harvest_id, finish=state, error=None if problem is None else to_json(problem)
+        )
+
+
+list_of_text = list[str]
+list_of_out = list[Out]
+list_of_probes = list[StoredProbe]
+
+
+def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, probes: "list_of_probes") -> Job:
+    """The job of a part: of one that computes also with what applies to all traffic now."""
+    runs = out.part.role == "run"
+    return Job(
+        id=out.job,
+        kind="harvest",
+        model=harvest.model,
+        prompts=[],
+        sampling=Sampling(max_tokens=1),
+        created=now(),
+        harvest=out.part,
+        tenant=harvest.tenant,
+        key=harvest.key,
+        priority=harvest.priority,
+        metadata={"harvest": harvest.id},
+        probes=probes if runs else [],
+        global_captures=model.global_captures if runs else [],
+        identity=harvest.identity,
+    )
+
+
+def _with_lines(harvest: StoredHarvest, lines: Sequence[Line]) -> StoredHarvest:
+    return msgspec.structs.replace(
+        harvest, source=msgspec.structs.replace(harvest.source, lines=list(lines))
+    )
+
+
+def _texts(record: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Everything but what is packed as text."""
+    return {
+        name.decode(): value if name in (b"spec", b"error") else value.decode()
+        for name, value in record.items()
+    }
+
+
+def _view(record: Mapping[str, Any], jobs: "list_of_text") -> HarvestView:
+    harvest = from_msgpack(record["spec"], StoredHarvest)
+    state, reason = cast(HarvestState, record["state"]), record.get("reason", "")
+    if state == "running" and record.get("trouble"):
+        state, reason = "paused", record["trouble"]
+    if record["wanted"] == "cancel" and state not in OVER:
+        reason = "being cancelled"
+    numbers = {
+        name: int(record.get(name, 0))
+        for name in (
+            "units",
+            "units_done",
+            "documents",
+            "tokens",
+            "rows",
+            "bytes",
+            "shards",
+            "version",
+        )
+    }
+    started, finished = (
+        float(record[name]) if name in record else None for name in ("started", "finished")
+    )
+    end = finished or (
+        float(record["paused_at"])
+        if record["state"] == "paused" and "paused_at" in record
+        else now()
+    )
+    active = (
+        max(1e-9, end - started - float(record.get("paused_s", 0))) if started is not None else 0.0
+    )
+    weight, done = int(record.get("weight", 0)), int(record.get("weight_done", 0))
+    share = 1.0 if state == "succeeded" else done / weight if weight else 0.0
+    return HarvestView(
+        id=harvest.id,
+        model=harvest.model,
+        state=state,
+        created=harvest.created,
+        uri=harvest.uri,
+        started=started,
+        finished=finished,
+        reason=reason,
+        error=from_json(record["error"], Problem) if "error" in record else None,
+        share=share,
+        tokens_s=numbers["tokens"] / active if active else 0.0,
+        left_s=active * (1 - share) / share if share and state not in OVER else None,
+        jobs=sorted(jobs),
+        tenant=harvest.tenant,
+        metadata=harvest.metadata,
+        identity=harvest.identity,
+        **numbers,
+    )

@@ -1,0 +1,282 @@
+"""The reaper: recovers lost messages, jobs of dead workers and overdue receipts.
+
+The queue alone is not at-least-once (kombu pops a message before it records it as unacknowledged),
+so the ledger is checked instead: `ms:live` holds every unfinished job by the time of its next
+check.
+"""
+
+import logging
+import re
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from ....schemas.base.faults import crash_point
+from ....schemas.base.records import now
+from ....schemas.base.settings import Settings
+from ....schemas.base.states import State
+from ...queue.celery_app import UNACKED, lists_of, queue_of
+from ...queue.messages import job_of_task
+from ..core import scripts
+from ..jobs.captures import Captures
+from ..jobs.ledger import Ledger, reachable
+from ..jobs.status import relay_since
+from ..named.source_runs import SourceRuns
+from ..results.views import listing
+from .harvests import Harvests
+from .usage_reconciliation import UsageReconciliation
+
+log = logging.getLogger(__name__)
+
+#: Jobs checked in one sweep; the rest are due in the next one.
+SWEEP_LIMIT = 5000
+#: Messages read from a list per query.
+MESSAGES_CHUNK = 500
+#: Old entries checked in one sweep: in the list of all jobs, and in all tenants' lists together;
+#: minimum per tenant's list.
+PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
+#: A queued job that has its message is checked again after `QUEUED_LOOK_S` plus this many seconds
+#: per message that was read to find it, so that a long queue is not read all the time.
+SECONDS_PER_MESSAGE = 1e-3
+#: Seconds between two recounts of usage; and until the next one if a recount could not be
+#: completed.
+RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
+
+#: The task id in a message's headers; `\\` because a message may be quoted inside another JSON
+#: document.
+_TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
+#: Used instead of a number of attempts: no message, and a message that starts whichever attempt is
+#: next.
+NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
+
+
+class Queued(NamedTuple):
+    """A queued job whose message is to be looked for."""
+
+    job_id: str
+    attempt: int  # attempts made
+
+
+@dataclass
+class ReaperReport:
+    """Job ids by what one sweep did to them."""
+
+    # queued, but their message was lost: sent again
+    resent: list[str] = field(default_factory=list)
+    requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
+    failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
+    # generated, but receipts were missing at the deadline
+    timed_out: list[str] = field(default_factory=list)
+    # never begun, and `expires_in` had passed: aborted
+    late: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)  # being cancelled when their worker died
+    picked: list[str] = field(default_factory=list)  # waited, and there was room for their message
+    # their captures were older than `capture_ttl_s`
+    deleted: list[str] = field(default_factory=list)
+    # listing entries whose job's record has expired, and names of runs deleted as long ago
+    pruned: int = 0
+    corrected: list[str] = field(default_factory=list)  # usage counters of tenants that were wrong
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) for each in fields(self))
+
+
+class Reaper:
+    """Runs on the ledger's event loop.
+
+    Several may run concurrently: every step is a compare-and-set; duplicate messages are harmless.
+    """
+
+    def __init__(self, ledger: Ledger, settings: Settings) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._redis = ledger.redis
+        self._scripts = scripts.Scripts(ledger.redis)
+        self._recount_at = 0.0
+        self._captures = Captures(ledger)
+        self._runs = SourceRuns(ledger)
+        self._harvests = Harvests(ledger)
+
+    @reachable
+    async def sweep(self, at: float | None = None) -> ReaperReport:
+        """Check every job that is due at `at` (seconds since the epoch; default: now).
+
+        Raises MidstreamError("unavailable") if Redis is unreachable: the rest is still due in the
+        next sweep.
+        """
+        at = now() if at is None else at
+        report = ReaperReport()
+        queued: dict[str, list[Queued]] = defaultdict(list)  # by model
+        due: list[bytes] = await self._redis.zrangebyscore(
+            "ms:live", "-inf", at, start=0, num=SWEEP_LIMIT
+        )
+        up_since = await self._up_since() if due else 0.0
+        waits = {
+            "capture_timeout": self._settings.capture_timeout_s,
+            "lease_s": self._settings.lease_s,
+            "up_since": up_since,
+            "relay_since": await relay_since(self._ledger, at) if due else 0.0,
+        }
+        for raw in due:
+            job_id = raw.decode()
+            reply = await self._scripts.sweep(
+                args=scripts.pack(self._settings, at, id=job_id, **waits)
+            )
+            found, *record = scripts.text(reply)
+            if found in ("gone", "held"):
+                continue
+            model, attempt = record
+            if found == "queued":
+                queued[model].append(Queued(job_id, int(attempt)))
+            else:
+                getattr(report, found).append(job_id)
+                log.warning("job %s, attempt %s: %s", job_id, attempt, found)
+            if found == "requeued":
+                crash_point("sweeper.requeued")
+        for model, jobs in queued.items():
+            report.resent += await self._resend_lost(model, jobs, at)
+        report.picked = scripts.text(
+            await self._scripts.top_up(args=scripts.pack(self._settings, at))
+        )
+        await self._harvests.advance_all()
+        report.corrected = await self._recount(at)
+        report.pruned = await self._prune(at) + await self._runs.prune(at)
+        try:
+            report.deleted = await self._captures.sweep(at)
+        except OSError as error:  # jobs do not depend on it
+            log.error("cannot delete captures from %s: %s", self._captures.store.uri, error)
+        return report
+
+    @reachable
+    async def release_boots(self, worker: str, boot: str) -> list[str]:
+        """Requeue immediately what earlier starts of `worker` held; `boot` is its current start.
+
+        Returns the requeued ids.
+        """
+        told = scripts.text(
+            await self._scripts.release_boots(
+                args=scripts.pack(self._settings, worker=worker, boot=boot)
+            )
+        )
+        return [
+            job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"
+        ]
+
+    async def _up_since(self) -> float:
+        """When Redis started, in seconds since the epoch: while it was down, live workers could not
+        renew their leases.
+        """
+        server = await self._redis.info("server")
+        return float(now() - server["uptime_in_seconds"])
+
+    async def _recount(self, at: float) -> list[str]:
+        """Reconcile usage from time to time, and forget dead workers; log differences."""
+        if at < self._recount_at:
+            return []
+        self._recount_at = at + RECOUNT_AGAIN_S
+        await self._scripts.forget_workers(args=scripts.pack(self._settings, at))
+        recount = UsageReconciliation(self._scripts, self._settings, at)
+        while (differed := await recount.step()) is None:
+            pass
+        self._recount_at = at + RECOUNT_S
+        if differed:
+            log.warning("usage counters corrected: %s", "; ".join(differed))
+        return differed
+
+    async def _resend_lost(self, model: str, jobs: list[Queued], at: float) -> list[str]:
+        """Send a message again for each of `jobs` that has none; returns their ids."""
+        waiting, read = await self._messages(queue_of(model))
+        resent = []
+        for job_id, attempt in jobs:
+            there = waiting.get(job_id, NOWHERE) >= attempt
+            later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
+            if await self._scripts.look_again(
+                args=scripts.pack(
+                    self._settings, at, id=job_id, attempt=attempt, there=there, later=later
+                )
+            ):
+                log.warning("job %s had no message in the queue: a new one was sent", job_id)
+                resent.append(job_id)
+        return resent
+
+    async def _messages(self, queue: str) -> tuple[dict[str, int], int]:
+        """Job id → number of attempts made when its latest message was sent; and the number of
+        messages read.
+
+        Covers the messages that wait in `queue`, which may start any attempt (so they count as new
+        ones), and those delivered from any queue, where the message of an ended attempt may remain
+        while its worker finishes.
+        """
+        found: dict[str, int] = {}
+        read = 0
+        # Waiting first: a message delivered in between is found among the delivered ones instead of
+        # being missed.
+        for name in lists_of(queue):
+            start = 0
+            while True:
+                # From the publishers' end: a message added meanwhile makes us read another twice,
+                # but none is skipped.
+                chunk: list[bytes] = await self._redis.lrange(
+                    name, start, start + MESSAGES_CHUNK - 1
+                )
+                found.update((_job_of(message)[0], ANY_ATTEMPT) for message in chunk)
+                read += len(chunk)
+                start += MESSAGES_CHUNK
+                if len(chunk) < MESSAGES_CHUNK:
+                    break
+        delivered: list[bytes] = await self._redis.hvals(UNACKED)
+        for job_id, attempts in map(_job_of, delivered):
+            found[job_id] = max(attempts, found.get(job_id, NOWHERE))
+        return found, read + len(delivered)
+
+    async def _prune(self, at: float) -> int:
+        """Drop the oldest listing entries whose records have expired; returns the number dropped
+        from the list of all jobs.
+        """
+        before = at - self._settings.result_ttl_s
+        owners: set[bytes] = await self._redis.smembers("ms:owners")
+        share = max(PRUNE_LEAST, PRUNE_LIMIT // max(1, len(owners)))
+        own = dict.fromkeys([listing("jobs", owner.decode()) for owner in owners], share)
+        old = await self._oldest({"ms:jobs": PRUNE_LIMIT} | own, before)
+        # Most tenants have no old entries: their unused share goes to tenants with more.
+        if long := [name for name in own if len(old[name]) == share < PRUNE_LIMIT]:
+            old |= await self._oldest(
+                dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before
+            )
+        ids = sorted({job_id for found in old.values() for job_id in found})
+        if not ids:
+            return 0
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in ids:
+                pipe.exists(f"ms:job:{job_id.decode()}")
+            gone = {
+                job_id for job_id, there in zip(ids, await pipe.execute(), strict=True) if not there
+            }
+        pruned = 0
+        for name, found in old.items():
+            if dropped := gone.intersection(found):
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for listed in (
+                        name,
+                        *(name.replace("ms:jobs", f"ms:jobs-in:{state}", 1) for state in State),
+                    ):
+                        pipe.zrem(listed, *dropped)
+                    count, *_ = await pipe.execute()
+                pruned += count if name == "ms:jobs" else 0
+        return pruned
+
+    async def _oldest(self, limits: dict[str, int], before: float) -> dict[str, list[bytes]]:
+        """For each listing, up to its limit of jobs older than `before`, oldest first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name, limit in limits.items():
+                pipe.zrangebyscore(name, "-inf", before, start=0, num=limit)
+            return dict(zip(limits, await pipe.execute(), strict=True))
+
+
+def _job_of(message: bytes) -> tuple[str, int]:
+    """(job id, attempts made when it was sent) of a Celery message, from its task id; an empty id
+    for foreign messages.
+    """
+    match = _TASK_ID.search(message)
+    return ("", NOWHERE) if match is None else job_of_task(match[1].decode())

@@ -1,0 +1,115 @@
+"""Values of sweep cells: from the log-probabilities that ranks report to the requested metric."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ....schemas.jobs.sweep_units import Node
+from ....schemas.jobs.sweeps import Metric, StoredPair
+
+#: Two prompts whose metric differs by less than this, in nats, are useless for a recovered share; …
+LEAST_DIFFERENCE = 0.1
+#: … so are those whose difference is less than this many times the effect of a no-op patch.
+LEAST_OVER_NOISE = 10.0
+
+
+class Grades(NamedTuple):
+    """Reported values of one unit, in nats."""
+
+    # of the answer: the sum over its tokens, each given those before; None: there is no answer
+    logprob: float | None
+    foil_logprob: float | None
+    kl: float | None = None  # D(P_clean ‖ P) over the token after the prompt; None: not requested
+
+
+def grades(
+    pair: StoredPair,
+    nodes: Sequence[Node],
+    graded: Sequence[Sequence[float]],
+    compared: bool = False,
+) -> Grades:
+    """`graded`: for each node, the log-probability of each of its token ids, in nats; with
+    `compared`, the first node's divergence after them. Raises ValueError for values of another
+    shape, or not finite.
+    """
+    for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
+        expected = len(node.token_ids) + (compared and number == 0)
+        if len(values) != expected:
+            raise ValueError(
+                f"values for the next token: {len(values)} returned, {expected} requested"
+            )
+        if not all(map(math.isfinite, values)):
+            raise ValueError(
+                f"the values returned for the next token are not finite: {list(values)}"
+            )
+    known = {
+        (node.prefix, token): value
+        for node, values in zip(nodes, graded, strict=True)
+        for token, value in zip(node.token_ids, values, strict=False)
+    }
+
+    def logprob(continuation: list[int]) -> float | None:
+        if not continuation:
+            return None
+        return math.fsum(
+            known[tuple(continuation[:place]), token] for place, token in enumerate(continuation)
+        )
+
+    return Grades(logprob(pair.answer), logprob(pair.foil), graded[0][-1] if compared else None)
+
+
+def in_nats(metric: Metric, told: Grades) -> float:
+    """The metric; under `recovered`, what it is a share of: the difference to the foil, or without
+    one the answer's log-probability.
+
+    Raises ValueError if that was not requested.
+    """
+    value = told.kl if metric == "kl" else told.logprob
+    if metric == "logit_diff" or (metric == "recovered" and told.foil_logprob is not None):
+        value = (
+            None
+            if told.logprob is None or told.foil_logprob is None
+            else told.logprob - told.foil_logprob
+        )
+    if value is None:
+        raise ValueError(f"{metric} needs values that were not requested")
+    return value
+
+
+def recovered(value: float, base: float, source: float) -> float:
+    """The share of the difference between the patched prompt and the other one that a patch
+    recovers; all in nats.
+    """
+    return (value - base) / (source - base) + 0.0  # no share is 0, not −0
+
+
+def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> float | None:
+    """The largest effect of a no-op patch, in the metric's units.
+
+    `values`: of such patches; None without any.
+
+    `base`: of the prompt without one, as `Baseline.value`; a share of 0 is no change.
+    """
+    if not values or base is None:
+        return None
+    unchanged = 0.0 if metric == "recovered" else base
+    return max(abs(value - unchanged) for value in values)
+
+
+def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
+    """Why the recovered share is undefined; empty if it is defined. `noise`: of no-op patches.
+
+    All in nats.
+    """
+    floor = max((abs(value - base) for value in noise), default=0.0)
+    needed = max(LEAST_DIFFERENCE, LEAST_OVER_NOISE * floor)
+    difference = abs(source - base)
+    if difference >= needed:
+        return ""
+    return (
+        f"the two prompts differ too little for `recovered`: {base:.4f} nats for the "
+        f"patched prompt and {source:.4f} for the other, a "
+        f"difference of {difference:.4f}; at least {needed:.4f} are needed (a no-op "
+        f"patch changes the value by {floor:.4f}); use prompts "
+        "that differ in the answer, or another metric"
+    )

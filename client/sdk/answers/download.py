@@ -1,0 +1,170 @@
+"""Capture files of a job: found on this machine, or downloaded over HTTP."""
+
+import atexit
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+from zlib_ng import zlib_ng
+
+from ....schemas.base.errors import MidstreamError
+from ....schemas.jobs.captures import path_fault
+from ....storage.store import open_store
+from ...captures.blobs import Place
+from ...captures.reader import CaptureReader
+from ..wire import Manifest, ManifestFile
+
+#: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor
+#: has a file of its own.
+FILE_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors"
+)
+
+#: Seconds without a byte after which a link counts as not working.
+LINK_S = 20.0
+#: Status of a capture that is not all there → the kind of error that says so. (`partial` is whole
+#: but for what its detail names.)
+_REFUSED = {"pending": "conflict", "error": "capture_failed", "timed_out": "receipts_timed_out"}
+
+
+def check(manifest: Manifest, job_id: str, partial: bool) -> None:
+    """Raises MidstreamError when the job has no files, or not all that it should have and `partial`
+    is not wanted; saying why.
+    """
+    because = f" ({manifest.detail})" if manifest.detail else ""
+    if not manifest.files:
+        raise MidstreamError(
+            "not_found", f"job {job_id} has no capture files: status {manifest.status}{because}"
+        )
+    if not partial and (kind := _REFUSED.get(manifest.status)):
+        detail = f"the capture of job {job_id} is incomplete: status {manifest.status}{because}"
+        raise MidstreamError(kind, detail, allowed="partial=True reads the available rows")
+
+
+def in_place(manifest: Manifest, job_id: str) -> list[Place]:
+    """The blobs under the server's capture root if they are on this machine, whole; else
+    nothing.
+    """
+    if (
+        manifest.root is None or "://" in manifest.root
+    ):  # a bucket: the server gives links, or the bytes
+        return []
+    if any(path_fault(file.path, job_id) for file in manifest.files):
+        return []  # downloading raises the server's error
+    try:
+        store = open_store(manifest.root)
+        # Another account's folder may be closed to this one: its files are fetched.
+        sizes = {key: store.stat(key) for key in {file.path for file in manifest.files}}
+    except (OSError, ValueError):
+        return []
+    here = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
+    return (
+        [Place(store, file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
+        if here
+        else []
+    )
+
+
+def reader(
+    manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool
+) -> CaptureReader:
+    """Of `files`, which are all that the manifest names, here or in place."""
+    return CaptureReader.of_job(
+        files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial
+    )
+
+
+def target_folder(folder: Path | str | None) -> Path:
+    """`folder`, made if it is not there; or a temporary one, removed when the program ends."""
+    if folder is None:
+        target = Path(tempfile.mkdtemp(prefix="midstream-capture-"))
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
+        return target
+    target = Path(folder).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def from_link(folder: Path, job_id: str, file: ManifestFile) -> Path | None:
+    """A file downloaded from the store itself, and checked; None where that fails: the API has it
+    too, or says what is wrong.
+
+    The API key is not sent.
+    """
+    if file.link is None:
+        return None
+    try:
+        with httpx.stream("GET", file.link, timeout=LINK_S) as response:
+            return (
+                save(folder, job_id, file, response.iter_bytes())
+                if response.status_code == 200
+                else None
+            )
+    except (httpx.HTTPError, httpx.InvalidURL, MidstreamError):
+        return None
+
+
+def downloaded(folder: Path, request: int) -> list[Path]:
+    """The capture files of one request in a folder of downloads."""
+    named = ((path, FILE_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir()))
+    return [path for path, match in named if match and int(match["request"]) == request]
+
+
+class Saved:
+    """Writes a downloaded file, chunk by chunk, and a manifest for `verify`; nothing stays of one
+    that is not as promised.
+
+    Only names of capture files are accepted, so a server cannot write outside `folder`. Raises
+    MidstreamError for others, and when it is left with another size or CRC32 than the server named.
+    """
+
+    def __init__(self, folder: Path, job_id: str, file: ManifestFile):
+        if not FILE_NAME.fullmatch(file.name):
+            raise MidstreamError(
+                "capture_failed",
+                f"the server names a file {file.name!r}, which is not a capture file's name",
+            )
+        self.path = folder / file.name
+        self._partial = self.path.with_name(f".{file.name}.part")
+        self._job, self._file = job_id, file
+        self._size = self._crc = 0
+
+    def __enter__(self) -> "Saved":
+        self._handle = self._partial.open("wb")
+        return self
+
+    def write(self, chunk: bytes) -> None:
+        self._handle.write(chunk)
+        self._size, self._crc = self._size + len(chunk), zlib_ng.crc32(chunk, self._crc)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._handle.close()
+        file, found = self._file, (self._size, self._crc)
+        if kind is not None or found != (file.bytes, file.crc32):
+            self._partial.unlink()
+        if kind is not None:
+            return
+        if found != (file.bytes, file.crc32):
+            arrived, wanted = (
+                f"{size} bytes with CRC32 {crc:08x}"
+                for size, crc in (found, (file.bytes, file.crc32))
+            )
+            raise MidstreamError(
+                "capture_damaged",
+                f"{file.name} of job {self._job} arrived as {arrived}, not {wanted}",
+            )
+        described = {"job": self._job, "file": file.name, "bytes": self._size, "crc32": self._crc}
+        self.path.with_suffix(".json").write_text(json.dumps(described))
+        self._partial.rename(self.path)
+
+
+def save(folder: Path, job_id: str, file: ManifestFile, chunks: Iterable[bytes]) -> Path:
+    """Write a whole download; raises as `Saved`."""
+    with Saved(folder, job_id, file) as saved:
+        for chunk in chunks:
+            saved.write(chunk)
+    return saved.path

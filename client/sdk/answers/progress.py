@@ -1,0 +1,116 @@
+"""Shows how far a sweep or a job is: a tqdm bar on a terminal or in a notebook, nothing
+elsewhere.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ....schemas.jobs.harvests import HarvestView
+from ....schemas.jobs.jobs import Event
+from ....schemas.jobs.sweeps import SweepCell, SweepStart, SweepSummary
+from ...notebook import in_notebook
+
+#: An event that only sweeps have.
+SweepEvent = SweepStart | SweepCell | SweepSummary
+Progress = Callable[[SweepEvent], None]
+
+#: A job that is over sooner shows no bar.
+DELAY_S = 1.0
+
+
+@contextmanager
+def bar(title: str = "sweep") -> Iterator[Progress | None]:
+    """A bar to call with a sweep's events; None, and nothing is drawn, outside of terminals
+    (standard error) and notebooks.
+    """
+    with _drawn(desc=title, unit="cell") as drawn:
+        yield None if drawn is None else _Cells(drawn)
+
+
+@contextmanager
+def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
+    """A bar to call with a job's events: counts finished prompts, and appears after `DELAY_S`.
+
+    None as for `bar`.
+    """
+    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+        yield None if drawn is None else _Prompts(drawn)
+
+
+@contextmanager
+def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
+    """A bar to call with each prompt of a dataset.
+
+    `total`: None where it is not known. None as for `bar`.
+    """
+    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+        yield None if drawn is None else lambda: drawn.update(1)
+
+
+@contextmanager
+def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
+    """A bar to call with looks at a harvest: the share of the source, tokens/s and time left.
+
+    None as for `bar`.
+    """
+    with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
+
+        def show(view: HarvestView) -> None:
+            drawn.n = view.share
+            drawn.set_description_str(
+                view.state + (f" ({view.reason})" if view.reason else ""), refresh=False
+            )
+            left = "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
+            drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{left}")
+
+        yield None if drawn is None else show
+
+
+@contextmanager
+def _drawn(**options: Any) -> Iterator[Any]:
+    if not (sys.stderr.isatty() or in_notebook()):
+        yield None
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a notebook without ipywidgets: the bar is text there
+        from tqdm.auto import tqdm
+    with tqdm(leave=in_notebook(), **options) as drawn:
+        yield drawn
+
+
+class _Prompts:
+    """Counts each prompt once, also when another worker runs the job again."""
+
+    def __init__(self, drawn: Any):
+        self._drawn = drawn
+        self._seen: set[int] = set()
+
+    def __call__(self, event: Event) -> None:
+        if event.event == "output" and event.data["index"] not in self._seen:
+            self._seen.add(event.data["index"])
+            self._drawn.update(1)
+
+
+class _Cells:
+    """Counts each cell once, also when a sweep goes on after its worker died."""
+
+    def __init__(self, drawn: Any):
+        self._drawn = drawn
+        self._seen: set[tuple[int, str, int, int]] = set()
+
+    def __call__(self, event: SweepEvent) -> None:
+        before = len(self._seen)
+        if isinstance(event, SweepStart):
+            self._seen |= {
+                (each.pair, each.hook, layer, each.column)
+                for each in event.skipped
+                for layer in each.layers
+            }
+            self._drawn.total = event.total
+            self._drawn.refresh()
+        elif isinstance(event, SweepCell):
+            self._seen.add((event.pair, event.hook, event.layer, event.column))
+        self._drawn.update(len(self._seen) - before)

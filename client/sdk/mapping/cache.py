@@ -1,0 +1,150 @@
+"""The cache of `map` on disk: results by content in one SQLite file, and folders of captured rows
+beside it.
+
+Every name in it is a digest that the client computed; nothing that a server says becomes a path.
+"""
+
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import from_json, to_json
+from ....schemas.jobs.jobs import JobResult
+
+#: Of the file's tables (SQLite's `user_version`).
+_VERSION = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+#: Keys in one query.
+_QUERY = 500
+#: What a killed process left of a download is removed after so many seconds.
+_STALE_S = 24 * 3600.0
+
+
+class MapCache:
+    """In `folder`, which is made if it is not there. Processes may share it.
+
+    A result is in it whole or not at all, whenever the process is killed: a job's results are one
+    transaction, and its rows are a folder that is renamed into place before. Raises MidstreamError
+    for a folder that is something else.
+    """
+
+    def __init__(self, folder: Path | str):
+        self._folder = Path(folder).expanduser()
+        self._rows = self._folder / "captures"
+        try:
+            self._rows.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._readable():
+                self._db = sqlite3.connect(
+                    self._folder / "results.sqlite", timeout=60.0, check_same_thread=False
+                )
+                with self._db:
+                    self._db.execute("BEGIN IMMEDIATE")
+                    (version,) = self._db.execute("PRAGMA user_version").fetchone()
+                    if version not in (0, _VERSION):
+                        raise invalid(
+                            "cache",
+                            f"{self._folder} has format {version}",
+                            allowed=f"format {_VERSION}, or another folder",
+                        )
+                    self._db.execute(
+                        "CREATE TABLE IF NOT EXISTS results (key TEXT PRIMARY KEY, value BLOB NOT "
+                        "NULL, rows TEXT NOT NULL)"
+                    )
+                    self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        except OSError as error:
+            raise invalid(
+                "cache",
+                f"{self._folder} cannot be used: {error}",
+                allowed="a folder that can be written",
+            ) from error
+        self._remove_stale()
+
+    def close(self) -> None:
+        self._db.close()
+
+    def load(self, keys: Sequence[str], rows: bool) -> dict[str, tuple[JobResult, Path | None]]:
+        """Of the keys that are in it: the result, and the folder of its captured rows.
+
+        `rows`: only those that have one.
+        """
+        found: dict[str, tuple[JobResult, Path | None]] = {}
+        for start in range(0, len(keys), _QUERY):
+            part = keys[start : start + _QUERY]
+            asked = (
+                f"SELECT key, value, rows FROM results WHERE key IN ({','.join('?' * len(part))})"
+            )
+            with self._readable():
+                answers = self._db.execute(asked, part).fetchall()
+            for key, value, name in answers:
+                folder = (
+                    self._rows / name
+                    if _DIGEST.fullmatch(name) and (self._rows / name).is_dir()
+                    else None
+                )
+                try:
+                    if folder is not None or not rows:
+                        found[key] = from_json(value, JobResult), folder
+                except (msgspec.ValidationError, msgspec.DecodeError):
+                    continue  # of another version: computed again
+        return found
+
+    def store(self, results: Mapping[str, JobResult], rows: Path | None) -> None:
+        """The results of one job, by key. `rows`: what `keep` returned."""
+        name = rows.name if rows else ""
+        with self._readable(), self._db:
+            self._db.executemany(
+                "INSERT OR REPLACE INTO results VALUES (?, ?, ?)",
+                [(key, to_json(result), name) for key, result in results.items()],
+            )
+
+    @contextmanager
+    def downloads(self) -> Iterator[Path]:
+        """A folder for files on their way; what is not kept of it is removed."""
+        folder = Path(tempfile.mkdtemp(prefix=".part-", dir=self._rows))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def keep(self, folder: Path, digest: str) -> Path:
+        """Give the folder of downloads its name: the digest of what was asked.
+
+        What has that name already is the same, and stays.
+        """
+        target = self._rows / digest
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{digest!r} is not a digest")
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        return target
+
+    def _remove_stale(self) -> None:
+        for folder in self._rows.glob(".part-*"):
+            try:
+                if time.time() - folder.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            except OSError:
+                continue  # another process removed it
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise invalid(
+                "cache",
+                f"{self._folder / 'results.sqlite'}: {error}",
+                allowed="a folder that `map` made, or a new one",
+            ) from error

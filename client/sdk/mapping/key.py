@@ -1,0 +1,149 @@
+"""What decides a result of `map`: the request, the model, and the content that names in the request
+stand for.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ....schemas.access.handling import Handling
+from ....schemas.artifacts.probes import Probe, ProbeUse
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.version import __version__
+from ....schemas.jobs.jobs import JobRequest, JobView
+from ....schemas.jobs.openai import ChatRequest
+
+#: Fields of a request that do not decide a result.
+_ASIDE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages"}
+
+#: Kind and name of something that requests name.
+Named = tuple[str, str]
+#: What names things: both kinds have the same fields for it.
+Request = JobRequest | ChatRequest
+
+
+def named(request: Request) -> Iterator[Named]:
+    """What the request names: modules, autoencoders, source runs, tuned lenses, probes and an
+    adapter.
+    """
+    for entry in request.steering:
+        yield from (("module", entry.module),) if entry.module else ()
+        yield from (("sae", entry.sae),) if entry.sae else ()
+    for patch in request.patch:
+        yield from (("run", patch.source.run),) if patch.source.run else ()
+        yield from (("module", patch.source.module),) if patch.source.module else ()
+    for feature in request.features:
+        yield "sae", feature.sae
+    for probe in request.probes:
+        yield "probe", probe.probe if isinstance(probe, ProbeUse) else probe
+        if isinstance(probe, ProbeUse) and probe.module:
+            yield "module", probe.module
+    if request.lens is not None and request.lens.tuned:
+        yield "tuned", request.lens.tuned
+    if request.lora:
+        yield "lora", request.lora
+
+
+def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]:
+    """What applies to every request to the model: its extensions, and the probes that watch all
+    traffic.
+    """
+    found = {(each["kind"], each["name"]): each["digest"] for each in card.get("extensions", [])}
+    return found | {
+        ("watching", probe.name): f"{probe.digest} {probe.watch}"
+        for probe in probes
+        if probe.watch is not None
+    }
+
+
+def identity(card: dict[str, Any]) -> str:
+    """The identity of the model.
+
+    Raises MidstreamError("version_mismatch") where the service reports none: results could be
+    anyone's.
+    """
+    found = card.get("identity")
+    if not found:
+        raise MidstreamError(
+            "version_mismatch",
+            (
+                f"the service reports no identity of model {card.get('id')!r}: upgrade it, "
+                "workers first"
+            ),
+        )
+    return str(found)
+
+
+def used(view: JobView) -> dict[Named, str]:
+    """What names stood for when the job was accepted, and what else applied to it."""
+    found = {("module", name): digest for name, digest in view.modules.items()} | {
+        ("run", name): job for name, job in view.runs.items()
+    }
+    for place, digest in view.contents.items():
+        kind, _, name = place.partition("/")
+        found[kind, name] = digest
+    return found
+
+
+def check(view: JobView, identity: str, names: dict[Named, str], steering: int) -> None:
+    """Raises MidstreamError `conflict` where the job was computed by another model than `identity`,
+    with other contents than `names`, or under another version of global steering. What the job does
+    not report is not equal.
+    """
+    found = used(view)
+    if view.identity != identity:
+        raise MidstreamError(
+            "conflict", f"the model {view.model!r} was changed while its prompts were computed"
+        )
+    for kind, name in sorted(names.keys() | found.keys()):
+        if found.get((kind, name)) != names.get((kind, name)):
+            raise MidstreamError(
+                "conflict",
+                (
+                    f"{kind} {name!r} was changed while its prompts were computed, or the job does "
+                    "not report it"
+                ),
+            )
+    if view.global_version != steering:
+        raise MidstreamError("conflict", "global steering was changed while prompts were computed")
+
+
+def base(request: JobRequest, identity: str, names: dict[Named, str], steering: str) -> bytes:
+    """Digest of everything but the prompt.
+
+    `identity`: of the model. `steering`: digest of global steering.
+    """
+    fields = {
+        name: getattr(request, name) for name in request.__struct_fields__ if name not in _ASIDE
+    }
+    model, contents = (
+        [request.model, identity],
+        sorted([*name, digest] for name, digest in names.items()),
+    )
+    content = {"request": fields, "model": model, "names": contents, "global": steering}
+    return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).digest()
+
+
+def of_prompt(base: bytes, prompt: bytes) -> str:
+    """The key of a result. `prompt`: as JSON."""
+    return hashlib.sha256(base + prompt).hexdigest()
+
+
+def of_job(base: bytes, keys: Sequence[str], attempt: int = 0) -> str:
+    """Of a job over the prompts with these keys."""
+    return hashlib.sha256(
+        base + "\n".join([*keys, f"{attempt} {__version__}"]).encode()
+    ).hexdigest()
+
+
+def checked_request(request: JobRequest) -> JobRequest:
+    """Raises MidstreamError for what several jobs cannot have."""
+    if request.capture is not None and request.capture.run:
+        raise invalid(
+            "capture.run",
+            "a source run holds the rows of one job",
+            allowed="run() with all prompts of the source run",
+        )
+    return request

@@ -1,0 +1,595 @@
+"""`map`: a request over any number of prompts, as jobs of many prompts each, with retries and a
+cache that survives kills.
+"""
+
+import itertools
+import re
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sized
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.limits import MAX_PROMPTS
+from ....schemas.base.records import to_json
+from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
+from ....schemas.requests.steering import GlobalView
+from ... import notebook
+from ...captures.reader import CaptureReader
+from .. import jobs, wire
+from ..answers import download
+from ..answers.progress import mapped_bar
+from ..calls import call, stream
+from ..captures import CaptureCalls
+from ..loras import LoraCalls
+from ..probes import ProbeCalls
+from ..saes import SaeCalls
+from ..source_runs import RunCalls
+from ..steering import SteeringCalls
+from ..tuned_lenses import TunedLensCalls
+from . import key as map_key
+from .cache import MapCache
+
+#: Bytes of the prompts of one job, as JSON; a longer prompt is a job of its own. Far below the
+#: server's `max_body_mib`, and few enough token ids for `MAX_JSON_VALUES`.
+JOB_BYTES = 1 << 20
+#: Ways in which a job fails that another worker, or another time, may not repeat.
+AGAIN = frozenset(
+    {
+        "worker_lost",
+        "engine_failed",
+        "not_started_in_time",
+        "receipts_timed_out",
+        "not_found",
+        "gone",
+        "conflict",
+    }
+)
+#: Seconds of one look at the oldest job while others run.
+LOOK_S = 1.0
+#: The longest pause before a refused request is repeated.
+MAX_PAUSE_S = 60.0
+_OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The result of one prompt."""
+
+    index: int  # in the input
+    prompt: Any  # as it was given
+    result: JobResult  # of this prompt alone; its id is that of the job that computed it
+    request: int  # number of the prompt in that job
+    cached: bool  # it was there before
+    rows: Path | None = None  # folder of its captured rows in the cache
+    tag: str | None = field(default=None, repr=False)
+
+    @property
+    def output(self) -> Output:
+        return self.result.outputs[0]
+
+    @property
+    def text(self) -> str:
+        return self.output.text
+
+    @property
+    def reader(self) -> CaptureReader:
+        """Its captured rows: from the cache (`keep_captures`), or those that the consumer `memory`
+        returned; request `self.request`.
+
+        Raises MidstreamError where they are only on the server: `client.capture(item.result.id)`
+        reads them there.
+        """
+        if self.rows is not None:
+            return CaptureReader(download.downloaded(self.rows, self.request), tag=self.tag)
+        return wire.returned_rows(self.result.capture_results)
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("mapped_html", self))
+
+    def array(self, layer: int, hook: str | None = None) -> np.ndarray:
+        """`[positions, hidden]` float32, as `CaptureReader.array` of its `reader`."""
+        with self.reader as reader:
+            return reader.array(layer, hook, request=self.request)
+
+
+@dataclass
+class _Entry:
+    index: int
+    prompt: Any
+    plain: Any  # as JSON has it
+    size: int  # bytes of that
+    key: str
+    item: Mapped | None = None
+
+
+@dataclass
+class _Chunk:
+    """The prompts of one job."""
+
+    entries: list[_Entry]
+    attempt: int = 0
+    failures: int = 0
+    job: str = ""
+    token: str = field(default_factory=wire.idempotency_key)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is the same for all jobs."""
+
+    request: JobRequest  # without prompts
+    base: bytes
+    identity: str  # of the model
+    names: dict[map_key.Named, str]
+    steering: int  # version of global steering
+
+
+class MapCalls(
+    CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls, ProbeCalls, RunCalls
+):
+    @stream
+    async def map(
+        self,
+        /,
+        prompts: Iterable[Any],
+        *,
+        cache: Path | str | None = None,
+        ordered: bool = True,
+        job_prompts: int = 256,
+        in_flight: int = 4,
+        keep_captures: bool = False,
+        attempts: int = 3,
+        patience: float = 600.0,
+        progress: bool = True,
+        **fields: Any,
+    ) -> AsyncIterator[Mapped]:
+        """The result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts
+        with `in_flight` of them at a time.
+
+        `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as
+        needed. `fields`: as of `submit`, the same for all. Results come in the order of the input,
+        or with `ordered=False` as they are complete.
+
+        `cache`: a folder in which results are kept, by the SHA-256 of model, prompt and request. A
+        second call computes what is missing; so does one after the first was killed, which also
+        finds the jobs that were running. The key covers: the name and the identity of the model;
+        the prompt; every field of the request but handling (`priority`, `expires_in`, `callback_…`)
+        and `metadata`; the content of what it names (modules, adapters, autoencoders, tuned lenses,
+        probes, source runs); extensions; global steering, and the probes that watch all traffic.
+        Every job must report the same, with or without a cache: otherwise `conflict` is raised. The
+        versions of Midstream and vLLM are not covered. Equal prompts share one result.
+        `keep_captures`: download the captured rows into the cache; without it, they stay on the
+        server.
+
+        A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to
+        `patience` seconds without any progress; a job that fails for no fault of its own is
+        submitted up to `attempts` times. Other errors are raised with the index of the prompt where
+        the server names one; what was complete before is in the cache. If it is left early, jobs
+        that run are cancelled, except with a `cache`, where the next call finds them.
+        """
+        if isinstance(prompts, str | bytes | Mapping):
+            raise invalid(
+                "prompts",
+                f"is a {type(prompts).__name__}",
+                allowed="an iterable of prompts, such as a list of texts",
+            )
+        for name, value, most in (
+            ("job_prompts", job_prompts, MAX_PROMPTS),
+            ("in_flight", in_flight, 64),
+            ("attempts", attempts, 100),
+        ):
+            if not 1 <= value <= most:
+                raise invalid(name, f"is {value}", allowed=f"1 to {most}")
+        if keep_captures and (cache is None or not fields.get("capture")):
+            raise invalid(
+                "keep_captures", "needs a cache and a capture", allowed="cache=…, capture=…"
+            )
+        if "model" not in fields:
+            fields["model"] = wire.only_model(await self.models())
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        store = await self._io.work(MapCache, cache) if cache is not None else None
+        try:
+            plan = await self._plan(fields)
+            mapping = _Mapping(
+                self,
+                plan,
+                iter(prompts),
+                store,
+                ordered,
+                job_prompts,
+                in_flight,
+                keep_captures,
+                attempts,
+                patience,
+            )
+            with mapped_bar(total) if progress else nullcontext() as show:
+                async with aclosing(mapping.items()) as items:
+                    async for item in items:
+                        if show is not None:
+                            show()
+                        yield item
+        finally:
+            if store is not None:
+                store.close()
+
+    async def _plan(self, fields: dict[str, Any]) -> _Plan:
+        for name in ("prompts", "prompt", "messages"):
+            if name in fields:
+                raise invalid(name, "is the first argument of map", allowed="map(prompts, …)")
+        request = map_key.checked_request(wire.job_request(None, {**fields, "prompts": ["-"]}))
+        identity, names, steering = await self._standing(request)
+        return _Plan(
+            request,
+            map_key.base(request, identity, names, steering.digest),
+            identity,
+            names,
+            steering.version,
+        )
+
+    @call
+    async def _standing(
+        self, request: map_key.Request
+    ) -> tuple[str, dict[map_key.Named, str], GlobalView]:
+        """What decides the results of a request beside itself, now: the model's identity, the
+        content of what it names and of what applies to every request, and global steering. Raises
+        `not_found`.
+        """
+        model = request.model
+        card = await self.model(model)
+        identity, names = map_key.identity(card), map_key.operators(card, await self.probes(model))
+        names |= {
+            named: await self._digest(named, model) for named in sorted(set(map_key.named(request)))
+        }
+        return identity, names, await self.global_steering(model)
+
+    async def _digest(self, named: map_key.Named, model: str) -> str:
+        """Of what a name stands for now. Raises `not_found`."""
+        kind, name = named
+        match kind:
+            case "module":
+                return (await self.module(name, model)).digest
+            case "sae":
+                return (await self.sae(name, model)).digest
+            case "lora":
+                return (await self.lora(name, model)).digest
+            case "tuned":
+                return (await self.tuned_lens(name, model)).digest
+            case "probe":
+                return (await self.probe(name, model)).digest
+        return (await self.source_run(name, model)).job
+
+
+class _Mapping:
+    """One run of `map`."""
+
+    def __init__(
+        self,
+        calls: MapCalls,
+        plan: _Plan,
+        prompts: Iterator[Any],
+        cache: MapCache | None,
+        ordered: bool,
+        size: int,
+        in_flight: int,
+        keep: bool,
+        attempts: int,
+        patience: float,
+    ):
+        self._calls, self._plan, self._prompts, self._cache, self._ordered = (
+            calls,
+            plan,
+            prompts,
+            cache,
+            ordered,
+        )
+        self._size, self._in_flight, self._keep, self._attempts, self._patience = (
+            size,
+            in_flight,
+            keep,
+            attempts,
+            patience,
+        )
+        self._room = 2 * size * in_flight  # prompts that are held at a time
+        self._read = 0
+        self._exhausted = False
+        self._chat: bool | None = None  # whether the prompts are conversations
+        # read and not yet given out, in the order of the input
+        self._window: deque[_Entry] = deque()
+        self._wanted: dict[str, list[_Entry]] = {}  # key → those that wait for its result
+        self._filling: list[_Entry] = []
+        self._waiting: deque[_Chunk] = deque()  # to be submitted
+        self._flying: deque[_Chunk] = deque()
+        self._refused_since: float | None = None
+        self._not_before = 0.0
+        self._pause = wire.PAUSE_S
+
+    async def items(self) -> AsyncGenerator[Mapped, None]:
+        try:
+            while True:
+                await self._fill()
+                for item in self._ready():
+                    yield item
+                if self._flying or self._waiting:
+                    await self._land()
+                elif self._exhausted and not self._window:
+                    return
+        finally:
+            if self._cache is None:
+                for chunk in self._flying:
+                    with suppress(MidstreamError):
+                        await self._calls.cancel(chunk.job)
+
+    def _ready(self) -> Iterator[Mapped]:
+        held = len(self._window)
+        for _ in range(held):
+            entry = self._window.popleft()
+            if entry.item is not None:
+                yield entry.item
+            elif self._ordered:
+                self._window.appendleft(entry)
+                return
+            else:
+                self._window.append(entry)
+
+    async def _fill(self) -> None:
+        """Read as many prompts as there is room for, and submit jobs of those that are not in the
+        cache.
+        """
+        while (
+            not self._exhausted
+            and len(self._flying) + len(self._waiting) < self._in_flight
+            and len(self._window) < self._room
+        ):
+            wanted = min(self._size, self._room - len(self._window))
+            entries = [self._entry(prompt) for prompt in itertools.islice(self._prompts, wanted)]
+            self._exhausted = len(entries) < wanted
+            found = (
+                await self._calls._io.work(
+                    self._cache.load, [each.key for each in entries], self._keep
+                )
+                if self._cache
+                else {}
+            )
+            for entry in entries:
+                self._window.append(entry)
+                if entry.key in found:
+                    result, rows = found[entry.key]
+                    entry.item = self._mapped(entry, result, rows, True)
+                elif entry.key in self._wanted:
+                    self._wanted[entry.key].append(entry)
+                else:
+                    self._wanted[entry.key] = [entry]
+                    self._add(entry)
+        if (
+            self._filling
+            and not self._waiting
+            and (self._exhausted or len(self._window) >= self._room)
+        ):
+            self._close_chunk()
+        while (
+            self._waiting
+            and len(self._flying) < self._in_flight
+            and time.monotonic() >= self._not_before
+        ):
+            await self._launch(self._waiting.popleft())
+
+    def _entry(self, prompt: Any) -> _Entry:
+        number, self._read = self._read, self._read + 1
+        is_chat = (
+            isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        )
+        if self._chat not in (None, is_chat):
+            raise invalid(
+                f"prompts[{number}]",
+                "conversations and other prompts are mixed",
+                allowed="one of the two",
+            )
+        self._chat = is_chat
+        try:
+            plain = (
+                prompt if isinstance(prompt, str) or is_chat else [int(token) for token in prompt]
+            )
+            encoded = to_json(plain)
+        except (TypeError, ValueError) as error:
+            raise invalid(
+                f"prompts[{number}]",
+                f"is not a prompt: {error}",
+                allowed="a text, token ids, or a conversation",
+            ) from error
+        key = map_key.of_prompt(self._plan.base, encoded) if self._cache else str(number)
+        return _Entry(number, prompt, plain, len(encoded), key)
+
+    def _add(self, entry: _Entry) -> None:
+        if self._filling and sum(each.size for each in self._filling) + entry.size > JOB_BYTES:
+            self._close_chunk()
+        self._filling.append(entry)
+        if len(self._filling) >= self._size:
+            self._close_chunk()
+
+    def _close_chunk(self) -> None:
+        self._waiting.append(_Chunk(self._filling))
+        self._filling = []
+
+    async def _launch(self, chunk: _Chunk) -> None:
+        prompts = [entry.plain for entry in chunk.entries]
+        body = msgspec.structs.replace(
+            self._plan.request,
+            **{"prompts": None, "messages": prompts} if self._chat else {"prompts": prompts},
+        )
+        try:
+            view = await self._submitted(chunk, body)
+            while wire.is_over(view) and view.state != State.SUCCEEDED:  # of a former run
+                chunk.attempt += 1
+                view = await self._submitted(chunk, body)
+        except MidstreamError as error:
+            if error.kind == "payload_too_large" and len(chunk.entries) > 1:
+                half = len(chunk.entries) // 2
+                self._size = max(1, min(self._size, half))
+                self._waiting.extendleft(
+                    [_Chunk(chunk.entries[half:]), _Chunk(chunk.entries[:half])]
+                )
+            elif _passes(error):
+                self._waiting.appendleft(chunk)
+                self._hold(error)
+            else:
+                raise _located(error, chunk) from None
+        else:
+            chunk.job = view.id
+            self._flying.append(chunk)
+            self._refused_since, self._pause = None, wire.PAUSE_S
+
+    async def _submitted(self, chunk: _Chunk, body: JobRequest) -> JobView:
+        """The job of this attempt: a new one, or with a cache that of a run that was killed."""
+        keys = [entry.key for entry in chunk.entries]
+        token = (
+            f"map-{map_key.of_job(self._plan.base, keys, chunk.attempt)}"
+            if self._cache
+            else f"map-{chunk.token}-{chunk.attempt}"
+        )
+        return await self._calls._ask(jobs.submission(body, token, {}), JobView)
+
+    def _hold(self, error: MidstreamError) -> None:
+        """Submit nothing for a while. Raises `error` after `patience` seconds of this."""
+        now = time.monotonic()
+        self._refused_since = self._refused_since or now
+        if now - self._refused_since > self._patience:
+            raise error
+        self._not_before = now + min(error.retry_after or self._pause, MAX_PAUSE_S)
+        self._pause = min(2 * self._pause, MAX_PAUSE_S)
+
+    async def _land(self) -> None:
+        """Wait until a job is over, or for a second if others may be."""
+        if not self._flying:
+            await self._calls._io.sleep(max(0.0, self._not_before - time.monotonic()))
+            return
+        alone = len(self._flying) == 1 and not self._waiting
+        for number, chunk in enumerate(list(self._flying)):
+            seconds = 0.0 if number else wire.POLL_S if alone else LOOK_S
+            try:
+                view = await self._calls._ask(jobs.poll(chunk.job, "", seconds), JobView)
+                if not wire.is_over(view):
+                    continue
+                self._flying.remove(chunk)
+                try:
+                    await self._collect(chunk, view)
+                except MidstreamError as error:
+                    if _passes(error):
+                        self._flying.appendleft(chunk)
+                    raise
+            except MidstreamError as error:
+                if _passes(error):
+                    self._hold(error)
+                    await self._calls._io.sleep(max(0.0, self._not_before - time.monotonic()))
+                    return
+                self._again(chunk, error)
+            self._refused_since, self._pause = None, wire.PAUSE_S
+
+    def _again(self, chunk: _Chunk, error: MidstreamError) -> None:
+        """Submit a chunk whose job failed once more. Raises `error` where that would not help."""
+        with suppress(ValueError):
+            self._flying.remove(chunk)
+        chunk.attempt, chunk.failures = chunk.attempt + 1, chunk.failures + 1
+        if error.kind not in AGAIN or chunk.failures >= self._attempts:
+            raise _located(error, chunk) from None
+        self._waiting.appendleft(chunk)
+
+    async def _collect(self, chunk: _Chunk, view: JobView) -> None:
+        """Keep the results of a job that is over, and hand them to those that wait."""
+        if view.state == State.CANCELLED:
+            raise _located(MidstreamError("internal", f"job {view.id} was cancelled"), chunk)
+        result = await self._calls.result(view.id)
+        map_key.check(view, self._plan.identity, self._plan.names, self._plan.steering)
+        results = {
+            entry.key: sliced(result, number, len(chunk.entries))
+            for number, entry in enumerate(chunk.entries)
+        }
+        rows = await self._rows(chunk, view) if self._keep else None
+        if self._cache is not None:
+            await self._calls._io.work(self._cache.store, results, rows)
+        for entry in chunk.entries:
+            for each in self._wanted.pop(entry.key):
+                each.item = self._mapped(each, results[entry.key], rows, False)
+
+    async def _rows(self, chunk: _Chunk, view: JobView) -> Path:
+        assert self._cache is not None, "captures are kept only in a cache"
+        with self._cache.downloads() as folder:
+            (await self._calls._open_capture(view.id, folder, None, False)).close()
+            name = map_key.of_job(self._plan.base, [entry.key for entry in chunk.entries])
+            return await self._calls._io.work(self._cache.keep, folder, name)
+
+    def _mapped(self, entry: _Entry, result: JobResult, rows: Path | None, cached: bool) -> Mapped:
+        capture = self._plan.request.capture
+        tag = capture.tag if capture is not None else None
+        return Mapped(
+            entry.index,
+            entry.prompt,
+            result,
+            result.outputs[0].index,
+            cached,
+            rows if self._keep else None,
+            tag,
+        )
+
+
+def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
+    """The part of a job's result that is about prompt `number` of `prompts`; `index` and `request`
+    in it remain the job's.
+    """
+
+    def own(values: list[Any] | None) -> list[Any] | None:
+        """Of a list that has equally many for each prompt."""
+        each = len(values or []) // prompts
+        return None if values is None else values[number * each : (number + 1) * each]
+
+    captures, determinism = result.capture_results, result.determinism
+    files = [file for file in captures.files if file.request == number]
+    own_captures = msgspec.structs.replace(
+        captures,
+        files=files,
+        consumers=[report for report in captures.consumers if report.request == number],
+        bytes=sum(file.bytes for file in files),
+        rows=sum(file.rows for file in files),
+    )
+    if determinism is not None:
+        stages = [
+            msgspec.structs.replace(
+                stage, ranks=[report for report in stage.ranks if report.request == number]
+            )
+            for stage in determinism.stages
+        ]
+        determinism = msgspec.structs.replace(determinism, stages=stages)
+    return msgspec.structs.replace(
+        result,
+        outputs=[output for output in result.outputs if output.index == number],
+        capture_results=own_captures,
+        determinism=determinism,
+        lens=own(result.lens),
+        features=own(result.features),
+        readers=own(result.readers),
+        probes=[probe for probe in result.probes if probe.request == number],
+    )
+
+
+def _passes(error: MidstreamError) -> bool:
+    """Whether the same request may be accepted later."""
+    return error.retry_after is not None or error.kind in ("unavailable", "overloaded")
+
+
+def _located(error: MidstreamError, chunk: _Chunk) -> MidstreamError:
+    """The error with the place in the input instead of that in the job."""
+    match = _OF_PROMPT.fullmatch(error.field or "")
+    if match is None or int(match[1]) >= len(chunk.entries):
+        error.add_note(
+            f"in a job of prompts {chunk.entries[0].index} to {chunk.entries[-1].index} of "
+            "the input"
+        )
+        return error
+    place = f"prompts[{chunk.entries[int(match[1])].index}]{match[2]}"
+    return MidstreamError(error.kind, error.detail, field=place, allowed=error.allowed)

@@ -1,0 +1,191 @@
+"""API keys and their scopes, callers, tenants and limits."""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from ..base.limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
+from ..base.records import Record
+from .handling import Priority
+
+#: `submit`: jobs and sweeps, their cancel, modules, source runs, deletion of what is one's own.
+#: `read`: look at what is one's own.
+#: `steer-global`: change global steering, register adapters. `observe`: read service-wide status,
+#: metrics and workers.
+#: `admin`: everything, of every tenant, and the keys themselves.
+Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
+SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")
+
+#: Owner of everything where authentication is off.
+DEFAULT_TENANT = "default"
+TENANT_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}(?!\n)$"
+TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=TENANT_PATTERN)]
+KeyName = Annotated[
+    str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]{0,62}(?!\n)$")
+]
+KeyId = Annotated[str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[0-9a-z]{12}(?!\n)$")]
+
+#: A key as its user has it: `ms_<id>_<secret>`; the secret has 256 bits, so its SHA-256 is as good
+#: as a slow hash.
+KEY_PREFIX = "ms_"
+
+#: The longest lifetime of a key: dates beyond it may not be representable.
+MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+Sources = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]],
+    msgspec.Meta(max_length=MAX_SOURCES),
+]
+
+
+class Limits(Record, omit_defaults=True):
+    """Limits of a tenant; null means the setting `limit_*` of the same name; 0 means no limit."""
+
+    requests_per_minute: Natural | None = None  # submissions
+    # prompt tokens and `max_tokens` of what is submitted, of all its prompts
+    tokens_per_minute: Natural | None = None
+    jobs_in_flight: Natural | None = None  # accepted and not over
+    capture_mib: Natural | None = None  # of capture files and harvests that are not deleted
+    sweep_cells: Natural | None = None  # of sweeps that are not over
+    modules: Natural | None = None  # named steering modules, of all models
+    module_mib: Natural | None = None  # of their vectors and entries
+    harvests: Natural | None = None  # that have not ended
+    # of the setting of this name, or folders below: what it may harvest; null: all
+    harvest_sources: Sources | None = None
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1  # weight of its share of the engine
+    highest_priority: Priority = "high"  # what asks for more gets this
+
+
+class Tenant(Record):
+    """Stored per tenant; one that is not stored has the settings' limits."""
+
+    name: TenantName
+    limits: Limits = Limits()
+
+
+class Key(Record):
+    """As stored: never with its secret."""
+
+    id: KeyId
+    name: str
+    tenant: TenantName
+    scopes: list[Scope]
+    sha256: str  # of the secret, hex
+    created: float
+    expires: float | None = None  # seconds since the epoch
+
+
+class KeyRequest(Record):
+    """Body of `POST /v1/keys`."""
+
+    name: KeyName
+    tenant: TenantName = DEFAULT_TENANT
+    scopes: Annotated[list[Scope], msgspec.Meta(min_length=1, max_length=MAX_SCOPES)] = (
+        msgspec.field(default_factory=lambda: ["submit", "read"])
+    )
+    # seconds; null: never
+    expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_KEY_EXPIRES_S)] | None = None
+
+
+class KeyView(Record, kw_only=True):
+    """A key as admins see it."""
+
+    id: str
+    name: str
+    tenant: str
+    scopes: list[Scope]
+    created: float
+    expires: float | None = None
+
+
+class CreatedKey(KeyView, kw_only=True):
+    """Answer of `POST /v1/keys`: the only response that contains the key itself."""
+
+    key: str
+
+
+class KeyList(Record):
+    keys: list[KeyView]
+
+
+class Usage(Record):
+    """A tenant's current usage."""
+
+    jobs_in_flight: int
+    sweep_cells: int
+    capture_bytes: int  # harvests included
+    tokens_this_minute: int
+    requests_this_minute: int
+    modules: int = 0
+    module_bytes: int = 0
+    harvests: int = 0
+
+
+class TenantView(Record):
+    """Answer of `GET /v1/tenants/{name}` (own tenant: `GET /v1/tenant`)."""
+
+    name: str
+    limits: Limits  # as they hold: settings filled in
+    usage: Usage
+
+
+class TenantList(Record):
+    """Answer of `GET /v1/tenants`, by name."""
+
+    tenants: list[TenantView]
+
+
+class Caller(NamedTuple):
+    """The caller of a request. With authentication off: the default tenant, all scopes."""
+
+    tenant: str = DEFAULT_TENANT
+    key: str = ""  # id of the key
+    scopes: frozenset[Scope] = frozenset(SCOPES)
+    # name of the page's session that it came with; empty: the key itself was shown
+    session: str = ""
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+    def sees(self, tenant: str) -> bool:
+        """Whether the caller may see what belongs to `tenant`."""
+        return tenant == self.tenant or "admin" in self.scopes
+
+
+#: Every caller, where authentication is off.
+EVERYBODY = Caller()
+
+
+#: Between tenant and name; in no tenant's name.
+SCOPE_SEPARATOR = "/"
+
+
+def scoped(tenant: str, name: str) -> str:
+    """The name that something of a tenant's own (module, source run, Idempotency-Key) is kept
+    under.
+
+    The default tenant's as it is, unless it could be taken for another tenant's.
+    """
+    return (
+        name
+        if tenant == DEFAULT_TENANT and SCOPE_SEPARATOR not in name
+        else f"{tenant}{SCOPE_SEPARATOR}{name}"
+    )
+
+
+def unscoped(kept: str) -> tuple[str, str]:
+    """(tenant, name) of a `scoped` name."""
+    tenant, separator, name = kept.partition(SCOPE_SEPARATOR)
+    return (tenant, name) if separator else (DEFAULT_TENANT, kept)
+
+
+def shown(kept: str) -> str:
+    """The name as its tenant knows it."""
+    return unscoped(kept)[1]
+
+
+def own(tenant: str, kept: Iterable[str]) -> list[str]:
+    """Of these, the tenant's own, as it knows them, in the same order."""
+    return [name for owner, name in map(unscoped, kept) if owner == tenant]

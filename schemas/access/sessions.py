@@ -1,0 +1,52 @@
+"""Sessions of the page: the login with an API key, what is kept of it, and what the page learns
+from it.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..base.records import Published, Record
+from .keys import KeyId, Scope
+
+#: Characters that are read of a key at the login; a key of ours has at most 272.
+MAX_LOGIN_KEY = 512
+#: How long a session lasts, in seconds, unless its key is revoked or expires before.
+SESSION_S = 12 * 3600
+#: Sessions of one key at a time.
+MAX_SESSIONS = 100
+
+
+class SessionRequest(Record):
+    """Body of `POST /session`."""
+
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LOGIN_KEY)]
+
+
+class Session(Record):
+    """As stored: under a hash of its id, so that who reads Redis cannot use it."""
+
+    key: KeyId
+    sha256: str  # of the key's secret: another key of the same id is not this one
+    csrf: (
+        str  # must come back in the header `x-midstream-csrf` of every call that changes something
+    )
+    created: float
+    expires: float  # seconds since the epoch
+
+
+class SessionView(Published, kw_only=True):
+    """Answer of `GET /session` and `POST /session`: who is logged in, and what the page may
+    offer.
+    """
+
+    version: str
+    auth: Literal["keys", "open"]  # `open`: no login is needed
+    signed_in: bool
+    csrf: str = ""
+    tenant: str | None = None
+    key: str = ""  # its id
+    key_name: str = ""
+    scopes: list[Scope] = []
+    expires: float | None = None  # of the session
+    links: dict[str, str] = {}  # of what else there is: docs, Flower, Grafana

@@ -1,0 +1,94 @@
+"""Webhooks: payloads, deliveries and secrets. Standard Webhooks 1.0."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..base.records import Record
+from ..base.states import CallbackEvent
+
+#: `pending`: to be sent, perhaps again. `delivered`: answered 2xx. `failed`: the last try of the
+#: ladder was not. `disabled`: its receiver responded with 410, or had before. `refused`: its
+#: address may not be called.
+DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
+
+
+class HookData(Record):
+    """Payload about a job: minimal, so that a receiver fetches details with its own key."""
+
+    id: str  # the job's
+    state: str
+    attempt: int
+    model: str
+
+
+class HookBody(Record):
+    """The body that is sent, and signed as `{webhook-id}.{webhook-timestamp}.{body}`."""
+
+    type: CallbackEvent
+    timestamp: str  # of the event: ISO 8601, UTC
+    data: HookData
+
+
+class DeliveryAttempt(Record):
+    at: float  # seconds since the epoch
+    status: int | None = None  # HTTP status; null: no answer
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Delivery(Record):
+    """One event for one receiver; `id` is the `webhook-id` of all its attempts."""
+
+    id: str
+    job: str
+    event: CallbackEvent
+    tenant: str
+    url: str
+    state: DeliveryState
+    created: float
+    next_attempt: float | None = None
+    attempts: list[DeliveryAttempt] = []
+
+
+class DeliveryPage(Record):
+    deliveries: list[Delivery]
+    next: str | None = None
+
+
+class DisabledEndpoint(Record):
+    """A receiver that responded with 410: nothing is sent to it until it is enabled again."""
+
+    tenant: str
+    url: str
+    since: float
+
+
+class DisabledList(Record):
+    """Answer of `GET /v1/webhooks/disabled`."""
+
+    endpoints: list[DisabledEndpoint]
+
+
+class Secret(Record):
+    """A signing secret, `whsec_…`; while the previous one is still accepted, both sign."""
+
+    secret: str
+    created: float
+    until: float | None = None  # end of the previous one
+
+
+class SecretList(Record):
+    """Answer of `GET /v1/webhooks/secrets`: newest first."""
+
+    of: Literal["tenant", "key"]  # whose they are: of all keys of the tenant, or of this key alone
+    secrets: list[Secret]
+
+
+class RotateRequest(Record):
+    """Body of `POST /v1/webhooks/secrets`."""
+
+    # how long the previous one also signs
+    keep_former_s: Annotated[float, msgspec.Meta(ge=0, le=30 * 24 * 3600)] = 24 * 3600.0
+    # give this key its own secret instead of its tenant's; a key that has its own keeps its own
+    own: bool = False

@@ -1,0 +1,102 @@
+"""LoRA adapters: how they are registered, what a job keeps of one, and which modules of a model
+they may change.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from ..access.handling import Handling
+from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name, PathName, Reference
+from ..base.records import Record
+
+
+class LoraModule(Record):
+    """A linear layer of the model that an adapter may change, in some of its decoder layers."""
+
+    inputs: int
+    outputs: int
+    layers: str = ""  # their numbers, such as `0-31`; empty: the module's name has no number
+
+
+class LoraSupport(Record):
+    """What a worker accepts.
+
+    `modules`: name with `*` for the layer's number → one entry for each shape that it has.
+    """
+
+    max_rank: int
+    modules: dict[str, list[LoraModule]]
+
+
+class StoredLora(Record):
+    """An adapter as a job keeps it: what is loaded must have this content, whatever the name means
+    by then.
+    """
+
+    name: str
+    digest: str  # of its files, see `lora_files`
+    path: str  # of its folder, below `lora_dir`
+    bytes: int = 0  # of its weights
+
+
+class LoraUse(Record):
+    """The adapter that rows are computed with, as requests to ranks, results and manifests name
+    it.
+    """
+
+    name: str
+    digest: str
+
+
+def use_of(lora: StoredLora | None) -> LoraUse | None:
+    return None if lora is None else LoraUse(name=lora.name, digest=lora.digest)
+
+
+class Adapted(Handling, kw_only=True):
+    """Fields of every submission whose rows may be computed with an adapter."""
+
+    lora: Reference | None = None  # the name of an adapter: everything is computed with it
+
+
+class LoraRequest(Record):
+    """Body of `POST /v1/loras`."""
+
+    name: PathName
+    path: Annotated[
+        str, msgspec.Meta(min_length=1, max_length=MAX_PATH)
+    ]  # of PEFT's folder, relative to the setting `lora_dir`
+    model: Name | None = None  # required only if several are served
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+
+
+class Lora(Record):
+    """A registered adapter, as the ledger keeps it and as it is shown."""
+
+    name: str
+    model: str
+    digest: str
+    path: str
+    rank: int  # the largest of its modules
+    modules: list[str]  # that it changes, `*` for the layer's number
+    bytes: int
+    created: float
+    description: str = ""
+    replaced: str = ""  # digest that the name had until this request
+
+    def replacing(self, former: "Lora") -> "Lora":
+        """With the digest that the name had, if that was another one."""
+        return (
+            self
+            if former.digest == self.digest
+            else msgspec.structs.replace(self, replaced=former.digest)
+        )
+
+    def stored(self) -> StoredLora:
+        return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
+
+
+class LoraPage(Record):
+    """Answer of `GET /v1/loras`."""
+
+    loras: list[Lora]

@@ -1,0 +1,178 @@
+"""Errors and their wire format: RFC 9457 problem details with the field at fault."""
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from .limits import MAX_DETAIL, MAX_SHOWN
+from .records import Record
+
+#: Problem types; the HTTP status each is answered with. `type` on the wire is
+#: `urn:midstream:<kind>`.
+STATUS_OF_KIND: dict[str, int] = {
+    "invalid_request": 400,  # the body or a parameter is wrong; `field` says which
+    # the job was accepted for a larger `max_model_len` than that of the worker which took it
+    "prompt_too_long": 400,
+    "unauthorized": 401,
+    "cross_site": 403,  # a page of another site sent it
+    "forbidden": 403,  # the key lacks the scope that is needed
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "request_timeout": 408,  # the head or the body of the request arrived too slowly
+    "conflict": 409,  # the job's state does not allow it
+    # the job, run or harvest belongs to a model of another identity than the one that is served
+    "model_changed": 409,
+    "gone": 410,
+    "payload_too_large": 413,
+    "unsupported_media_type": 415,
+    "misdirected": 421,  # the name in the header `Host` is not one of the API's
+    "head_too_large": 431,  # request line and headers
+    "idempotency_mismatch": 422,  # the Idempotency-Key was used with another body
+    "internal": 500,
+    "capture_failed": 500,  # a rank could not capture or persist the requested rows
+    "reading_failed": 500,  # a rank could not compute what was asked of captured rows
+    "capture_damaged": 500,  # bytes of a capture file are not those that were written
+    "intervention_failed": 500,  # a rank could not apply the requested steering or patches
+    "probe_failed": 500,  # a rank could not score a token for a probe
+    "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
+    "engine_failed": 500,
+    "worker_lost": 500,  # every attempt ended with the worker's death
+    "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
+    "unavailable": 503,
+    # a sweep's two prompts differ too little to say what share of the difference was recovered
+    "useless_baseline": 422,
+    "too_many_cells": 429,  # the sweeps that wait or run have all the cells that they may
+    "rate_limited": 429,  # the tenant submits faster than it may: requests or tokens per minute
+    "too_many_jobs": 429,  # the tenant has as many jobs in flight as it may
+    "too_many_harvests": 429,  # the tenant has as many harvests that have not ended as it may
+    "too_many_connections": 429,  # the tenant has as many requests open as it may
+    # the tenant has as many event streams open as it may, or opens them too often
+    "too_many_streams": 429,
+    "too_many_sessions": 429,  # the key has as many sessions of the page as it may
+    "too_many_webhooks": 429,  # the tenant has as many webhooks that are not delivered as it may
+    "capture_limit": 429,  # the tenant's captures and harvests take all the space that it may use
+    # the tenant has as many named modules, or as large ones, as it may: it is to delete some
+    "module_limit": 429,
+    "overloaded": 503,  # the queue, or Redis, is nearly full: nothing was accepted
+    "not_started_in_time": 504,  # no worker started the job before its `expires_in` ran out
+    "quota_exceeded": 507,  # the captures take all the space that they may
+    "receipts_timed_out": 504,  # not every rank reported in time
+}
+
+
+class Problem(Record, omit_defaults=True):
+    """RFC 9457 problem details; `field` is a JSON-pointer-like path, such as `capture.layers`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    field: str | None = None
+    instance: str | None = None
+    allowed: str | None = None
+
+
+class MidstreamError(Exception):
+    """A failure with a kind from `STATUS_OF_KIND`; carries over HTTP and in a job's `error`."""
+
+    def __init__(
+        self,
+        kind: str,
+        detail: str,
+        *,
+        field: str | None = None,
+        allowed: str | None = None,
+        retry_after: float | None = None,
+    ):
+        """`retry_after`: in how many seconds it would be accepted, where that is known."""
+        super().__init__(detail if field is None else f"{field}: {detail}")
+        self.kind = kind
+        self.detail = detail
+        self.field = field
+        self.allowed = allowed
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        """The field, what is wrong, and what is valid: the same line in Python, on the command line
+        and in logs.
+        """
+        return super().__str__() + (f" (allowed: {self.allowed})" if self.allowed else "")
+
+    @property
+    def status(self) -> int:
+        return STATUS_OF_KIND[self.kind]
+
+    def problem(self, instance: str | None = None) -> Problem:
+        """The document, which can be encoded whatever text of a client, a file or a folder it
+        quotes.
+        """
+        return Problem(
+            type=f"urn:midstream:{self.kind}",
+            title=self.kind.replace("_", " ").capitalize(),
+            status=self.status,
+            detail=_encodable(self.detail),
+            field=self.field and _encodable(self.field),
+            allowed=self.allowed and _encodable(self.allowed),
+            instance=instance and _encodable(instance),
+        )
+
+
+def _encodable(text: str) -> str:
+    """With lone surrogates, which UTF-8 does not have, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def invalid(field: str, detail: str, allowed: str | None = None) -> MidstreamError:
+    """Bad input: answered 400 with the field's name."""
+    return MidstreamError("invalid_request", detail, field=field, allowed=allowed)
+
+
+def unknown(
+    thing: str,
+    name: str | None,
+    model: str,
+    names: Iterable[str],
+    *,
+    field: str = "name",
+    kind: str = "not_found",
+) -> MidstreamError:
+    """A name that a model does not have, with those that it has."""
+    return MidstreamError(
+        kind,
+        f"unknown {thing} {name!r} of model {model!r}",
+        field=field,
+        allowed=", ".join(names) or "none exists",
+    )
+
+
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """`text`, or its beginning and an ellipsis: for what a client sent, in an error."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+#: The detail from `misfit` for an unknown field.
+NO_FIELD = "unknown field"
+
+#: msgspec writes "… - at `$.capture.layers`", or "… - at `key` in `$.capture.hooks`"; at the top
+#: level it writes no path.
+_PATH = re.compile(r"^(?P<detail>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+#: These name a field that is not part of the path.
+_NAMED = re.compile(
+    r"^Object (?:contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL
+)
+
+
+def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is empty
+    for the whole object.
+    """
+    text = str(error)
+    if len(text) > 2 * MAX_DETAIL:  # it quotes names of any length; the path comes last
+        text = f"{text[:MAX_DETAIL]}…{text[-MAX_DETAIL:]}"
+    match = _PATH.match(text)
+    detail, path = (match["detail"], match["path"] or "") if match else (text, "")
+    if named := _NAMED.match(detail):
+        path = f"{path}.{named['name']}" if path else named["name"]
+        detail = NO_FIELD if "unknown" in detail else "is required"
+    return detail, path

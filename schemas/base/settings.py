@@ -1,0 +1,635 @@
+"""Settings: one object from environment and one TOML file, validated once at start."""
+
+import ipaddress
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+import msgspec
+
+from .dtypes import DType
+from .limits import MAX_IMAGE
+from .records import Record, to_json
+from .secret_files import is_burnt, is_exposed
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+PREFIX = "MIDSTREAM_"
+FILE_VARIABLE = "MIDSTREAM_CONFIG"
+#: The table of a file that sets `engine_options`; text under the same name is the setting `engine`.
+ENGINE_TABLE = "engine"
+#: Of `engine_options` as JSON: they reach child processes in one variable of their environment.
+ENGINE_OPTIONS_BYTES = 64 << 10
+
+#: What `artifact_store` and its endpoints may be, besides a folder.
+_STORE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_./-]*)?")
+_ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
+
+
+#: Settings that are secrets. What comes from a file is accepted only from one that other accounts
+#: cannot read.
+SECRETS = (
+    "redis_password",
+    "redis_sentinel_password",
+    "flower_auth",
+    "artifact_secret_key",
+    "admin_key",
+    "observe_key",
+    "api_key",
+)
+
+#: Of a `redis_url` that names sentinels, without and with TLS: see `broker.ops.redis_open`.
+SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message names it and where it came from."""
+
+
+class Settings(Record):
+    """Every setting.
+
+    `MIDSTREAM_<NAME>` in the environment wins over the file, the file over the default.
+    """
+
+    # Where things are
+    data_dir: str = ".midstream"  # Redis AOF, outboxes, captures, logs
+    cache_dir: str = "~/.cache/midstream"  # demo model; shared by all data directories
+    redis_password: str = ""  # put into `redis_url`, so that a secret file can hold it
+    # file of the authorities that sign Redis' certificate; with it `redis_url` is rediss://…
+    redis_tls_ca: str = ""
+    redis_tls_cert: str = ""  # where Redis asks for a certificate of ours
+    redis_tls_key: str = ""
+    redis_appendfsync: Literal["everysec", "always"] = (
+        "everysec"  # of that Redis; `always` syncs before it answers: slower, and nothing is lost
+    )
+    # of the Redis that `midstream up` starts; 0: no limit but the machine's
+    redis_maxmemory_mib: Natural = 0
+    redis_url: str = ""  # empty: `midstream up` starts its own on a free loopback port
+    # accept a Redis without AOF, or one that evicts keys: accepted jobs may be lost
+    redis_allow_lossy: bool = False
+    redis_sentinel_password: str = ""  # put into a `redis_url` of Sentinel, as `redis_password` is
+    # replicas, at least, that must have a write before it is acknowledged; 0: none
+    redis_replicas: Natural = 0
+    # tcp://host:port of the relay's ROUTER; ranks: also several, by comma; empty: `midstream up`
+    # picks a free port
+    relay_url: str = ""
+    # let the relay listen beyond loopback without CURVE keys: only on a trusted network
+    relay_allow_remote: bool = False
+    # folder where relay and workers of one account create and find their CURVE keys automatically
+    curve_dir: str = ""
+    # this process's private CURVE key, of the relay or of a worker: `midstream curve new`
+    curve_secret_file: str = ""
+    curve_server_key: str = ""  # worker: the relay's public key
+    # relay: folder of the workers' public keys, `<worker_id>.pub`; read again when it changes
+    curve_clients_dir: str = ""
+    api_host: str = "127.0.0.1"
+    api_port: Port = 8321  # 0: a free port
+    flower_host: str = "127.0.0.1"  # beyond loopback Flower requires `flower_auth`
+    flower_port: Port = 5555  # 0: a free port
+    flower_auth: str = ""  # user:password of Flower, several separated by commas; empty: no login
+    public_url: str = ""  # how users reach the API; empty: relative links
+
+    # The model
+    model: str = ""  # a checkpoint folder or hub name
+    model_name: str = ""  # the name users ask for; empty: last part of `model`
+    dtype: Literal["auto", DType] = "auto"
+    max_model_len: Count | None = None  # tokens; default: the model's own
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    # of vLLM's ranks: `ray` spreads them over the machines of a Ray cluster
+    executor: Literal["auto", "ray"] = "auto"
+    # machines that share one engine without Ray: `python -m midstream.workers.follower` on all but
+    # the first
+    nodes: Count = 1
+    node_rank: Natural = 0  # of this machine among them; 0: the one with the worker
+    node_master: str = ""  # host:port of the first, where the ranks of all machines meet
+    runner: Literal["auto", "v1", "v2"] = "auto"
+    # false: torch.compile and graphs (slower start, faster steps); default: only on the CPU
+    enforce_eager: bool | None = None
+    max_num_seqs: Count = 64  # requests in one engine step
+    max_num_batched_tokens: Count = 2048  # tokens in one engine step
+    enable_prefix_caching: bool = True
+    # `tenant`: requests reuse only blocks of the same tenant
+    prefix_cache_scope: Literal["shared", "tenant"] = "shared"
+    # 0: text only, and no image encoder is loaded
+    images_per_prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMAGE + 1)] = 4
+    speculative_tokens: Natural = 0  # draft tokens of a request in one engine step; 0: none
+    # who drafts: a look-up in the text, a head of its own, the model's own MTP layers
+    drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
+    draft_model: str = ""  # the EAGLE-3 head: a checkpoint folder or hub name
+    kv_cache_gib: Positive = 1.0  # CPU only
+    # tokens in a block of the KV cache, of which only whole ones are shared; default: the
+    # platform's
+    block_size: Count | None = None
+    num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
+    # vLLM's own: the table [engine] of the file, see `workers.engine.option_check`
+    engine_options: dict[str, Any] = {}
+    engine_unproven: bool = False  # also those whose rows were not compared
+
+    # LoRA adapters
+    # folder below which adapters may be registered, at the same path on API and worker machines;
+    # empty: none are served
+    lora_dir: str = ""
+    max_loras: Count = 4  # distinct adapters in one engine step
+    max_cpu_loras: Count = 16  # adapters that each rank keeps loaded; jobs that need more wait
+    # of an adapter; memory for it is reserved `max_loras` times
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
+
+    # Tuned lenses
+    # folder below which tuned lenses may be registered, at the same path on API and worker
+    # machines; empty: none
+    lens_dir: str = ""
+
+    # Sparse autoencoders
+    # folder below which sparse autoencoders may be registered, at the same path on API and worker
+    # machines; empty: none
+    sae_dir: str = ""
+    # weights of sparse autoencoders that each rank keeps loaded; jobs that need more wait
+    sae_cache_mib: Count = 4096
+
+    # processor time to compile a format; one that takes more is a 400
+    format_compile_s: Positive = 10.0
+    # vLLM's parser of the model's tool calls, such as `hermes`; empty: chats take no tools
+    tool_parser: str = ""
+    # installed packages whose readers and ops are loaded, separated by commas; others that are
+    # installed are not
+    extensions: str = ""
+    # rows with transformers': `require`: what cannot be compared is refused
+    compare: Literal["auto", "require", "off"] = "auto"
+    # of the worker's memory that transformers' model may take for it, at the start; at most half
+    compare_memory_gib: Positive = 16.0
+    # prove the hook points on the loaded model before its first request; false: a caveat says that
+    # they are unproven
+    certify: bool = True
+
+    # The data plane
+    # hook points that exist, separated by commas: fewer cost less in compiled forwards
+    hooks: str = "all"
+    # distinct steering configurations in the engine; more than `max_num_seqs`: waiting requests
+    # prepare theirs
+    steering_rows: Count = 256
+    # vectors of all those configurations; sites with the same entries share them
+    steering_entries: Count = 8192
+    # vectors cached on the ranks, in addition to named modules and global steering
+    vector_cache_mib: Count = 256
+    # jobs whose ranks disagreed: retried in a new attempt, or failed immediately
+    on_desync: Literal["retry", "fail"] = "retry"
+    desync_log_s: Positive = 60.0  # minimum interval between ERROR log lines on rank disagreements
+    # how often a worker looks for changes to global steering and named modules
+    steering_poll_s: Positive = 0.25
+    # timeout of each of the two phases of a change to global steering; a lost worker counts for
+    # `lease_s`
+    steering_wait_s: Positive = 20.0
+    # compiled and on accelerators: rows captured in one step; 0: by the model's shape, see
+    # `schemas.ring`
+    capture_buffer_mib: Natural = 0
+    # captured rows waiting for the writers, per rank; 0: by the model's shape, see `schemas.ring`
+    capture_queue_mib: Natural = 0
+    # if that queue is full: steps wait, rows go to disk, or rows are dropped
+    capture_overload: Literal["block", "spill", "drop"] = "block"
+    # captured rows of the requests in the engine, per rank; beyond it requests wait
+    capture_memory_mib: Count = 4096
+    # of one capture's rows, what stays in memory: longer ones are written while their request runs
+    capture_window_mib: Count = 64
+    # rows kept for captures whose prompt the prefix cache serves; 0: recomputed instead
+    row_store_mib: Natural = 256
+    writer_threads: Count = 2
+
+    # Where captures are kept
+    artifact_store: str = ""  # s3://bucket/prefix, or a folder; empty: `captures` in `data_dir`
+    artifact_endpoint: str = ""  # of a store that is not AWS', such as http://minio:9000
+    artifact_region: str = ""  # of the bucket; empty: what AWS_REGION names, or us-east-1
+    artifact_access_key: str = ""  # empty: AWS' own variables, credentials file or role
+    artifact_secret_key: str = ""
+    # downloads from the store itself, or through the API alone
+    artifact_links: Literal["presigned", "api"] = "presigned"
+    # how long a presigned link works
+    artifact_link_s: Annotated[int, msgspec.Meta(ge=1, le=7 * 24 * 3600)] = 900
+    # how long a job waits, in all, for a store that is unavailable; then it fails
+    artifact_wait_s: Positive = 3600.0
+    # in presigned links, where users reach the store by another name than the service does
+    artifact_public_endpoint: str = ""
+
+    # Captures
+    segment_limit_kib: Natural = 64  # layout `auto`: captures up to this size share segment files
+    segment_mib: Count = 256  # a segment file is closed at this size
+    memory_limit_kib: Annotated[int, msgspec.Meta(ge=1, le=32 * 1024)] = (
+        256  # consumer `memory`: the most that comes back in a response, per prompt
+    )
+    # rows in an answer to vllm-lens' clients; 0: refuse their fields
+    vllm_lens_mib: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 32
+    # of the artifact store; beyond it captures are rejected; 0: no quota
+    capture_quota_mib: Natural = 0
+    capture_ttl_s: Natural = 0  # captures are deleted this long after the end of their job; 0: kept
+    global_capture: str = ""  # taken of every request, such as `post_block:all;pre_attn:0-17`
+    # a name, positions separated by commas, or a range: 5:9, 5:
+    global_capture_positions: str = "last_prompt"
+    global_capture_tag: str = "global"
+
+    # Source runs and sweeps
+    # rows of source runs in memory, per rank; unused ones are evicted and read from disk when
+    # needed
+    run_cache_mib: Count = 1024
+    sweep_cells: Count = 20_000  # cells of one sweep
+    # cells of all sweeps that have not ended; beyond it new sweeps are rejected
+    sweep_cells_waiting: Count = 200_000
+    # cells of all sweeps in the engine at a time: those of a step, and those of the next
+    sweep_cells_in_flight: Count = 64
+    # start a cell's forward pass at the patched layer, where the engine can
+    sweep_entry: bool = True
+
+    # Harvests
+    # folders or bucket URIs that harvests may be made in, separated by commas; empty: below the
+    # data
+    harvest_stores: str = ""
+    # folders or bucket URIs that corpora may be read from, separated by commas; empty: lines in the
+    # request only
+    harvest_sources: str = ""
+    # sequences of all harvests in a worker's engine at a time; a sixteenth of it beside other jobs
+    harvest_requests_in_flight: Count = 64
+
+    # The worker
+    # `fake` generates without a model: control-plane tests and benchmarks only
+    engine: Literal["vllm", "fake"] = "vllm"
+    fake_token_s: NonNegative = 0.0  # seconds per token of the fake engine
+    worker_id: str = ""  # stable over restarts; empty: host name and model
+    worker_concurrency: Count = 128  # concurrent jobs of one worker
+    capture_timeout_s: Positive = 60.0  # from the last output to the last receipt
+    lease_s: Positive = 15.0  # a running job's lease; renewed every third of it
+    max_attempts: Count = 5
+    # jobs that were accepted for a model of another identity than the one served
+    on_model_change: Literal["fail", "wait"] = "fail"
+    visibility_timeout_s: Count = 30
+    sweep_interval_s: Positive = 2.0
+
+    # Who may do what
+    # `auto`: keys are required beyond loopback; `open`: no authentication
+    auth: Literal["auto", "keys", "open"] = "auto"
+    # a key with scope `admin` that is always valid: ms_<12 letters or digits>_<secret>; for the
+    # first start
+    admin_key: str = ""
+    # likewise, with scope `observe`: for Prometheus, at `/metrics` of API and Flower
+    observe_key: str = ""
+    # host names and addresses of the API, separated by commas, in addition to loopback
+    allowed_hosts: str = ""
+    # addresses and networks, separated by commas, whose `X-Forwarded-…` headers are believed;
+    # empty: none
+    trusted_proxies: str = ""
+    api_key: str = ""  # sent by the Python client and the command line
+    limit_requests_per_minute: Natural = 0  # of a tenant without limits of its own; 0: no limit
+    limit_tokens_per_minute: Natural = 0
+    limit_jobs_in_flight: Natural = 0
+    limit_capture_mib: Natural = 0
+    limit_sweep_cells: Natural = 0
+    limit_modules: Natural = 0
+    limit_module_mib: Natural = 0
+    limit_harvests: Natural = 100
+
+    # Scheduling
+    # messages in the queue per model and priority; further jobs wait in the ledger, fair between
+    # tenants
+    dispatch_window: Count = 64
+    # waiting jobs over all models; beyond it submissions get 503; 0: no limit
+    queue_limit: Natural = 100_000
+    # share of Redis' maxmemory beyond which submissions get 503
+    redis_fill_limit: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
+
+    # Webhooks
+    webhook_allow_private: bool = False  # also call loopback, private and link-local addresses
+    # deliveries of a tenant that are not over; then jobs with a callback get 429; 0: no limit
+    webhook_pending_limit: Natural = 10_000
+    webhook_timeout_s: Positive = 20.0
+    webhook_log_ttl_s: Count = 7 * 24 * 3600  # how long the record of a delivery is kept
+
+    # Seeing it
+    log_format: Literal["text", "json"] = "text"
+    # of this process's own Prometheus metrics (worker, relay, callbacks); 0: none
+    metrics_port: Port = 0
+    metrics_host: str = "127.0.0.1"
+    grafana_url: str = ""  # of Grafana, as users reach it: a link on the page; empty: none
+    otel_endpoint: str = ""  # OTLP over HTTP, such as http://127.0.0.1:4318; empty: no traces
+
+    # The edge
+    max_body_mib: Count = 8  # of JSON
+    max_file_mib: Count = 64  # of a file in place of JSON: modules
+    # of clients; fewer where the process may not open so many files
+    max_connections: Count = 10_000
+    # open requests of one tenant, held responses and streams among them, in one process
+    tenant_connections: Count = 5_000
+    # open event streams of one tenant, those of the page among them, in one process
+    tenant_streams: Count = 250
+    # event streams that one tenant may open, after a burst of `tenant_streams`
+    tenant_streams_per_minute: Count = 1_200
+    # time for a new connection, or one that has begun a request, to send its headers
+    head_timeout_s: Positive = 15.0
+    # time for a body to arrive; large ones get another second per 16 KiB
+    body_timeout_s: Positive = 30.0
+    tokenizer_processes: Count = 2  # processes that tokenise long texts for the API
+    tokenizer_timeout_s: Positive = 20.0  # per long prompt or conversation
+    max_wait_s: Positive = 600.0  # the longest a response is held
+    # after this a finished job's result is deleted and it reads `expired`
+    result_ttl_s: Count = 7 * 24 * 3600
+    event_limit: Count = 10_000  # events kept per job
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    fault: str = ""  # tests only: a named fault, such as `apply:rank=1`
+
+    @property
+    def served_model(self) -> str:
+        return self.model_name or Path(self.model).name
+
+    @property
+    def capture_root(self) -> Path:
+        """Of captures in a local folder that no setting names."""
+        return Path(self.data_dir).resolve() / "captures"
+
+    @property
+    def artifacts(self) -> str:
+        """The URI of the artifact store, for `open_store`. It holds no credentials."""
+        if not self.artifact_store.startswith("s3://"):
+            return self.artifact_store or str(self.capture_root)
+        options = urlencode(
+            {
+                name: value
+                for name in ("endpoint", "region")
+                if (value := getattr(self, f"artifact_{name}"))
+            }
+        )
+        return self.artifact_store + (f"?{options}" if options else "")
+
+    @property
+    def harvest_root(self) -> Path:
+        return Path(self.data_dir).resolve() / "harvests"
+
+
+def load_settings(environ: dict[str, str] | None = None, **overrides: Any) -> Settings:
+    """Settings from defaults, the TOML file named by `MIDSTREAM_CONFIG`, the environment, and
+    `overrides`, in this order.
+
+    Raises SettingsError naming the setting and its source.
+    """
+    env = dict(os.environ) if environ is None else environ
+    known = {field.name: field for field in msgspec.structs.fields(Settings)}
+    values: dict[str, Any] = {}
+    file = env.get(FILE_VARIABLE)
+    if file:
+        try:
+            values.update(
+                _checked(
+                    _with_engine_table(tomllib.loads(Path(file).read_text())), known, f"file {file}"
+                )
+            )
+            secrets = [
+                name
+                for name in values
+                if name in SECRETS or (name == "redis_url" and "@" in values[name])
+            ]
+            if secrets:
+                refuse_exposed(
+                    f"{FILE_VARIABLE}={file}", file, f"contains {', '.join(secrets)}, and "
+                )
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError(f"{FILE_VARIABLE}={file}: {error}") from error
+    from_env = {
+        name[len(PREFIX) :].lower(): text
+        for name, text in env.items()
+        if name.startswith(PREFIX) and name != FILE_VARIABLE
+    }
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for more in (
+        _checked(_with_files(from_env, known), known, "environment"),
+        _checked(given, known, "arguments"),
+    ):
+        # Options of the engine are merged one by one, as settings are.
+        options = {**values.get("engine_options", {}), **more.get("engine_options", {})}
+        values |= more | ({"engine_options": options} if options else {})
+    for name in SECRETS:
+        if is_burnt(str(values.get(name, ""))):
+            raise SettingsError(
+                f"{name}: this value was published in Midstream's repository, so everyone knows "
+                "it: create another one"
+            )
+    if len(to_json(values.get("engine_options", {}))) > ENGINE_OPTIONS_BYTES:
+        raise SettingsError(f"engine_options: longer than {ENGINE_OPTIONS_BYTES >> 10} KiB as JSON")
+    return _with_tls(_with_sentinel_password(_with_password(_with_store(Settings(**values)))))
+
+
+def refuse_exposed(label: str, path: str, reason: str = "") -> None:
+    """Raise SettingsError if every account of this machine can read the secret in a file."""
+    if is_exposed(Path(path)):
+        raise SettingsError(
+            f"{label}: {reason}every account of this machine can read it: run chmod o-r on "
+            "it, and replace the secret"
+        )
+
+
+def _with_store(settings: Settings) -> Settings:
+    """The settings; a store that cannot be opened is refused at the start."""
+    store = settings.artifact_store
+    if "://" in store and not _STORE.fullmatch(store):
+        raise SettingsError(f"artifact_store={store!r}: valid: s3://bucket/prefix, or a folder")
+    if settings.grafana_url and not settings.grafana_url.startswith(("http://", "https://")):
+        raise SettingsError(f"grafana_url={settings.grafana_url!r}: valid: http://… or https://…")
+    for name in ("artifact_endpoint", "artifact_public_endpoint"):
+        if (value := getattr(settings, name)) and not _ENDPOINT.fullmatch(value):
+            raise SettingsError(f"{name}={value!r}: valid: http://host:port or https://host:port")
+    if bool(settings.artifact_access_key) != bool(settings.artifact_secret_key):
+        raise SettingsError(
+            "artifact_access_key and artifact_secret_key belong together: set both, or none"
+        )
+    return settings
+
+
+def _with_engine_table(table: dict[str, Any]) -> dict[str, Any]:
+    """A file's contents with its table `[engine]` under the setting's own name."""
+    if not isinstance(table.get(ENGINE_TABLE), dict):
+        return table
+    if "engine_options" in table:
+        raise SettingsError("engine_options and the table [engine] are both set: use one")
+    return {name: value for name, value in table.items() if name != ENGINE_TABLE} | {
+        "engine_options": table[ENGINE_TABLE]
+    }
+
+
+def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """`NAME=VALUE` as `--engine` takes it: JSON where it reads as JSON (numbers, true, lists,
+    objects), text elsewhere.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise SettingsError(
+                f"--engine {pair!r}: write it as NAME=VALUE, such as gpu_memory_utilization=0.8"
+            )
+        try:
+            options[name.strip().replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name.strip().replace("-", "_")] = value
+    return options
+
+
+def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
+    """`MIDSTREAM_<NAME>_FILE` names a file that holds the value of `<NAME>`, as secrets come in
+    containers.
+    """
+    values = dict(from_env)
+    for name, path in from_env.items():
+        setting = name.removesuffix("_file")
+        if name in known or setting == name or setting not in known:
+            continue
+        if setting in from_env:
+            raise SettingsError(
+                f"{PREFIX}{setting.upper()} and {PREFIX}{name.upper()} are both set: use one"
+            )
+        try:
+            values[setting] = Path(path).read_text().strip()
+            if setting in SECRETS:
+                refuse_exposed(f"{PREFIX}{name.upper()}={path}", path)
+        except OSError as error:
+            raise SettingsError(f"{PREFIX}{name.upper()}={path}: {error.strerror}") from error
+        del values[name]
+    return values
+
+
+def _with_password(settings: Settings) -> Settings:
+    """The settings with the password inserted into the URL, where every client reads it."""
+    if not settings.redis_password or not settings.redis_url:
+        return settings
+    parts = urlsplit(settings.redis_url)
+    user, _, known = parts.netloc.rpartition("@")[0].partition(":")
+    if known:
+        raise SettingsError("redis_url contains a password and redis_password is set: use one")
+    netloc = f"{user}:{quote(settings.redis_password, safe='')}@{parts.netloc.rpartition('@')[2]}"
+    return msgspec.structs.replace(
+        settings, redis_url=urlunsplit(parts._replace(netloc=netloc)), redis_password=""
+    )
+
+
+def _with_sentinel_password(settings: Settings) -> Settings:
+    """The settings with the sentinels' password inserted into the URL."""
+    if not settings.redis_sentinel_password or not settings.redis_url:
+        return settings
+    parts = urlsplit(settings.redis_url)
+    query = dict(parse_qsl(parts.query))
+    if parts.scheme not in SENTINEL_SCHEMES:
+        raise SettingsError(
+            "redis_sentinel_password: redis_url names no sentinels; valid schemes: "
+            f"{', '.join(SENTINEL_SCHEMES)}"
+        )
+    if "sentinel_password" in query:
+        raise SettingsError(
+            "redis_url has sentinel_password and redis_sentinel_password is set: use one"
+        )
+    query["sentinel_password"] = settings.redis_sentinel_password
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    return msgspec.structs.replace(settings, redis_url=url, redis_sentinel_password="")
+
+
+#: Setting → parameter of the URL, as redis-py and kombu both read them.
+_TLS = {
+    "redis_tls_ca": "ssl_ca_certs",
+    "redis_tls_cert": "ssl_certfile",
+    "redis_tls_key": "ssl_keyfile",
+}
+
+
+def _with_tls(settings: Settings) -> Settings:
+    """The settings with the TLS files inserted into the URL, where every client of Redis reads
+    them.
+    """
+    files = {name: path for name in _TLS if (path := getattr(settings, name))}
+    if not files or not settings.redis_url:
+        return settings
+    parts = urlsplit(settings.redis_url)
+    if not parts.scheme.startswith("rediss"):
+        raise SettingsError(
+            f"{' and '.join(files)}: redis_url is not rediss://…, so nothing would be encrypted"
+        )
+    query = dict(parse_qsl(parts.query))
+    for name, path in files.items():
+        if _TLS[name] in query:
+            raise SettingsError(f"redis_url has {_TLS[name]} and {name} is set: use one")
+        if not Path(path).is_file():
+            raise SettingsError(f"{name}={path!r}: no such file")
+        query[_TLS[name]] = path
+    url = urlunsplit(parts._replace(query=urlencode(query)))
+    return msgspec.structs.replace(settings, redis_url=url, **dict.fromkeys(_TLS, ""))
+
+
+def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
+    """Each value converted to its setting's type; text is read as the type asks (`"false"` is
+    false).
+    """
+    checked = {}
+    for name, value in raw.items():
+        label = f"{PREFIX}{name.upper()}" if source == "environment" else name
+        if name not in known:
+            raise SettingsError(f"{label} ({source}): unknown setting")
+        try:
+            if source == "environment" and name == "engine_options":
+                value = json.loads(value)
+            checked[name] = msgspec.convert(value, known[name].type, strict=source != "environment")
+        except (msgspec.ValidationError, json.JSONDecodeError) as error:
+            raise SettingsError(f"{label}={value!r} ({source}): {error}") from error
+    return checked
+
+
+def relay_addresses(relay_url: str) -> list[str]:
+    """The relays that a rank tries in turn, as `relay_url` lists them. Raises SettingsError."""
+    addresses = [address.strip() for address in relay_url.split(",")]
+    for address in addresses:
+        try:
+            parts = urlsplit(address)
+            valid = parts.scheme == "ipc" or (
+                parts.scheme == "tcp" and parts.hostname and parts.port
+            )
+        except ValueError:
+            valid = False
+        if not valid:
+            raise SettingsError(
+                f"relay_url={relay_url!r}: {address!r} is no address of a relay; valid: "
+                "tcp://HOST:PORT, or several of them, separated "
+                "by commas"
+            )
+    return addresses
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at `host`, a name or an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def asks_for_keys(settings: Settings) -> bool:
+    """Whether the API lets in only callers with a key."""
+    return settings.auth == "keys" or (
+        settings.auth == "auto" and not is_loopback(settings.api_host)
+    )
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """The settings as `MIDSTREAM_*` variables for a child process; `load_settings` reads them back
+    equal.
+    """
+    env = {}
+    for name, value in msgspec.structs.asdict(settings).items():
+        if isinstance(value, dict):
+            if value:
+                env[PREFIX + name.upper()] = to_json(value).decode()
+        elif value is not None and value != "":
+            env[PREFIX + name.upper()] = (
+                str(value).lower() if isinstance(value, bool) else str(value)
+            )
+    return env

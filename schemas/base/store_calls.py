@@ -1,0 +1,18 @@
+"""Counts of requests to object storage, as ranks report them to their worker."""
+
+from .records import Record
+
+#: Upper bounds of the histogram, in seconds; a last bucket is for slower requests.
+BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class StoreCalls(Record):
+    """Of one operation: head | get | put | upload (in parts) | delete | list | probe."""
+
+    outcomes: dict[str, int] = {}  # ok | missing | stale | refused | full | away | error → requests
+    # requests repeated for a passing reason; those of an upload's parts are not known
+    retries: int = 0
+    bytes: int = 0  # of bodies that were sent or received
+    seconds: float = 0.0  # in all
+    # requests by duration, one number for each of `BOUNDS` and one for the rest
+    buckets: list[int] = []

@@ -1,0 +1,309 @@
+"""Harvests: the rows of a corpus as shards.
+
+Requests, what is stored of them, plans, records of units and manifests.
+
+See docs/decisions/0035-harvests.md for why it is built so.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..access.handling import Priority
+from ..access.keys import DEFAULT_TENANT
+from ..base.errors import Problem
+from ..base.limits import (
+    MAX_HARVEST_LINES,
+    MAX_INT64,
+    MAX_PATH,
+    MAX_PROMPT_TOKENS,
+    MAX_SHARD_MIB,
+    Count,
+    Metadata,
+    Name,
+    Text,
+    TokenIds,
+)
+from ..base.records import Record
+from ..prompts.selectors import Hook
+from ..requests.harvest_work import ShardDType
+from ..requests.specs import At, SitesSpec
+from .jobs import SamplingRequest
+
+FORMAT = "midstream-harvest-1"
+MANIFEST = "manifest.json"
+
+Format = Literal["auto", "jsonl", "parquet", "arrow"]
+DocumentKind = Literal["text", "chat", "tokens"]
+#: Of a document longer than `max_length`: `truncate` leaves out the rest, `split` makes further
+#: sequences of it, `pack` also joins documents, the end-of-text token between them, so that every
+#: sequence of a unit but its last is full.
+Fit = Literal["truncate", "split", "pack"]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+#: A document as it stands in the request.
+Line = Text | TokenIds
+
+
+class HarvestSource(Record, kw_only=True):
+    """Documents in order: `lines`, or the files at `path` (a file, or a folder whose files are read
+    by name) below `root`.
+    """
+
+    lines: (
+        Annotated[list[Line], msgspec.Meta(min_length=1, max_length=MAX_HARVEST_LINES)] | None
+    ) = None
+    # relative to one of the setting `harvest_sources`
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)] | None = None
+    format: Format = "auto"  # by the names' endings; a Hugging Face datasets folder is `arrow`
+    kind: DocumentKind = "text"  # what the field holds: a text, a conversation, or token ids
+    field: Name = "text"  # column, or member of a line's object
+
+    def __post_init__(self) -> None:
+        if (self.lines is None) == (self.path is None):
+            raise ValueError("give exactly one of `lines` and `path`")
+        if self.lines is not None and self.kind == "chat":
+            raise ValueError("`lines` are texts or token ids: conversations are read from files")
+
+
+class HarvestCut(Record, kw_only=True):
+    """How documents become sequences."""
+
+    # tokens; null: as long as the model takes
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
+    fit: Fit = "truncate"
+    # what the tokenizer adds around a text, such as BOS; conversations have their template's
+    special_tokens: bool = True
+
+
+class HarvestPositions(Record, kw_only=True):
+    """Which positions of a sequence give rows."""
+
+    skip_bos: bool = True  # not those of the model's beginning-of-text token
+    # of each sequence: attention sinks
+    skip_first: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_TOKENS)] = 0
+    every: Count = 1  # every n-th position of a document, from its first
+    # so many of each document, chosen at random among those that the rest leaves
+    sample: Count | None = None
+    seed: Seed = 0  # of that choice
+    prompt: bool = True  # with `generate`: also the rows of the prompt
+
+
+class HarvestShards(Record, kw_only=True):
+    """How rows become files."""
+
+    # of rows in a shard of all stages, about
+    mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_MIB)] = 64
+    # the seed of the order of rows in a shard; null: by document and position
+    shuffle: Seed | None = 0
+
+
+class HarvestRequest(SitesSpec, kw_only=True):
+    """Body of `POST /v1/harvests`."""
+
+    model: Name
+    source: HarvestSource
+    cut: HarvestCut = HarvestCut()
+    positions: HarvestPositions = HarvestPositions()
+    at: At = "before"
+    generate: SamplingRequest | None = None  # rows also of the tokens generated after each document
+    dtype: ShardDType = "model"
+    shards: HarvestShards = HarvestShards()
+    # one of the setting `harvest_stores`; null: the first
+    store: Annotated[str, msgspec.Meta(max_length=MAX_PATH)] | None = None
+    # of all sequences; later documents are left out
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
+    priority: Priority | None = None
+    metadata: Metadata = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.generate is not None and (
+            self.cut.fit != "truncate" or self.positions.sample is not None
+        ):
+            raise ValueError("`generate` takes fit `truncate` and no `sample`")
+        if self.generate is None and not self.positions.prompt:
+            raise ValueError("`prompt: false` requires `generate`")
+
+
+class StoredHarvest(Record, omit_defaults=True, kw_only=True):
+    """A harvest after validation, as the ledger keeps it. Never changes."""
+
+    id: str
+    model: str
+    created: float
+    uri: str  # of its own store
+    sites: dict[Hook, list[int]]
+    source: HarvestSource
+    root: str = ""  # the store that `source.path` is in
+    cut: HarvestCut = HarvestCut()
+    max_length: int
+    positions: HarvestPositions = HarvestPositions()
+    at: At = "before"
+    generate: SamplingRequest | None = None
+    dtype: ShardDType = "model"
+    row_bytes: int  # of one position at all sites, as the model computes them
+    shards: HarvestShards = HarvestShards()
+    max_tokens: int | None = None
+    tenant: str = DEFAULT_TENANT
+    key: str = ""
+    priority: Priority = "normal"
+    metadata: dict[str, str] = {}
+    steering: str = ""  # digest of the global steering that all rows are computed under
+    identity: str = ""  # of the model that computes all rows
+
+
+class PlannedUnit(Record, array_like=True, kw_only=True):
+    """A run of documents: rows `[start, stop)` of a file, or bytes of a JSONL file."""
+
+    file: int
+    start: int
+    stop: int
+    document: int  # number of the first
+    documents: int
+    weight: int  # bytes, about: how much of the whole it is
+    crc32: int = 0  # of its bytes; of a table, of its values
+    tokens: int = -1  # that its sequences may have; -1: no limit
+
+
+class SourceFile(Record, array_like=True, kw_only=True):
+    """A file of a source as it was planned. One that differs is not read."""
+
+    key: str  # in the source's store
+    size: int
+    stamp: str  # see `storage.store.Handle`
+
+
+class HarvestPlan(Record, kw_only=True):
+    """The units of a source, and the files that they are in."""
+
+    files: list[SourceFile]
+    units: list[PlannedUnit]
+    parts: int  # so many runs of units, each the work of a job
+
+    @property
+    def weight(self) -> int:
+        return sum(unit.weight for unit in self.units)
+
+
+class PlanFile(Record, kw_only=True):
+    """The plan that counts: an object of the harvest's store."""
+
+    key: str
+    crc32: int
+
+
+class ShardFile(Record, omit_defaults=True, kw_only=True):
+    """A file of a shard: of one pipeline stage."""
+
+    key: str
+    bytes: int
+    crc32: int
+    sites: dict[str, list[int]]
+    pp: int = 0
+    non_finite: int = 0  # rows with values that are not finite
+
+
+class ShardEntry(Record, kw_only=True):
+    """Rows of all sites at the same keys, in the same order."""
+
+    rows: int  # positions: each site has so many
+    files: list[ShardFile]
+
+
+class UnitEntry(Record, kw_only=True):
+    """What a unit gave."""
+
+    unit: int
+    first: int  # document
+    documents: int
+    tokens: int  # of the sequences that were computed
+    generated: int = 0
+    rows: int
+    bytes: int
+    shards: list[ShardEntry]
+    skipped: int = 0  # documents without a row
+
+
+class PartManifest(Record, kw_only=True):
+    """The object `parts/<number>.json`."""
+
+    part: int
+    units: list[UnitEntry]
+
+
+class PartFile(Record, kw_only=True):
+    key: str
+    crc32: int
+    shards: int
+    rows: int
+
+
+class HarvestManifest(Record, kw_only=True):
+    """The object `manifest.json`: what a complete harvest holds.
+
+    The last object that is written.
+    """
+
+    format: str
+    version: str
+    id: str
+    model: str
+    created: float
+    finished: float
+    sites: dict[str, list[int]]
+    widths: dict[str, int]  # hook → elements of a row
+    at: str
+    dtype: str  # of the stored rows
+    max_length: int
+    fit: str
+    positions: HarvestPositions
+    shuffle: int | None
+    source: str  # path, or `lines`
+    documents: int
+    tokens: int
+    generated: int = 0
+    rows: int  # positions
+    bytes: int
+    shards: int
+    parts: list[PartFile]
+    metadata: dict[str, str] = {}
+    identity: str = ""  # of the model that computed all rows
+
+
+HarvestState = Literal[
+    "planning", "running", "sealing", "paused", "succeeded", "failed", "cancelled"
+]
+OVER: frozenset[HarvestState] = frozenset({"succeeded", "failed", "cancelled"})
+
+
+class HarvestView(Record, omit_defaults=True, kw_only=True):
+    """Answer of `GET /v1/harvests/{id}`."""
+
+    id: str
+    model: str
+    state: HarvestState
+    version: int
+    created: float
+    uri: str  # of its store: `midstream.harvest.open`
+    started: float | None = None  # the first part that computes
+    finished: float | None = None
+    reason: str = ""  # why it waits or is paused
+    error: Problem | None = None
+    units: int = 0
+    units_done: int = 0
+    documents: int = 0  # of the units that are done, and the next
+    tokens: int = 0
+    rows: int = 0
+    bytes: int = 0
+    shards: int = 0
+    share: float = 0.0  # of the source, 0 to 1
+    tokens_s: float = 0.0  # over the time that it ran
+    left_s: float | None = None  # until the end, at this rate
+    jobs: list[str] = []  # of the parts that are out
+    tenant: str = DEFAULT_TENANT
+    metadata: dict[str, str] = {}
+    identity: str = ""  # of the model that computes all rows
+
+
+class HarvestPage(Record, kw_only=True):
+    harvests: list[HarvestView]

@@ -1,0 +1,484 @@
+"""Jobs: request, states and transitions, result."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..access.handling import Callback, Priority
+from ..access.keys import DEFAULT_TENANT
+from ..artifacts.loras import Adapted, LoraUse, StoredLora
+from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
+from ..base.errors import Problem
+from ..base.limits import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_FORMAT_CHOICES,
+    MAX_INT64,
+    MAX_LOGIT_BIAS,
+    MAX_PROMPTS,
+    MAX_READERS,
+    MAX_REGEX,
+    MAX_SCHEMA,
+    MAX_STOP_TEXT,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    Count,
+    Index,
+    Metadata,
+    Name,
+    Text,
+    TokenIds,
+)
+from ..base.records import Record
+from ..base.states import TERMINAL as TERMINAL
+from ..base.states import TRANSITIONS as TRANSITIONS
+from ..base.states import State as State
+from ..extensions import ReaderSpec
+from ..prompts.chat import Conversation, ToolCall, ToolUse
+from ..prompts.images import ImageRef
+from ..requests.features import FeatureList
+from ..requests.harvest_work import HarvestPart
+from ..requests.lens import LensSpec
+from ..requests.readings import FeaturesReading, LensReading, ReaderReading
+from ..requests.specs import (
+    CaptureSpec,
+    CaptureStatus,
+    PatchList,
+    SteeringList,
+    StoredCapture,
+    StoredSteering,
+)
+from .sweeps import StoredSweep, SweepResult
+
+#: A prompt is text or token ids.
+Prompt = Text | TokenIds
+Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch takes 64 bits
+StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
+StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
+SchemaText = Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)]
+StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
+LogitBias = Annotated[
+    dict[Index, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+    msgspec.Meta(max_length=MAX_LOGIT_BIAS),
+]
+AllowedTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)]
+BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
+ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
+
+
+class Structured(Record, omit_defaults=True):
+    """What the generated text is constrained to, one of these; JSON schemas and structural tags as
+    JSON text.
+    """
+
+    json: str | None = None  # a JSON schema
+    json_object: bool | None = None  # any JSON object
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF, as xgrammar reads it, or Lark
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class Sampling(Record, omit_defaults=True):  # what is not used, older workers need not know
+    """vLLM's sampling parameters that a job may set; defaults are greedy."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: all
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the prompt's
+    min_tokens: int = 0  # before any stop
+    # of the most likely token's probability
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    logit_bias: dict[int, float] | None = None  # token id → added to its logit, -100 to 100
+    allowed_token_ids: list[int] | None = None  # no others are sampled
+    bad_words: list[str] = []  # are not generated
+    skip_special_tokens: bool = True  # in the text
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: Structured | None = None
+
+
+class StructuredRequest(Record):
+    """vLLM's `structured_outputs`: exactly one constraint, and how JSON is written."""
+
+    json: SchemaText | dict[str, Any] | None = None  # a JSON schema, as text or as an object
+    json_object: Literal[True] | None = None
+    regex: Annotated[str, msgspec.Meta(max_length=MAX_REGEX)] | None = None
+    choice: (
+        Annotated[
+            list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]],
+            msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES),
+        ]
+        | None
+    ) = None
+    grammar: SchemaText | None = None
+    structural_tag: SchemaText | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] | None = None
+
+
+class SamplingRequest(Sampling):
+    """Sampling parameters as a request gives them.
+
+    Jobs that were accepted under wider limits are read as `Sampling`.
+    """
+
+    max_tokens: Count = 16
+    top_k: Index = 0
+    seed: Seed | None = None
+    stop: StopTexts = []
+    stop_token_ids: StopTokens = []
+    min_tokens: Index = 0
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords = []
+    structured_outputs: StructuredRequest | None = None  # type: ignore[assignment]  # converted when the request is parsed
+
+
+class JobRequest(Adapted, kw_only=True):
+    """Body of `POST /v1/jobs`: `prompts`, or conversations in `messages`."""
+
+    model: Name
+    prompts: Annotated[list[Prompt], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = (
+        None
+    )
+    #: Conversations; each becomes a prompt through the model's chat template, opened for the
+    #: assistant's turn.
+    messages: (
+        Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None
+    ) = None
+    sampling: SamplingRequest = SamplingRequest()
+    capture: CaptureSpec | None = None
+    steering: SteeringList = []
+    patch: PatchList = []
+    lens: LensSpec | None = None
+    features: FeatureList = []
+    probes: ProbeList = []
+    readers: ReaderList = []
+    metadata: Metadata = {}
+
+
+class StoredPrompt(Record, omit_defaults=True):
+    """A prompt after tokenisation; the token ids are the truth from here on."""
+
+    # the API keeps them as an `array`, which takes half the memory of a list
+    token_ids: Sequence[int]
+    text: str | None = None
+    images: list[ImageRef] = []  # with them the prompt is stored as written: see `schemas.images`
+
+
+class Job(Record, dict=True, omit_defaults=True):
+    # `dict`: for the cached property; what is not used, older workers need not know
+    """A validated job as the ledger keeps it and the worker reads it.
+
+    Never changes after acceptance.
+    """
+
+    id: str
+    kind: Literal["generate", "completion", "chat", "sweep", "harvest"]
+    model: str
+    prompts: list[StoredPrompt]  # none of a sweep or harvest
+    sampling: Sampling
+    created: float
+    #: One list per prompt: positions are resolved against that prompt. Empty if nothing is
+    #: requested. Patches come before steering.
+    steering: list[list[StoredSteering]] = []
+    captures: list[list[StoredCapture]] = []
+    stream: bool = False  # publish token events while generating
+    metadata: dict[str, str] = {}
+    # named modules that it uses → the digest that the name pointed at when the job was accepted
+    modules: dict[str, str] = {}
+    # source runs that it is patched with → the job that the name pointed at then
+    runs: dict[str, str] = {}
+    run: str = ""  # its captures are kept as the source run of this name
+    sweep: StoredSweep | None = None
+    harvest: HarvestPart | None = None
+    # owner of the job, its captures and its source run; invisible to other tenants
+    tenant: str = DEFAULT_TENANT
+    key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
+    priority: Priority = "normal"
+    expires: float | None = None  # seconds since the epoch: aborted if it was never begun by then
+    callback: Callback | None = None
+    trace: str = ""  # W3C traceparent of its submission; empty: not traced
+    lora: StoredLora | None = None  # adapter that all its requests are computed with
+    n: int = 1  # outputs of each prompt, which stands so often in `prompts`, one after the other
+    tools: ToolUse | None = None  # of a chat: its outputs are parsed for calls
+    echo: bool = False  # outputs come with their prompts
+    # of prompts with images: generate as long as the model's length allows, which
+    # `sampling.max_tokens` exceeds
+    fills: bool = False
+    probes: list[StoredProbe] = []  # that score all its prompts
+    # of a sweep or harvest, whose prompts are not in `prompts`: what the operator captures of them
+    global_captures: list[CaptureSpec] = []
+    # of the model that it was accepted for; empty: by a version that knew none, and no worker takes
+    # it
+    identity: str = ""
+    # what else it names, and what the operator adds: `sae/NAME`, `watching/NAME`, … → digest
+    contents: dict[str, str] = {}
+
+    @property
+    def wants_receipts(self) -> bool:
+        own = self.sweep is not None or self.harvest is not None or self.lora is not None
+        return own or any(self.captures) or any(self.steering) or bool(self.probes)
+
+    @cached_property
+    def captured(self) -> dict[str, int]:
+        """Tag → how many prompts have a capture under it.
+
+        (Not all: what the operator captures may have no position in a short one.)
+        """
+        captured = (
+            {capture.tag: None for capture in captures if capture.reading is None}
+            for captures in self.captures
+        )
+        return dict(Counter(tag for tags in captured for tag in tags))
+
+
+class TokenLogprob(Record):
+    token_id: int
+    token: str
+    logprob: float
+    top: list["TokenLogprob"] = []
+    rank: int | UnsetType = UNSET  # of a prompt's token: 1 for the most likely one
+
+
+class Message(Record, omit_defaults=True):
+    """What an output of a chat with tools says, as vLLM's parser reads it."""
+
+    content: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
+class CallDelta(Record, omit_defaults=True):
+    """What is new of a call in a streamed message. A call's first one has `id` and `name`."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Said(Record, omit_defaults=True):
+    """What is new of a message, as vLLM's parser reads the text while it is generated."""
+
+    content: str = ""
+    calls: list[CallDelta] = []
+
+
+class Prompted(Record):
+    """The prompt of an output."""
+
+    text: str
+    token_ids: list[int]
+    first: str = ""  # how its first token reads
+    # of its tokens, if `prompt_logprobs` was requested; the first has none
+    logprobs: list[TokenLogprob | None] | None = None
+
+
+class Output(Record):
+    """What one prompt generated."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # stop | length | tool_calls | probe:NAME
+    prompt_tokens: int
+    cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    logprobs: list[TokenLogprob] | None = None
+    # the stop string or token that ended it, other than the end-of-sequence token
+    stop_reason: int | str | UnsetType = UNSET
+    message: Message | UnsetType = UNSET  # with tools
+    prompt: Prompted | UnsetType = UNSET  # if it was requested
+
+
+class FileEntry(Record):
+    """A durable capture blob as the user sees it: a file, or with `offset` and `bytes` a part of
+    one.
+    """
+
+    path: str  # relative to the capture root
+    request: int  # index of the prompt
+    rank: int
+    pp: int
+    bytes: int
+    crc32: int
+    rows: int
+    sites: dict[str, list[int]]  # hook → layers
+    positions: int
+    offset: int = 0
+    layout: str = "packed"
+    tag: str = ""
+    # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
+    reused: int = 0
+    dropped: list[int] = []  # positions dropped under overload
+    non_finite: int = 0  # rows of it with values that are not finite
+
+
+class ConsumerReport(Record):
+    """A consumer's result for one prompt's rows on one stage."""
+
+    name: str
+    request: int
+    pp: int
+    ok: bool
+    message: str = ""
+    rows: bytes = b""  # `memory`: a safetensors blob, base64 in JSON
+
+
+class CaptureResults(Record):
+    """`ok` only if every file is durable and every rank has reported."""
+
+    status: CaptureStatus
+    job: str
+    url: str | None = None  # where the manifest and the tensors are
+    # the artifact store: a folder, for readers on the same machine, or a URI without credentials
+    root: str | None = None
+    files: list[FileEntry] = []
+    consumers: list[ConsumerReport] = []
+    bytes: int = 0
+    rows: int = 0
+    detail: str = ""
+
+
+class RankReport(Record):
+    rank: int
+    tp: int
+    request: int
+    step: int
+    checksum: str  # 16 hex digits
+    actions: int
+    applied: int
+    status: str
+    message: str = ""
+
+
+class StageReport(Record):
+    """The ranks of one pipeline stage; they must agree for every request."""
+
+    pp: int
+    consistent: bool
+    ranks: list[RankReport]
+
+
+class Determinism(Record):
+    """Whether, for every request, the ranks of each pipeline stage report the same actions.
+
+    `consistent` covers the attempt that produced the result; a disagreement that ended an earlier
+    attempt is in `retried`.
+    """
+
+    consistent: bool
+    stages: list[StageReport]
+    worker: str = ""
+    global_version: int = 0  # of the global steering that the job ran under; 0: none was ever set
+    retried: list[str] = []  # what ranks of an earlier attempt disagreed on
+
+
+class JobView(Record, omit_defaults=True):
+    """Answer of `GET /v1/jobs/{id}`."""
+
+    id: str
+    kind: str
+    model: str
+    state: State
+    attempt: int  # how many times a worker has started it
+    version: int  # grows with every change; the ETag
+    created: float
+    queued: float | None = None
+    started: float | None = None
+    generated: float | None = None  # all outputs stored; captures may still be landing
+    cancelling: float | None = None
+    finished: float | None = None
+    worker: str | None = None
+    capture_status: CaptureStatus = "not_requested"
+    receipts: int = 0  # arrived
+    receipts_expected: int = 0
+    prompts: int = 0
+    error: Problem | None = None
+    metadata: dict[str, str] = {}
+    modules: dict[str, str] = {}  # named modules that it uses → digest
+    runs: dict[str, str] = {}  # source runs that it is patched with → their jobs
+    run: str = ""  # the source run that it makes
+    cells: int = 0  # of a sweep: those that are known, skipped ones included
+    cells_expected: int = 0
+    tenant: str = DEFAULT_TENANT
+    priority: Priority = "normal"
+    expires: float | None = None  # aborted if it was never begun by then
+    callback_url: str | None = None
+    probed: bool = False  # probes score it: its own, or those that watch all traffic
+    # something edits it: its own steering, its adapter, or the global steering that it was started
+    # under
+    steered: bool = False
+    lora: LoraUse | None = None
+    identity: str = ""  # of the model that it was accepted for, and that alone computes it
+    # what it uses: `sae/NAME`, `tuned/NAME`, `probe/NAME`, `lora/NAME`, `watching/NAME`, … → digest
+    contents: dict[str, str] = {}
+    # of the global steering that its attempt began under; null: it has not begun
+    global_version: int | None = None
+
+
+class JobResult(Record):
+    """Answer of `GET /v1/jobs/{id}/result`."""
+
+    id: str
+    model: str
+    state: State
+    outputs: list[Output]
+    capture_results: CaptureResults
+    determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
+    attempt: int
+    sweep: SweepResult | None = None
+    lora: LoraUse | None = None  # the adapter that it ran with
+    lens: list[LensReading] | None = None  # one per prompt, if the request asked for one
+    # of each prompt one per autoencoder, in the request's order
+    features: list[FeaturesReading] | None = None
+    probes: list[ProbeResult] = []
+    # of each prompt one per reader, in the request's order
+    readers: list[ReaderReading] | None = None
+    identity: str = ""  # of the model that computed it
+
+
+class JobPage(Record):
+    jobs: list[JobView]
+    next: str | None = None  # pass as `?cursor=`
+
+
+#: Not an event of a job: the last event of a stream, with the problem that ended it.
+PROBLEM_EVENT = "error"
+EventKind = Literal[
+    "state", "token", "score", "output", "receipt", "start", "cell", "summary", "done"
+]
+
+
+class Event(Record):
+    """One entry of a job's event stream; its id is the SSE id.
+
+    state: {state, attempt} · token: {index, text, token_ids, finish_reason}, with tools also
+    `delta`, and `logprobs` and `prompt` as in `Output` where they were requested · score: {index,
+    position, scores: {probe: {label: score}}, aggregates: likewise} · output: {index} · receipt:
+    {request, rank, status: ok | partial | error | disagrees (with another rank of its stage)} ·
+    done: {state} · of a sweep, instead of outputs and receipts on which ranks agree: start:
+    SweepStart · cell: SweepCell · summary: SweepSummary
+    """
+
+    event: EventKind
+    data: dict[str, Any]  # JSON
+    attempt: int = 0
+    id: str = ""

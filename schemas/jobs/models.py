@@ -1,0 +1,142 @@
+"""A worker's published facts about its model, for validation in the API without an engine."""
+
+import hashlib
+
+from ..artifacts.loras import LoraSupport
+from ..base.records import Published, Record, to_msgpack
+from ..extensions import Extension
+from ..model.attention import AttentionKind
+from ..model.banks import RowShape
+from ..requests.specs import CaptureSpec
+from .certificates import Certificate
+
+#: Digits of an identity in errors, tables and on the page.
+SHOWN_IDENTITY = 12
+
+
+class ModelInfo(Published):
+    """Published in Redis when a worker's engine is up; kept when it goes, so that jobs are accepted
+    meanwhile.
+    """
+
+    name: str
+    version: str  # Midstream's version on the worker
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and generated together
+    dtype: str
+    hooks: list[str]  # that exist
+    tokenizer: str  # SHA-256 of the tokenizer bundle's bytes, the key of its blob
+    tp: int = 1
+    pp: int = 1
+    runner: str = "v1"
+    consumers: list[str] = []  # of captured rows, loaded on every rank
+    memory_limit_kib: int = 0  # the largest capture that comes back in a response
+    step_tokens: int = 0  # token rows in one engine step, at most
+    speculative_tokens: int = 0  # drafts of a request in one engine step, at most
+    # rows that one engine step may capture: those of one token and its drafts must fit; 0: no limit
+    capture_row_limit: int = 0
+    steering_rows: int = 0  # distinct steering rows that the engine can hold; 0: not reported
+    steering_entries: int = 0  # vectors of those rows, over all sites; 0: not reported
+    global_captures: list[CaptureSpec] = []  # taken of every request
+    grades: bool = False  # ranks answer `RankSpec.grade`: sweeps can run
+    # kind of reading (`lens`) → why there is none; empty: it is served
+    readings: dict[str, str] = {}
+    extensions: list[Extension] = []  # loaded on every rank
+    absent: dict[str, str] = {}  # hook that does not exist → why
+    inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
+    multimodal: bool = False  # takes images, here or elsewhere
+    images: int = 0  # of a prompt, at most; 0: it takes none here
+    images_refused: str = ""  # why it takes none
+    # token ids of an image in a prompt as its chat template writes it
+    image_placeholder: list[int] = []
+    tool_parser: str = ""  # vLLM's parser of tool calls; empty: chats take no tools
+    caveats: list[str] = []  # in what its rows differ from transformers' on the same checkpoint
+    # SHA-256 of what decides the model's numbers, see `workers.engine.model_identity`
+    identity: str = ""
+    # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    quantization: str = ""
+    lora: LoraSupport | None = None  # None: no adapters are served
+    certificate: Certificate | None = None  # of the engine's start; None: it was not certified
+    attention: list[AttentionKind] = []  # of each layer that attends; empty: not reported
+    wire: int = 0  # of the worker, see `schemas.compatibility`
+    oldest_wire: int = 0
+
+    def row_size(self, hook: str) -> int:
+        """Elements of a row at `hook`."""
+        return self.inside[hook].size if hook in self.inside else self.hidden_size
+
+    def step_holds(self, rows: int) -> bool:
+        """Whether one engine step may capture so many rows, if the pipeline stages share them
+        evenly; the worker knows how they do.
+        """
+        return not self.capture_row_limit or -(-rows // self.pp) <= self.capture_row_limit
+
+
+class TokenizerBundle(Record):
+    """The tokenizer exactly as the worker's engine uses it; `tokenizers` reads it without torch."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]  # bos_token, eos_token, … for the chat template
+    eos_token_ids: list[int]
+    # the chat template reads a message's content as a list of parts, of which text is one
+    parts: bool = False
+
+
+def encode_bundle(bundle: TokenizerBundle) -> tuple[str, bytes]:
+    """(SHA-256, MessagePack): the key of the bundle's blob, as in `ModelInfo.tokenizer`, and the
+    blob.
+    """
+    raw = to_msgpack(bundle)
+    return hashlib.sha256(raw).hexdigest(), raw
+
+
+class WorkerStats(Published):
+    """A worker's current activity. Figures of its ranks are a few seconds old."""
+
+    at: float  # seconds since the epoch
+    jobs: int  # that it holds
+    running: int  # requests in the engine's steps
+    waiting: int  # requests that wait for the engine, or for rows of the steering table
+    prompt_tokens_s: float  # tokens per second since the last heartbeat
+    generated_tokens_s: float
+    prompt_tokens: int  # since the worker started
+    generated_tokens: int
+    cells: int  # of sweeps
+    kv_cache: float  # share in use, 0 to 1
+    rows_used: int  # of the steering table, on the rank with the most
+    rows: int
+    entries_used: int
+    entries: int
+    outbox: int  # receipts that the relay has not taken yet, of all ranks
+    backlog: int  # bytes of captured rows that wait for the writers, of all ranks
+    captured_rows: int  # since the ranks started, of all of them
+    captured_bytes: int
+    dropped_positions: int
+    desyncs: int
+    resyncs: int
+    last_desync: str = ""  # what the ranks disagreed on
+    last_desync_at: float | None = None
+
+
+class WorkerInfo(Published):
+    """A live worker, renewed with its heartbeat."""
+
+    worker: str
+    boot: str
+    model: str
+    version: str
+    host: str
+    pid: int
+    started: float
+    tp: int
+    pp: int
+    healthy: bool = True
+    detail: str = ""
+    stats: WorkerStats | None = None
+    wire: int = 0  # see `schemas.compatibility`
+    oldest_wire: int = 0
+    identity: str = ""  # of the model that it serves

@@ -1,0 +1,422 @@
+"""Requests and responses of the OpenAI-style endpoints, with `steering`, `patch`, `capture`,
+`lens`, `features`, `readers` and `capture_wait` added.
+
+Fields of OpenAI's that change nothing here (`user`, `store`, …) are accepted. Fields that we do not
+serve are accepted only at the value that asks for nothing (`ONLY`), and refused by name otherwise;
+any other field is unknown and refused as well.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..artifacts.loras import Adapted, LoraSupport
+from ..artifacts.probes import ProbeList, ProbeResult, TokenScores
+from ..base.errors import Problem
+from ..base.limits import MAX_CHOICES, MAX_PROMPT_TOKENS, Count, Index, Label, Metadata, Name, Text
+from ..base.records import Record
+from ..extensions import Extension
+from ..model.attention import AttentionKind
+from ..model.banks import RowShape
+from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
+from ..requests.features import FeatureList
+from ..requests.lens import LensSpec
+from ..requests.lens_args import LensArgs, LensRows
+from ..requests.readings import FeaturesReading, LensReading, ReaderReading
+from ..requests.specs import CaptureSpec, PatchList, SteeringList
+from .certificates import Certificate
+from .jobs import (
+    AllowedTokens,
+    BadWords,
+    CaptureResults,
+    Determinism,
+    LogitBias,
+    Prompt,
+    ReaderList,
+    Seed,
+    StopText,
+    StopTexts,
+    StopTokens,
+    StructuredRequest,
+)
+
+#: Field → the values that ask for nothing. Anything else is refused with the field's name.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "best_of": (1, None),
+    "suffix": (None, ""),
+    "use_beam_search": (False, None),
+    "truncate_prompt_tokens": (None,),
+    "logprob_token_ids": (None, []),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "reasoning_effort": (None,),
+    "include_reasoning": (True, None),
+    "verbosity": (None,),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+
+
+#: A field of `ONLY`: kept as it came, so that nothing large is built to be refused. Left out: it
+#: asks for nothing.
+Unserved = msgspec.Raw | UnsetType
+
+
+class OpenAIError(Record):
+    """The error in OpenAI's format: OpenAI's clients show `message`, and nothing of a problem
+    document.
+    """
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class OpenAIProblem(Problem, kw_only=True, omit_defaults=True):
+    """A problem document at OpenAI's paths."""
+
+    error: OpenAIError
+
+
+class TextFormat(Record, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Record, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Record):
+    name: Label
+    schema: msgspec.Raw
+    description: Text | None = None
+    strict: bool | None = None  # the schema is followed either way
+
+
+class JsonSchemaFormat(Record, tag_field="type", tag="json_schema"):
+    """JSON that a schema allows."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+#: How many alternatives come with the log-probability of a token.
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
+
+
+class StreamOptions(Record):
+    include_usage: bool | None = False
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool = False  # nothing is padded either way
+
+
+class OpenAIRequest(Adapted, kw_only=True):
+    """What both endpoints share.
+
+    `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
+    """
+
+    model: Name
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
+    seed: Seed | None = None
+    stop: StopText | StopTexts | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    metadata: Metadata | None = None
+
+    # Ours
+    steering: SteeringList = []
+    patch: PatchList = []
+    capture: CaptureSpec | None = None
+    lens: LensSpec | None = None  # an answer with a lens is held for it
+    readers: ReaderList = []  # likewise
+    features: FeatureList = []  # likewise
+    probes: ProbeList = []
+    #: Hold the answer until every capture is durable and every rank has reported. A steered answer
+    #: is always held for the ranks' reports, so that an intervention which was not applied is never
+    #: answered as if it were.
+    capture_wait: bool = False
+    top_k: Index = 0  # 0: all
+    ignore_eos: bool = False
+    stop_token_ids: StopTokens = []
+
+    # As stock vLLM's server takes them
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1  # choices per prompt
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = 0.0
+    min_tokens: Index = 0
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords = []
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: Top | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredRequest | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens of log-probabilities read `token_id:N`
+
+    # As vllm-lens' clients send them
+    vllm_xargs: LensArgs | None = None
+    extra_args: LensArgs | None = None  # the same
+
+    # Accepted, and without effect
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: Label | None = None
+    store: bool | None = None
+
+    # Only at the value that asks for nothing: see `ONLY`
+    use_beam_search: Unserved = UNSET
+    truncate_prompt_tokens: Unserved = UNSET
+    logprob_token_ids: Unserved = UNSET
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    #: Text, several texts, token ids, or several lists of token ids.
+    prompt: Text | Annotated[list[Prompt | Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+    max_tokens: Index | None = 16  # 0: only with `echo`
+    logprobs: Top | None = None  # how many alternatives per token
+    # the answer's text, tokens and log-probabilities begin with the prompt's
+    echo: bool | None = False
+
+    best_of: Unserved = UNSET
+    suffix: Unserved = UNSET
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Conversation
+    max_tokens: Count | None = None  # default: what the model's length leaves
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Top | None = None
+    tools: ToolList | None = None
+    # default: `auto` with tools
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True  # false: at most one call
+    add_generation_prompt: bool = True
+    # the answer continues the last message; needs `add_generation_prompt: false`
+    continue_final_message: bool = False
+    # further variables of the model's chat template
+    chat_template_kwargs: msgspec.Raw | UnsetType = UNSET
+
+    functions: Unserved = UNSET
+    function_call: Unserved = UNSET
+    chat_template: Unserved = UNSET
+    documents: Unserved = UNSET
+    reasoning_effort: Unserved = UNSET
+    include_reasoning: Unserved = UNSET
+    verbosity: Unserved = UNSET
+    modalities: Unserved = UNSET
+    audio: Unserved = UNSET
+    prediction: Unserved = UNSET
+    web_search_options: Unserved = UNSET
+
+
+class CachedTokens(Record):
+    cached_tokens: int
+
+
+class Usage(Record):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Answer(Record, kw_only=True):
+    """What every answer and chunk carries.
+
+    `created` is in seconds since the epoch; `id` is the job's.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    #: Present with capture, steering or global steering; in the last chunk of a stream.
+    capture_results: CaptureResults | UnsetType = UNSET
+    determinism: Determinism | UnsetType | None = UNSET
+    lens: list[LensReading] | UnsetType = UNSET  # one per prompt, if the request asked for one
+    # of each prompt one per reader, if the request asked for some
+    readers: list[ReaderReading] | UnsetType = UNSET
+    features: list[FeaturesReading] | UnsetType = UNSET  # likewise
+    # `residual_stream`, with vllm-lens' `output_residual_stream`
+    activations: dict[str, LensRows] | UnsetType = UNSET
+    #: Present with probes; in the last chunk of a stream.
+    probes: list[ProbeResult] | UnsetType = UNSET
+    #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the
+    #: first are those of the prompt's last.
+    scores: list[TokenScores] | UnsetType = UNSET
+
+
+class CompletionLogprobs(Record):
+    """Null: of a prompt's first token, which nothing precedes."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Record):
+    """Of one token at one place of a prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+#: Of each token of a prompt: token id → its log-probability; null: the first token's.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionChoice(Record):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None  # the stop string or token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`; likewise
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # with `prompt_logprobs`
+
+
+class Completion(Answer, kw_only=True):
+    """Answer of `POST /v1/completions`."""
+
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Answer, kw_only=True):
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ChatLogprob(Record):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list["ChatLogprob"] | UnsetType = UNSET  # of a generated token
+
+
+class ChatLogprobs(Record):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class AnswerMessage(Record):
+    role: Role
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Record):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None = None  # the stop string or token that ended it
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
+
+
+class ChatCompletion(Answer, kw_only=True):
+    """Answer of `POST /v1/chat/completions`."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # with `prompt_logprobs`
+
+
+class CallPart(Record):
+    """What is new of a tool call in a chunk."""
+
+    index: int
+    function: dict[str, str]
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class Delta(Record):
+    role: Role | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallPart] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Record):
+    index: int
+    delta: Delta
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | UnsetType | None = UNSET  # with `finish_reason`
+    token_ids: list[int] | UnsetType = UNSET  # with `return_token_ids`
+
+
+class ChatChunk(Answer, kw_only=True):
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of the first chunk, with `return_token_ids`
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(Record):
+    """One model as OpenAI lists it, with what a user needs to specify layers, vectors and
+    positions.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    hooks: list[str]
+    workers: int  # live ones
+    consumers: list[str] = []  # who may get captured rows
+    memory_limit_kib: int = 0  # the most that consumer `memory` returns per prompt
+    global_captures: list[CaptureSpec] = []  # what the operator captures of every request
+    # in what its rows differ from transformers' on the same checkpoint, as sentences
+    caveats: list[str] = []
+    # vLLM's method, and how weights and activations are rounded; empty: not quantised
+    quantization: str = ""
+    # SHA-256 of what decides the model's numbers, see docs/reliability.md; empty: not reported
+    identity: str = ""
+    lora: LoraSupport | None = None  # what an adapter may change; null: none are served
+    # what can be computed of rows, such as `lens` → why it is not served; empty: it is
+    readings: dict[str, str] = {}
+    absent: dict[str, str] = {}  # hook point that is not served → why
+    inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
+    extensions: list[Extension] = []  # what the operator installed beside Midstream, for `readers`
+    # only of `GET /v1/models/{name}`; null there: the model was not certified
+    certificate: Certificate | None = None
+    # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns
+    attention: list[AttentionKind] = []
+
+
+class ModelList(Record):
+    object: Literal["list"]
+    data: list[ModelCard]

@@ -1,0 +1,110 @@
+"""Receipts: a rank's report on a finished request, and its form on the wire to the relay."""
+
+import msgspec
+
+from ..artifacts.probes import ProbeScore
+from ..base.records import Wire
+
+#: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
+PROTOCOL = 1
+#: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with
+#: them: the job waits for the store.
+STORE_AWAY = "store_away"
+#: What a rank's refusal of a source run says when the artifact store could not be read now, though
+#: nothing is wrong with the run.
+READ_LATER = "the artifact store cannot be read now"
+
+
+class CapturedFile(Wire):
+    """One safetensors blob that is durable: content and directory entry were fsynced before the
+    receipt was written.
+
+    Most are a file of their own; in a segment `offset` says where in the file it begins.
+    """
+
+    path: str  # of the file, relative to the capture root
+    bytes: int  # of the blob
+    crc32: int  # of the blob
+    rows: int  # (hook, layer, position) triples in it
+    # of `post_block`, in receipts of the first version, which knew no `sites`
+    layers: list[int] = []
+    positions: int = 0  # how many token positions
+    sites: dict[str, list[int]] = {}  # hook → ascending layers
+    offset: int = 0
+    layout: str = "packed"
+    tag: str = ""
+    # rows of it that came from the store of earlier rows instead of this request's forward passes
+    reused: int = 0
+    dropped: list[int] = []  # requested positions dropped under overload
+    non_finite: int = 0  # rows of it with values that are not finite
+
+
+class Consumed(Wire):
+    """What one consumer made of one request's captured rows, `filesystem` among them."""
+
+    name: str
+    ok: bool = True
+    message: str = ""
+    # `memory`: the rows as a safetensors blob; `reading`: a part of it, see `schemas.readings`
+    rows: bytes = b""
+
+
+class Receipt(Wire):
+    """One rank's account of one request.
+
+    Sent for every request with an intervention or a capture.
+    """
+
+    version: str  # Midstream's version on the rank
+    worker: str
+    boot: str  # which start of the worker
+    job: str
+    request: int
+    attempt: int
+    rank: int  # global rank
+    world: int  # number of ranks: this many receipts settle the request
+    tp: int  # place inside the pipeline stage
+    pp: int  # pipeline stage
+    step: int  # engine step in which the request finished here
+    actions: int  # actions in this rank's ledger so far
+    checksum: str  # the ledger's u64 as 16 hex digits
+    status: str  # ok | partial | error
+    message: str = ""
+    applied: int = 0  # token rows that an intervention changed, over all layers
+    files: list[CapturedFile] = []
+    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY; empty: by
+    # what the job requested
+    kind: str = ""
+    consumed: list[Consumed] = []
+    global_version: int = 0  # of the global steering that the request began under
+    # how often this rank's action ledger was reset: checksums are compared within one epoch
+    epoch: int = 0
+    graded: list[float] = []  # what `RankSpec.grade` asked, from the last stage's first rank
+    trace: str = ""  # W3C traceparent of the attempt, as `RankSpec.trace`
+    scores: list[ProbeScore] = []  # of the probes whose layers the stage has, from its first rank
+    identity: str = ""  # of the model that the rank has loaded
+
+    @property
+    def attempt_id(self) -> str:
+        """`JOB.ATTEMPT`: an outbox knows its receipts by it, also when it has lost them."""
+        return f"{self.job}.{self.attempt}"
+
+    @property
+    def verdict(self) -> str:
+        """`status`, but never `ok` where rows were dropped or a consumer failed."""
+        short = any(file.dropped for file in self.files) or not all(
+            consumed.ok for consumed in self.consumed
+        )
+        return "partial" if short and self.status == "ok" else self.status
+
+
+class LostRange(Wire):
+    """The sender no longer has receipts `first..last` of this epoch (its outbox was damaged)."""
+
+    first: int
+    last: int
+    jobs: list[str] = []  # as `Receipt.attempt_id` names them
+    message: str = ""
+
+
+receipt_decoder = msgspec.msgpack.Decoder(Receipt)

@@ -1,0 +1,53 @@
+"""What readers see of a sweep besides its result: what a request would run, and a sweep as it
+stands with the request that it answers.
+"""
+
+from ..base.records import Record
+from ..prompts.selectors import Hook
+from .jobs import JobView
+from .sweeps import Axis, SweepRequest, SweepResult
+
+
+class PlannedColumn(Record):
+    """A column of the grid to come."""
+
+    label: str  # the token's text, or the span's name
+    positions: list[int]  # in the patched prompt; none: it is skipped
+    # whose rows are written there, in the other prompt, in the same order; in an ablation: none
+    sources: list[int]
+    reason: str  # why it is skipped
+    head: int  # −1: no column of a head
+
+
+class PlannedPair(Record):
+    """A pair with its tokens, aligned."""
+
+    clean_tokens: list[str]  # how they read
+    corrupt_tokens: list[str]  # in an ablation: none
+    columns: list[PlannedColumn]
+    answer_tokens: list[int]  # ids, as a continuation of the prompts
+    foil_tokens: list[int]
+    notes: list[str]  # what the alignment did that a reader should know
+
+
+class SweepPlan(Record):
+    """Answer of `POST /v1/sweeps/plan`: what `POST /v1/sweeps` would run with the same body."""
+
+    model: str
+    hooks: list[Hook]
+    layers: list[int]
+    axis: Axis
+    patched: str  # `clean` or `corrupt`: the prompt that the positions of the columns are of
+    cells: int  # of all pairs, those that are skipped included
+    skipped: int  # of them
+    tokens: int  # that it is charged
+    pairs: list[PlannedPair]
+
+
+class SweepView(Record):
+    """Answer of `GET /v1/sweeps/{id}`."""
+
+    job: JobView
+    request: SweepRequest | None  # as it was sent; null: an older server accepted it
+    result: SweepResult  # what is known so far
+    last_event: str  # events after this id tell what has happened since: pass it as `Last-Event-ID`

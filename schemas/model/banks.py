@@ -1,0 +1,81 @@
+"""Banks: hook points whose rows have the same width.
+
+What depends on the width exists once for each of them.
+
+The residual bank has rows of the model's hidden size. Rows of the others hold all heads (neurons,
+experts) side by side.
+"""
+
+from collections.abc import Mapping
+
+from ..base.records import Record
+from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook
+
+RESIDUAL = "residual"
+#: Bank → its hooks. Keys and values have as many heads as the model has of those; queries and `z`
+#: have the query heads.
+BANKS: dict[str, tuple[Hook, ...]] = {
+    RESIDUAL: HOOKS,
+    "query": ("q_proj", "q", "z"),
+    "key": ("k_proj", "k", "v"),
+    "mlp_act": ("mlp_act",),
+    "router": ("router",),
+}
+BANK: dict[Hook, str] = {hook: bank for bank, hooks in BANKS.items() for hook in hooks}
+#: Banks whose rows are heads.
+OF_HEADS = ("query", "key")
+#: How the setting `hooks` names all those that are inside.
+ALL_INSIDE = "inside"
+
+
+class RowShape(Record):
+    """A row of a hook that is inside: `[heads, width]`, one head behind the other."""
+
+    heads: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Elements of a row."""
+        return self.heads * self.width
+
+
+def row_widths(
+    hidden: int, *, heads: int, key_heads: int, head_size: int, neurons: int, experts: int
+) -> dict[str, int]:
+    """Bank → elements of a whole row. `experts`: 0 where there is no router."""
+    return {
+        RESIDUAL: hidden,
+        "query": heads * head_size,
+        "key": key_heads * head_size,
+        "mlp_act": neurons,
+        "router": experts,
+    }
+
+
+def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]]:
+    """Bank → its part of `sites`, in the order of `BANKS`."""
+    parts = {
+        bank: {hook: sites[hook] for hook in FORWARD if hook in hooks and hook in sites}
+        for bank, hooks in BANKS.items()
+    }
+    return {bank: part for bank, part in parts.items() if part}
+
+
+def asked_hooks(setting: str) -> tuple[list[str], list[str]]:
+    """The setting `hooks` as (residual hooks, empty for all; hooks inside). Raises ValueError.
+
+    `all`: those of the residual stream; `inside`: all others; or single names.
+    """
+    names = [name.strip() for name in setting.split(",")]
+    valid = ("all", ALL_INSIDE, *HOOKS, *INSIDE)
+    for name in names:
+        if name not in valid:
+            raise ValueError(f"{name!r} is not a hook point: use any of {', '.join(valid)}")
+    residual: list[str] = [] if "all" in names else [hook for hook in HOOKS if hook in names]
+    if not residual and "all" not in names:
+        raise ValueError(
+            f"no hook point of the residual stream among {setting!r}: add `all`, or any of "
+            f"{', '.join(HOOKS)}"
+        )
+    return residual, [hook for hook in INSIDE if hook in names or ALL_INSIDE in names]

@@ -1,0 +1,40 @@
+"""Facts about some layers of a model, alike in all of them, that a rank reads from the loaded
+model.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from ..base.records import Published
+
+
+class LayerKind(Published):
+    """What is so in `layers`."""
+
+    layers: list[int]  # ascending
+
+
+Kind = TypeVar("Kind", bound=LayerKind)
+
+
+def grouped(kinds: Iterable[Kind]) -> list[Kind]:
+    """With layers of the same kind joined."""
+    found: dict[bytes, tuple[Kind, list[int]]] = {}
+    for kind in kinds:
+        key = msgspec.msgpack.encode(msgspec.structs.replace(kind, layers=[]))
+        found.setdefault(key, (kind, []))[1].extend(kind.layers)
+    joined = [
+        msgspec.structs.replace(kind, layers=sorted(set(layers))) for kind, layers in found.values()
+    ]
+    return sorted(joined, key=lambda kind: kind.layers)
+
+
+def of_layers(kinds: Iterable[Kind], layers: Collection[int]) -> list[Kind]:
+    """The kinds of `layers`, and of no others."""
+    cut = [
+        msgspec.structs.replace(kind, layers=[layer for layer in kind.layers if layer in layers])
+        for kind in kinds
+    ]
+    return [kind for kind in cut if kind.layers]

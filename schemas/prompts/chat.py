@@ -1,0 +1,135 @@
+"""A conversation as OpenAI's chat API writes it, for `messages` wherever they are taken."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..base.limits import (
+    MAX_IMAGE_TEXT,
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_SCHEMA,
+    MAX_TOOLS,
+    Label,
+    Name,
+    Text,
+)
+from ..base.records import Record
+
+
+class TextPart(Record, tag_field="type", tag="text"):
+    text: Text
+
+
+class ImageUrl(Record):
+    """An image itself, as a `data:` URL of a PNG or JPEG file: URLs are not fetched."""
+
+    url: Annotated[str, msgspec.Meta(max_length=MAX_IMAGE_TEXT)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Record, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
+class FunctionCall(Record):
+    name: Name
+    arguments: Text  # JSON, as the model wrote it
+
+
+class ToolCall(Record):
+    """A call of a tool, as an answer carries it and a later message repeats it."""
+
+    id: Label
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Record):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    #: Only an assistant's message may have none.
+    content: (
+        Text | Annotated[list[TextPart | ImagePart], msgspec.Meta(max_length=MAX_MESSAGES)] | None
+    ) = None
+    name: Label | None = None
+    # of the assistant
+    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Label | None = None  # of a message with role `tool`: the call that it answers
+    reasoning: Text | None = None  # of the assistant, for templates that read it
+    # Members of an answer's message that OpenAI's clients send back
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[None], msgspec.Meta(max_length=0)] | None = None
+
+
+class FunctionDefinition(Record):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    description: Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)] | None = None
+    parameters: msgspec.Raw | UnsetType = UNSET  # a JSON schema; null: none
+    strict: bool | None = None
+
+
+class Tool(Record):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+ToolList = Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class NamedFunction(Record):
+    name: Name
+
+
+class NamedTool(Record):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class ToolUse(Record):
+    """The tools of a job, for vLLM's parser: JSON in the form of OpenAI's API, as the API has
+    checked it.
+    """
+
+    tools: bytes
+    choice: str  # auto | none | required, or the name of a tool: see `named`
+    named: bool = False
+    parallel: bool = True  # false: only the first call counts
+
+
+class Rendering(Record):
+    """What a chat template gets in addition to the messages, and how the conversation ends."""
+
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = {}  # further variables of the template
+    opened: bool = True  # for the assistant's turn
+    continued: bool = False  # the last message is to be continued
+
+
+#: A conversation opened for the assistant's turn, and nothing else.
+PLAIN = Rendering()
+
+
+#: A conversation has at least one message.
+Conversation = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+#: A message as chat templates know it: `role`, `content` and perhaps `name`; content with images is
+#: a list of parts.
+PlainMessage = dict[str, Any]
+
+
+def characters_of(messages: Iterable[PlainMessage]) -> int:
+    """Of all texts in these messages."""
+    return sum(_characters(value) for message in messages for value in message.values())
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a JSON value, names of members aside."""
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 0

@@ -1,0 +1,94 @@
+"""Images of prompts: what a job keeps of them, and positions in a prompt whose images have not been
+expanded yet.
+
+A prompt is stored *as written*: its token ids have one placeholder for each image. How many tokens
+an image takes is known only to the model's processor, on the worker. So positions of such a prompt
+count its tokens as written: the place of a placeholder stands for all tokens of its image, and
+`inside` names a single one of those. The worker maps them when it has expanded the prompt.
+"""
+
+import hashlib
+import struct
+from typing import Literal
+
+from ..base.limits import MAX_IMAGE_PIXELS
+from ..base.records import Record
+
+#: Places from here on are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is as
+#: long.
+_INSIDE, _STRIDE = 1 << 40, 1 << 20
+#: Tokens of one image that can be named, at most.
+MAX_IMAGE_TOKENS = _STRIDE
+
+Format = Literal["PNG", "JPEG"]
+
+
+class ImageRef(Record):
+    """An image of a stored prompt; its bytes are a blob of this name."""
+
+    digest: str  # SHA-256 of the file, hexadecimal
+    start: int  # of its placeholder among the prompt's tokens as written: `[start, stop)`
+    stop: int
+
+
+class ImageSpan(Record):
+    """Where an image is in a prompt as the model gets it: the positions `[start, stop)`, separators
+    between its rows among them.
+    """
+
+    digest: str
+    start: int
+    stop: int
+
+
+class ImageError(ValueError):
+    """The bytes are not an image that is taken; says why."""
+
+
+def inside(image: int, token: int) -> int:
+    """The place of one token of an image, both counted from 0."""
+    return _INSIDE + image * _STRIDE + token
+
+
+def of_image(place: int) -> tuple[int, int] | None:
+    """(image, token) of a place made by `inside`; None for a place of the prompt as written."""
+    return divmod(place - _INSIDE, _STRIDE) if place >= _INSIDE else None
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_image(data: bytes) -> Format:
+    """The format of an image file, by its header alone.
+
+    Raises ImageError for another format, or more pixels than are taken.
+    """
+    if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
+        name: Format = "PNG"
+        width, height = struct.unpack(">II", data[16:24])
+    elif data.startswith(b"\xff\xd8\xff"):
+        name = "JPEG"
+        width, height = _jpeg_size(data)
+    else:
+        raise ImageError("is not a PNG or JPEG file")
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise ImageError(
+            f"has {width} × {height} pixels; an image has 1 to {MAX_IMAGE_PIXELS} pixels"
+        )
+    return name
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int]:
+    """Width and height, of the first frame header."""
+    place = 2
+    while place + 9 <= len(data) and data[place] == 0xFF:
+        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        if marker == 0xFF:  # a fill byte
+            place += 1
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", data[place + 5 : place + 9])
+            return width, height
+        else:
+            place += 2 + max(length, 2)
+    raise ImageError("is a JPEG file without a frame header")

@@ -1,0 +1,579 @@
+"""Selectors of layers, positions and hook points, as users write them, resolved to plain names and
+numbers.
+"""
+
+import re
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal, Protocol, cast, get_args
+
+import msgspec
+
+from ..base.limits import (
+    MAX_DIMENSIONS,
+    MAX_IMAGE,
+    MAX_LAYER,
+    MAX_LAYER_TEXT,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_SPAN_TEXT,
+)
+from ..base.records import Record
+from .images import MAX_IMAGE_TOKENS, ImageRef, inside
+
+
+class SelectorError(ValueError):
+    """A selector that cannot be resolved; `at` is the place inside it, such as `[1].text`."""
+
+    def __init__(self, detail: str, at: str = ""):
+        super().__init__(detail)
+        self.at = at
+
+
+#: The hook points in the order in which a layer's forward meets them. For layer L with residual
+#: stream s:
+#: `pre_attn`: s entering the layer, before its input norm (an edit reaches this layer's attention);
+#: `attn_out`: the attention branch just before it is added;
+#: `post_attn`: s after attention was added, before the MLP's norm (an edit reaches this layer's
+#: MLP);
+#: `mlp_in`: the normed MLP input;
+#: `mlp_out`: the MLP branch just before it is added, after any post-norm;
+#: `post_block`: s leaving the layer (HF `hidden_states[L+1]`). Inside attention and MLP, rows of
+#: other widths (see `schemas.banks`), served where the setting `hooks` names them:
+#: `q_proj`, `k_proj`: what the projections give, by head; `q`, `k`: as attention uses them, after
+#: any norm and rotary embedding; `v`; `z`: what enters the output projection, by head; `mlp_act`:
+#: what enters the down projection, by neuron;
+#: `router`: the router's logits, by expert.
+Hook = Literal[
+    "pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block",
+    "q_proj", "k_proj", "q", "k", "v", "z", "mlp_act", "router",
+]  # fmt: skip
+#: Those of the residual stream's width.
+HOOKS: tuple[Hook, ...] = get_args(Hook)[:6]
+INSIDE: tuple[Hook, ...] = get_args(Hook)[6:]
+EVERY: tuple[Hook, ...] = get_args(Hook)
+#: All, in the order in which a layer's forward meets them.
+FORWARD: tuple[Hook, ...] = (
+    "pre_attn",
+    "q_proj",
+    "k_proj",
+    "q",
+    "k",
+    "v",
+    "z",
+    "attn_out",
+    "post_attn",
+    "mlp_in",
+    "router",
+    "mlp_act",
+    "mlp_out",
+    "post_block",
+)
+#: Hooks on the residual stream itself; the others are on branches.
+STREAM_HOOKS: frozenset[Hook] = frozenset({"pre_attn", "post_attn", "post_block"})
+
+#: TransformerLens' names, with and without `hook_`.
+Alias = Literal[
+    "resid_pre",
+    "resid_mid",
+    "resid_post",
+    "hook_resid_pre",
+    "hook_resid_mid",
+    "hook_resid_post",
+    "hook_attn_out",
+    "hook_mlp_out",
+    "rot_q",
+    "rot_k",
+    "mlp_post",
+    "hook_q",
+    "hook_k",
+    "hook_v",
+    "hook_z",
+    "hook_rot_q",
+    "hook_rot_k",
+    "attn.hook_q",
+    "attn.hook_k",
+    "attn.hook_v",
+    "attn.hook_z",
+    "attn.hook_rot_q",
+    "attn.hook_rot_k",
+    "mlp.hook_post",
+]
+ALIASES: dict[str, Hook] = {
+    "resid_pre": "pre_attn",
+    "resid_mid": "post_attn",
+    "resid_post": "post_block",
+    "hook_resid_pre": "pre_attn",
+    "hook_resid_mid": "post_attn",
+    "hook_resid_post": "post_block",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+    "rot_q": "q",
+    "rot_k": "k",
+    "mlp_post": "mlp_act",
+    "hook_q": "q_proj",
+    "hook_k": "k_proj",
+    "hook_v": "v",
+    "hook_z": "z",
+    "hook_rot_q": "q",
+    "hook_rot_k": "k",
+    "attn.hook_q": "q_proj",
+    "attn.hook_k": "k_proj",
+    "attn.hook_v": "v",
+    "attn.hook_z": "z",
+    "attn.hook_rot_q": "q",
+    "attn.hook_rot_k": "k",
+    "mlp.hook_post": "mlp_act",
+}
+#: What a user may write for a hook.
+HookName = Hook | Alias
+
+
+def resolve_hook(name: HookName) -> Hook:
+    """Our name of a hook point, of which `name` may be TransformerLens' one."""
+    return ALIASES.get(name) or cast(Hook, name)
+
+
+LayerNumber = Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]
+#: `all`; one layer; a list; or text such as `0-3,7,-1` (ranges are inclusive). Negative numbers
+#: count from the last layer.
+LayerSelector = (
+    Annotated[str, msgspec.Meta(max_length=MAX_LAYER_TEXT)]
+    | LayerNumber
+    | Annotated[list[LayerNumber], msgspec.Meta(max_length=MAX_LAYERS)]
+)
+#: Dimensions of the residual stream, written as layers are.
+DimensionSelector = (
+    Annotated[str, msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    | LayerNumber
+    | Annotated[list[LayerNumber], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+)
+#: Heads of a hook that has some, written as layers are.
+HeadSelector = LayerSelector
+_LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
+
+#: Named position sets; anything else is a list of absolute token positions, negative from the
+#: prompt's end.
+PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
+#: As users name them; `image`: the tokens of all images of the prompt.
+RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
+#: Whatever a request may ever have.
+Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
+
+
+class Window(Record):
+    """Absolute positions from `start` up to but not including `stop`; null: to the end of what is
+    generated.
+    """
+
+    start: int
+    stop: int | None = None
+
+
+#: As stored and as the ranks read it: a name, ascending absolute positions, or a window.
+PositionSelector = PositionName | list[int] | Window
+
+
+class Span(Record, omit_defaults=True):  # what is not used, an older server need not know
+    """Consecutive tokens: by their text, by their positions, or those of an image.
+
+    By `text`: every prompt token that overlaps an occurrence of it in the prompt's text.
+    `occurrence`: 0 the first, 1 the second, …, negative from the last; null: all of them. By
+    position: from `start` (null: the first) up to but not including `stop` (null: to the end, with
+    all that is generated). Negative positions count from the prompt's end; positions of generated
+    tokens follow those of the prompt. By `image`: the tokens of an image of the prompt, by its
+    number (negative from the last), or of `all`; of each only those from `start` up to `stop` where
+    both are given, counted from its first.
+    """
+
+    text: Annotated[str, msgspec.Meta(max_length=MAX_SPAN_TEXT)] | None = None
+    occurrence: Place | None = 0
+    start: Place | None = None
+    stop: Place | None = None
+    image: Annotated[int, msgspec.Meta(ge=-MAX_IMAGE - 1, le=MAX_IMAGE)] | Literal["all"] | None = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        if self.image is not None:
+            self._check_image()
+            return
+        if self.is_range == (self.text is not None) or (self.is_range and self.occurrence != 0):
+            raise ValueError(
+                "a span is either `text` (with `occurrence`) or a range of positions with "
+                "`start`, `stop` or both"
+            )
+        if self.text == "":
+            raise ValueError("text is empty: give a part of the prompt")
+        first, stop = self.start or 0, self.stop
+        if stop is not None and first >= stop and (first < 0) == (stop < 0):
+            raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is exclusive")
+
+    def _check_image(self) -> None:
+        if (
+            self.text is not None
+            or self.occurrence != 0
+            or (self.start is None) != (self.stop is None)
+        ):
+            raise ValueError(
+                "a span of an image has `image`, and either both of `start` and `stop` or none"
+            )
+        if (
+            self.start is not None
+            and self.stop is not None
+            and not 0 <= self.start < self.stop <= MAX_IMAGE_TOKENS
+        ):
+            raise ValueError(
+                f"tokens {self.start} up to {self.stop} of an image: `start` is 0 or more, and "
+                "less than `stop`"
+            )
+
+    @property
+    def is_range(self) -> bool:
+        return self.image is None and (self.start is not None or self.stop is not None)
+
+
+#: As users write it: a name, positions and spans in any mixture, or one span.
+RequestedPositions = (
+    RequestedName | Annotated[list[Place | Span], msgspec.Meta(max_length=MAX_POSITIONS)] | Span
+)
+_RANGE = re.compile(r"(-?[0-9]{1,9})?:(-?[0-9]{1,9})?")
+
+
+def written_range(text: str) -> dict[str, int] | None:
+    """`5:`, `5:9`, `-4:` or `:9` as the fields of a `Span`; None if it is not a range."""
+    match = _RANGE.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
+        return None
+    return {
+        name: int(place)
+        for name, place in zip(("start", "stop"), match.groups(), strict=True)
+        if place is not None
+    }
+
+
+def resolve_layers(
+    selector: LayerSelector | DimensionSelector, num_layers: int, thing: str = "layer"
+) -> list[int]:
+    """Sorted unique layer numbers in `[0, num_layers)`; or of another `thing` that a model has so
+    many of.
+
+    Raises SelectorError saying what is wrong and what would be right.
+    """
+    if selector == "all":
+        return list(range(num_layers))
+    if isinstance(selector, str):
+        return joined(_layer_range(part.strip(), num_layers, thing) for part in selector.split(","))
+    wanted = [selector] if isinstance(selector, int) else selector
+    if not wanted:
+        raise SelectorError(f"no {thing} given: give at least one")
+    return sorted({_layer(layer, num_layers, thing) for layer in wanted})
+
+
+def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
+    """How many numbers and ranges it is written as."""
+    if isinstance(selector, str):
+        return selector.count(",") + 1
+    return len(selector) if isinstance(selector, list) else 1
+
+
+def joined(ranges: Iterable[range]) -> list[int]:
+    """The numbers in any of `ranges`, each once, ascending; takes time for each range and each
+    number, not for both together.
+    """
+    numbers: list[int] = []
+    reached = -sys.maxsize
+    for found in sorted(ranges, key=lambda found: found.start):
+        numbers += range(max(found.start, reached), found.stop)
+        reached = max(reached, found.stop)
+    return numbers
+
+
+def _layer_range(text: str, num_layers: int, thing: str) -> range:
+    match = _LAYERS.fullmatch(text)
+    if match is None:
+        raise SelectorError(
+            f'{text[:40]!r} is not a {thing} selector: use "all", "a-b", a number or a list '
+            "of numbers"
+        )
+    first = _layer(int(match[1]), num_layers, thing)
+    last = first if match[2] is None else _layer(int(match[2]), num_layers, thing)
+    if first > last:
+        raise SelectorError(f"range {text!r} is empty: its first {thing} is greater than its last")
+    return range(first, last + 1)
+
+
+def _layer(layer: int, num_layers: int, thing: str) -> int:
+    if not -num_layers <= layer < num_layers:
+        raise SelectorError(
+            f"{thing} {layer} is out of range: the model has {thing}s 0 to {num_layers - 1}"
+        )
+    return layer % num_layers
+
+
+def resolve_sites(
+    wanted: Mapping[HookName, LayerSelector],
+    num_layers: int,
+    hooks: Sequence[str] = HOOKS,
+    absent: Mapping[str, str] | None = None,
+) -> dict[Hook, list[int]]:
+    """Hook → ascending layers, in the order in which a forward meets the hooks.
+
+    `hooks`: those that the model has. `absent`: others → why.
+
+    Raises SelectorError, whose `at` is the hook as the user named it.
+    """
+    named: dict[Hook, HookName] = {}
+    sites: dict[Hook, list[int]] = {}
+    for name, layers in wanted.items():
+        hook = resolve_hook(name)
+        if hook in named:
+            raise SelectorError(
+                f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}"
+            )
+        if hook not in hooks:
+            why = (absent or {}).get(
+                hook,
+                "the worker's setting hooks must name it, or `inside`" if hook in INSIDE else "",
+            )
+            wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
+            raise SelectorError(f"{wrong} the model has {', '.join(hooks)}", f".{name}")
+        try:
+            sites[hook] = resolve_layers(layers, num_layers)
+        except SelectorError as error:
+            raise SelectorError(str(error), f".{name}") from error
+        named[hook] = name
+    return {hook: sites[hook] for hook in FORWARD if hook in sites}
+
+
+class SpanFinder(Protocol):
+    """Knows one prompt's text."""
+
+    def __call__(self, span: Span) -> list[int]:
+        """The positions of the prompt tokens that overlap the span, which has a text.
+
+        Raises SelectorError.
+        """
+
+
+def no_text(span: Span) -> list[int]:
+    """The finder of a prompt that has no text."""
+    raise SelectorError("a text span needs a prompt given as text, not as token ids")
+
+
+def resolve_positions(
+    asked: RequestedPositions,
+    prompt_tokens: int,
+    find: SpanFinder = no_text,
+    images: Sequence[ImageRef] = (),
+) -> PositionSelector:
+    """A name is kept, one range becomes a window; positions and spans become sorted unique
+    positions, each inside the prompt.
+
+    With `images` these are places in the prompt as written, see `schemas.images`. Raises
+    SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not
+    there, an empty list or range, or a range in a list that does not end in the prompt.
+    """
+    if asked == "image":
+        return _of_images(Span(image="all"), images, "")
+    if isinstance(asked, str):
+        return asked
+    if isinstance(asked, Span) and asked.image is not None:
+        return _of_images(asked, images, ".image")
+    if isinstance(asked, Span):
+        return (
+            _window(asked, prompt_tokens, "") if asked.is_range else sorted(_span(asked, find, ""))
+        )
+    if not asked:
+        raise SelectorError("no position given: give at least one")
+    positions: set[int] = set()
+    ranges: list[range] = []
+    texts: set[tuple[str | None, int | None]] = set()
+    for index, item in enumerate(asked):
+        if isinstance(item, Span):
+            if item.image is not None:
+                positions.update(_of_images(item, images, f"[{index}].image"))
+            elif item.is_range:
+                ranges.append(
+                    _inside(_window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]")
+                )
+            elif (item.text, item.occurrence) not in texts:
+                texts.add((item.text, item.occurrence))
+                positions.update(_span(item, find, f"[{index}]"))
+            continue
+        if not -prompt_tokens <= item < prompt_tokens:
+            detail = (
+                f"position {item} is out of range: the prompt has positions 0 to "
+                f"{prompt_tokens - 1}"
+            )
+            raise SelectorError(detail, f"[{index}]")
+        # numbers are shared by all prompts
+        positions.add(item if item >= 0 else item + prompt_tokens)
+    positions.update(joined(ranges))
+    return sorted(positions)
+
+
+def _of_images(span: Span, images: Sequence[ImageRef], at: str) -> list[int]:
+    """The places of images' tokens, ascending. Raises SelectorError."""
+    if not images:
+        raise SelectorError("the prompt has no image", at)
+    number = span.image
+    if isinstance(number, int) and not -len(images) <= number < len(images):
+        raise SelectorError(
+            f"image {number} is out of range: the prompt has images 0 to {len(images) - 1}", at
+        )
+    chosen = range(len(images)) if not isinstance(number, int) else [number % len(images)]
+    if span.start is None or span.stop is None:
+        return [
+            place for image in chosen for place in range(images[image].start, images[image].stop)
+        ]
+    return [inside(image, token) for image in chosen for token in range(span.start, span.stop)]
+
+
+def _window(span: Span, prompt_tokens: int, at: str) -> Window:
+    """A range with its negative places counted from the prompt's end. Raises SelectorError."""
+    for name, place in (("start", span.start), ("stop", span.stop)):
+        if place is not None and place < -prompt_tokens:
+            raise SelectorError(
+                (
+                    f"position {place} is out of range: the prompt has positions 0 to "
+                    f"{prompt_tokens - 1}"
+                ),
+                f"{at}.{name}",
+            )
+    start = _counted(span.start or 0, prompt_tokens)
+    stop = None if span.stop is None else _counted(span.stop, prompt_tokens)
+    if stop is not None and start >= stop:
+        raise SelectorError(
+            (f"the range from {start} up to {stop} is empty in a prompt of length {prompt_tokens}"),
+            at,
+        )
+    return Window(start=start, stop=stop)
+
+
+def _counted(place: int, prompt_tokens: int) -> int:
+    return place + prompt_tokens if place < 0 else place
+
+
+def _inside(window: Window, prompt_tokens: int, at: str) -> range:
+    """A range in a list of positions: it must lie in the prompt. Raises SelectorError."""
+    if window.stop is None:
+        raise SelectorError(
+            "a range in a list needs a `stop`; only a single range may be open-ended", at
+        )
+    if window.stop > prompt_tokens:
+        detail = (
+            f"the range stops at {window.stop}, but the prompt has length {prompt_tokens}; "
+            "only a single range may extend beyond it"
+        )
+        raise SelectorError(detail, f"{at}.stop")
+    return range(window.start, window.stop)
+
+
+def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
+    try:
+        return find(span)
+    except SelectorError as error:
+        raise SelectorError(str(error), at + error.at) from error
+
+
+def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> RequestedPositions:
+    """Without what is beyond the prompt: for what is taken of prompts of every length.
+
+    An empty list where nothing is left.
+
+    A range alone keeps what may be generated.
+    """
+    if isinstance(selector, Span):
+        return _cut(selector, prompt_tokens, None) or []
+    if not isinstance(selector, list):
+        return selector
+    cut = [
+        _cut(item, prompt_tokens, prompt_tokens) if isinstance(item, Span) else item
+        for item in selector
+    ]
+    return [
+        item
+        for item in cut
+        if isinstance(item, Span) or (item is not None and -prompt_tokens <= item < prompt_tokens)
+    ]
+
+
+def _cut(span: Span, prompt_tokens: int, end: int | None) -> Span | None:
+    """The part of a range that is from 0 up to `end` (null: as far as it goes); None where none is.
+
+    A text stays as it is.
+    """
+    if not span.is_range:
+        return span
+    start = max(_counted(span.start or 0, prompt_tokens), 0)
+    stop = end if span.stop is None else _counted(span.stop, prompt_tokens)
+    stop = stop if end is None or stop is None else min(stop, end)
+    return None if stop is not None and start >= stop else Span(start=start, stop=stop)
+
+
+def lowest_position(selector: PositionSelector, prompt_tokens: int) -> int:
+    """The first absolute position that a resolved selector names."""
+    if isinstance(selector, str):
+        return {
+            "last_prompt": prompt_tokens - 1,
+            "all_generated": prompt_tokens,
+            "all_prompt": 0,
+            "all": 0,
+        }[selector]
+    return selector.start if isinstance(selector, Window) else min(selector)
+
+
+def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
+    """The first absolute position behind all that a resolved selector names; `sys.maxsize` if it
+    names all that is generated.
+    """
+    if isinstance(selector, str):
+        return prompt_tokens if selector in ("last_prompt", "all_prompt") else sys.maxsize
+    if isinstance(selector, Window):
+        return sys.maxsize if selector.stop is None else selector.stop
+    return max(selector) + 1
+
+
+def depends_on_prompt(selector: PositionSelector) -> bool:
+    """Whether a resolved selector selects other positions in a longer prompt with the same
+    beginning.
+    """
+    return selector in ("last_prompt", "all_prompt", "all_generated")
+
+
+def select(
+    selector: PositionSelector, start: int, stop: int, prompt_tokens: int
+) -> list[int] | range:
+    """The absolute positions in the window `[start, stop)` that a resolved selector names,
+    ascending.
+    """
+    if isinstance(selector, Window):
+        return range(
+            max(start, selector.start), stop if selector.stop is None else min(stop, selector.stop)
+        )
+    if selector == "all":
+        return range(start, stop)
+    if selector == "all_prompt":
+        return range(start, min(stop, prompt_tokens))
+    if selector == "all_generated":
+        return range(max(start, prompt_tokens), stop)
+    if selector == "last_prompt":
+        return (
+            range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
+        )
+    return selector[bisect_left(selector, start) : bisect_left(selector, stop)]
+
+
+def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`; of more than `most` ranges the rest is only counted."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most]]
+    left = len(ranges) - len(shown)
+    return ", ".join([*shown, f"and {left} more range{'s' if left > 1 else ''}"] if left else shown)

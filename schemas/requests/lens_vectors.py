@@ -1,0 +1,183 @@
+"""vllm-lens' wire format: tensors in JSON, and its `SteeringVector` as our steering entries.
+
+Of version 1.3 (`vllm_lens/_helpers`). A tensor is `{"data", "dtype", "original_dtype", "shape",
+"compression"}`: base64 of the bytes, compressed with zstandard where `compression` says so;
+bfloat16 has `dtype` int16, and its name in `original_dtype`.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..base.dtypes import ITEM_BYTES, DType
+from ..base.limits import MAX_ENTRIES, MAX_LAYERS, MAX_POSITIONS, MAX_TENSOR_BYTES, Index
+from ..base.tensors import Tensor
+from .specs import SteeringSpec
+
+#: `original_dtype` → ours; of old clients, who do not send it, `dtype` counts.
+_DTYPES: dict[str, DType] = {
+    "torch.float32": "float32",
+    "torch.float16": "float16",
+    "torch.bfloat16": "bfloat16",
+    "float32": "float32",
+    "float16": "float16",
+}
+#: Ours → numpy's dtype that its clients read the bytes as.
+STORED: dict[DType, str] = {"float32": "float32", "float16": "float16", "bfloat16": "int16"}
+#: Bytes that a frame may look back; what zstandard writes at its lowest level needs less.
+_WINDOW = 1 << 27
+#: Characters of tensors in JSON.
+MAX_LENS_TEXT = 2 * MAX_TENSOR_BYTES
+#: Bytes of the tensors of one request together: compressed, they may be small.
+MAX_LENS_BYTES = 4 * MAX_TENSOR_BYTES
+
+
+class LensTensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor in JSON."""
+
+    data: Annotated[str, msgspec.Meta(max_length=MAX_LENS_TEXT)]
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    shape: Annotated[list[Index], msgspec.Meta(min_length=1, max_length=3)]
+    original_dtype: Annotated[str, msgspec.Meta(max_length=32)] | None = None
+    compression: Literal["zstd"] | None = None
+
+
+class LensVector(msgspec.Struct, forbid_unknown_fields=True):
+    """A `SteeringVector`: `activations` `[layers, hidden_size]`, at every position, or `[layers,
+    positions, hidden_size]`.
+
+    At each of `layer_indices`, h → h + scale · v, or with `norm_match` h + scale · ‖h‖ · v̂.
+    """
+
+    activations: LensTensor
+    layer_indices: Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    scale: float = 1.0
+    norm_match: bool = False
+    position_indices: (
+        Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_POSITIONS)] | None
+    ) = None
+
+
+LensVectors = Annotated[list[LensVector], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+
+
+class LensVectorError(ValueError):
+    """What cannot be expressed or is not right; `field` is where, below the vector."""
+
+    def __init__(self, field: str, detail: str, allowed: str = "") -> None:
+        super().__init__(f"{field}: {detail}" + (f"; valid: {allowed}" if allowed else ""))
+        self.field, self.detail, self.allowed = field, detail, allowed
+
+
+def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
+    """Dtype, shape and little-endian bytes.
+
+    Raises LensVectorError; takes no more memory than the shape says, and at most 8 MiB.
+    """
+    name = tensor.original_dtype or tensor.dtype
+    if name not in _DTYPES or tensor.dtype != STORED[_DTYPES[name]]:
+        raise LensVectorError(
+            "dtype",
+            f"is {tensor.dtype!r} of {name!r}",
+            "float32, float16, or int16 of torch.bfloat16",
+        )
+    dtype = _DTYPES[name]
+    size = math.prod(tensor.shape) * ITEM_BYTES[dtype]
+    if not 0 < size <= MAX_TENSOR_BYTES:
+        raise LensVectorError(
+            "shape", f"{tensor.shape} is {size} bytes", f"at most {MAX_TENSOR_BYTES}, and not empty"
+        )
+    import zstandard  # few requests need it
+
+    try:
+        raw = base64.b64decode(tensor.data, validate=True)
+        if tensor.compression:
+            raw = (
+                zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+                .stream_reader(raw)
+                .read(size + 1)
+            )
+    except (binascii.Error, zstandard.ZstdError) as error:
+        raise LensVectorError("data", f"cannot be decoded: {error}") from error
+    if len(raw) != size:
+        raise LensVectorError(
+            "data",
+            (
+                f"has {'at least ' * (len(raw) > size)}{len(raw)} bytes; {dtype} of shape "
+                f"{tensor.shape} needs {size}"
+            ),
+        )
+    return dtype, tensor.shape, raw
+
+
+def specs_of(vector: LensVector) -> list[SteeringSpec]:
+    """The entries that do the same at `post_block`: one per layer, and per position where each has
+    its own row.
+
+    Raises LensVectorError.
+    """
+    try:
+        dtype, shape, raw = unpacked(vector.activations)
+    except LensVectorError as error:
+        raise LensVectorError(f"activations.{error.field}", error.detail, error.allowed) from error
+    layers, positions = vector.layer_indices, vector.position_indices
+    if len(shape) < 2 or shape[0] != len(layers):
+        raise LensVectorError(
+            "activations",
+            f"has shape {shape} for {len(layers)} layers",
+            "[layers, hidden_size] or [layers, positions, hidden_size]",
+        )
+    if len(set(layers)) != len(layers):
+        raise LensVectorError("layer_indices", "names a layer twice")
+    common: dict[str, Any] = {
+        "scale": vector.scale,
+        **({"norm_match": True} if vector.norm_match else {}),
+    }
+    size = shape[-1] * ITEM_BYTES[dtype]
+    rows = [
+        Tensor(dtype=dtype, shape=shape[-1:], data=raw[at : at + size])
+        for at in range(0, len(raw), size)
+    ]
+    if len(shape) == 2:
+        if positions is not None:
+            raise LensVectorError(
+                "position_indices",
+                "is for activations of shape [layers, positions, hidden_size]",
+                "null",
+            )
+        return [
+            SteeringSpec(layers=layer, vector=row, **common)
+            for layer, row in zip(layers, rows, strict=True)
+        ]
+    if len(layers) * shape[1] > MAX_ENTRIES:
+        raise LensVectorError(
+            "activations",
+            f"has {len(layers)} layers of {shape[1]} positions",
+            f"at most {MAX_ENTRIES} rows in all",
+        )
+    places = list(range(shape[1])) if positions is None else positions
+    if len(places) != shape[1] or len(set(places)) != len(places):
+        raise LensVectorError(
+            "position_indices",
+            f"has {len(places)} positions for {shape[1]} rows",
+            "as many, each once",
+        )
+    sites = [(layer, place) for layer in layers for place in places]
+    return [
+        SteeringSpec(layers=layer, positions=[place], vector=row, **common)
+        for (layer, place), row in zip(sites, rows, strict=True)
+    ]
+
+
+def packed(dtype: DType, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
+    """A tensor as its clients read it, not compressed."""
+    return {
+        "data": base64.b64encode(raw).decode(),
+        "dtype": STORED[dtype],
+        "original_dtype": f"torch.{dtype}",
+        "shape": list(shape),
+    }

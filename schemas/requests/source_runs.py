@@ -1,0 +1,154 @@
+"""Source runs: stored captures of a job that other requests are patched with, and the names of
+their rows.
+"""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from ..artifacts.loras import LoraUse
+from ..base.records import Record
+from ..prompts.selectors import Hook, as_ranges
+from .specs import Tag
+
+RunState = Literal["pending", "ready", "failed", "deleted"]
+
+
+class Run(Record, omit_defaults=True):
+    """What a run's name points at, as the ledger keeps it.
+
+    A job's captures never change, so neither does what it names.
+    """
+
+    name: str
+    model: str
+    job: str
+    tag: str  # of the captures
+    created: float
+    lora: LoraUse | None = None  # adapter that its rows were computed with
+    # of the model that computed them; empty: accepted by a version that knew none
+    identity: str = ""
+
+
+class RunPrompt(Record):
+    """One prompt's rows in a run. Every site has all positions."""
+
+    request: int  # index of the prompt in the run's job
+    tokens: int  # of the prompt
+    sites: dict[Hook, list[int]]  # hook → ascending layers
+    positions: list[int]  # absolute, ascending
+    token_ids: list[int]  # the token at each of them
+    dtype: str
+    hidden_size: int  # 0: it has no rows of the residual stream
+    bytes: int  # of the rows
+
+
+class RunView(Record):
+    """Answer of `GET /v1/runs/{name}`; in the listing `prompts` is left out."""
+
+    name: str
+    model: str
+    job: str
+    tag: str
+    created: float
+    state: RunState
+    detail: str = ""  # why it is not ready
+    bytes: int = 0
+    in_use: int = 0  # jobs that hold it now, on any worker
+    held_by: list[str] = []  # workers that have it in memory now
+    lora: LoraUse | None = None  # adapter that its rows were computed with
+    identity: str = ""  # of the model that computed them
+    prompts: list[RunPrompt] | None = None
+
+
+class RunPage(Record):
+    """Answer of `GET /v1/runs`, newest first."""
+
+    runs: list[RunView]
+    next: str | None = None  # pass as `?cursor=`
+
+
+class RunFile(Record):
+    """One durable blob of a run, see `schemas.captures`."""
+
+    path: str  # relative to the capture root
+    offset: int
+    bytes: int
+    crc32: int
+
+
+class RunFiles(Record):
+    """What a rank is to load: the rows of one prompt of a run.
+
+    It reads the blobs that contain its own sites.
+    """
+
+    key: str  # `run_key`
+    sites: dict[Hook, list[int]]
+    positions: list[int]
+    hidden_size: int  # 0: it has no rows of the residual stream
+    bytes: int  # of all rows, over all ranks
+    files: list[RunFile]
+
+
+def run_key(job: str, request: int, tag: Tag) -> str:
+    """Names one prompt's captures under one tag of one job: their content, because a settled job's
+    captures never change.
+    """
+    return f"{job}.{request}.{tag}"
+
+
+def parse_key(key: str) -> tuple[str, int, Tag]:
+    """The inverse of `run_key`. Raises ValueError for an invalid key."""
+    try:
+        job, request, tag = key.split(".")
+        return job, int(request), tag
+    except ValueError as error:
+        raise ValueError(f"{key!r} is not a run's key") from error
+
+
+ROW_PREFIX = "run:"
+#: A vector of zeros of the model's width; needs no bytes.
+ZEROS = "zeros"
+
+
+class RunRow(NamedTuple):
+    """A vector that a run gives: its row at a position, or the mean over several."""
+
+    key: str  # `run_key`
+    hook: Hook
+    layer: int
+    position: int | None  # None: the mean over `mean`
+    mean: tuple[int, ...] = ()  # ascending; empty: of all positions
+
+
+def row_name(row: RunRow) -> str:
+    """What `StoredSteering.tensors` calls it: as good as a content hash, see `run_key`."""
+    where = (
+        str(row.position) if row.position is not None else f"mean {as_ranges(row.mean)}".rstrip()
+    )
+    return f"{ROW_PREFIX}{row.key}:{row.hook}:{row.layer}:{where}"
+
+
+def is_row(name: str) -> bool:
+    return name.startswith(ROW_PREFIX)
+
+
+def parse_row(name: str) -> RunRow:
+    """The inverse of `row_name`. Raises ValueError for an invalid name."""
+    try:
+        _, key, hook, layer, where = name.split(":")
+        if not where.startswith("mean"):
+            return RunRow(key, msgspec.convert(hook, Hook), int(layer), int(where))
+        positions: list[int] = []
+        for part in filter(None, where.removeprefix("mean").replace(" ", "").split(",")):
+            first, _, last = part.partition("-")
+            positions += range(int(first), int(last or first) + 1)
+        return RunRow(key, msgspec.convert(hook, Hook), int(layer), None, tuple(positions))
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"{name!r} is not a valid name for a row of a source run") from error
+
+
+def runs_named(names: "list[str] | set[str]") -> list[str]:
+    """The keys of the runs that tensors' names need, each once, sorted."""
+    return sorted({parse_row(name).key for name in names if is_row(name)})

@@ -1,0 +1,649 @@
+"""Specs of captures, steering and patches as users write them, and the compact form for ranks."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..artifacts.loras import LoraUse
+from ..artifacts.probes import StoredProbe
+from ..base.dtypes import ITEM_BYTES, RowDType
+from ..base.limits import (
+    MAX_CONSUMERS,
+    MAX_ENTRIES,
+    MAX_HOOKS,
+    MAX_OPTIONS,
+    MAX_POSITIONS,
+    MAX_TAG,
+    Count,
+    Index,
+    Name,
+    Reference,
+)
+from ..base.records import Record
+from ..base.tensors import Tensor
+from ..model.banks import BANK, RESIDUAL, RowShape, banks_of
+from ..prompts.images import ImageSpan
+from ..prompts.selectors import (
+    DimensionSelector,
+    HeadSelector,
+    Hook,
+    HookName,
+    LayerSelector,
+    Place,
+    PositionSelector,
+    RequestedPositions,
+    Window,
+    end_position,
+    lowest_position,
+    select,
+)
+from .harvest_work import HarvestPlace
+from .interventions import FAMILY, MEANINGS, Family, SteeringOp
+from .readings import Reading
+
+#: A tag is a folder name: one path segment, so it cannot leave the capture root.
+#: (`(?!\n)`: Python's `$` would let one line break follow.)
+Tag = Annotated[
+    str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
+]
+
+#: Names a source run; job ids name the captures of their jobs without one, so no name may begin
+#: like them.
+RunName = Annotated[
+    str, msgspec.Meta(max_length=MAX_TAG, pattern=r"^(?!job_)[A-Za-z0-9][A-Za-z0-9_-]{0,63}(?!\n)$")
+]
+
+#: Before or after the interventions of the same site.
+At = Literal["before", "after"]
+#: How captured rows become files, see `docs/capture.md`; `auto`: `segment` for small captures,
+#: `packed` for others.
+Layout = Literal["auto", "packed", "per_file", "segment"]
+#: Consumers of the rows, by name: `filesystem`, `memory`, `logging`, and any installed ones.
+Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
+DEFAULT_CONSUMERS = ("filesystem",)
+#: A number of an installed op.
+OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+#: The consumer of rows that probes score: users cannot name it.
+PROBED = "probes"
+LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
+
+
+class SitesSpec(Record):
+    """Which sites: `hooks` gives each hook point its own layers, and replaces `hook` and
+    `layers`.
+    """
+
+    layers: LayerSelector | None = None  # null: all
+    hook: HookName | None = None  # null: post_block
+    hooks: Annotated[dict[HookName, LayerSelector], msgspec.Meta(max_length=MAX_HOOKS)] | None = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        if self.hooks is not None and (self.hook is not None or self.layers is not None):
+            raise ValueError(LAYERS_AND_HOOKS)
+        if self.hooks is not None and not self.hooks:
+            raise ValueError("hooks is empty: give at least one")
+
+    @property
+    def wanted(self) -> dict[HookName, LayerSelector]:
+        """Hook as the user named it → layers, whichever way it was written."""
+        return (
+            self.hooks
+            if self.hooks is not None
+            else {self.hook or "post_block": "all" if self.layers is None else self.layers}
+        )
+
+
+class CaptureSpec(SitesSpec):
+    """Record rows of the residual stream or its branches.
+
+    One row per (hook, layer, position): `[hidden_size]`.
+
+    `hooks` gives each hook point its own layers (`{"post_block": "all", "pre_attn": "0-17"}`) and
+    replaces `hook` and `layers`. `all_generated` names the generated tokens that were fed back to
+    the model: the last sampled token never is, so n generated tokens give n − 1 rows; with
+    `every_n` only every n-th generated token, from the first.
+    """
+
+    positions: RequestedPositions = "last_prompt"
+    every_n: Count = 1
+    at: At = "before"
+    dtype: RowDType = "model"
+    tag: Tag = "default"
+    layout: Layout = "auto"
+    consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
+    heads: HeadSelector | None = (
+        None  # of hooks that have heads: only these are stored, one behind the other; null: all
+    )
+    run: RunName | None = (
+        # keep the rows as a source run of this name, that others are patched with; needs
+        # `filesystem`
+        None
+    )
+
+
+class SteeringSpec(Record):
+    """Edit the rows at `hook` of each of `layers`, at `positions`, as `op` defines.
+
+    Null: the field's default, or not valid for this op.
+
+    Or apply a named `module`, with `scale` (of its whole effect) and `positions` (instead of the
+    module's own). Or set the `feature` of a sparse autoencoder `sae`, at its hook and layer, to
+    `value` (`op` is `clamp`), to 0 (`ablate`), or add `value` times its decoder row (`add`).
+
+    `vector` v: `[hidden_size]`, finite; its norm does not matter for `ablate` and `clamp`, or with
+    `norm_match`. `rotation` R and `weight` W: `[rank, hidden_size]`, `bias` b: `[rank]`.
+    """
+
+    layers: LayerSelector | None = None  # required without `module`
+    vector: Tensor | None = None
+    hook: HookName | None = None  # post_block
+    positions: RequestedPositions | None = None  # all; of a module: its own
+    op: Annotated[SteeringOp, msgspec.Meta(description=MEANINGS)] | None = None  # add
+    module: Reference | None = None
+    scale: float | None = None  # 1
+    norm_match: bool | None = None  # false
+    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # 1: all of it
+    strength: float | None = None  # 1: all of it
+    low: float | None = None  # of the component along v, in units of the stream; no lower limit
+    high: float | None = None  # no upper limit
+    rotation: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    heads: HeadSelector | None = (
+        # of a hook that has heads: only these are edited, and tensors may be as wide as one head
+        None
+    )
+    sae: Reference | None = None  # the name of a sparse autoencoder
+    feature: Index | None = None  # its number; required with `sae`
+    extension: Reference | None = (
+        # an installed op; with `layers`, `hook`, `positions`, `strength`, its `options` and its
+        # `vector`
+        None
+    )
+    options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = (
+        None  # of that op
+    )
+    value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = (
+        None  # in units of its activation; required with `sae` for `clamp` and `add`
+    )
+
+    def __post_init__(self) -> None:
+        # JSON writes these as null, and null has a meaning.
+        for name in ("scale", "alpha", "strength", "low", "high", "value"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}: omit it, or give a finite number")
+
+
+class PatchSource(Record):
+    """What a patch writes: exactly one of `run`, `vector`, `module` and `zeros`.
+
+    `run`: a name, or the id of a job that captured. The source is its row at `position` of its
+    prompt number `prompt`, at the patch's own hook and layer; a null `position` is the position
+    that is patched. With `mean`, the source is the mean over `positions` of the run (null: all its
+    positions), in float32.
+    """
+
+    run: Name | None = None
+    prompt: Index = 0
+    position: Place | Annotated[list[Place], msgspec.Meta(max_length=MAX_POSITIONS)] | None = (
+        None  # a list: one for each position that is patched, in ascending order of those
+    )
+    mean: bool = False
+    positions: RequestedPositions | None = None  # of the mean
+    vector: Tensor | None = None  # `[hidden_size]`
+    module: Reference | None = None  # a named module that is one vector
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if (
+            sum(
+                (self.run is not None, self.vector is not None, self.module is not None, self.zeros)
+            )
+            != 1
+        ):
+            raise ValueError("a source must be exactly one of run, vector, module and zeros")
+        if self.run is None and (
+            self.prompt or self.position is not None or self.mean or self.positions is not None
+        ):
+            raise ValueError("prompt, position, mean and positions require `run`")
+        if self.mean and self.position is not None:
+            raise ValueError("`mean` takes `positions`, not `position`")
+        if not self.mean and self.positions is not None:
+            raise ValueError("`positions` requires `mean`; use `position` for single rows")
+
+
+class PatchSpec(Record):
+    """Activation patching: write rows at `hook` of each of `layers`, at `positions`: s → (1 −
+    alpha) · s + alpha · t, in `mask`.
+
+    With alpha = 1 the result is bit for bit the source's row t (Vig et al. 2020, arXiv:2004.12265;
+    Meng et al. 2022, arXiv:2202.05262). At the same site, patches are applied after global
+    steering's replacements and before the request's own; see `docs/steering.md`.
+    """
+
+    layers: LayerSelector
+    positions: RequestedPositions
+    source: PatchSource
+    hook: HookName = "post_block"
+    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    heads: HeadSelector | None = (
+        None  # of a hook that has heads: only these are written; not together with `mask`
+    )
+    mask: DimensionSelector | None = (
+        None  # dimensions that are written, as layers are named: "0-63,100", a list; null: all
+    )
+
+
+#: The same, as in requests.
+SteeringList = Annotated[list[SteeringSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
+PatchList = Annotated[list[PatchSpec], msgspec.Meta(max_length=MAX_ENTRIES)]
+
+
+class StoredSteering(Record):
+    """A `SteeringSpec` after validation, for one prompt: layers are numbers, tensors are named by
+    their content hashes.
+    """
+
+    layers: list[int]
+    hook: Hook
+    positions: PositionSelector
+    family: Family
+    tensors: list[str]  # those of its family, in their order; of a mask 1: written, 0: not
+    scale: float = 1.0  # of the vector, where the family has one
+    numbers: list[float] = []  # those of its family, in their order
+    rank: int = 0  # of a family whose tensors have one
+    gate: str = (
+        ""  # digest of the probe that decides at which of `positions` it is applied; empty: at all
+    )
+
+    @property
+    def num_vectors(self) -> int:
+        """Entries of the ranks' pool for each site."""
+        return FAMILY[self.family].entries(self.rank or 1)
+
+    def shapes(self, hidden_size: int) -> list[list[int]]:
+        """What its tensors must be."""
+        return FAMILY[self.family].shapes(self.rank, hidden_size)
+
+
+def at_scale(entry: StoredSteering, factor: float) -> StoredSteering:
+    """The entry with `factor` times its effect: scale · factor where the vector is scaled, strength
+    · factor otherwise.
+    """
+    if factor == 1.0:
+        return entry
+    if FAMILY[entry.family].scale is not None:
+        return msgspec.structs.replace(entry, scale=entry.scale * factor)
+    return msgspec.structs.replace(entry, numbers=[entry.numbers[0] * factor, *entry.numbers[1:]])
+
+
+class StoredCapture(Record, omit_defaults=True):
+    """A `CaptureSpec` after validation, for one prompt: its hooks of one bank.
+
+    Or rows that something is computed from (`reading`).
+    """
+
+    sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
+    positions: PositionSelector
+    tag: str
+    every_n: int = 1
+    at: At = "before"
+    dtype: RowDType = "model"
+    layout: Layout = "auto"
+    consumers: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
+    reading: Reading | None = (
+        # what its rows are for; they are not stored then, and `consumers` is `readings.READER`
+        # alone
+        None
+    )
+    row: RowShape | None = None  # null: the model's hidden size
+    beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
+    heads: list[int] = []  # that are stored, ascending; empty: whole rows
+    harvest: HarvestPlace | None = (
+        None  # where its rows go; `consumers` is `harvest_work.HARVEST` alone
+    )
+
+    @property
+    def bank(self) -> str:
+        """See `schemas.banks`."""
+        return BANK[next(iter(self.sites))]
+
+    def split(self, inside: Mapping[str, RowShape]) -> "list[StoredCapture]":
+        """One capture for each bank that its hooks are in. `inside`: as `ModelInfo.inside`."""
+        found = []
+        for bank, sites in banks_of(self.sites).items():
+            row = None if bank == RESIDUAL else inside[next(iter(sites))]
+            beside = {hook: layers for hook, layers in self.sites.items() if hook not in sites}
+            found.append(msgspec.structs.replace(self, sites=sites, row=row, beside=beside))
+        return found
+
+    def stored_size(self, hidden_size: int) -> int:
+        """Elements of a row as it is stored, of all ranks together."""
+        if self.row is None:
+            return hidden_size
+        return len(self.heads) * self.row.width if self.heads else self.row.size
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank of a tensor-parallel stage records it, and not only the first."""
+        return self.scored or (self.reading is not None and self.reading.everywhere)
+
+    @property
+    def scored(self) -> bool:
+        """Whether its rows are for probes: they are not stored."""
+        return self.consumers == [PROBED]
+
+    @property
+    def num_sites(self) -> int:
+        """Rows per captured position."""
+        return sum(len(layers) for layers in self.sites.values())
+
+    def select(self, start: int, stop: int, prompt_tokens: int) -> "list[int] | range":
+        """The absolute positions in the window `[start, stop)` that are captured, ascending."""
+        chosen = select(self.positions, start, stop, prompt_tokens)
+        if self.every_n == 1:
+            return chosen
+        return [
+            position
+            for position in chosen
+            if position < prompt_tokens or (position - prompt_tokens) % self.every_n == 0
+        ]
+
+    def count_positions(self, prompt_tokens: int, max_tokens: int) -> int:
+        """How many rows per site it may give, when up to `max_tokens` are generated.
+
+        Takes no time, however many they are.
+        """
+        chosen = select(self.positions, 0, prompt_tokens + max_tokens - 1, prompt_tokens)
+        if self.every_n == 1 or not isinstance(chosen, range):
+            return len(chosen)  # a list names prompt positions, and those are all taken
+        of_prompt = range(chosen.start, min(chosen.stop, prompt_tokens))
+        passed = max(
+            chosen.start - prompt_tokens, 0
+        )  # generated tokens before the first that is named
+        first = prompt_tokens + -(-passed // self.every_n) * self.every_n
+        return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
+
+
+def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
+    """What records the rows of these probes, of all positions: one capture for each side of the
+    interventions.
+    """
+    sides: dict[At, dict[Hook, set[int]]] = {}
+    for content in (probe.content for probe in probes):
+        sides.setdefault(content.at, {}).setdefault(content.hook, set()).add(content.layer)
+    return [
+        StoredCapture(
+            sites={hook: sorted(layers) for hook, layers in sorted(hooks.items())},
+            positions="all",
+            tag=PROBED,
+            at=at,
+            consumers=[PROBED],
+        )
+        for at, hooks in sides.items()
+    ]
+
+
+#: Bytes of a captured position apart from its rows: its number and its token id, int64 each.
+POSITION_BYTES = 16
+
+
+def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stages: int = 1) -> int:
+    """What one prompt's rows count against `memory_limit_kib`: rows, numbers and token ids, but not
+    the blob's header.
+
+    `positions` `[hidden_size]` rows of `dtype` at each of `sites`; each of `stages` repeats the
+    positions.
+    """
+    return positions * (sites * hidden_size * ITEM_BYTES[dtype] + stages * POSITION_BYTES)
+
+
+class Entry(Record):
+    """Where a forward may begin for a request: at `layer`, with the rows of `pre_attn` that a run
+    kept of the very same tokens.
+
+    All that an intervention of the request touches is at `layer` or above. A rank may begin there
+    or not: the result is the same. All runs of one job that entries name have rows at every layer
+    at which one of them is entered: a step begins at the lowest.
+    """
+
+    run: str  # `run_key`: rows of `pre_attn` at `layer` for every prompt position
+    layer: int
+
+
+class Grade(Record):
+    """What is asked about the next token after a request's prompt; answered in the last stage's
+    receipt (`Receipt.graded`).
+    """
+
+    token_ids: list[int]  # log-probability of each, nats, log-softmax in float32
+    keep: str = ""  # keep the distribution on the rank under this name
+    # Kullback–Leibler divergence D(kept distribution of this name ‖ this one), nats; follows the
+    # token ids'
+    against: str = ""
+
+
+class RankSpec(Record):
+    """What a rank receives about one request, in `SamplingParams.extra_args["midstream"]` (as plain
+    containers).
+
+    Positions are resolved against this request's prompt.
+    """
+
+    version: str  # Midstream's version; a rank of another version refuses
+    job: str
+    request: int  # index of the prompt in its job
+    attempt: int  # fencing token
+    prompt_tokens: int
+    steering: list[StoredSteering] = []
+    captures: list[StoredCapture] = []  # the user's captures and global capture
+    digest: str = ""  # content hash of the interventions; empty if there are none
+    first_affected: int = -1  # lowest absolute position an intervention touches; -1: none
+    # where the prompt ends decides what is touched: `all_prompt`, `last_prompt`, `all_generated`
+    by_prompt: bool = False
+    lowest_captured: int = -1  # lowest captured prompt position; -1: none
+    requests: dict[str, int] = {}  # tag → how many of the job's prompts have a capture under it
+    # the worker says where the output ends (stop strings are found there, after the fact)
+    told_when_over: bool = False
+    global_steering: list[
+        StoredSteering
+    ] = []  # the operator's, applied before `steering`; part of `digest` and what follows from it
+    global_version: int = 0  # of the global steering that the request began under
+    entry: Entry | None = None  # only of requests that generate one token; their `digest` is unique
+    grade: Grade | None = None
+    # the run of the same tokens without interventions: its kept blocks serve this one below
+    # `first_affected`
+    base: str = ""
+    # keep the KV cache of its prompt, where there is room, for requests whose `base` names this run
+    keep_blocks: str = ""
+    trace: str = ""  # W3C traceparent of the attempt: goes into the receipts
+    lora: LoraUse | None = None  # adapter that its rows are computed with
+    chunk: int = (
+        0  # tokens in one step, at most, where the engine can split a prefill; 0: as many as fit
+    )
+    images: list[ImageSpan] = []  # of the prompt
+    probes: list[StoredProbe] = []  # that score its tokens; their rows are among `captures`
+    stream_scores: bool = False  # their scores travel with the tokens
+
+    @property
+    def ids(self) -> tuple[str, int, int]:
+        """Job, prompt and attempt."""
+        return self.job, self.request, self.attempt
+
+    @property
+    def key(self) -> str:
+        """Names this request in calls to the ranks."""
+        return f"{self.job}.{self.request}.{self.attempt}"
+
+
+CaptureStatus = Literal["not_requested", "pending", "ok", "partial", "error", "timed_out"]
+
+
+def touched(spec: RankSpec) -> tuple[int, int]:
+    """The window `[first, stop)` of positions that the request's steering and captures name; `(0,
+    0)`: none.
+    """
+    named = [entry.positions for entry in (*spec.global_steering, *spec.steering)] + [
+        capture.positions for capture in spec.captures
+    ]
+    first = min((lowest_position(each, spec.prompt_tokens) for each in named), default=0)
+    return first, max((end_position(each, spec.prompt_tokens) for each in named), default=0)
+
+
+#: So many rows of the ranks' steering table may edit *one token* for its request, and as many more
+#: for everyone's sake. Rows of other positions do not count: see `columns_of`.
+MAX_STEERING_ROWS = 4
+
+
+class SteeringRow(Record):
+    """Entries of one request that share their positions: one row of the rank's steering table.
+
+    `key` names the row's content (layers, tensors, numbers), not where it is applied, so that equal
+    configurations share a row.
+    """
+
+    key: str
+    positions: PositionSelector
+    entries: list[StoredSteering]  # all at hooks of one bank, with one gate
+
+    @property
+    def gate(self) -> str:
+        """See `StoredSteering.gate`."""
+        return self.entries[0].gate if self.entries else ""
+
+    @property
+    def bank(self) -> str:
+        """See `schemas.banks`."""
+        return BANK[self.entries[0].hook] if self.entries else RESIDUAL
+
+    @property
+    def num_vectors(self) -> int:
+        """Entries of the ranks' pool, at most: sites where the same entries meet share them."""
+        meet: dict[
+            tuple[Hook, int, Family], tuple[int, ...]
+        ] = {}  # site and family → which entries
+        for number, entry in enumerate(self.entries):
+            for layer in entry.layers:
+                site = entry.hook, layer, entry.family
+                meet[site] = (*meet.get(site, ()), number)
+        return sum(self.entries[numbers[-1]].num_vectors for numbers in set(meet.values()))
+
+
+#: A mask that leaves out no dimension; needs no bytes.
+ONES = "ones"
+#: So do those that list their dimensions: `dims:0-63,100`.
+DIMS_PREFIX = "dims:"
+
+
+def dims_name(dims: str) -> str:
+    """The name of a mask of 1 at these dimensions (of the whole row, as `as_ranges` writes them)
+    and 0 elsewhere.
+    """
+    return DIMS_PREFIX + dims.replace(" ", "")
+
+
+def dims_named(name: str) -> list[range]:
+    """The inverse of `dims_name`. Raises ValueError for an invalid name."""
+    found = []
+    for part in name.removeprefix(DIMS_PREFIX).split(","):
+        first, _, last = part.partition("-")
+        found.append(range(int(first), int(last or first) + 1))
+    return found
+
+
+def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
+    """Group a request's steering by bank, by its positions and by its gate, in the order first
+    named.
+
+    A family's entries at one site are applied in the order of the rows, and those that are `joined`
+    in one row in the order written. So an entry whose family is at one of its sites already joins
+    no earlier row than that one, or, where it cannot be joined, a later one or a new one. The order
+    of additions does not matter. To the user both ways to replace are one kind, to the ranks masked
+    ones come behind: so a full one behind a masked one at its site becomes one with a mask of
+    everything.
+    """
+    groups: list[list[StoredSteering]] = []
+    named: dict[object, int] = {}  # bank, positions and gate → the last group that has them
+    met: dict[
+        tuple[Hook, int, Family], int
+    ] = {}  # (hook, layer, family) → the last group that has it
+    for entry in steering:
+        if entry.family == "replace" and any(
+            (entry.hook, layer, "replace_masked") in met for layer in entry.layers
+        ):
+            entry = msgspec.structs.replace(
+                entry, family="replace_masked", tensors=[*entry.tensors, ONES]
+            )
+        positions = BANK[entry.hook], hashable(entry.positions), entry.gate
+        sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
+        before = (
+            -1 if entry.family == "add" else max((met.get(site, -1) for site in sites), default=-1)
+        )
+        number = named.get(positions, -1)
+        if number < max(0, before if FAMILY[entry.family].joined else before + 1):
+            number = len(groups)
+            groups.append([])
+        groups[number].append(entry)
+        named[positions] = number
+        met.update((site, max(number, met.get(site, -1))) for site in sites)
+    rows = []
+    for group in groups:
+        content = [(e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers) for e in group]
+        rows.append(
+            SteeringRow(key=content_key(content), positions=group[0].positions, entries=group)
+        )
+    return rows
+
+
+def columns_of(rows: list[SteeringRow]) -> list[int]:
+    """The slot of each row among a token's rows in its bank: after all earlier rows that may share
+    a token with it.
+
+    Rows of listed positions that have none in common share a place, so a request may have many of
+    them.
+    """
+    columns: list[int] = []
+    places: dict[str, tuple[list[set[int]], list[bool]]] = {}
+    for row in rows:
+        # Of each place of the bank: the listed positions of the rows there, and whether a row there
+        # names others than listed ones.
+        listed, open_ended = places.setdefault(row.bank, ([], []))
+        mine = set(row.positions) if isinstance(row.positions, list) else None
+        meets = [
+            place
+            for place in range(len(listed))
+            if mine is None or open_ended[place] or mine & listed[place]
+        ]
+        place = meets[-1] + 1 if meets else 0
+        if place == len(listed):
+            listed.append(set())
+            open_ended.append(False)
+        listed[place] |= mine or set()
+        open_ended[place] = open_ended[place] or mine is None
+        columns.append(place)
+    return columns
+
+
+def hashable(positions: PositionSelector) -> str | tuple[int, ...] | Window:
+    return tuple(positions) if isinstance(positions, list) else positions
+
+
+def steering_digest(steering: list[StoredSteering]) -> str:
+    """Digest of everything that steering does to a request's KV cache; empty without steering."""
+    if not steering:
+        return ""
+    gates = [entry.gate for entry in steering]
+    content = [
+        (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.positions) for e in steering
+    ]
+    return content_key([content, gates] if any(gates) else content)
+
+
+def content_key(content: object) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()

@@ -1,0 +1,323 @@
+"""Global steering, named modules, and the ranks' reports on them.
+
+All of it is desired state in Redis: workers reconcile to it and report. A name points at content:
+changing what it means never touches a request that was accepted before.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..base.limits import MAX_DESCRIPTION, MAX_ENTRIES, Name
+from ..base.records import Record
+from ..base.store_calls import StoreCalls
+from ..prompts.selectors import (
+    Hook,
+    PositionSelector,
+    RequestedPositions,
+    cut_positions,
+    resolve_positions,
+)
+from .interventions import FAMILY, Family
+from .specs import SteeringRow, SteeringSpec, StoredSteering, at_scale, content_key, steering_rows
+
+Entries = Annotated[list[SteeringSpec], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+
+
+class SteeringTemplate(Record):
+    """A `SteeringSpec` after validation against a model, before it meets a prompt: positions are
+    still a wish.
+    """
+
+    layers: list[int]
+    hook: Hook
+    positions: RequestedPositions
+    family: Family
+    tensors: list[str]  # content hashes
+    scale: float = 1.0
+    numbers: list[float] = []
+    rank: int = 0
+
+    def shapes(self, hidden_size: int) -> list[list[int]]:
+        """What its tensors must be."""
+        return FAMILY[self.family].shapes(self.rank, hidden_size)
+
+    def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
+        """The same for one prompt, at `positions`, times `scale` (see `specs.at_scale`)."""
+        return at_scale(
+            StoredSteering(
+                layers=self.layers,
+                hook=self.hook,
+                positions=positions,
+                family=self.family,
+                tensors=self.tensors,
+                scale=self.scale,
+                numbers=self.numbers,
+                rank=self.rank,
+            ),
+            scale,
+        )
+
+
+def content_digest(entries: list[SteeringTemplate]) -> str:
+    """SHA-256 hex of everything that the entries do; empty for none."""
+    return content_key(entries) if entries else ""
+
+
+#: Of a module's file: the model that it is for.
+MODEL_HEADER = "x-midstream-model"
+
+
+# --- Named modules --------------------------------------------------------------------------------
+
+
+class ModuleRequest(Record):
+    """Body of `PUT /v1/steering/modules/{name}`: entries as in a request's `steering`, without
+    modules among them.
+    """
+
+    steering: Entries
+    model: Name | None = None  # null: the only one there is
+    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
+
+
+class Module(Record):
+    """A named module as stored."""
+
+    name: str
+    model: str
+    digest: str  # `content_digest(entries)`: what the name points at
+    entries: list[SteeringTemplate]
+    bytes: int  # of its distinct tensors
+    created: float
+    description: str = ""
+    hidden_size: int = 0  # of the model that it was registered for
+    reach: list[
+        float
+        # of each entry, the largest coordinate of scale · vector; 0 where the vector is not scaled
+    ] = []
+
+    @property
+    def tensors(self) -> list[str]:
+        """Content hashes, each once."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+
+
+class EntryView(Record):
+    """What one entry of a module or of global steering does; tensors by content hash."""
+
+    op: str
+    hook: str
+    layers: list[int]
+    positions: RequestedPositions
+    tensors: list[str]
+    scale: float
+    numbers: list[float]
+    rank: int = 0
+    norm_match: bool = False
+
+
+class ModuleView(Record):
+    """Answer of `GET /v1/steering/modules/{name}`."""
+
+    name: str
+    model: str
+    digest: str
+    entries: list[EntryView]
+    bytes: int
+    created: float
+    description: str = ""
+    replaced: str | None = (
+        None  # on `PUT`: the digest that the name pointed at before, where it was another
+    )
+
+
+class ModulePage(Record):
+    """Answer of `GET /v1/steering/modules`."""
+
+    modules: list[ModuleView]
+
+
+# --- Global steering ------------------------------------------------------------------------------
+
+
+class GlobalRequest(Record):
+    """Body of `PUT /v1/steering/global`: applied to every request to the model that starts after
+    the change.
+
+    Positions apply to prompts of every length, so they are names, ranges that begin at a position,
+    or positions counted from the beginning; those beyond the end of a prompt or request are
+    ignored.
+    """
+
+    steering: Entries
+    model: Name | None = None  # null: the only one there is
+
+
+class GlobalSteering(Record):
+    """What is applied to every request to a model."""
+
+    version: int = 0  # grows with every set and clear, never reused; 0: never set
+    entries: list[SteeringTemplate] = []  # empty: nothing
+    changed: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        return content_digest(self.entries)
+
+    @property
+    def tensors(self) -> list[str]:
+        """Content hashes, each once."""
+        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+
+    def at(self, prompt_tokens: int) -> list[StoredSteering]:
+        """What it does to a prompt of this length; an entry without a position there is left
+        out.
+        """
+        cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
+        return [
+            entry.stored(resolve_positions(asked, prompt_tokens))
+            for entry, asked in cut
+            if asked != []
+        ]
+
+    def standing_rows(self) -> list[SteeringRow]:
+        """The rows that ranks keep written even while unused: those of entries whose positions are
+        a name or a range.
+
+        A list of positions is cut to each prompt.
+        """
+        same = [entry for entry in self.entries if not isinstance(entry.positions, list)]
+        return steering_rows(
+            [entry.stored(resolve_positions(entry.positions, 0)) for entry in same]
+        )
+
+
+class Proposal(Record):
+    """Phase one of a change of global steering: workers validate it on all their ranks and say so;
+    nothing is applied yet.
+    """
+
+    id: str
+    steering: GlobalSteering  # with the version that it will have
+    deadline: float  # it cannot be committed later: workers drop it then
+
+
+class Desired(Record):
+    """What every worker of a model is to reconcile to."""
+
+    version: int = 0  # grows with every change of anything below
+    current: GlobalSteering = GlobalSteering()
+    proposal: Proposal | None = None
+    modules: dict[str, Module] = {}
+
+
+# --- What the ranks say ---------------------------------------------------------------------------
+
+
+class RankSteering(Record):
+    """One rank, as `midstream_status` reports it; the numbers of rows and entries are those of its
+    steering table.
+    """
+
+    rank: int
+    tp: int
+    pp: int
+    step: int
+    checksum: str  # of every action since `epoch` began, 16 hex digits
+    actions: int
+    epoch: int  # how often its ledger was reset (resyncs)
+    global_version: int
+    global_digest: str
+    modules: dict[str, str]  # name → digest
+    rows_used: int
+    rows: int
+    entries_used: int
+    entries: int
+    vectors: int
+    requests: int
+    outbox: int  # receipts that the relay has not taken yet
+    backlog: int  # bytes of captured rows that wait for the writers
+    captured_rows: int = 0  # since the rank started: one hook of one layer at one position
+    captured_bytes: int = 0
+    dropped_positions: int = 0  # requested positions dropped under overload
+    running: int = 0  # requests in the engine's last step, with or without interventions
+    queued: int = 0  # requests that waited for it
+    kv_cache: float = 0.0  # share of the KV cache in use then, 0 to 1
+    store: dict[
+        str, StoreCalls
+    ] = {}  # operation → the rank's requests to object storage since it started
+
+
+WorkerState = Literal["serving", "resyncing", "quarantined"]
+
+
+class RankApplied(Record):
+    """One rank's answer when a change is applied."""
+
+    rank: int
+    ok: bool
+    message: str = ""
+
+
+class WorkerSteering(Record):
+    """A worker's report: published at every change and on request."""
+
+    worker: str
+    boot: str
+    model: str
+    state: WorkerState
+    detail: str  # why it does not serve
+    version: int  # of `Desired`, reconciled
+    global_version: int  # applied on all ranks
+    at: float
+    ask: str = ""  # the last question (`Steering.ask`) that this answers
+    proposal: str = ""  # id of the proposal that was prepared or refused
+    prepared: bool = False  # all ranks could apply it
+    refusal: str = ""  # why not
+    applied: list[RankApplied] = []  # of the last prepare or commit
+    waiting: int = 0  # requests that wait for rows of the table
+    desyncs: int = 0  # found since the worker started
+    resyncs: int = 0  # that ended well
+    ranks: list[RankSteering] = []
+
+
+class StageAgreement(Record):
+    """Whether the ranks of one pipeline stage of one worker agree."""
+
+    worker: str
+    pp: int
+    consistent: bool
+    actions: dict[int, int]  # rank → count
+    checksums: dict[int, str]  # rank → checksum
+
+
+class Agreement(Record):
+    """Over all workers asked; a worker that did not answer, or a rank without a checksum, counts as
+    inconsistent.
+    """
+
+    consistent: bool
+    stages: list[StageAgreement]
+    detail: str = ""  # what is not consistent
+
+
+class Dynamic(Record):
+    """Answer of `GET /v1/steering/dynamic`."""
+
+    workers: list[WorkerSteering]
+    determinism: Agreement
+
+
+class GlobalView(Record):
+    """Answer of `GET`, `PUT` and `DELETE /v1/steering/global`: the desired state, and how far each
+    worker has applied it.
+    """
+
+    model: str
+    version: int
+    digest: str  # empty: nothing is steered
+    entries: list[EntryView]
+    changed: float
+    applied: bool  # every live worker has this version on every rank
+    workers: list[WorkerSteering]

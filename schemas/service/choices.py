@@ -1,0 +1,140 @@
+"""Valid values for msgspec's validation errors, which name only the invalid one."""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, get_args
+
+import msgspec
+
+from ..access.handling import Priority
+from ..access.keys import SCOPES
+from ..artifacts.probes import Action, Aggregation
+from ..base.dtypes import RowDType
+from ..base.errors import NO_FIELD, MidstreamError, invalid, misfit, shortened
+from ..base.states import CallbackEvent
+from ..jobs.sweeps import Ablation, Alignment, Axis, Direction, Metric
+from ..prompts.selectors import ALIASES, EVERY, RequestedName
+from ..requests.interventions import SteeringOp
+from ..requests.specs import At, Layout
+
+#: Names of positions where nothing is generated.
+PROMPT_POSITIONS = ("all_prompt", "last_prompt")
+#: Field → the names that it takes: msgspec says only that another one is wrong.
+NAMES: dict[str, tuple[str, ...]] = {
+    "capture.hook": EVERY,
+    "capture.hooks": EVERY,
+    "capture.positions": get_args(RequestedName),
+    "capture.at": get_args(At),
+    "capture.dtype": get_args(RowDType),
+    "capture.layout": get_args(Layout),
+    "steering.hook": EVERY,
+    "steering.positions": get_args(RequestedName),
+    "steering.op": get_args(SteeringOp),
+    "patch.hook": EVERY,
+    "patch.positions": get_args(RequestedName),
+    "hooks": EVERY,
+    **{
+        f"{reading}.{field}": EVERY
+        for reading in ("lens", "readers")
+        for field in ("hook", "hooks")
+    },
+    **{
+        f"{reading}.positions": get_args(RequestedName)
+        for reading in ("lens", "features", "readers")
+    },
+    **{f"{reading}.at": get_args(At) for reading in ("lens", "features", "readers")},
+    "probes.action": get_args(Action),
+    "hook": EVERY,
+    "at": get_args(At),
+    "action": get_args(Action),
+    "aggregation": get_args(Aggregation),
+    "axis": get_args(Axis),
+    "path.sender.hook": EVERY,
+    "path.receivers.hook": EVERY,
+    "metric": get_args(Metric),
+    "scopes": SCOPES,
+    "priority": get_args(Priority),
+    "highest_priority": get_args(Priority),
+    "callback_events": get_args(CallbackEvent),
+    "direction": get_args(Direction),
+    "ablation": get_args(Ablation),
+    "alignment": get_args(Alignment),
+    "pairs.alignment": get_args(Alignment),
+    **dict.fromkeys(
+        ("positions", "pairs.positions", "pairs.spans.clean", "pairs.spans.corrupt"),
+        PROMPT_POSITIONS,
+    ),
+}
+
+_ANOTHER_NAME = re.compile(r"^Invalid enum value '(?P<name>.*)'$", re.DOTALL)
+#: msgspec quotes the pattern as it is written, with what keeps a line break from following the end.
+_PATTERN = re.compile(r"^Expected `str` matching regex '\^(?P<form>.*?)(?:\(\?!\\+n\))?\$'$")
+_INDEX = re.compile(r"\[.*?\]")
+
+
+def suggestion(word: str, names: Iterable[str]) -> str:
+    """A `did you mean` hint with the closest name; empty if no name is close to `word`."""
+    found = get_close_matches(word[:100], list(names), n=1)
+    return f"did you mean {found[0]!r}?" if found else ""
+
+
+def unknown(word: str, names: Iterable[str]) -> str:
+    """What is wrong with a field's name, with the name that was probably meant."""
+    return "; ".join(part for part in ("unknown field", suggestion(word, names)) if part)
+
+
+def refusal(
+    error: msgspec.ValidationError, prefix: str = "", whole: str | None = None, kind: Any = None
+) -> MidstreamError:
+    """The error as one that names the field, below `prefix`, and what it takes.
+
+    `whole`: the name for an error without a field, by default the body. `kind`: the type that did
+    not fit, for the names of its fields.
+    """
+    detail, path = misfit(error)
+    dot = "." if prefix and path and not path.startswith("[") else ""
+    field = f"{prefix}{dot}{path}" or whole
+    if found := _PATTERN.match(detail):
+        detail = f"does not match the pattern {found['form']}"
+    if field is None:
+        return MidstreamError("invalid_request", f"the body: {detail}")
+    names: tuple[str, ...] = ()
+    if found := _ANOTHER_NAME.match(detail):
+        names = NAMES.get(_INDEX.sub("", field), ())
+        meant = suggestion(found["name"], (*names, *ALIASES) if names == EVERY else names)
+        detail = "; ".join(part for part in (shortened(detail), meant) if part)
+    elif detail == NO_FIELD:
+        names = fields_at(kind, path.rpartition(".")[0])
+        detail = unknown(path.rpartition(".")[2], names)
+    return invalid(field, detail, allowed=", ".join(names) or None)
+
+
+def fields_at(kind: Any, path: str) -> tuple[str, ...]:
+    """The names of the fields at a path of msgspec's inside a struct type, such as
+    `pairs[0].spans[...]`; none if it is not a struct.
+    """
+    if kind is None:
+        return ()
+    found = structs_in(msgspec.inspect.type_info(kind))
+    for step in _INDEX.sub("", path).split(".") if path else ():
+        found = [
+            inner
+            for each in found
+            for field in each.fields
+            if field.name == step
+            for inner in structs_in(field.type)
+        ]
+    return tuple(dict.fromkeys(field.name for each in found for field in each.fields))
+
+
+def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
+    """The struct types that a type may be: itself, one of a union, or an item of a list or
+    mapping.
+    """
+    if isinstance(info, msgspec.inspect.StructType):
+        return [info]
+    if isinstance(info, msgspec.inspect.UnionType):
+        return [found for each in info.types for found in structs_in(each)]
+    inner = getattr(info, "item_type", None) or getattr(info, "value_type", None)
+    return [] if inner is None else structs_in(inner)

@@ -1,0 +1,54 @@
+"""The page's feed: jobs as its table shows them, and what its top bar shows of the service."""
+
+from ..access.keys import TenantView
+from ..base.records import Published
+from ..jobs.jobs import JobView
+
+#: The most jobs that a feed begins with.
+MAX_FEED = 5000
+
+
+class FeedJob(JobView, omit_defaults=True, kw_only=True):
+    """A job of the feed."""
+
+    tags: list[str] = []  # of its captures in files
+
+
+class FeedJobs(Published, omit_defaults=True):
+    """Event `jobs`: jobs that are new or have changed; a lower `version` of a known job is to be
+    ignored.
+    """
+
+    jobs: list[FeedJob]
+    first: bool = False  # the beginning of a list of the newest: forget what was known before
+    more: bool = False  # the rest of that list follows
+
+
+class FeedModel(Published):
+    """A served model."""
+
+    name: str
+    workers: int
+    healthy: int  # of those
+    steered: bool  # global steering is on: every request to it is edited
+    steering_entries: int
+    steering_version: int
+
+
+class FeedService(Published, omit_defaults=True):
+    """Event `service`, every few seconds.
+
+    Null: the key lacks the scope `observe`, or the figure is not known.
+    """
+
+    at: float
+    models: list[FeedModel]
+    tenant: TenantView
+    tokens_s: float | None = None  # generated per second, by all workers
+    queued: int | None = None  # jobs that no worker has begun
+    live: int | None = None  # jobs that are not over
+    # bytes where captures are kept, if that is a folder of this machine
+    disk_free: int | None = None
+    disk_total: int | None = None
+    quota_left: int | None = None  # bytes of the captures' quota
+    troubles: list[str] = []  # what keeps the service from working

@@ -1,0 +1,180 @@
+"""Global capture: the settings `global_capture…` as capture specs.
+
+`post_block:all;pre_attn:0-17` names hooks (ours, or TransformerLens' names) with their layers; a
+hook without layers means all. Options of the command line are written alike: `parse_hooks` is the
+one grammar of hooks.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import cast, get_args
+
+import msgspec
+
+from ..base.errors import MidstreamError
+from ..base.settings import Settings, SettingsError
+from ..jobs.models import ModelInfo
+from ..prompts.selectors import (
+    EVERY,
+    HOOKS,
+    Alias,
+    Hook,
+    HookName,
+    LayerSelector,
+    RequestedName,
+    SelectorError,
+    cut_positions,
+    resolve_positions,
+    resolve_sites,
+    written_range,
+)
+from ..requests.specs import CaptureSpec, StoredCapture
+from .choices import suggestion
+
+#: Names of hooks, aliases included.
+HOOK_NAMES = (*EVERY, *get_args(Alias))
+#: A separator that is followed by a name; other commas separate layers.
+_BEFORE_HOOK = re.compile(r"[;,]\s*(?=[A-Za-z_])|;")
+_IMAGE = re.compile(r"image:(-?[0-9]{1,4})")
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
+
+
+def from_settings(
+    settings: Settings,
+    num_layers: int | None = None,
+    hooks: Sequence[str] = HOOKS,
+    row_limit: int = 0,
+) -> list[CaptureSpec]:
+    """The captures that the settings ask for; held against the model's layers and hooks when
+    `num_layers` is known.
+
+    `row_limit`: rows that one engine step may capture; 0: any number. What is more for a single
+    position would never be taken. Raises SettingsError saying what is wrong and what would be
+    right.
+    """
+    try:
+        specs = parse(
+            settings.global_capture, settings.global_capture_positions, settings.global_capture_tag
+        )
+        if num_layers is not None:
+            for spec in specs:
+                sites = sum(map(len, resolve_sites(spec.wanted, num_layers, hooks).values()))
+                if row_limit and sites > row_limit:
+                    raise ValueError(
+                        f"it has {sites} sites, but one step has room for "
+                        f"{row_limit} rows (setting "
+                        "capture_buffer_mib)"
+                    )
+    except ValueError as error:
+        raise SettingsError(f"global_capture: {error}") from error
+    return specs
+
+
+def captures_of(
+    spec: CaptureSpec, model: ModelInfo, lengths: Sequence[int]
+) -> list[StoredCapture | None]:
+    """Return what global capture takes of prompts of these lengths; None for one that has none of
+    the positions.
+
+    Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it
+    when it started.
+    """
+    found: list[StoredCapture | None] = []
+    try:
+        sites = resolve_sites(spec.wanted, model.num_layers, model.hooks, model.absent)
+        for tokens in lengths:
+            positions = cut_positions(spec.positions, tokens)
+            if positions == []:
+                found.append(None)
+                continue
+            capture = StoredCapture(
+                sites=sites,
+                positions=resolve_positions(positions, tokens),
+                tag=spec.tag,
+                every_n=spec.every_n,
+                at=spec.at,
+                dtype=spec.dtype,
+                layout=spec.layout,
+                consumers=spec.consumers,
+            )
+            found.append(capture)
+    except SelectorError as error:
+        raise MidstreamError(
+            "internal", f"global capture does not fit the model: {error}"
+        ) from error
+    return found
+
+
+def step_rows(
+    captures: Sequence[StoredCapture], model: ModelInfo, prompt_tokens: int, max_tokens: int
+) -> int:
+    """Return how many rows a request gives in one engine step at least: those of a token and its
+    drafts. Longer prompts are split.
+    """
+    tokens = 1 + model.speculative_tokens
+    return sum(
+        capture.num_sites * min(tokens, capture.count_positions(prompt_tokens, max_tokens))
+        for capture in captures
+    )
+
+
+def parse(text: str, positions: str = "last_prompt", tag: str = "global") -> list[CaptureSpec]:
+    """The captures that the settings ask for: none when `text` is empty, else one.
+
+    `positions`: a name, or `0,5,-1`.
+
+    Raises ValueError saying what is wrong and what would be right.
+    """
+    if not text.strip():
+        return []
+    hooks = parse_hooks(text)
+    fields = {"hooks": hooks, "positions": parse_positions(positions), "tag": tag}
+    if positions.strip().partition(":")[0] == "image":
+        raise ValueError("positions of images are not valid here: few prompts have one")
+    try:
+        return [msgspec.convert(fields, CaptureSpec)]
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"{error}: a tag is one folder name of letters, digits, - and _"
+        ) from error
+
+
+def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, LayerSelector]:
+    """`post_block:all;pre_attn:0-3,7` or `resid_pre,mlp_out` as hook → layers. Raises ValueError.
+
+    Hooks are separated by `;` or `,`. `layers`: of a hook that names none.
+    """
+    hooks: dict[HookName, LayerSelector] = {}
+    for part in _BEFORE_HOOK.split(text.strip()):
+        hook, _, own = (word.strip() for word in part.partition(":"))
+        if hook not in HOOK_NAMES:
+            meant = suggestion(hook, HOOK_NAMES)
+            known = f"write hook:layers;hook:layers, with hooks {', '.join(EVERY)}"
+            raise ValueError(
+                f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else "")
+            )
+        if hook in hooks:
+            raise ValueError(
+                f"{hook} is listed twice: write its layers together, such as {hook}:0-3,7"
+            )
+        hooks[cast(Hook | Alias, hook)] = own or layers
+    return hooks
+
+
+def parse_positions(text: str) -> RequestedName | dict[str, int] | list[int | dict[str, int]]:
+    """A name, `image:0`, `0,5,-1`, or a range: `5:9`, `5:` to the end. Raises ValueError."""
+    text = text.strip()
+    if text in get_args(RequestedName):
+        return cast(RequestedName, text)
+    if image := _IMAGE.fullmatch(text):
+        return {"image": int(image[1])}
+    if alone := written_range(text):
+        return alone
+    parts = [part.strip() for part in text.split(",")]
+    if not all(written_range(part) or _NUMBER.fullmatch(part) for part in parts):
+        names = ", ".join(get_args(RequestedName))
+        raise ValueError(
+            f"{text[:40]!r} is not a position selector: use {names}, numbers such as "
+            "0,5,-1, or a range such as 5:9 or 5:"
+        )
+    return [written_range(part) or int(part) for part in parts]

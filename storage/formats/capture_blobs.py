@@ -1,0 +1,201 @@
+"""Layout of a capture blob: a safetensors file with our manifest in its metadata.
+
+Format: 8 bytes little-endian length of the header, the header as JSON (name → dtype, shape,
+data_offsets), the tensors' bytes.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from ...schemas.base.dtypes import DTYPES, ITEM_BYTES
+from ...schemas.base.errors import shortened
+from ...schemas.base.tensors import Tensor
+from ...schemas.jobs.captures import FORMAT, Manifest
+
+#: Our name of a dtype → safetensors'.
+DTYPE_NAMES = {name: facts.file for name, facts in DTYPES.items()}
+#: safetensors' name of a dtype → bytes of an element.
+FILE_ITEM_BYTES = {facts.file: facts.bytes for facts in DTYPES.values()}
+#: The header is padded with spaces to this many bytes.
+_ALIGNMENT = 8
+_LENGTH_BYTES = 8
+#: A header beyond this is not one of ours.
+_MAX_HEADER = 100_000_000
+_MAX_DIMENSIONS = 16
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+
+
+class DamagedBlob(ValueError):
+    """These bytes are not a whole blob of ours; the message says why."""
+
+
+class DeletedBlob(DamagedBlob):
+    """The blob was deleted: its place in a segment was given back to the disk and reads as
+    zeros.
+    """
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor's bytes in a blob: `[start, start + length)`."""
+
+    name: str
+    dtype: str  # as safetensors names it
+    shape: list[int]
+    start: int
+    length: int
+
+    @property
+    def site(self) -> tuple[str, int] | None:
+        """`post_block.12` → (`post_block`, 12); None for `positions` and `token_ids`."""
+        hook, dot, layer = self.name.rpartition(".")
+        return (hook, int(layer)) if dot and layer.isdigit() else None
+
+
+@dataclass(frozen=True)
+class Header:
+    manifest: Manifest
+    tensors: dict[str, TensorPlace]  # in the order of their bytes
+    end: int  # bytes of the whole blob
+
+
+def encode_header(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]], manifest: Manifest | None, size: int = 0
+) -> bytes:
+    """The bytes before the tensors' own; `tensors`: (name, safetensors dtype, shape, bytes), in
+    order.
+
+    `size`: of the header, a multiple of 8; it is larger only where it has to be.
+    """
+    return safetensors_header(
+        tensors,
+        {} if manifest is None else {"manifest": msgspec.json.encode(manifest).decode()},
+        size,
+    )
+
+
+def encode_safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A whole safetensors file. The widest elements come first, so that each tensor is aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
+    header = safetensors_header(
+        [
+            (name, DTYPE_NAMES[tensor.dtype], tensor.shape, len(tensor.data))
+            for name, tensor in ordered
+        ],
+        metadata,
+    )
+    return b"".join([header, *(tensor.data for _, tensor in ordered)])
+
+
+def safetensors_header(
+    tensors: Sequence[tuple[str, str, Sequence[int], int]],
+    metadata: Mapping[str, str],
+    size: int = 0,
+) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, dtype, shape, length in tensors:
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + length],
+        }
+        offset += length
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * max(-len(encoded) % _ALIGNMENT, size - _LENGTH_BYTES - len(encoded))
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
+
+
+def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
+    """The header of a blob of `size` bytes; `read(start, count)` gives bytes of it.
+
+    Raises DeletedBlob, or DamagedBlob for what is cut short or none of ours.
+    """
+    metadata, tensors, end = read_tensors(read, size)
+    try:
+        manifest = msgspec.json.decode(metadata["manifest"], type=Manifest)
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise DamagedBlob(f"it is not a Midstream file: {error!r}") from error
+    if manifest.format != FORMAT:
+        raise DamagedBlob(f"its format is {manifest.format!r}; this version reads {FORMAT!r}")
+    return Header(manifest, tensors, end)
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a header.
+
+    Files come from elsewhere: every number is bounded, also in how many there are.
+    """
+
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def read_tensors(
+    read: Callable[[int, int], bytes],
+    size: int,
+    item_bytes: Mapping[str, int] = FILE_ITEM_BYTES,
+    most: int = _MAX_HEADER,
+) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
+    """(metadata, tensors in the order of their bytes, bytes of the whole) of a safetensors file;
+    arguments as of `read_header`.
+
+    `item_bytes`: of the dtypes that there may be, as safetensors names them. `most`: bytes of the
+    header. As the format wants it, the bytes of tensors follow each other without gaps. Raises
+    DeletedBlob, and DamagedBlob naming the tensor.
+    """
+    first = read(0, _LENGTH_BYTES)
+    length = int.from_bytes(first, "little")
+    if len(first) == _LENGTH_BYTES and length == 0:
+        raise DeletedBlob("it was deleted")
+    if size < _LENGTH_BYTES or not length <= min(size - _LENGTH_BYTES, most):
+        raise DamagedBlob(
+            f"it is truncated, or not a safetensors file: {size} bytes do not contain a header"
+        )
+    start = _LENGTH_BYTES + length
+    try:
+        entries = msgspec.json.decode(read(_LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
+        metadata = (
+            msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None)
+            or {}
+        )
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DamagedBlob(f"it has no valid safetensors header: {error}") from error
+    places = [_place(name, entry, start, item_bytes) for name, entry in entries.items()]
+    tensors, end = sorted(places, key=lambda tensor: (tensor.start, tensor.length)), start
+    for tensor in tensors:
+        if tensor.start != end:
+            where = (
+                f"at byte {tensor.start - start}, valid: {end - start}, behind the tensors "
+                "before it"
+            )
+            raise DamagedBlob(f"{shortened(tensor.name)} begins {where}")
+        end += tensor.length
+    if end > size:
+        raise DamagedBlob(
+            f"it is truncated: {size} of {end} bytes: those of its tensors are not all there"
+        )
+    return metadata, {tensor.name: tensor for tensor in tensors}, end
+
+
+def _place(name: str, raw: msgspec.Raw, start: int, item_bytes: Mapping[str, int]) -> TensorPlace:
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DamagedBlob(f"{shortened(name)} has no valid entry in the header: {error}") from error
+    if entry.dtype not in item_bytes:
+        raise DamagedBlob(
+            f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}"
+        )
+    (first, last), wanted = entry.data_offsets, item_bytes[entry.dtype] * math.prod(entry.shape)
+    if last - first != wanted:
+        raise DamagedBlob(
+            f"{shortened(name)} has {last - first} bytes; its shape {entry.shape} of "
+            f"{entry.dtype} needs {wanted}"
+        )
+    return TensorPlace(name, entry.dtype, entry.shape, start + first, wanted)

@@ -1,0 +1,47 @@
+"""Folders that operators let requests name: found below a root, and nowhere else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...schemas.base.errors import invalid
+
+
+def folder_below(
+    root: str, path: str, setting: str, things: str, kinds: Sequence[Sequence[str]]
+) -> Path:
+    """The folder at `path` below `root`, the value of `setting`, which has all files of one of
+    `kinds`.
+
+    Raises a 400 naming `path` where the setting is empty, and for one that is elsewhere, also by a
+    symbolic link, or not there.
+    `things`: what is registered so.
+    """
+    files = ", or ".join(" and ".join(names) for names in kinds)
+    allowed = f"the path of a folder below {setting} that contains {files}"
+    if not root:
+        raise invalid(
+            "path",
+            f"no {things} are served: the setting {setting} is empty",
+            allowed=f"midstream up --set {setting}=FOLDER",
+        )
+    top = Path(root).expanduser().resolve()
+    if "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
+        raise invalid("path", f"{path!r} is not a path below {setting}", allowed=allowed)
+    try:
+        folder = (top / path).resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise invalid(
+            "path", f"there is no folder {path!r} in {setting}", allowed=allowed
+        ) from error
+    if not folder.is_dir() or not folder.is_relative_to(top) or folder == top:
+        raise invalid("path", f"{path!r} is not a folder below {setting}", allowed=allowed)
+    missing = [
+        next((name for name in names if not _inside(folder / name, top)), "") for names in kinds
+    ]
+    if all(missing):
+        raise invalid("path", f"{path!r} has no {' and no '.join(missing)}", allowed=allowed)
+    return folder
+
+
+def _inside(file: Path, top: Path) -> bool:
+    return file.is_file() and file.resolve().is_relative_to(top)

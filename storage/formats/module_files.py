@@ -1,0 +1,275 @@
+"""Interventions in safetensors files: tensors named by site, or a list of entries with their
+tensors.
+
+Simple: tensors `{hook}.{layer}`, `[hidden_size]`, hook by our name or TransformerLens'; of a
+`lowrank` `{hook}.{layer}.rotation`, `.weight` and `.bias`. Each site is a separate entry. The
+file's `__metadata__` may hold the fields in `SHARED`, for all of them, written as in JSON or, where
+they are names, bare: `{"op": "clamp", "low": "-1.5", "positions": "[0, -1]"}`.
+
+General, which `to_bytes` writes: the metadata key `midstream` holds a JSON list of entries without
+their tensors, and tensor `{index}.{field}` belongs to entry `index`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+import safetensors
+
+from ...schemas.base.dtypes import DTYPES, DType
+from ...schemas.base.json_bounds import TooManyValues, check_json
+from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
+from ...schemas.base.tensors import Tensor
+from ...schemas.prompts.selectors import ALIASES, EVERY, resolve_hook
+from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
+from ...schemas.requests.specs import SteeringSpec
+from .capture_blobs import encode_safetensors
+
+#: The metadata key that makes a file a general one.
+ENTRIES_KEY = "midstream"
+#: Metadata that others write and that says nothing about steering (`format`: `pt`).
+_FOREIGN = frozenset({"format"})
+#: Fields of an entry that are tensors → what their dimensions are.
+SHAPES = {
+    name: tuple(
+        side
+        for side, there in (("rank", TENSORS[name].ranked), ("hidden_size", TENSORS[name].wide))
+        if there
+    )
+    for name in dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.tensors)
+}
+#: What the metadata of a simple file may say, for all its sites.
+SHARED = (
+    "op",
+    "positions",
+    "heads",
+    *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options),
+)
+_DTYPE_OF: dict[str, DType] = {DTYPES[name].file: name for name in get_args(DType)}
+_SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
+_INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
+_FIELD_TYPES: dict[str, Any] = {
+    field.name: field.type for field in msgspec.structs.fields(SteeringSpec)
+}
+
+
+def specs_of(raw: bytes) -> list[SteeringSpec]:
+    """The entries in a file, in its order: of a simple one by hook as a forward meets them, then by
+    layer.
+
+    Raises ValueError naming the wrong key and what is valid. What depends on the model (its layers,
+    its width), and which fields an op takes, is checked by the caller.
+    """
+    _check_header(raw)
+    try:
+        read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # its stub has no types
+        metadata = _metadata(raw)
+    except (safetensors.SafetensorError, msgspec.DecodeError) as error:
+        raise ValueError(f"it is not a safetensors file: {error}") from error
+    tensors = {name: _tensor(name, found) for name, found in read}
+    if not tensors:
+        raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
+    specs = (
+        _general(tensors, metadata[ENTRIES_KEY])
+        if ENTRIES_KEY in metadata
+        else of_sites(tensors, _shared(metadata))
+    )
+    if len(specs) > MAX_ENTRIES:
+        raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
+    return specs
+
+
+def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
+    """The entries as a general file, the inverse of `specs_of`.
+
+    Raises ValueError for an empty list or entries without tensors.
+    """
+    if not specs:
+        raise ValueError("no entries to write: give at least one")
+    entries: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for index, spec in enumerate(specs):
+        if spec.module is not None:
+            raise ValueError(
+                f"entry {index} refers to module {spec.module!r}: a file contains vectors, not "
+                "names"
+            )
+        given = {name: value for name in _FIELD_TYPES if (value := getattr(spec, name)) is not None}
+        tensors |= {f"{index}.{name}": given.pop(name) for name in SHAPES if name in given}
+        entries.append(given)
+    return encode_safetensors(tensors, {ENTRIES_KEY: msgspec.json.encode(entries).decode()})
+
+
+def of_sites(
+    tensors: Mapping[str, Tensor], shared: Mapping[str, Any] | None = None
+) -> list[SteeringSpec]:
+    """The entries that tensors named `{hook}.{layer}` or `{hook}.{layer}.{field}` make, each with
+    the fields in `shared`.
+
+    Raises ValueError naming the key.
+    """
+    sites: dict[tuple[int, int], dict[str, Tensor]] = {}
+    named: dict[tuple[int, int, str], str] = {}
+    for key, tensor in tensors.items():
+        match = _SITE.fullmatch(key)
+        hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]  # whether it is a hook is what the next line asks
+        if match is None or hook not in EVERY:
+            names = ", ".join([*EVERY, *(name for name in ALIASES if not name.startswith("hook_"))])
+            raise ValueError(
+                f"{_quoted(key)} is not a site: write {{hook}}.{{layer}}, such as "
+                f"post_block.12, with hooks {names}"
+            )
+        field = match["field"] or "vector"
+        site = (EVERY.index(hook), int(match["layer"]))
+        if (before := named.setdefault((*site, field), key)) != key:
+            raise ValueError(f"{_quoted(key)} is the same as {_quoted(before)}: keep one of them")
+        sites.setdefault(site, {})[field] = _fitting(key, field, tensor)
+    _same_width(
+        {
+            named[(*site, field)]: tensor
+            for site, fields in sites.items()
+            for field, tensor in fields.items()
+            if TENSORS[field].wide
+        }
+    )
+    specs = []
+    for (hook_index, layer), fields in sorted(sites.items()):
+        implied = (
+            {}
+            if "vector" in fields
+            else {
+                "op": next(
+                    op for op, takes in STEERING_FIELDS.items() if fields.keys() & takes.tensors
+                )
+            }
+        )
+        specs.append(
+            SteeringSpec(
+                layers=layer, hook=EVERY[hook_index], **{**implied, **(shared or {}), **fields}
+            )
+        )
+    return specs
+
+
+def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
+    try:
+        check_json(text.encode())
+        entries = msgspec.json.decode(text, type=list[SteeringSpec])
+    except (msgspec.DecodeError, TooManyValues) as error:
+        raise ValueError(f"metadata {ENTRIES_KEY} is not a list of entries: {error}") from error
+    for index, entry in enumerate(entries):
+        if entry.module is not None:
+            raise ValueError(
+                f"entry {index} refers to module {entry.module!r}: a file contains vectors, not "
+                "names"
+            )
+        if inside := [name for name in SHAPES if getattr(entry, name) is not None]:
+            raise ValueError(
+                f"entry {index} contains its {inside[0]} inline: make it the tensor "
+                f"{index}.{inside[0]}"
+            )
+    of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
+    for key, tensor in tensors.items():
+        match = _INDEXED.fullmatch(key)
+        if match is None or int(match["index"]) not in of_entry:
+            raise ValueError(
+                f"{_quoted(key)} belongs to no entry: write {{index}}.{{field}}, index 0 to "
+                f"{len(entries) - 1}"
+            )
+        of_entry[int(match["index"])][match["field"]] = _fitting(key, match["field"], tensor)
+    for index, found in of_entry.items():
+        if not found:
+            raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
+    _same_width(
+        {
+            f"{index}.{field}": tensor
+            for index, found in of_entry.items()
+            for field, tensor in found.items()
+            if TENSORS[field].wide
+        }
+    )
+    return [
+        msgspec.structs.replace(entry, **of_entry[index]) for index, entry in enumerate(entries)
+    ]
+
+
+def _check_header(raw: bytes) -> None:
+    """Raises ValueError for a header of more bytes or tensors than a module needs, before anything
+    of it is read.
+    """
+    length = int.from_bytes(raw[:8], "little")
+    if length > MAX_FILE_HEADER:
+        raise ValueError(f"its header is {length} bytes: at most {MAX_FILE_HEADER} are allowed")
+    if (tensors := raw.count(b'"data_offsets"', 8, 8 + length)) > MAX_FILE_TENSORS:
+        raise ValueError(f"it has {tensors} tensors: at most {MAX_FILE_TENSORS} are allowed")
+
+
+def _metadata(raw: bytes) -> dict[str, str]:
+    """The `__metadata__` of a file that the library has read."""
+    length = int.from_bytes(raw[:8], "little")
+    header = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
+    return (
+        msgspec.json.decode(header.get("__metadata__", b"null"), type=dict[str, str] | None) or {}
+    )
+
+
+def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for name, text in metadata.items():
+        if name in _FOREIGN:
+            continue
+        if name not in SHARED:
+            raise ValueError(
+                f"unknown metadata {_quoted(name)}: use {', '.join(SHARED)}, or {ENTRIES_KEY}"
+            )
+        values[name] = _value(name, text)
+    return values
+
+
+def _value(name: str, text: str) -> Any:
+    """A field as JSON has it, or a bare name such as `ablate`."""
+    try:
+        return msgspec.json.decode(text, type=_FIELD_TYPES[name])
+    except msgspec.DecodeError as not_json:
+        try:
+            return msgspec.convert(text, _FIELD_TYPES[name])
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"metadata {name} has the invalid value {_quoted(text)}: {not_json}"
+            ) from not_json
+
+
+def _tensor(name: str, found: Mapping[str, Any]) -> Tensor:
+    if found["dtype"] not in _DTYPE_OF:
+        raise ValueError(
+            f"{_quoted(name)} has dtype {found['dtype']}; valid: {', '.join(_DTYPE_OF)}"
+        )
+    return Tensor(
+        dtype=_DTYPE_OF[found["dtype"]], shape=list(found["shape"]), data=bytes(found["data"])
+    )
+
+
+def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:
+    if field not in SHAPES:
+        raise ValueError(f"{_quoted(key)}: unknown tensor {field!r}; valid: {', '.join(SHAPES)}")
+    if len(tensor.shape) != len(SHAPES[field]):
+        raise ValueError(
+            f"{_quoted(key)} has shape {tensor.shape}: a {field} must be "
+            f"[{', '.join(SHAPES[field])}]"
+        )
+    return tensor
+
+
+def _same_width(tensors: Mapping[str, Tensor]) -> None:
+    first, of_first = next(iter(tensors.items()), ("", None))
+    for key, tensor in tensors.items():
+        if of_first is not None and tensor.shape[-1] != of_first.shape[-1]:
+            raise ValueError(
+                f"{_quoted(key)} has width {tensor.shape[-1]}, but {_quoted(first)} has "
+                f"{of_first.shape[-1]}: all must have the same width"
+            )
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}…")

@@ -1,0 +1,458 @@
+"""Files of sparse autoencoders, as SAELens and Gemma Scope save them: reading, identity, and
+whether they fit a model.
+
+SAELens: `cfg.json` and `sae_weights.safetensors`; both the layout of its version 6 (`metadata`) and
+the flat one before it. Gemma Scope: `params.npz`, always JumpReLU, which names neither hook nor
+layer. What cannot be computed exactly as sae-lens does is refused by name.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
+from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
+from .folders import folder_below
+from .tensor_files import TensorFile, TensorFileError, opened
+
+CONFIG, WEIGHTS, GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+KINDS = ((CONFIG, WEIGHTS), (GEMMA_SCOPE,))
+
+#: Architecture → its tensors apart from `W_enc`, `W_dec` and `b_dec`; each has one number for each
+#: feature.
+PER_FEATURE: dict[Architecture, tuple[str, ...]] = {
+    "standard": ("b_enc",),
+    "jumprelu": ("b_enc", "threshold"),
+    "gated": ("b_gate", "r_mag", "b_mag"),
+    "topk": ("b_enc",),
+}
+#: Members of cfg.json that say how an SAE was trained, or what the tensors say again.
+_HARMLESS = frozenset(
+    {
+        "dtype",
+        "device",
+        "metadata",
+        "model_name",
+        "prepend_bos",
+        "dataset_path",
+        "dataset_trust_remote_code",
+        "context_size",
+        "sae_lens_version",
+        "sae_lens_training_version",
+        "neuronpedia_id",
+        "seqpos_slice",
+        "exclude_special_tokens",
+        "model_class_name",
+    }
+)
+#: Those that decide about the arithmetic or the place, and are checked one by one.
+_CHECKED = frozenset(
+    {
+        "architecture",
+        "d_in",
+        "d_sae",
+        "apply_b_dec_to_input",
+        "normalize_activations",
+        "reshape_activations",
+        "k",
+        "rescale_acts_by_decoder_norm",
+        "hook_name",
+        "hook_point",
+        "hook_layer",
+        "hook_point_layer",
+        "hook_head_index",
+        "hook_point_head_index",
+        "activation_fn_str",
+        "activation_fn",
+        "activation_fn_kwargs",
+        "finetuning_scaling_factor",
+        "model_from_pretrained_kwargs",
+    }
+)
+#: TransformerLens' hooks with rows of the residual stream's width.
+_PLACES = {
+    name: hook for name, hook in ALIASES.items() if name.startswith("hook_") and hook in HOOKS
+}
+_HOOK_NAME = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<hook>hook_\w+)")
+
+
+class SaeError(ValueError):
+    """What is wrong with an SAE; the message names the file and the member or tensor, then what is
+    valid.
+    """
+
+
+class SaeContent(NamedTuple):
+    """An SAE's files. Its tensors stay in the file."""
+
+    form: SaeForm
+    hook: Hook | None  # that the files name
+    layer: int | None
+    trained_on: str  # the model, as the files name it
+    digest: str  # of all files' bytes
+
+
+class Feature(NamedTuple):
+    """One feature as a rule: with p = row · `encoder` + `bias`, its activation is p where p >
+    `threshold`, else 0.
+
+    The row is the one that the SAE normalises to, if it does.
+    """
+
+    encoder: np.ndarray  # float32 [d_in]
+    decoder: np.ndarray  # float32 [d_in]: what one unit of activation adds to the reconstruction
+    bias: float
+    threshold: float  # 0 or more
+
+
+def folder_of(root: str, path: str) -> Path:
+    """The folder at `path` below `root`.
+
+    Raises a 400 for one that is elsewhere, also by a symbolic link, or not there.
+    """
+    return folder_below(root, path, "sae_dir", "sparse autoencoders", KINDS)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
+    """An SAE whose files were checked, and its tensors to be read by their names here.
+
+    Raises SaeError, also at the end when the files have changed meanwhile.
+    """
+    gemma = not (folder / CONFIG).is_file()
+    try:
+        config = b"" if gemma else _config_bytes(folder / CONFIG)
+        with opened(folder / (GEMMA_SCOPE if gemma else WEIGHTS), MAX_SAE_BYTES) as file:
+            digest = hashlib.sha256(hashlib.sha256(config).digest() + file.digest()).hexdigest()
+            yield (
+                (_of_gemma_scope(file, digest) if gemma else _of_saelens(config, file, digest)),
+                file,
+            )
+            file.check_unchanged()
+    except TensorFileError as error:
+        raise SaeError(str(error)) from error
+
+
+def _config_bytes(path: Path) -> bytes:
+    try:
+        if (size := path.stat().st_size) > MAX_SAE_CONFIG:
+            raise SaeError(f"{CONFIG} has {size} bytes; the limit is {MAX_SAE_CONFIG}")
+        return path.read_bytes()
+    except OSError as error:
+        raise SaeError(f"{CONFIG} cannot be read: {error.strerror}") from error
+
+
+# --- The two formats
+# -------------------------------------------------------------------------------------------------
+
+
+def _of_gemma_scope(file: TensorFile, digest: str) -> SaeContent:
+    shape = file.shapes.get("W_enc") or file.shapes.get("w_enc") or []
+    if len(shape) != 2:
+        raise SaeError(
+            f"{GEMMA_SCOPE} has no matrix W_enc; it has {', '.join(file.shapes) or 'nothing'}"
+        )
+    form = SaeForm(
+        architecture="jumprelu",
+        d_in=shape[0],
+        d_sae=_width(shape[1], GEMMA_SCOPE, "W_enc"),
+        apply_b_dec_to_input=False,
+    )
+    _check_tensors(form, file, GEMMA_SCOPE)
+    return SaeContent(form, None, None, "", digest)
+
+
+def _of_saelens(raw: bytes, file: TensorFile, digest: str) -> SaeContent:
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise SaeError(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("metadata") or {}, dict):
+        raise SaeError(f"{CONFIG} is not a JSON object, or its metadata is none")
+    metadata = config.get("metadata") or config
+    form = _form(config)
+    _check_members(config, metadata)
+    _check_tensors(form, file, WEIGHTS)
+    hook, layer = _place(metadata)
+    return SaeContent(form, hook, layer, str(metadata.get("model_name") or "")[:200], digest)
+
+
+def _wrong(member: str, value: Any, valid: str) -> SaeError:
+    return SaeError(f"{CONFIG}: {member} is {str(value)[:100]!r}; valid: {valid}")
+
+
+def _form(config: Mapping[str, Any]) -> SaeForm:
+    architecture, k = config.get("architecture", "standard"), config.get("k", 0)
+    activation = config.get("activation_fn_str", config.get("activation_fn", "relu"))
+    if activation == "topk":  # before SAELens 6
+        architecture, k = "topk", (config.get("activation_fn_kwargs") or {}).get("k", 0)
+    elif activation not in (None, "relu"):
+        raise _wrong("activation_fn", activation, "relu, topk")
+    if architecture not in get_args(Architecture):
+        raise _wrong("architecture", architecture, ", ".join(get_args(Architecture)))
+    for member in ("d_in", "d_sae"):
+        if not _is_count(config.get(member)):
+            raise _wrong(member, config.get(member), "a positive integer")
+    d_in, d_sae = int(config["d_in"]), _width(config["d_sae"], CONFIG, "d_sae")
+    if architecture == "topk" and not (_is_count(k) and k <= d_sae):
+        raise _wrong("k", k, f"1 to {d_sae}")
+    normalised: Any = config.get("normalize_activations") or "none"
+    if normalised not in get_args(Normalisation):
+        raise _wrong(
+            "normalize_activations",
+            normalised,
+            (
+                f"{', '.join(get_args(Normalisation))}: others need statistics of the data it "
+                "was trained on"
+            ),
+        )
+    flags = {
+        name: config.get(name, default)
+        for name, default in (
+            ("apply_b_dec_to_input", True),
+            ("rescale_acts_by_decoder_norm", False),
+        )
+    }
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+    if architecture != "topk" and flags["rescale_acts_by_decoder_norm"]:
+        raise _wrong("rescale_acts_by_decoder_norm", True, f"false for {architecture}")
+    return SaeForm(
+        architecture=architecture,
+        d_in=d_in,
+        d_sae=d_sae,
+        normalize_activations=normalised,
+        k=k if architecture == "topk" else 0,
+        **flags,
+    )
+
+
+def _check_members(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Those that would change what sae-lens computes, or on which rows."""
+    if (reshaped := config.get("reshape_activations") or "none") != "none":
+        raise _wrong("reshape_activations", reshaped, "none")
+    if scaled := config.get("finetuning_scaling_factor"):
+        raise _wrong("finetuning_scaling_factor", scaled, "false")
+    for member in ("hook_head_index", "hook_point_head_index"):
+        if metadata.get(member) is not None:
+            raise _wrong(member, metadata[member], "null: an SAE of all heads")
+    loaded = metadata.get("model_from_pretrained_kwargs") or {}
+    if (
+        not isinstance(loaded, dict)
+        or loaded.get("center_writing_weights")
+        or loaded.get("fold_ln")
+    ):
+        raise _wrong(
+            "model_from_pretrained_kwargs",
+            loaded,
+            "no centred or folded weights: rows are those of the model as it was published",
+        )
+    for member, value in config.items():
+        if member not in _HARMLESS | _CHECKED and value:
+            raise SaeError(
+                f"{CONFIG}: {member} is {str(value)[:100]!r}, which is not served; valid: an "
+                "SAE without this member"
+            )
+
+
+def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
+    """Hook and layer that the config names."""
+    named = metadata.get("hook_name", metadata.get("hook_point"))
+    found = _HOOK_NAME.fullmatch(str(named))
+    if found is None or found["hook"] not in _PLACES:
+        valid = ", ".join(f"blocks.<layer>.{name}" for name in _PLACES)
+        raise _wrong("hook_name", named, valid)
+    layer = int(found["layer"])
+    for member in ("hook_layer", "hook_point_layer"):
+        if metadata.get(member) not in (None, layer):
+            raise _wrong(member, metadata[member], f"{layer}, as hook_name says")
+    return _PLACES[found["hook"]], layer
+
+
+def _check_tensors(form: SaeForm, file: TensorFile, name: str) -> None:
+    wanted: dict[str, list[int]] = {
+        "W_enc": [form.d_in, form.d_sae],
+        "W_dec": [form.d_sae, form.d_in],
+        "b_dec": [form.d_in],
+    }
+    wanted |= {each: [form.d_sae] for each in PER_FEATURE[form.architecture]}
+    there = {_general(tensor): shape for tensor, shape in file.shapes.items()}
+    for tensor, shape in wanted.items():
+        if tensor not in there:
+            raise SaeError(
+                f"{name} has no tensor {tensor}; {form.architecture} has {', '.join(wanted)}"
+            )
+        if there[tensor] != shape:
+            raise SaeError(
+                f"{name}: {tensor} has the shape {there[tensor]}; d_in {form.d_in} and d_sae "
+                f"{form.d_sae} need {shape}"
+            )
+    for tensor in there.keys() - wanted.keys():
+        if tensor != "scaling_factor" or not (tensor_of(file, tensor) == 1).all():
+            # ones in files of former versions
+            raise SaeError(
+                f"{name}: the tensor {tensor!r} is not served; {form.architecture} has "
+                f"{', '.join(wanted)}"
+            )
+
+
+def _general(tensor: str) -> str:
+    """SAELens' name of a tensor; some of Gemma Scope's begin with a small letter."""
+    return "W_" + tensor[2:] if tensor.startswith("w_") else tensor
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SAE_BYTES
+
+
+def _width(value: int, file: str, member: str) -> int:
+    if value > MAX_SAE_WIDTH:
+        raise SaeError(f"{file}: {member} has {value} features; the limit is {MAX_SAE_WIDTH}")
+    return value
+
+
+# --- Tensors
+# --------------------------------------------------------------------------------------------------
+
+
+def tensor_names(form: SaeForm) -> tuple[str, ...]:
+    return ("W_enc", "W_dec", "b_dec", *PER_FEATURE[form.architecture])
+
+
+def size_of(form: SaeForm) -> int:
+    """Bytes of its tensors in float32."""
+    return 4 * (
+        2 * form.d_in * form.d_sae + form.d_in + len(PER_FEATURE[form.architecture]) * form.d_sae
+    )
+
+
+def tensor_of(file: TensorFile, name: str) -> np.ndarray:
+    """By SAELens' name, float32. Raises TensorFileError for numbers that are not finite."""
+    tensor = file.read(next(there for there in file.shapes if _general(there) == name))
+    bad = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
+    if bad:
+        raise TensorFileError(
+            f"{name} has {bad} numbers that are not finite, of {tensor.size}; valid: finite numbers"
+        )
+    return tensor
+
+
+def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
+    """All of them, float32, by SAELens' names. Raises TensorFileError."""
+    return {name: tensor_of(file, name) for name in tensor_names(form)}
+
+
+def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> Feature:
+    """Raises SaeError for an SAE in which an activation depends on more than its own feature's
+    weights.
+
+    A gated SAE is JumpReLU of another threshold: its gate opens where x·w + b_gate > 0, which is p
+    > b_mag − b_gate · exp(r_mag) (Rajamanoharan et al. 2024, arXiv:2404.16014, section 3.2).
+    """
+    check_ruled(form)
+    encoder = tensors["W_enc"][:, feature].astype(np.float64)
+    numbers = {name: float(tensors[name][feature]) for name in PER_FEATURE[form.architecture]}
+    threshold = numbers.get("threshold", 0.0)
+    bias = numbers.get("b_enc", 0.0)
+    shift = (
+        float(tensors["b_dec"].astype(np.float64) @ encoder) if form.apply_b_dec_to_input else 0.0
+    )
+    if form.architecture == "gated":
+        opening = math.exp(numbers["r_mag"])
+        encoder, shift = encoder * opening, shift * opening
+        bias, threshold = numbers["b_mag"], numbers["b_mag"] - numbers["b_gate"] * opening
+    return Feature(
+        encoder.astype(np.float32),
+        np.array(tensors["W_dec"][feature]),
+        bias - shift,
+        max(threshold, 0.0),
+    )
+
+
+def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> np.ndarray:
+    """What one unit of a feature's activation adds to the reconstruction, of the row as it is
+    normalised: float32 [d_in].
+    """
+    row = tensors["W_dec"][feature]
+    length = (
+        float(np.linalg.norm(row.astype(np.float64))) if form.rescale_acts_by_decoder_norm else 1.0
+    )
+    found: np.ndarray = (row / length).astype(np.float32)
+    return found
+
+
+def check_ruled(form: SaeForm) -> None:
+    """Raises SaeError where a feature's activation is not a rule of its own weights."""
+    if form.architecture == "topk":
+        raise SaeError(
+            "of a topk SAE, whether a feature is active depends on all other features of "
+            "the token, of which the forward pass computes "
+            "none; valid: op 'add', or a standard, jumprelu or gated SAE"
+        )
+
+
+# --- On a model
+# --------------------------------------------------------------------------------------------------
+
+
+class Registrable(NamedTuple):
+    content: SaeContent
+    hook: Hook
+    layer: int
+
+
+def check_on(
+    folder: Path,
+    hook: Hook | None,
+    layer: int | None,
+    hooks: list[str],
+    num_layers: int,
+    hidden_size: int,
+) -> Registrable:
+    """An SAE of a model with these hooks, layers and width, at `hook` and `layer` if the files name
+    none.
+
+    Reads all of its tensors. Raises a 400 naming `path`, `hook` or `layer`.
+    """
+    try:
+        with reading(folder) as (content, file):
+            tensors_of(content.form, file)
+    except (SaeError, TensorFileError) as error:
+        raise MidstreamError("invalid_request", str(error), field="path") from error
+    found: dict[str, Any] = {}
+    for field, given, named in (("hook", hook, content.hook), ("layer", layer, content.layer)):
+        if given is None and named is None:
+            raise invalid(field, f"is required: {GEMMA_SCOPE} does not name it")
+        if given is not None and named not in (None, given):
+            raise invalid(
+                field,
+                f"is {given}, but the SAE was trained on {field} {named}",
+                allowed=f"{named}, or omit it",
+            )
+        found[field] = named if given is None else given
+    if found["hook"] not in (served := [hook for hook in HOOKS if hook in hooks]):
+        raise invalid(
+            "hook",
+            f"autoencoders of {found['hook']} are not served on this model",
+            allowed=", ".join(served),
+        )
+    if found["layer"] >= num_layers:
+        raise invalid(
+            "layer", f"this model has no layer {found['layer']}", allowed=f"0 to {num_layers - 1}"
+        )
+    if content.form.d_in != hidden_size:
+        detail = f"d_in is {content.form.d_in}: the SAE was trained on another model"
+        raise invalid(
+            "path", detail, allowed=f"an SAE whose d_in is {hidden_size}, this model's hidden size"
+        )
+    return Registrable(content, found["hook"], found["layer"])

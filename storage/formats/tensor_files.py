@@ -1,0 +1,235 @@
+"""Tensors of a safetensors or npz file, checked before any is read, and read one at a time as
+float32.
+
+Files come from elsewhere and may be large, damaged, or change while they are read.
+"""
+
+import hashlib
+import io
+import math
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, widened
+from ...schemas.base.errors import shortened
+from ...schemas.base.limits import MAX_FILE_HEADER
+from .capture_blobs import DamagedBlob, TensorPlace, read_tensors
+
+#: What is read, by safetensors' names and by numpy's.
+FLOATS = ("F32", "F16", "BF16")
+_NUMPY_FLOATS = {"f2", "f4", "f8"}
+_TENSORS = 64  # in one file, at most, unless a caller expects more
+
+
+class TensorFileError(ValueError):
+    """What is wrong with a file; the message names the file, then what is valid."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is: of safetensors its bytes, of npz a member."""
+
+    shape: list[int]
+    dtype: str
+    start: int = 0  # of its bytes in the file
+    member: str = ""
+
+
+class TensorFile:
+    """A file that is open. `shapes`: tensor → its shape."""
+
+    def __init__(
+        self, file: io.BufferedReader, name: str, most: int, tensors: int = _TENSORS
+    ) -> None:
+        """`name`: of the file, in messages.
+
+        `most`: bytes that it may have, also unpacked. `tensors`: how many, at most.
+
+        Raises TensorFileError.
+        """
+        self._file, self._name = file, name
+        self._before = _state(file)
+        self.bytes = self._before[0]
+        if self.bytes > most:
+            raise TensorFileError(f"{name} has {self.bytes} bytes; the limit is {most}")
+        self._zip: zipfile.ZipFile | None = None
+        self._places = self._of_npz(most) if name.endswith(".npz") else self._of_safetensors()
+        if len(self._places) > tensors:
+            raise TensorFileError(
+                f"{name} has {len(self._places)} tensors; valid: at most {tensors}"
+            )
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Bytes, inode and time of the last change when it was opened: another content has another
+        one.
+        """
+        return self._before
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: place.shape for name, place in self._places.items()}
+
+    def digest(self) -> bytes:
+        """SHA-256 of the whole file."""
+        self._file.seek(0)
+        return hashlib.file_digest(self._file, "sha256").digest()
+
+    def read(self, tensor: str) -> np.ndarray:
+        """float32, of its shape. Raises TensorFileError for one whose bytes are not all there."""
+        place = self._places[tensor]
+        if self._zip is not None:
+            return self._member(place)
+        self._file.seek(place.start)
+        dtype = DTYPE_OF_FILE[place.dtype]
+        raw = self._file.read(ITEM_BYTES[dtype] * math.prod(place.shape))
+        if len(raw) != ITEM_BYTES[dtype] * math.prod(place.shape):
+            raise self._changed()
+        return (
+            widened(np.frombuffer(raw, DTYPES[dtype].raw), dtype)
+            .astype(np.float32, copy=False)
+            .reshape(place.shape)
+        )
+
+    def check_unchanged(self) -> None:
+        """Raises TensorFileError when the file has changed since it was opened: what was read may
+        be of two contents.
+        """
+        if _state(self._file) != self._before:
+            raise self._changed()
+
+    def _changed(self) -> TensorFileError:
+        return TensorFileError(f"{self._name} has changed while it was read")
+
+    # --- The two formats ---
+
+    def _of_safetensors(self) -> dict[str, Place]:
+        try:
+            tensors = whole_file(self._bytes_at, self.bytes)
+        except DamagedBlob as error:
+            raise TensorFileError(f"{self._name}: {error}") from error
+        for name, place in tensors.items():
+            _check_shape(self._name, name, place.shape)
+        return {
+            name: Place(place.shape, place.dtype, place.start) for name, place in tensors.items()
+        }
+
+    def _bytes_at(self, start: int, count: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(count)
+
+    def _of_npz(self, most: int) -> dict[str, Place]:
+        places: dict[str, Place] = {}
+        try:
+            self._zip = zipfile.ZipFile(self._file)
+            if sum(member.file_size for member in self._zip.infolist()) > most:
+                raise TensorFileError(
+                    f"{self._name} has more than {most} bytes unpacked, which is the limit"
+                )
+            for member in self._zip.infolist()[: _TENSORS + 1]:
+                name = member.filename.removesuffix(".npy")
+                with self._zip.open(member) as stream:
+                    shape, fortran, dtype = self._header(member.filename, stream)
+                if dtype.kind != "f" or dtype.str[1:] not in _NUMPY_FLOATS or fortran:
+                    raise TensorFileError(
+                        f"{self._name}: {name} is {dtype}; valid: float16, "
+                        "float32 or float64, in C "
+                        "order"
+                    )
+                _check_shape(self._name, name, list(shape))
+                places[name] = Place(list(shape), dtype.str, member=member.filename)
+        except (
+            zipfile.BadZipFile,
+            NotImplementedError,
+            ValueError,
+            EOFError,
+            OSError,
+            RuntimeError,
+        ) as error:
+            if isinstance(error, TensorFileError):
+                raise
+            raise TensorFileError(f"{self._name} is not a valid npz file: {error}") from error
+        return places
+
+    def _header(self, member: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+        try:
+            return npy_header(stream)
+        except ValueError as error:
+            raise TensorFileError(f"{self._name}: {shortened(member)}: {error}") from error
+
+    def _member(self, place: Place) -> np.ndarray:
+        assert self._zip is not None
+        try:
+            with self._zip.open(place.member) as stream:
+                npy_header(stream)
+                size = np.dtype(place.dtype).itemsize * math.prod(place.shape)
+                raw = stream.read(size)
+        except (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError) as error:
+            raise TensorFileError(
+                f"{self._name}: {place.member} cannot be read: {error}"
+            ) from error
+        if len(raw) != size:
+            raise TensorFileError(f"{self._name}: the bytes of {place.member} are not all there")
+        return np.frombuffer(raw, place.dtype).astype(np.float32, copy=False).reshape(place.shape)
+
+
+@contextmanager
+def opened(path: Path, most: int, tensors: int = _TENSORS) -> Iterator[TensorFile]:
+    """The file at `path`. Raises TensorFileError."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise TensorFileError(f"{path.name} cannot be read: {error.strerror}") from error
+    with file:
+        yield TensorFile(file, path.name, most, tensors)
+
+
+def _state(file: io.BufferedReader) -> tuple[int, int, int]:
+    """Bytes, inode and time of the last change."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_ino, found.st_mtime_ns
+
+
+def _check_shape(file: str, name: str, shape: list[int]) -> None:
+    if not 1 <= len(shape) <= 2 or min(shape) < 1:
+        raise TensorFileError(f"{file}: {name} has the shape {shape}; valid: one or two dimensions")
+
+
+def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, TensorPlace]:
+    """The tensors of a safetensors file of numbers; arguments as of `blobs.read_tensors`.
+
+    Raises DamagedBlob naming the tensor.
+    """
+    _, tensors, end = read_tensors(
+        read, size, {name: ITEM_BYTES[DTYPE_OF_FILE[name]] for name in FLOATS}, MAX_FILE_HEADER
+    )
+    if end != size:
+        raise DamagedBlob(f"it has {size - end} bytes behind its tensors; valid: none")
+    return tensors
+
+
+def npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, Fortran order and dtype of a `.npy` file, or of a member of an npz file.
+
+    Raises ValueError.
+
+    Numpy evaluates the header as a literal, which fails in many ways; nothing in it is run.
+    """
+    form: Any = np.lib.format
+    try:
+        version = form.read_magic(stream)
+        read = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}.get(version)
+        if read is None:
+            raise ValueError(f"npy version {version}")
+        shape, fortran, dtype = read(stream)
+    except Exception as error:
+        raise ValueError(
+            f"it has no valid npy header ({shortened(str(error))}); valid: an array as "
+            "numpy.save writes it"
+        ) from error
+    return shape, fortran, dtype

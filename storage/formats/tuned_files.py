@@ -1,0 +1,97 @@
+"""Files of tuned lenses: an affine map per layer, `{layer}.weight` `[hidden, hidden]` and
+`{layer}.bias` `[hidden]`, in safetensors.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.limits import MAX_TUNED_BYTES
+from .folders import folder_below
+from .tensor_files import TensorFile, TensorFileError, opened
+
+FILE = "lens.safetensors"
+#: Tensors of one file: two for each layer.
+_TENSORS = 4096
+_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(weight|bias)")
+
+
+def folder_of(root: str, path: str) -> Path:
+    """The folder at `path` below `root`.
+
+    Raises a 400 for one that is elsewhere, also by a symbolic link, or not there.
+    """
+    return folder_below(root, path, "lens_dir", "tuned lenses", ((FILE,),))
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[TensorFile]:
+    """The file in `folder`.
+
+    Raises TensorFileError, also at the end when it has changed meanwhile.
+    """
+    with opened(folder / FILE, MAX_TUNED_BYTES, _TENSORS) as file:
+        yield file
+        file.check_unchanged()
+
+
+def map_of(file: TensorFile, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """(W `[hidden, hidden]`, b `[hidden]`) of a layer, float32. Raises TensorFileError."""
+    return file.read(f"{layer}.weight"), file.read(f"{layer}.bias")
+
+
+def layers_of(file: TensorFile, num_layers: int, hidden_size: int) -> list[int]:
+    """The layers that have a map, ascending.
+
+    Raises TensorFileError for a file that is no tuned lens of such a model.
+    """
+    found: dict[int, set[str]] = {}
+    for name, shape in file.shapes.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise TensorFileError(
+                f"{FILE}: {name!r} is not a tensor of a tuned lens; valid: 0.weight, 0.bias, "
+                "1.weight, …"
+            )
+        layer, part = int(match[1]), match[2]
+        if layer >= num_layers:
+            raise TensorFileError(
+                f"{FILE}: {name}: this model has no layer {layer}; valid: 0 to {num_layers - 1}"
+            )
+        wanted = [hidden_size] * (2 if part == "weight" else 1)
+        if shape != wanted:
+            raise TensorFileError(
+                f"{FILE}: {name} has the shape {shape}; this model needs {wanted}"
+            )
+        found.setdefault(layer, set()).add(part)
+    for layer, parts in found.items():
+        if len(parts) != 2:
+            raise TensorFileError(
+                f"{FILE}: layer {layer} has only {parts.pop()}; valid: weight and bias"
+            )
+    if not found:
+        raise TensorFileError(f"{FILE} has no tensors")
+    return sorted(found)
+
+
+def check_on(folder: Path, num_layers: int, hidden_size: int) -> tuple[str, list[int], int]:
+    """(Digest, layers, bytes) of a tuned lens that fits the model.
+
+    Reads all of it. Raises a 400 naming `path`.
+    """
+    try:
+        with reading(folder) as file:
+            layers = layers_of(file, num_layers, hidden_size)
+            for layer in layers:
+                for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
+                    if not np.isfinite(values).all():
+                        raise TensorFileError(
+                            f"{FILE}: {layer}.{name} has values that are not finite"
+                        )
+            return file.digest().hex(), layers, file.bytes
+    except TensorFileError as error:
+        raise MidstreamError("invalid_request", str(error), field="path") from error

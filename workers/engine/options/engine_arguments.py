@@ -1,0 +1,202 @@
+"""Translation of settings to vLLM's engine arguments."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from ....broker.ops.private_files import private_folder
+from ....schemas.base.records import to_json
+from ....schemas.base.settings import Settings, SettingsError
+from ...runner.support.quantisation import W4A8
+from .. import no_torchvision
+from .drafts import speculative_config
+from .option_check import accepted
+
+#: Tokens in a block of the KV cache. vLLM's 128 leaves prompts of a sentence nothing to share; 32
+#: is the least that its kernels for CPUs take, and as fast (measured with prompts of 300 tokens,
+#: and while 16 requests generate).
+_CPU_BLOCK = 32
+#: Ordinary requests and sweeps were faster with all cores on two; more were not measured.
+FEW_CORES = 2
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """vLLM's arguments from the settings, without our additions: a stock engine with these is the
+    baseline of comparisons.
+
+    Raises SettingsError for what is refused of `settings.engine_options`.
+    """
+    settings = for_platform(settings)
+    options: dict[str, Any] = {
+        "model": settings.model,
+        "served_model_name": settings.served_model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "num_gpu_blocks_override": settings.num_gpu_blocks,
+        "disable_log_stats": True,
+        # as the next two: of models that take images, others ignore it
+        "language_model_only": not settings.images_per_prompt,
+        "limit_mm_per_prompt": {"image": settings.images_per_prompt, "video": 0, "audio": 0},
+        # its two halves rely on requests being submitted in the order in which they were processed
+        "mm_processor_cache_gb": 0,
+        # One backend: `auto` would take that of the first request for all that follow, whose texts
+        # would then depend on it.
+        "structured_outputs_config": {"backend": "xgrammar"},
+        # sampling comes from the job, never from a file next to the weights
+        "generation_config": "vllm",
+    }
+    if settings.executor != "auto":
+        options["distributed_executor_backend"] = settings.executor
+    if settings.nodes > 1:
+        options |= node_options(settings)
+    if settings.speculative_tokens:
+        # A rank knows where a token stands before the forward runs only if no step begins before
+        # the last one's drafts are judged.
+        options |= {"speculative_config": speculative_config(settings), "async_scheduling": False}
+    if settings.lora_dir:
+        options |= {
+            name: getattr(settings, name)
+            for name in ("max_loras", "max_cpu_loras", "max_lora_rank")
+        } | {"enable_lora": True}
+    block_size = settings.block_size or (_CPU_BLOCK if current_platform.is_cpu() else None)
+    if block_size is not None:
+        options["block_size"] = block_size
+    if current_platform.is_cpu():
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
+    return options | accepted(settings).options
+
+
+def node_options(settings: Settings) -> dict[str, Any]:
+    """vLLM's options of an engine on several machines. Raises SettingsError."""
+    host, _, port = settings.node_master.rpartition(":")
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise SettingsError(
+            f"node_master={settings.node_master!r}: with nodes > 1 it is host:port of the "
+            "first machine"
+        )
+    if settings.node_rank >= settings.nodes:
+        raise SettingsError(
+            f"node_rank={settings.node_rank}: valid values are 0 to {settings.nodes - 1} "
+            "(nodes - 1)"
+        )
+    if ranks % settings.nodes:
+        raise SettingsError(
+            f"nodes={settings.nodes}: {ranks} ranks cannot be divided evenly among them"
+        )
+    if settings.executor != "auto":
+        raise SettingsError(f"nodes={settings.nodes} and executor={settings.executor}: use one")
+    return {
+        "nnodes": settings.nodes,
+        "node_rank": settings.node_rank,
+        "master_addr": host.strip("[]"),
+        "master_port": int(port),
+        "distributed_executor_backend": "mp",
+    }
+
+
+def use_all_cores(ranks: int) -> None:
+    """On one or two cores, give the model's threads also the one that vLLM reserves for a scheduler
+    that spins.
+
+    Ours sleeps (`runner/naps.py`). On more cores the one that is left for all other processes costs
+    less than their interruptions. And the threads of a single rank are bound to no core: one that
+    waits for a core takes the other when that is free.
+    """
+    few = current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES
+    if few and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ:  # who reserves a core has decided
+        os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+        if ranks == 1:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def for_platform(settings: Settings) -> Settings:
+    """The settings with the platform's choice where they leave one open: graphs on an accelerator,
+    none on the CPU.
+    """
+    if settings.enforce_eager is not None:
+        return settings
+    return msgspec.structs.replace(settings, enforce_eager=current_platform.is_cpu())
+
+
+def scheduler_class(config: VllmConfig) -> str:
+    """Our scheduler for a config that vLLM has completed: asynchronous where vLLM says that
+    executor, runner and drafts allow it.
+
+    vLLM's CPU platform never overlaps steps. One stage there still runs the asynchronous class,
+    which accelerators run, step by step.
+    """
+    overlaps = config.scheduler_config.async_scheduling
+    if current_platform.is_cpu():
+        overlaps = (
+            config.parallel_config.pipeline_parallel_size == 1 and config.speculative_config is None
+        )
+    name = "MidstreamAsyncScheduler" if overlaps else "MidstreamScheduler"
+    return f"midstream.workers.runner.vllm.scheduler.{name}"
+
+
+def prepare_environment(settings: Settings) -> None:
+    """Set the environment that vLLM reads, before its processes start."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    no_torchvision.stand_in()
+    # 4-bit weights with the activations as they are, as the checkpoint is defined
+    os.environ.setdefault(W4A8, "0")
+    if settings.log_format == "json":
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
+    runner = settings.runner
+    if runner == "auto" and current_platform.is_cpu():
+        runner = "v1"  # the v2 runner needs Triton, which has no CPU backend
+    if runner != "auto":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if current_platform.is_cpu() and ranks > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // ranks)
+        groups = [
+            cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]]
+            for rank in range(ranks)
+        ]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+            ",".join(map(str, group)) for group in groups
+        )
+
+
+def _logging_config(settings: Settings) -> str:
+    """A file that has vLLM log as we do, in every process that it starts, once it is imported
+    there.
+    """
+    formatter = {
+        "()": "midstream.broker.ops.logs.JsonFormatter",
+        "process": "engine",
+        "worker": settings.worker_id,
+    }
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": formatter},
+        "handlers": {
+            "stderr": {
+                "class": "logging.StreamHandler",
+                "formatter": "json",
+                "stream": "ext://sys.stderr",
+            }
+        },
+        "root": {"handlers": ["stderr"], "level": settings.log_level},
+    }
+    path = (
+        private_folder(Path(settings.data_dir).resolve() / "logs")
+        / f"vllm-{settings.worker_id}.json"
+    )
+    path.write_bytes(to_json(config))
+    return str(path)

@@ -1,0 +1,182 @@
+"""Checks vLLM's options that the settings pass through: names and types against vLLM's own
+dataclass, then the three lists.
+
+It runs before weights are loaded, and before any process of the engine starts.
+`runner/allowlist.py` checks the configuration that vLLM makes of all of them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, get_args
+
+import vllm
+from pydantic import (
+    ConfigDict,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from ....schemas.base.settings import Settings, SettingsError
+from ....schemas.service.choices import suggestion
+from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
+
+#: Of one value in an error or a caveat.
+_SHOWN_CHARS = 120
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What passes to `AsyncEngineArgs`, and why rows may be wrong with it."""
+
+    options: dict[str, Any]
+    caveats: list[str]
+
+
+def accepted(settings: Settings) -> Accepted:
+    """The options that the settings pass to vLLM.
+
+    Raises SettingsError that names every option that is refused, and why.
+    """
+    wrong, made, caveats = [], {}, []
+    types = {field.name: field.type for field in fields(AsyncEngineArgs)}
+    for name, value in settings.engine_options.items():
+        try:
+            _require_allowed(name, types)
+            made[name] = _converted(name, value, types[name])
+            given = (
+                made[name].name
+                if isinstance(value, str) and isinstance(made[name], Enum)
+                else value
+            )
+            if doubt := unproven(name, given):
+                if not settings.engine_unproven:
+                    raise SettingsError(
+                        f"{doubt}: it is passed on only with `engine_unproven` "
+                        "(--engine-unproven), and "
+                        "then stamped"
+                    )
+                caveats.append(f"{doubt}: rows may differ from transformers'")
+        except SettingsError as error:
+            wrong.append(f"[engine] {name}: {error}")
+    if wrong:
+        raise SettingsError("; ".join(wrong))
+    return Accepted(made, caveats)
+
+
+def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
+    if name in OURS:
+        raise SettingsError(f"use the setting {OURS[name]}")
+    if name in WRONG:
+        raise SettingsError(f"refused: {WRONG[name]}")
+    if name not in types:
+        known = [each for each in types if each in PROVEN or each in UNKNOWN]
+        meant = suggestion(name, [*known, *OURS]) or "docs/engine-options.md lists all"
+        raise SettingsError(f"not an option of vLLM {vllm.__version__}; {meant}")
+
+
+def unproven(name: str, value: Any) -> str:
+    """What is not proven of rows with this value; empty if they are."""
+    entry = PROVEN.get(name)
+    if entry is None:
+        return f"the engine option {name}={_shown(value)} is not proven with Midstream"
+    if entry.values and not any(
+        value == proven and isinstance(value, bool) == isinstance(proven, bool)
+        for proven in entry.values
+    ):
+        return (
+            f"the engine option {name}={_shown(value)} is not proven with Midstream, only "
+            f"{', '.join(map(_shown, entry.values))}"
+        )
+    if (
+        entry.parts
+        and isinstance(value, dict)
+        and (others := sorted(value.keys() - set(entry.parts)))
+    ):
+        return (
+            f"the engine option {name} with {', '.join(others)} is not proven with "
+            f"Midstream, only with {', '.join(entry.parts)}"
+        )
+    return ""
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    """The value as vLLM's field has it: read from JSON, so that a list may be a set, and text an
+    enum's member, but not a number.
+    """
+    value = _members(value, kind)
+    if isinstance(value, Enum):
+        return value
+    adapter = _adapter(kind)
+    if adapter is None:
+        return value
+    try:
+        return adapter.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        raise SettingsError(
+            f"{_shown(value)}: {'; '.join(dict.fromkeys(_problems(error, kind)))}"
+        ) from error
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any] | None:
+    """None where pydantic cannot read the type: vLLM's own check is the only one then."""
+    if isinstance(kind, str):  # a forward reference that only type checkers resolve
+        return None
+    for config in (None, ConfigDict(arbitrary_types_allowed=True)):
+        try:
+            return TypeAdapter(kind, config=config)
+        except (PydanticSchemaGenerationError, PydanticUserError):
+            continue
+    return None
+
+
+def _members(value: Any, kind: Any) -> Any:
+    """The member of an enum that text names: vLLM's command line reads names, and the enum's values
+    may be import paths.
+    """
+    for each in (kind, *get_args(kind)):
+        if isinstance(value, str) and isinstance(each, type) and issubclass(each, Enum):
+            if value.upper() in each.__members__:
+                return each[value.upper()]
+            meant = suggestion(value.upper(), each.__members__)
+            raise SettingsError(
+                "; ".join(
+                    filter(
+                        None, (f"{_shown(value)} is none of {', '.join(each.__members__)}", meant)
+                    )
+                )
+            )
+    return value
+
+
+def _problems(error: ValidationError, kind: Any) -> Iterator[str]:
+    for each in error.errors():
+        where = ".".join(map(str, each["loc"]))
+        text = each["msg"]
+        if each["type"] == "unexpected_keyword_argument":
+            text = "; ".join(
+                filter(
+                    None, ("no such field", suggestion(str(each["loc"][-1]), _field_names(kind)))
+                )
+            )
+        elif each["type"] == "string_type" and isinstance(each["input"], int | float):
+            text += f": write '\"{each['input']}\"'"
+        yield f"{where}: {text}" if where else text
+
+
+def _field_names(kind: Any) -> Iterable[str]:
+    return (
+        field.name
+        for each in (kind, *get_args(kind))
+        if is_dataclass(each)
+        for field in fields(each)
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

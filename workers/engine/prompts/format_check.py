@@ -1,0 +1,330 @@
+"""Compiles and tries constraints in a process of its own before the engine does, so that none can
+occupy the engine or its memory.
+
+A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular
+expression may never end. `python -m midstream.workers.engine.prompts.format_check` is that process:
+it reads constraints from standard input and answers each when it has tried it, or ends when that
+takes too much.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.records import to_json
+from ..admission import FairTurns
+
+logger = logging.getLogger(__name__)
+
+#: Rules of the grammar that xgrammar makes of a constraint, before it compiles it. Of a schema each
+#: member is one, or a few; of a regular expression each group that repeats, and the work grows with
+#: their square and more.
+RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
+#: Tokens that are matched with a constraint before the engine matches any: drawn at random, and one
+#: again and again.
+WALKED, REPEATED = 64, 512
+#: Bytes of data that the process may have: its imports take half a GiB.
+MEMORY = 4 << 30
+#: Exit status of the process when a constraint needs more.
+OUT_OF_MEMORY = 75
+#: Seconds for the process to start and to answer, on a machine with other things to do.
+PATIENCE_S = 180.0
+#: Constraints that were checked once and are not checked again, passed or refused.
+KEPT = 1024
+#: Jobs that may wait for a check, where nothing else is said.
+JOBS = 64
+_SMALLER = "a smaller schema, grammar, expression or list of tools"
+
+
+class FormatsBusy(MidstreamError):
+    """As many jobs wait for the check of their formats as may: another attempt of this one follows,
+    so that it holds no place here.
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("unavailable", detail)
+
+
+class FormatChecker:
+    """Checks constraints for one model's tokenizer, one at a time, of tenants in turn.
+
+    The process starts with the first, or with `begin`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        vocab_size: int,
+        seconds: float,
+        trust_remote_code: bool = False,
+        memory: int = MEMORY,
+        jobs: int = JOBS,
+    ) -> None:
+        """`model`: the tokenizer's folder or hub name.
+
+        `seconds`: of processor time, for one constraint; `memory`: bytes of all data. `jobs`: how
+        many may wait; one tenant's at most half as many.
+        """
+        self._most = (
+            f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
+        )
+        self._arguments = [
+            model,
+            str(vocab_size),
+            str(seconds),
+            str(int(trust_remote_code)),
+            str(memory),
+        ]
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready = False  # whether the process has said that it is
+        # digest of a constraint → why it is refused; empty: it passed
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._turns = FairTurns()
+        # (tenant, job) → its requests that wait
+        self._jobs, self._waiting = jobs, Counter[tuple[str, str]]()
+
+    async def check(self, params: Any, tenant: str = "", job: str = "") -> None:
+        """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or
+        takes too long to compile.
+
+        One that does not compile at all passes: vLLM says why. What was checked before is answered
+        immediately; raises FormatsBusy where too many jobs wait for what was not.
+        """
+        if params.structured_outputs is None:
+            return
+        constraint = {
+            name: value
+            for name, value in vars(params.structured_outputs).items()
+            if value and not name.startswith("_")
+        }
+        raw = to_json(constraint)
+        key = hashlib.sha256(raw).hexdigest()
+        if key not in self._known:
+            with self._place(tenant, job):
+                async with self._turns.turn(tenant):
+                    if key not in self._known:  # of another request meanwhile
+                        self._known[key] = await self._ask(raw)
+        self._known.move_to_end(key)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        if refused := self._known[key]:
+            raise invalid("structured_outputs", refused, allowed=_SMALLER)
+
+    @contextlib.contextmanager
+    def _place(self, tenant: str, job: str) -> Iterator[None]:
+        """Let a job wait, where it and its tenant may."""
+        own = sum(of == tenant for of, _ in self._waiting)
+        if (tenant, job) not in self._waiting and (
+            len(self._waiting) >= self._jobs or 2 * own >= self._jobs
+        ):
+            raise FormatsBusy(
+                f"{own} jobs of the tenant wait until their formats are checked, and "
+                f"{len(self._waiting)} in all"
+            )
+        self._waiting[tenant, job] += 1
+        try:
+            yield
+        finally:
+            self._waiting[tenant, job] -= 1
+            if not self._waiting[tenant, job]:
+                del self._waiting[tenant, job]
+
+    async def begin(self) -> None:
+        """Start the process, so that the first constraint does not wait for it."""
+        async with self._turns.turn(""):
+            await self._started()
+
+    async def _ask(self, raw: bytes) -> str:
+        """Why the constraint is refused; empty: it is not."""
+        process = await self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                self._ready = self._ready or await process.stdout.readline() != b""
+                if not self._ready:
+                    raise EOFError
+                process.stdin.write(raw + b"\n")
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+                if not answer:
+                    raise EOFError
+        except (EOFError, OSError) as error:
+            ready, ended = self._ready, await self._end()
+            if ready and ended in (
+                OUT_OF_MEMORY,
+                -signal.SIGPROF,
+                -signal.SIGKILL,
+                -signal.SIGABRT,
+                -signal.SIGSEGV,
+            ):
+                return f"takes more than {self._most} to compile and to match"
+            raise MidstreamError(
+                "internal", f"the process that checks constraints ended with {ended}"
+            ) from error
+        except BaseException:  # cancelled, or out of time, before the answer was complete
+            await self._end()
+            raise
+        return msgspec.json.decode(answer, type=str)
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            pipe = asyncio.subprocess.PIPE
+            self._ready = False
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                __name__,
+                *self._arguments,
+                stdin=pipe,
+                stdout=pipe,
+                limit=1 << 20,
+            )
+        return self._process
+
+    async def _end(self) -> int:
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(TimeoutError):
+            # a pipe breaks a moment before its process has ended
+            await asyncio.wait_for(process.wait(), 1.0)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+    async def close(self) -> None:
+        await self._end()
+
+
+# --- The process
+# --------------------------------------------------------------------------------------------------
+
+
+def _grammar(asked: dict[str, Any]) -> tuple[str, Any]:
+    """The kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it; None for
+    a kind that has no limits.
+    """
+    import xgrammar
+
+    if schema := asked.get("json"):
+        spaces = not asked.get("disable_any_whitespace")
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return "json", xgrammar.Grammar.from_json_schema(text, any_whitespace=spaces)
+    if asked.get("regex"):
+        return "regex", xgrammar.Grammar.from_regex(asked["regex"])
+    if asked.get("choice"):
+        return "choice", xgrammar.Grammar.from_ebnf(
+            "root ::= " + " | ".join(map(json.dumps, asked["choice"]))
+        )
+    if asked.get("structural_tag"):
+        return "structural_tag", xgrammar.Grammar.from_structural_tag(asked["structural_tag"])
+    if asked.get("grammar"):
+        try:
+            return "grammar", xgrammar.Grammar.from_ebnf(asked["grammar"])
+        except RuntimeError:
+            return "grammar", xgrammar.Grammar.from_lark(asked["grammar"])
+    return "", None
+
+
+def refusal(asked: dict[str, Any], compiler: Any) -> str:
+    """Why the engine does not get the constraint, or an empty text."""
+    kind, grammar = _grammar(asked)
+    if grammar is None:
+        return ""
+    rules = len(json.loads(grammar.serialize_json())["rules"])
+    if rules > RULES[kind]:
+        return f"needs {rules} rules of a grammar, and may need {RULES[kind]} (kind: {kind})"
+    _walk(compiler.compile_grammar(grammar))
+    return ""
+
+
+def _walk(compiled: Any) -> None:
+    """Match tokens as the engine will: what compiles in a moment may never end there, such as
+    repetitions within repetitions.
+
+    Once tokens drawn at random, from a fixed seed; and once the longest token again and again,
+    which finds what gets slower by the token.
+    """
+    import numpy as np
+    import xgrammar
+
+    info = compiled.tokenizer_info
+    lengths = np.fromiter(map(len, info.decoded_vocab), np.int64, info.vocab_size)
+    mask, draw = xgrammar.allocate_token_bitmask(1, info.vocab_size), random.Random(0)
+    for tokens, repeats in ((WALKED, False), (REPEATED, True)):
+        matcher, token = xgrammar.GrammarMatcher(compiled), -1
+        for _ in range(tokens):
+            masked = matcher.fill_next_token_bitmask(mask)
+            bits = (
+                np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: info.vocab_size]
+                if masked
+                else np.ones_like(lengths, np.uint8)
+            )
+            bits[list(matcher.stop_token_ids)] = 0  # what may end goes on, and gets harder
+            allowed = np.flatnonzero(bits)
+            if len(allowed) and not (repeats and token >= 0 and bits[token]):
+                token = int(allowed[lengths[allowed].argmax()] if repeats else draw.choice(allowed))
+            if not len(allowed) or not matcher.accept_token(token):
+                matcher.reset()
+
+
+def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
+    """Until the other side closes.
+
+    Too much processor time (SIGPROF) or memory for one constraint ends the process.
+    """
+    answers.write(b"ready\n")
+    answers.flush()
+    while line := questions.readline():
+        refused = ""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            refused = refusal(msgspec.json.decode(line), compiler)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except (RuntimeError, ValueError) as error:
+            # xgrammar's: vLLM compiles it again and says what is wrong
+            if "bad_alloc" in str(error):
+                os._exit(OUT_OF_MEMORY)
+            logger.debug("a constraint does not compile: %s", error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        compiler.clear_cache()
+        answers.write(to_json(refused) + b"\n")
+        answers.flush()
+
+
+def main() -> None:
+    import xgrammar
+    from transformers import AutoTokenizer
+
+    # Ctrl+C is for the worker; this process ends when the worker closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    model, vocab_size, seconds, trust, memory = sys.argv[1:]
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=bool(int(trust)))
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=int(vocab_size))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
+    with contextlib.suppress(BrokenPipeError):
+        _serve(
+            sys.stdin.buffer,
+            sys.stdout.buffer,
+            xgrammar.GrammarCompiler(info, max_threads=1),
+            float(seconds),
+        )
+
+
+if __name__ == "__main__":
+    main()

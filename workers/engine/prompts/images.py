@@ -1,0 +1,251 @@
+"""Images of prompts on the worker: what the model takes, and prompts as the model gets them.
+
+vLLM's renderer runs the model's own processor, which replaces the placeholder of each image by as
+many tokens as the image takes. Positions that were resolved against the prompt as written are
+mapped here, before anything of the request reaches the engine.
+"""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from PIL import Image
+from vllm import TokensPrompt
+from vllm.config import CompilationMode, VllmConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.image import convert_image_mode
+from vllm.multimodal.processing import ProcessorInputs, TimingContext
+
+from ....schemas.base.errors import MidstreamError
+from ....schemas.prompts.images import ImageRef, ImageSpan, of_image
+from ....schemas.prompts.selectors import PositionSelector, Window
+from ..protocol import EngineRequest
+
+#: Architectures whose rows of prompts with images were compared with transformers'.
+COMPARED = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in ("Idefics3", "Llava", "LlavaNext", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+)
+#: Of the image that finds out what a placeholder is.
+_PROBE_SIZE = (64, 48)
+
+
+class Expansion(NamedTuple):
+    """A prompt as the model gets it, against the prompt as written."""
+
+    token_ids: list[int]
+    written: int  # tokens of the prompt as written
+    images: list[tuple[ImageRef, ImageSpan]]  # in the order of the prompt
+
+    def place(self, position: int, at: str) -> range:
+        """The positions that a position of the prompt as written stands for.
+
+        Raises MidstreamError naming `at`.
+        """
+        if (named := of_image(position)) is not None:
+            image, token = named
+            span = self.images[image][1]
+            if token >= span.stop - span.start:
+                allowed = f"0 to {span.stop - span.start - 1}"
+                raise MidstreamError(
+                    "invalid_request",
+                    f"image {image} has no token {token}",
+                    field=at,
+                    allowed=allowed,
+                )
+            return range(span.start + token, span.start + token + 1)
+        shift = 0
+        for ref, span in self.images:
+            if position < ref.start:
+                break
+            if position < ref.stop:
+                return range(span.start, span.stop)
+            shift = span.stop - ref.stop
+        return range(position + shift, position + shift + 1)
+
+    def map(self, selector: PositionSelector, at: str) -> PositionSelector:
+        """A selector that was resolved against the prompt as written, against the prompt as the
+        model gets it.
+        """
+        if isinstance(selector, str):
+            return selector
+        if isinstance(selector, Window):
+            stop = None if selector.stop is None else self.place(selector.stop, at).start
+            return Window(start=self.place(selector.start, at).start, stop=stop)
+        return sorted({position for written in selector for position in self.place(written, at)})
+
+
+def expanded(ask: EngineRequest, made: Any) -> EngineRequest:
+    """The request as the engine gets it: tokens and positions of the prompt as the model gets it.
+
+    `made`: vLLM's, of the same prompt.
+    """
+    found = align(ask.token_ids, ask.images, made)
+    return dataclasses.replace(
+        ask,
+        token_ids=found.token_ids,
+        steering=[
+            msgspec.structs.replace(entry, positions=found.map(entry.positions, "steering"))
+            for entry in ask.steering
+        ],
+        captures=[
+            msgspec.structs.replace(each, positions=found.map(each.positions, "capture.positions"))
+            for each in ask.captures
+        ],
+        spans=[span for _, span in found.images],
+    )
+
+
+def fitted(ask: EngineRequest, max_model_len: int) -> EngineRequest:
+    """An expanded request that generates no more than the model's length leaves.
+
+    Raises MidstreamError("prompt_too_long").
+    """
+    tokens = len(ask.token_ids)
+    room = max_model_len - tokens
+    if room < 1 or (ask.sampling.max_tokens > room and not ask.fills):
+        detail = (
+            f"prompt {ask.request} has {tokens} tokens with its images, and the model's "
+            f"limit is {max_model_len} in total"
+        )
+        raise MidstreamError(
+            "prompt_too_long",
+            detail,
+            field="messages",
+            allowed="fewer or smaller images, less text, or fewer max_tokens",
+        )
+    return dataclasses.replace(
+        ask,
+        sampling=msgspec.structs.replace(
+            ask.sampling, max_tokens=min(ask.sampling.max_tokens, room)
+        ),
+    )
+
+
+def align(written: Sequence[int], images: Sequence[ImageRef], made: Any) -> Expansion:
+    """Where each image is in what vLLM made of a prompt.
+
+    Raises MidstreamError if anything but the placeholders was changed.
+    """
+    token_ids, places = list(made["prompt_token_ids"]), made["mm_placeholders"].get("image", [])
+    found, end_written, end = [], 0, 0
+    for ref, place in zip(images, places, strict=True):
+        start, stop = place.offset, place.offset + place.length
+        if token_ids[end:start] != list(written[end_written : ref.start]):
+            raise _changed()
+        found.append((ref, ImageSpan(digest=ref.digest, start=start, stop=stop)))
+        end_written, end = ref.stop, stop
+    if token_ids[end:] != list(written[end_written:]):
+        raise _changed()
+    return Expansion(token_ids, len(written), found)
+
+
+def _changed() -> MidstreamError:
+    return MidstreamError(
+        "engine_failed",
+        "the model's processor changed tokens around an image: positions would be wrong",
+    )
+
+
+def prompt_with_images(token_ids: list[int], files: Sequence[bytes]) -> TokensPrompt:
+    """What vLLM renders. Raises MidstreamError for a file that cannot be decoded."""
+    return TokensPrompt(
+        prompt_token_ids=token_ids,
+        multi_modal_data={"image": [_decoded(data, number) for number, data in enumerate(files)]},
+    )
+
+
+def _decoded(data: bytes, number: int) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        image.load()  # all of it, or an error
+        converted: Image.Image = convert_image_mode(image, "RGB")
+        return converted
+    except Exception as error:  # whatever a decoder may raise, it is this file that it refuses
+        raise MidstreamError(
+            "invalid_request",
+            f"image {number} of the prompt cannot be decoded: {error}",
+            field="messages",
+        ) from error
+
+
+class Images(NamedTuple):
+    """What a model takes."""
+
+    number: int  # in one prompt, at most
+    placeholder: list[int]  # token ids of an image in a prompt as written
+    refused: str = ""  # why it takes none
+
+
+def images_of(config: VllmConfig, limit: int) -> Images:
+    """Whether a model takes images here, up to `limit` in one prompt.
+
+    Its own processor is tried, with a small one.
+    """
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return Images(0, [], "the model takes text only")
+    if not limit:
+        return Images(0, [], "the setting images_per_prompt is 0")
+    if model.architectures[0] not in COMPARED:
+        return Images(
+            0,
+            [],
+            (
+                "rows of prompts with images were compared with transformers' for "
+                f"{', '.join(sorted(COMPARED))} only"
+            ),
+        )
+    if model.is_mm_prefix_lm:
+        return Images(
+            0,
+            [],
+            (
+                "tokens of an image attend to later ones in transformers' model, which is not "
+                "proven of vLLM's"
+            ),
+        )
+    if untested := ", ".join(name for name, used in _untested(config).items() if used):
+        return Images(0, [], f"images are untested with {untested}")
+    try:
+        return Images(limit, _placeholder(model))
+    except Exception as error:  # whatever a processor may raise, it is what stands in the way
+        return Images(
+            0,
+            [],
+            (
+                "the model's image processor does not run here: "
+                f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+            ),
+        )
+
+
+def _untested(config: VllmConfig) -> dict[str, bool]:
+    """What rows of prompts with images were not compared with → whether it is used."""
+    parallel = config.parallel_config
+    return {
+        "several ranks": parallel.world_size > 1,
+        "the v2 runner": config.use_v2_model_runner,
+        "compiled forwards": config.compilation_config.mode not in (None, CompilationMode.NONE),
+        "draft tokens": config.speculative_config is not None,
+        "LoRA adapters": config.lora_config is not None,
+    }
+
+
+def _placeholder(model: Any) -> list[int]:
+    processor = MULTIMODAL_REGISTRY.create_processor(model)
+    if not processor.info.allowed_mm_limits.get("image"):
+        raise ValueError("it takes no images")
+    text = processor.dummy_inputs.get_dummy_text({"image": 1})
+    written = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+    items = processor.info.parse_mm_data({"image": [Image.new("RGB", _PROBE_SIZE)]})
+    made = processor.apply(ProcessorInputs(written, items), TimingContext(enabled=False))
+    (place,) = made["mm_placeholders"]["image"]
+    length = len(written) - (len(made["prompt_token_ids"]) - place.length)
+    ref = ImageRef(digest="", start=place.offset, stop=place.offset + length)
+    align(written, [ref], made)
+    if not length:
+        raise ValueError("its processor adds images without a placeholder")
+    return list(written[ref.start : ref.stop])

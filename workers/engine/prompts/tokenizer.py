@@ -1,0 +1,69 @@
+"""The tokenizer as data, so that the API tokenises exactly as the engine does."""
+
+from typing import Any
+
+from transformers import AutoTokenizer
+from vllm.config import ModelConfig
+from vllm.renderers.hf import resolve_chat_template, resolve_chat_template_content_format
+
+from ....schemas.jobs.models import TokenizerBundle
+
+#: Text that exercises special tokens, spaces, newlines and non-ASCII: both tokenizers must agree on
+#: it.
+_PROBE = "The quick  brown fox,\n\n\tünïcode 東京 🙂 <|im_start|>user\n1234567890"
+
+
+def bundle_of(config: ModelConfig) -> TokenizerBundle:
+    """The tokenizer that vLLM uses with this configuration. Raises as `tokenizer_bundle`."""
+    options = {"revision": config.tokenizer_revision, "trust_remote_code": config.trust_remote_code}
+    return tokenizer_bundle(
+        config.tokenizer, config if config.is_multimodal_model else None, **options
+    )
+
+
+def tokenizer_bundle(
+    model: str, images: ModelConfig | None = None, **options: Any
+) -> TokenizerBundle:
+    """The tokenizer at `model`, a folder or hub name, for `tokenizers.Tokenizer.from_str`.
+
+    `options`: of `AutoTokenizer.from_pretrained`.
+
+    `images`: the config of a model that takes images, whose chat template may be its processor's,
+    and may read parts of messages. Raises ValueError when it is not a fast tokenizer or its
+    serialised form tokenises otherwise.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model, **{name: value for name, value in options.items() if value is not None}
+    )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer of {model} has no fast version (tokenizer.json), which the API requires"
+        )
+    text = tokenizer.backend_tokenizer.to_str()
+    if Tokenizer.from_str(text).encode(_PROBE).ids != tokenizer(_PROBE)["input_ids"]:
+        raise ValueError(
+            f"the tokenizer of {model} does not match its tokenizer.json: text prompts "
+            "cannot be served safely"
+        )
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    parts = False
+    if images is not None:
+        template = resolve_chat_template(tokenizer, None, None, model_config=images)
+        form = resolve_chat_template_content_format(
+            template, None, "auto", tokenizer, model_config=images
+        )
+        parts = template is not None and form == "openai"
+    special = {
+        name: str(value)
+        for name, value in tokenizer.special_tokens_map.items()
+        if isinstance(value, str)
+    }
+    return TokenizerBundle(
+        tokenizer_json=text,
+        chat_template=template,
+        parts=parts,
+        special_tokens=special,
+        eos_token_ids=[tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [],
+    )

@@ -1,0 +1,204 @@
+"""Tool calls in generated text, found by vLLM's own parsers, whole and while the text is generated.
+
+vLLM's parsers take a request of its server: one is made of what the job keeps of it. What they
+change in it (text is constrained to calls, special tokens are kept) goes into the sampling
+parameters.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from vllm import SamplingParams
+from vllm.config import ModelConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import Parser, ParserManager
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.tool_parsers import ToolParserManager
+
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.settings import SettingsError
+from ....schemas.jobs.jobs import CallDelta, Message, Said
+from ....schemas.prompts.chat import FunctionCall, ToolCall
+from ..protocol import EngineRequest
+
+logger = logging.getLogger(__name__)
+
+
+class ToolParsers:
+    """The parser that the setting `tool_parser` names, for one model."""
+
+    def __init__(self, name: str, config: ModelConfig):
+        """Raises SettingsError when vLLM has no such parser, or it does not fit the tokenizer."""
+        known = ToolParserManager.list_registered()
+        if name not in known:
+            raise SettingsError(
+                f"tool_parser={name!r}: vLLM has no such parser; valid: {', '.join(known)}"
+            )
+        self._config, self._tokenizer = config, cached_tokenizer_from_config(config)
+        try:
+            self._parser = ParserManager.get_parser(
+                tool_parser_name=name,
+                enable_auto_tools=True,
+                model_name=config.model,
+                is_harmony=config.hf_config.model_type == "gpt_oss",
+                tokenizer=self._tokenizer,
+            )
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"tool_parser={name!r}: {error}") from error
+
+    def begin(self, ask: EngineRequest, params: SamplingParams) -> "ToolReader":
+        """A reader of one output, for which `params` are changed.
+
+        Raises a 400 when vLLM refuses the tools.
+        """
+        assert self._parser is not None
+        assert ask.tools is not None
+        choice: Any = (
+            {"type": "function", "function": {"name": ask.tools.choice}}
+            if ask.tools.named
+            else ask.tools.choice
+        )
+        body = {
+            "messages": [],
+            "tools": msgspec.json.decode(ask.tools.tools),
+            "tool_choice": choice,
+            "stream": ask.stream,
+        }
+        try:
+            request = ChatCompletionRequest.model_validate(
+                {**body, "parallel_tool_calls": ask.tools.parallel}
+            )
+            request.structured_outputs = params.structured_outputs
+            parser = self._parser(
+                self._tokenizer, request.tools, model_config=self._config, chat_template_kwargs={}
+            )
+            if request.tool_choice != "none" or parser.always_adjust_request:
+                request = parser.adjust_request(request)
+        except (ValidationError, ValueError, TypeError, KeyError) as error:
+            raise invalid("tools", f"the parser of tool calls refuses them: {error}") from error
+        params.skip_special_tokens = params.skip_special_tokens and request.skip_special_tokens
+        params.structured_outputs = request.extract_structured_outputs()
+        return ToolReader(parser, request, ask)
+
+
+class ToolReader:
+    """Reads one output.
+
+    A call's id is derived from its job, so that another attempt gives the same one.
+    """
+
+    def __init__(self, parser: Parser, request: ChatCompletionRequest, ask: EngineRequest):
+        self._parser, self._request, self._ask = parser, request, ask
+        self._content: str | None = None
+        self._calls: list[CallDelta] = []
+
+    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Said:
+        """What the next part of the text says."""
+        parsed = self._checked(
+            lambda: self._parser.parse_delta(
+                text, list(token_ids), self._request, self._ask.token_ids, finished=finished
+            )
+        )
+        if parsed is None:
+            return Said()
+        assert self._ask.tools is not None
+        calls = [
+            self._call_delta(call)
+            for call in parsed.tool_calls or []
+            if self._ask.tools.parallel or call.index == 0
+        ]
+        if parsed.content:
+            self._content = (self._content or "") + parsed.content
+        for call in calls:
+            self._note(call)
+        return Said(content=parsed.content or "", calls=calls)
+
+    def streamed(self) -> Message:
+        """All that `read` gave."""
+        return Message(
+            content=self._content,
+            tool_calls=[_call(call.id, call.name, call.arguments) for call in self._calls],
+        )
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> Message:
+        """What the whole text says, where it was not read in parts."""
+        self._parser.set_prompt_token_ids(self._ask.token_ids)
+        _, content, found = self._checked(
+            lambda: self._parser.parse(
+                text, self._request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
+            )
+        )
+        assert self._ask.tools is not None
+        calls = [
+            _call(self._id(index, call.id), call.name, call.arguments)
+            for index, call in enumerate(found or [])
+        ]
+        forced = self._ask.tools.named or self._ask.tools.choice == "required"
+        return Message(
+            content=(content or "") if forced else content,
+            tool_calls=calls if self._ask.tools.parallel else calls[:1],
+        )
+
+    def finish_reason(self, message: Message, reason: str) -> str:
+        """`tool_calls` in place of `stop`, as OpenAI's API has it: a tool that the request names is
+        called without it.
+        """
+        assert self._ask.tools is not None
+        if self._ask.tools.named or self._ask.tools.choice == "none":
+            return reason
+        if self._ask.stream:
+            called = bool(message.tool_calls) and reason == "stop"
+        else:
+            called = (
+                bool(message.tool_calls) if self._ask.tools.choice == "auto" else reason == "stop"
+            )
+        return "tool_calls" if called else reason
+
+    def _checked(self, parse: Any) -> Any:
+        try:
+            return parse()
+        except Exception as error:
+            # whatever a parser may raise, it is this output that it cannot read
+            logger.warning("the parser of tool calls failed", exc_info=True)
+            raise MidstreamError(
+                "internal", f"the parser of tool calls failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _call_delta(self, call: Any) -> CallDelta:
+        function = call.function
+        return CallDelta(
+            index=call.index,
+            id=self._id(call.index, call.id) if call.id else "",
+            name=(function.name if function else None) or "",
+            arguments=(function.arguments if function else None) or "",
+        )
+
+    def _note(self, new: CallDelta) -> None:
+        while len(self._calls) <= new.index:
+            self._calls.append(CallDelta(index=len(self._calls)))
+        known = self._calls[new.index]
+        self._calls[new.index] = CallDelta(
+            index=new.index,
+            id=known.id or new.id,
+            name=known.name + new.name,
+            arguments=known.arguments + new.arguments,
+        )
+
+    def _id(self, index: int, given: str | None) -> str:
+        """The parser's own id where it is not drawn at random."""
+        if given and not given.startswith("chatcmpl-tool-"):
+            return given
+        return (
+            "chatcmpl-tool-"
+            + hashlib.sha256(f"{self._ask.job} {self._ask.request} {index}".encode()).hexdigest()[
+                :16
+            ]
+        )
+
+
+def _call(call_id: str, name: str, arguments: str) -> ToolCall:
+    return ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))

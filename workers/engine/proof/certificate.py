@@ -1,0 +1,601 @@
+"""The certification run: real requests before the first one of a user, whose rows prove each hook
+point of the loaded model.
+
+What is proven, and why so: `docs/architectures.md`. The requests go through scheduler, KV cache and
+sites as any other; the ranks judge their rows (`workers.runner.certify`), and what stages hold of
+one another is compared here.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ....broker.ops.private_files import private_folder
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import to_json
+from ....schemas.base.tensors import Tensor, content_hash, from_numpy
+from ....schemas.jobs.certificates import Certificate, LawFigure
+from ....schemas.jobs.jobs import Output
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.model.banks import banks_of
+from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
+from ....schemas.requests.specs import StoredCapture, StoredSteering, content_key
+from ....schemas.requests.steering import GlobalSteering
+from ...runner.certificate.certify import Copy, EditRun, Judgement, Plan, direction
+from ...runner.certificate.laws import (
+    STREAM,
+    TOLERANCES,
+    Finding,
+    Law,
+    Shape,
+    judge_boundary,
+    judge_entered,
+    verdict,
+    verdict_inside,
+)
+from ..protocol import EngineRequest
+from ..requests import trial_request
+from .comparison import (
+    BEYOND,
+    STREAM_TENSORS,
+    Comparison,
+    Difference,
+    Head,
+    Prompt,
+    Rows,
+    Source,
+    figures,
+    longer,
+    suspects,
+)
+from .comparison import (
+    verdict as compared_verdict,
+)
+
+logger = logging.getLogger(__name__)
+
+#: The job of all requests of the run. No job of a user has this id.
+JOB = "certificate"
+BASE, CHUNKED, AGAIN, BESIDE = range(4)  # requests; those with edits follow
+GENERATED = 6
+CHUNK = 5  # tokens, of the request that is prefilled in chunks
+LEAST, MOST = 8, 64  # tokens of the prompt
+# positions of the prompt, about: where a router chooses experts, the median of them counts
+COMPARED = 8
+TIMEOUT_S = 60.0
+_SEED = 1
+
+
+class Uncertified(MidstreamError):
+    """Not even the residual stream could be proven: the engine must not start."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("engine_failed", detail)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the run needs of the engine."""
+
+    generate: Callable[[EngineRequest, GlobalSteering], Any]
+    call: Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
+    hold: Callable[..., Awaitable[None]]
+    release: Callable[[Sequence[str]], Awaitable[None]]
+    llm: Any
+    stages: Sequence[range]
+    steering_rows: int
+    chunked: bool
+    step_tokens: int
+
+
+async def certify(
+    access: Access,
+    info: ModelInfo,
+    source: Source,
+    *,
+    trusted: bool = False,
+    required: bool = False,
+    **facts: Any,
+) -> Certificate:
+    """Run it, for the hooks of `info`.
+
+    `facts`: fields of the certificate that only the engine knows. The ranks forget the run.
+
+    `source`: where transformers finds the checkpoint; `required`: that it cannot be compared is a
+    refusal, and no caveat. `trusted`: a hook whose neighbours are not installed is served unproven,
+    and the certificate and every manifest say so.
+
+    Raises Uncertified where `pre_attn` and `post_block` cannot be proven, and where rows are not
+    those of transformers.
+    """
+    started = time.monotonic()
+    unshown: dict[Hook, str] = {}
+    caveats = list(info.caveats)
+    comparing = Comparison(source, info.dtype)
+    try:
+        await access.call("midstream_certify", ("begin", {}))
+        run = _Run(access, info)
+        findings, skipped = await run.findings()
+        hooks = [hook for hook in HOOKS if hook in info.hooks]
+        of_inside = [finding for finding in findings if set(finding.hooks) & info.inside.keys()]
+        of_stream = [finding for finding in findings if not set(finding.hooks) & info.inside.keys()]
+        absent, laws = verdict(
+            hooks, of_stream, info.num_layers, unshown=unshown if trusted else None
+        )
+        refused, more = verdict_inside(list(info.inside), of_inside, info.num_layers)
+        laws = [*laws, *more]
+        caveats += [
+            f"{hook} is unproven: the setting hooks leaves out what would prove it"
+            for hook in unshown
+        ]
+        compared, lacking = await run.compare(comparing)
+        if comparing.refused:
+            caveats.append(f"not compared with transformers: {comparing.refused}")
+    except MidstreamError as error:
+        raise Uncertified(
+            f"the certification run failed: {error.detail}; certify=false serves the model unproven"
+        ) from error
+    finally:
+        await access.call("midstream_certify", ("end", {"caveats": caveats}))
+    figured, unlike = figures(compared, [*hooks])
+    certificate = Certificate(
+        model=info.name,
+        architecture=info.architecture,
+        version=info.version,
+        runner=info.runner,
+        dtype=info.dtype,
+        tp=info.tp,
+        pp=info.pp,
+        created=time.time(),
+        seconds=time.monotonic() - started,
+        proven=[
+            hook for hook in [*hooks, *info.inside] if hook not in {*absent, *unshown, *refused}
+        ],
+        unproven={str(hook): why for hook, why in unshown.items()},
+        absent={**{str(hook): why for hook, why in absent.items()}, **refused},
+        laws=[*(_figure(law) for law in laws), *figured],
+        not_compared=skipped | lacking | unlike,
+        caveats=caveats,
+        readings=run.readings,
+        extensions=info.extensions,
+        **facts,
+    )
+    if not (certificate.proven or unshown) or any(hook in absent for hook in STREAM):
+        what = "the residual stream" if certificate.proven else "any of its hooks"
+        broken = "; ".join(f"{hook}: {why}" for hook, why in absent.items())
+        raise Uncertified(f"{info.architecture}: the rows of {what} could not be proven: {broken}")
+    if comparing.refused and required:
+        raise Uncertified(
+            f"{info.architecture} cannot be compared with transformers (setting "
+            f"compare=require): {comparing.refused}"
+        )
+    if (wrong := compared_verdict(compared)) is not None and comparing.reference is not None:
+        fields = ", ".join(suspects(comparing.reference.config)) or "none"
+        raise Uncertified(
+            f"{info.architecture}: {wrong}: vLLM computes this checkpoint otherwise than "
+            "transformers, which defines it. Fields of "
+            f"config.json that are not transformers' defaults: {fields}. With compare=off "
+            "it is served all the same, and a caveat says so"
+        )
+    return certificate
+
+
+def keep(certificate: Certificate, folder: Path) -> Path:
+    """Write it to a file of its own, named by its content without the time. Returns the path."""
+    content = msgspec.to_builtins(msgspec.structs.replace(certificate, created=0.0, seconds=0.0))
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", certificate.model)
+    path = private_folder(folder) / f"{name}-{content_key(content)[:12]}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(to_json(certificate))
+    partial.replace(path)
+    return path
+
+
+def _figure(law: Law) -> LawFigure:
+    tolerance, _ = TOLERANCES[law.kind]
+    figure = law.figure * tolerance
+    return LawFigure(
+        law=law.law,
+        figure=float(f"{figure:.3g}") if figure < 1e9 else -1.0,
+        tolerance=tolerance,
+        checked=law.checked,
+        layer=law.layer,
+        hooks=list(law.hooks),
+        ok=law.ok,
+    )
+
+
+class _Run:
+    """One certification."""
+
+    def __init__(self, access: Access, info: ModelInfo) -> None:
+        self._access, self._info = access, info
+        self._hooks: list[Hook] = [hook for hook in HOOKS if hook in info.hooks]
+        self._layers = list(range(info.num_layers))
+        length = min(max(16, info.num_layers + 4), MOST, info.max_model_len - GENERATED - 2)
+        if length < LEAST:
+            least = LEAST + GENERATED + 2
+            raise Uncertified(
+                f"max_model_len {info.max_model_len} leaves no room for the certification run, "
+                f"which needs {least}"
+            )
+        # Special tokens, such as those that stand for images, are at either end of a vocabulary.
+        self._prompt = (
+            np.random.default_rng(_SEED)
+            .integers(info.vocab_size // 8, info.vocab_size // 2, size=length)
+            .tolist()
+        )
+        self._first = length - 1
+        self._compared = sorted({1, *range(length - 1, 1, -max(1, length // COMPARED))})
+        self._generated: list[int] = []
+        self._positions: list[int] = []  # captured of the base
+        self._number = BESIDE
+        self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
+
+    async def findings(self) -> tuple[list[Finding], dict[str, str]]:
+        """What was found, and law → why it was not compared."""
+        self._positions = positions = [
+            *self._compared,
+            *range(len(self._prompt), len(self._prompt) + GENERATED - 1),
+        ]
+        everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
+        await self._access.call("midstream_certify", ("watch", {"request": BASE}))
+        inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
+        within = [
+            StoredCapture(
+                sites=sites,
+                positions="all_prompt",
+                tag="inside",
+                row=self._info.inside[next(iter(sites))],
+            )
+            for sites in banks_of(inside).values()
+        ]
+        base = await self._one(BASE, self._prompt, [everything, *within], max_tokens=GENERATED)
+        await self._ended([BASE])
+        await self._access.call("midstream_certify", ("unwatch", {}))
+        self._generated = base.token_ids
+        answers = await self._access.call(
+            "midstream_certify", ("sizes", {"request": BASE, "positions": positions})
+        )
+        sizes: dict[str, dict[int, float]] = {hook: {} for hook in self._hooks}
+        for rank in answers:
+            for hook, of_layers in rank.items():
+                sizes[hook] |= {int(layer): size for layer, size in of_layers.items()}
+        plan = Plan(
+            base=BASE,
+            tokens=[*self._prompt, *self._generated],
+            positions=positions,
+            first=self._first,
+            copies=[],
+            edits=[],
+        )
+        await self._beside(plan, everything, sizes)
+        judged = await self._access.call(
+            "midstream_certify", ("judge", msgspec.to_builtins(plan, builtin_types=(bytes,)))
+        )
+        judgements = [msgspec.convert(each, Judgement) for each in judged]
+        self.readings = {kind: why for each in judgements for kind, why in each.readings.items()}
+        skipped = {law: why for each in judgements for law, why in each.not_compared.items()}
+        if not self._access.chunked:
+            skipped["rows of a chunked prefill"] = "the engine does not split prefills"
+        findings = [finding for each in judgements for finding in each.findings] + list(
+            self._stages(judgements)
+        )
+        return findings, skipped
+
+    async def compare(self, comparing: Comparison) -> tuple[list[Difference], dict[str, str]]:
+        """Rows of the first layers, and logits, against transformers'; and what was not compared,
+        with the reason.
+
+        Of the base, and of a prompt that is longer than the windows of the model's layers, as far
+        as there is room for it.
+        """
+        if not (hooks := [hook for hook in self._hooks if hook in STREAM_TENSORS]):
+            comparing.refused = (
+                comparing.refused or "the setting hooks leaves out pre_attn and post_block"
+            )
+        if (reference := await comparing.plan()) is None:
+            return [], {}
+        kept, kinds, missing, _ = reference.truncation
+        layers, skipped = self._layers[:kept], {}
+        base = [*self._prompt, *self._generated]
+        prompts = [
+            Prompt(
+                base,
+                self._positions,
+                await self._rows_of(BASE, self._positions, self._hooks, layers),
+            )
+        ]
+        room = (
+            self._info.max_model_len - 2
+            if self._access.chunked
+            else min(self._info.max_model_len, self._access.step_tokens) - 2
+        )
+        length, beyond = longer(reference.config.get_text_config(), len(base), room)
+        if length:
+            prompts.append(await self._long(length, layers))
+        if beyond:
+            skipped["transformers' rows beyond a window"] = (
+                f"{', '.join(beyond)}: longer than the {max(length, len(base))} tokens compared"
+            )
+        if missing:
+            skipped["transformers' rows of every kind of layer"] = (
+                f"{missing} of {kinds} kinds begin above the {kept} layers compared"
+            )
+        head, later = None, [position for position in self._positions if position >= self._first]
+        logits = next(
+            filter(
+                None,
+                await self._access.call(
+                    "midstream_certify", ("logits", {"request": BASE, "positions": later})
+                ),
+            ),
+            None,
+        )
+        if "post_block" in hooks and logits:
+            rows = await self._rows_of(BASE, later, ["post_block"], self._layers[-1:])
+            head = Head(
+                rows["post_block", self._layers[-1]],
+                torch.stack([_floats(each) for each in logits]),
+            )
+        else:
+            skipped["logits = transformers'"] = (
+                "vLLM's own logits, or what leaves the last layer, were not seen"
+            )
+        return await comparing.judge(prompts, head), skipped
+
+    async def _long(self, length: int, layers: Sequence[int]) -> Prompt:
+        tokens = (
+            np.random.default_rng(_SEED + 1)
+            .integers(self._info.vocab_size // 8, self._info.vocab_size // 2, size=length)
+            .tolist()
+        )
+        positions, number = list(range(length - BEYOND, length + 1)), self._next()
+        captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
+        output = await self._one(number, tokens, [captured], max_tokens=2)
+        await self._ended([number])
+        return Prompt(
+            [*tokens, *output.token_ids],
+            positions,
+            await self._rows_of(number, positions, self._hooks, layers),
+        )
+
+    async def _rows_of(
+        self, request: int, positions: Sequence[int], hooks: Sequence[Hook], layers: Sequence[int]
+    ) -> Rows:
+        wish = {
+            "request": request,
+            "positions": list(positions),
+            "hooks": list(hooks),
+            "layers": list(layers),
+        }
+        ranks = await self._access.call("midstream_certify", ("rows", wish))
+        return {(hook, layer): self._rows(raw) for found in ranks for hook, layer, raw in found}
+
+    async def _beside(
+        self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]
+    ) -> None:
+        """All but the first request, in one batch."""
+        prompts = StoredCapture(sites=everything.sites, positions=self._compared, tag="base")
+        tokens = [*self._prompt, *self._generated[:-1]]
+        later = [position for position in plan.positions if position > self._first]
+        requests: list[Coroutine[Any, Any, Output]] = []
+        if self._access.chunked:
+            requests.append(self._one(CHUNKED, self._prompt, [prompts], chunk=CHUNK))
+            plan.copies.append(
+                Copy("rows of a chunked prefill = those of a whole one", CHUNKED, self._compared)
+            )
+        requests.append(self._one(AGAIN, tokens, [everything]))
+        plan.copies.append(
+            Copy("rows of decoding = those of a prefill of the same tokens", AGAIN, later)
+        )
+        # Of the layers and positions that edits are compared at, once more without an edit.
+        groups = list(self._groups())
+        diagonals = [self._diagonal(group, f"group{number}") for number, group in enumerate(groups)]
+        requests.append(
+            self._one(
+                BESIDE,
+                self._prompt,
+                [prompts, *(capture for group in diagonals for capture in group)],
+            )
+        )
+        plan.copies.append(Copy("rows in a mixed batch = those alone", BESIDE, self._compared))
+        vector = from_numpy(direction(self._info.hidden_size))
+        name = content_hash(vector)
+        for hook in self._hooks:
+            size = sizes[hook if hook == "mlp_in" else "pre_attn" if "pre_attn" in sizes else hook]
+            for group, captures in zip(groups, diagonals, strict=True):
+                layers = [
+                    layer
+                    for layer in group
+                    if not (hook == "post_block" and layer == self._layers[-1])
+                ]
+                if layers:
+                    places = [self._place(group, layer) for layer in layers]
+                    edit = EditRun(
+                        self._next(),
+                        BESIDE,
+                        hook,
+                        layers,
+                        places,
+                        [size[layer] for layer in layers],
+                    )
+                    plan.edits.append(edit)
+                    requests.append(
+                        self._one(edit.request, self._prompt, captures, self._steering(edit, name))
+                    )
+        await self._hold(name, vector)
+        try:
+            await self._together(requests)
+            if "post_block" in self._hooks:
+                last = self._layers[-1]
+                plan.final = EditRun(
+                    self._next(),
+                    BASE,
+                    "post_block",
+                    [last],
+                    [self._first],
+                    [sizes["post_block"][last]],
+                )
+                capture = self._capture({"post_block": [last]}, [self._first], "final")
+                await self._access.call(
+                    "midstream_certify", ("watch", {"request": plan.final.request})
+                )
+                await self._one(
+                    plan.final.request, self._prompt, [capture], self._steering(plan.final, name)
+                )
+                await self._access.call("midstream_certify", ("unwatch", {}))
+        finally:
+            await self._access.release([name])
+        await self._ended(
+            [BASE, *([CHUNKED] if self._access.chunked else []), *range(AGAIN, self._number + 1)]
+        )
+
+    async def _hold(self, name: str, vector: Tensor) -> None:
+        async def fetch(_: str) -> Tensor:
+            return vector
+
+        await self._access.hold([name], fetch)
+
+    async def _together(self, requests: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
+        """The outputs of requests that begin in the same step, as far as the engine has room for
+        them.
+        """
+        llm = self._access.llm
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        running = [asyncio.ensure_future(request) for request in requests]
+        try:
+            for _ in range(100):
+                if len(llm.output_processor.request_states) >= len(running) or any(
+                    each.done() for each in running
+                ):
+                    break
+                await asyncio.sleep(0.001)
+        finally:
+            await llm.resume_generation()
+        try:
+            return list(await asyncio.gather(*running))
+        finally:
+            for each in running:
+                each.cancel()
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Layers that one request edits, each at a position of its own: as many as prompt and
+        steering table have room for.
+        """
+        size = max(1, min(len(self._prompt) - 2, self._access.steering_rows))
+        for first in range(0, len(self._layers), size):
+            yield self._layers[first : first + size]
+
+    def _place(self, group: Sequence[int], layer: int) -> int:
+        """Higher layers at earlier positions: nothing below an edited row, and nothing before it in
+        its layer, depends on another edit.
+        """
+        return self._first - group.index(layer)
+
+    def _diagonal(self, group: Sequence[int], tag: str) -> list[StoredCapture]:
+        captures = []
+        for layer in group:
+            sites = {hook: [layer] for hook in self._hooks}
+            if "pre_attn" in sites and layer + 1 < len(self._layers):
+                sites["pre_attn"] = [layer, layer + 1]
+            captures.append(self._capture(sites, [self._place(group, layer)], f"{tag}-{layer}"))
+        return captures
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    @staticmethod
+    def _capture(sites: dict[Hook, list[int]], positions: list[int], tag: str) -> StoredCapture:
+        return StoredCapture(sites=sites, positions=positions, tag=tag)
+
+    @staticmethod
+    def _steering(edit: EditRun, vector: str) -> list[StoredSteering]:
+        return [
+            StoredSteering(
+                layers=[layer],
+                hook=edit.hook,
+                positions=[position],
+                family="add",
+                tensors=[vector],
+                scale=scale,
+            )
+            for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True)
+        ]
+
+    async def _one(
+        self,
+        number: int,
+        tokens: list[int],
+        captures: list[StoredCapture],
+        steering: Sequence[StoredSteering] = (),
+        *,
+        max_tokens: int = 1,
+        chunk: int = 0,
+    ) -> Output:
+        ask = trial_request(
+            JOB, number, tokens, max_tokens, captures=captures, steering=list(steering), chunk=chunk
+        )
+        async for progress in self._access.generate(ask, GlobalSteering()):
+            if progress.finished is not None:
+                output: Output = progress.finished
+        return output
+
+    async def _ended(self, requests: Sequence[int]) -> None:
+        """Wait until every rank has the rows of these.
+
+        Raises Uncertified with the reason of the first that failed.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            ranks = await self._access.call("midstream_certify", ("ended", {}))
+            for rank, ended in enumerate(ranks):
+                for request, why in ended.items():
+                    if why:
+                        raise Uncertified(
+                            f"the certification run failed: request {request} on rank {rank}: {why}"
+                        )
+            if all(
+                int(request) in {int(key) for key in ended}
+                for ended in ranks
+                for request in requests
+            ):
+                return
+            if time.monotonic() > deadline:
+                raise Uncertified(
+                    f"the certification run took longer than {TIMEOUT_S:g} s to record its rows"
+                )
+            await asyncio.sleep(0.002)
+
+    def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Finding]:
+        """Rows that one stage hands to the next, of the ranks that record."""
+        recording = [each.edges for each in judgements if each.edges]
+        shape = Shape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)
+        for held, before, after in zip(self._access.stages, recording, recording[1:], strict=False):
+            layer = held[-1]
+            if "last" in before and "first" in after:
+                yield judge_boundary(
+                    shape, self._rows(before["last"]), self._rows(after["first"]), layer
+                )
+            if (edited := before.get(f"edited {layer}")) and (
+                entered := after.get(f"entered {layer}")
+            ):
+                left, added = self._rows(edited)
+                yield judge_entered(shape, left[None], added[None], self._rows(entered), layer)
+
+    def _rows(self, raw: bytes) -> torch.Tensor:
+        return _floats(raw).view(-1, self._info.hidden_size)
+
+
+def _floats(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.float32)

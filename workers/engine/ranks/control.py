@@ -1,0 +1,179 @@
+"""Control of all ranks of an engine: steering state and reports. The same for every engine."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ....schemas.artifacts.loras import StoredLora
+from ....schemas.artifacts.saes import StoredSae
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.settings import Settings
+from ....schemas.jobs.models import ModelInfo
+from ....schemas.requests.specs import RankSpec, StoredSteering, steering_rows
+from ....schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
+from ..admission import RowAdmission, RowDemand
+from ..protocol import Fetch, Locate
+from .collective import Quarantined, Ranks, Refused, Undo
+from .loras import RankLoras
+from .saes import RankSaes
+from .source_runs import RankRuns
+from .vectors import RankVectors
+
+logger = logging.getLogger(__name__)
+
+
+class RankControl(ABC):
+    """The part of `workers.engine.protocol.Engine` that calls all ranks; an engine adds `_call` and
+    the generation.
+    """
+
+    info: ModelInfo
+    on_quarantine: Callable[[str], None]
+
+    def __init__(self, settings: Settings) -> None:
+        self.world = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        self.on_quarantine = lambda reason: logger.error("the ranks may differ: %s", reason)
+        self._ranks = Ranks(self._call, self.world, lambda reason: self.on_quarantine(reason))
+        self._vectors = RankVectors(self._ranks, settings.vector_cache_mib << 20)
+        self._runs = RankRuns(self._ranks, settings.run_cache_mib << 20)
+        self._loras = RankLoras(self._ranks, settings.lora_dir, settings.max_cpu_loras)
+        self._saes = RankSaes(self._ranks, settings.sae_dir, settings.sae_cache_mib << 20)
+        self._patience_s = settings.steering_wait_s
+        self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
+
+    @abstractmethod
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Call `method` on every rank; the answers in rank order.
+
+        Raises MidstreamError("engine_failed").
+        """
+
+    @property
+    def waiting(self) -> int:
+        return self._rows.waiting
+
+    async def hold_vectors(
+        self,
+        names: Sequence[str],
+        fetch: Fetch,
+        *,
+        pinned: bool = False,
+        users: Sequence[list[StoredSteering]] = (),
+    ) -> None:
+        if names:
+            await self._vectors.hold(names, fetch, pinned=pinned, users=users)
+
+    async def release_vectors(self, names: Sequence[str], *, pinned: bool = False) -> None:
+        self._vectors.release(names, pinned=pinned)
+
+    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+        if keys:
+            await self._runs.hold(keys, locate)
+
+    async def release_runs(self, keys: Sequence[str]) -> None:
+        self._runs.release(keys)
+
+    def held_runs(self) -> list[str]:
+        return self._runs.names
+
+    async def hold_lora(self, lora: StoredLora) -> None:
+        await self._loras.hold(lora, self.info.lora)
+
+    async def release_lora(self, lora: StoredLora) -> None:
+        self._loras.release(lora)
+
+    async def hold_saes(self, saes: Sequence[StoredSae]) -> None:
+        await self._saes.hold(saes)
+
+    async def release_saes(self, saes: Sequence[StoredSae]) -> None:
+        self._saes.release(saes)
+
+    async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        try:
+            self._rows.check_pinned(_pinned_rows(steering))
+        except MidstreamError as error:
+            return self._by_all(error.detail)
+        return await self._ranks.ask(
+            "preparing global steering", "midstream_prepare_global", msgspec.to_builtins(steering)
+        )
+
+    async def commit_global(self, steering: GlobalSteering) -> list[RankApplied]:
+        try:
+            async with self._rows.replacing_pinned(_pinned_rows(steering), self._patience_s):
+                return await self._ranks.apply(
+                    f"global steering version {steering.version}",
+                    "midstream_commit_global",
+                    msgspec.to_builtins(steering),
+                    undo=Undo("midstream_rollback_global", (steering.version,)),
+                )
+        except MidstreamError as error:
+            if error.kind != "intervention_failed" or isinstance(error, Refused | Quarantined):
+                raise
+            # the table has no room for it
+            raise Refused(error.detail, self._by_all(error.detail)) from error
+
+    def _by_all(self, refusal: str) -> list[RankApplied]:
+        return [RankApplied(rank=rank, ok=False, message=refusal) for rank in range(self.world)]
+
+    async def set_module(self, name: str, digest: str, tensors: Sequence[str]) -> list[RankApplied]:
+        action = f"registering module {name!r}" if digest else f"unregistering module {name!r}"
+        undo = Undo("midstream_rollback_module", (name, digest))
+        return await self._ranks.apply(
+            action, "midstream_set_module", name, digest, list(tensors), undo=undo
+        )
+
+    async def steering_status(self) -> list[RankSteering]:
+        return [rank_steering(status) for status in await self._call("midstream_status", ())]
+
+    async def restart_ledgers(self) -> None:
+        await self._ranks.apply("resetting the ledgers", "midstream_restart_ledger")
+        self._vectors.forget()
+        self._runs.forget()
+        self._rows.clear_pinned()
+
+    async def same_content(self) -> bool:
+        prints = await self._call("midstream_fingerprint", ())
+        stages: dict[int, set[str]] = {}
+        for status, fingerprint in zip(await self.steering_status(), prints, strict=True):
+            stages.setdefault(status.pp, set()).add(fingerprint)
+        return all(len(found) == 1 for found in stages.values())
+
+
+def rank_steering(status: dict[str, Any]) -> RankSteering:
+    """The steering part of `midstream_status`."""
+    return msgspec.convert(
+        {name: status[name] for name in RankSteering.__struct_fields__ if name in status},
+        RankSteering,
+    )
+
+
+def row_wish(spec: RankSpec | None) -> frozenset[RowDemand]:
+    """The rows of the table that a request needs, its own and everyone's."""
+    if spec is None:
+        return frozenset()
+    return frozenset(
+        RowDemand(row.key, row.num_vectors)
+        for row in (*steering_rows(spec.global_steering), *steering_rows(spec.steering))
+    )
+
+
+def _pinned_rows(steering: GlobalSteering) -> frozenset[RowDemand]:
+    return frozenset(RowDemand(row.key, row.num_vectors) for row in steering.standing_rows())
+
+
+def disagreement(ranks: Sequence[RankSteering]) -> str:
+    """The disagreement among the ranks of a stage; empty if they agree."""
+    stages: dict[int, list[RankSteering]] = {}
+    for rank in ranks:
+        stages.setdefault(rank.pp, []).append(rank)
+    for stage, members in stages.items():
+        if len({(rank.epoch, rank.checksum, rank.actions) for rank in members}) > 1:
+            told = ", ".join(
+                f"rank {rank.rank}: {rank.checksum} after {rank.actions} in epoch {rank.epoch}"
+                for rank in members
+            )
+            return f"the ranks of stage {stage} disagree on the actions they applied: {told}"
+    return ""

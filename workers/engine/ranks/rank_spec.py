@@ -1,0 +1,75 @@
+"""The spec that ranks receive for one prompt of a job."""
+
+from ....schemas.base.version import __version__
+from ....schemas.prompts.selectors import depends_on_prompt, lowest_position
+from ....schemas.requests.specs import RankSpec, StoredSteering, content_key, steering_digest
+from ....schemas.requests.steering import GlobalSteering
+from ..protocol import EngineRequest
+
+
+def rank_spec(ask: EngineRequest, global_steering: GlobalSteering) -> RankSpec | None:
+    """None if nothing is requested by user or operator: then no rank reports."""
+    own, captures = ask.steering, ask.captures
+    if (
+        not own
+        and not captures
+        and not global_steering.entries
+        and ask.grade is None
+        and ask.lora is None
+    ):
+        return None
+    prompt_tokens = len(ask.token_ids)
+    global_rows = global_steering.at(prompt_tokens)
+    steering = [*global_rows, *own]
+    lowest = min(
+        (lowest_position(capture.positions, prompt_tokens) for capture in captures),
+        default=prompt_tokens,
+    )
+    return RankSpec(
+        version=__version__,
+        job=ask.job,
+        request=ask.request,
+        attempt=ask.attempt,
+        prompt_tokens=prompt_tokens,
+        steering=own,
+        captures=captures,
+        digest=_digest(global_rows, own, ask),
+        by_prompt=any(depends_on_prompt(entry.positions) for entry in steering),
+        first_affected=min(
+            (lowest_position(entry.positions, prompt_tokens) for entry in steering), default=-1
+        ),
+        lowest_captured=lowest if lowest < prompt_tokens else -1,
+        requests=ask.captured,
+        told_when_over=bool(ask.sampling.stop),
+        global_steering=global_rows,
+        global_version=global_steering.version,
+        entry=ask.entry,
+        grade=ask.grade,
+        base=ask.base,
+        keep_blocks=ask.keep_blocks,
+        trace=ask.trace,
+        lora=ask.lora,
+        chunk=ask.chunk,
+        images=ask.spans,
+        probes=ask.probes,
+        stream_scores=ask.stream and any(not probe.watching for probe in ask.probes),
+    )
+
+
+def _digest(
+    global_steering: list[StoredSteering], own: list[StoredSteering], ask: EngineRequest
+) -> str:
+    """Digest of everything that affects the request's KV cache.
+
+    The same entries share it, whether global or the request's own.
+
+    With both they are kept apart: each has its own rows, and entries that share a row are rounded
+    once. A forward that begins at a layer above the first leaves the cache below it unwritten:
+    those blocks are never shared. Nor are those of tokens at which a probe's score decided about
+    edits: on a threshold's very edge, another batch may round it to the other side.
+    """
+    digest = steering_digest(global_steering or own)
+    if global_steering and own:
+        digest = content_key([steering_digest(global_steering), steering_digest(own)])
+    own_alone = ask.entry is not None or any(entry.gate for entry in own)
+    return content_key([digest, ask.job, ask.request, ask.attempt]) if own_alone else digest
