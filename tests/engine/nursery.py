@@ -12,6 +12,7 @@ is left over from one engine to the next. One rank only: more ranks are processe
 
 import asyncio
 import contextlib
+import copy
 import functools
 import itertools
 import json
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -185,6 +186,7 @@ class InprocLLM:
     def from_vllm_config(cls, config: Any, disable_log_stats: bool) -> "InprocLLM":
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        compare_as_a_worker_does(config)
         thread = ThreadPoolExecutor(1)
         return cls(
             thread.submit(
@@ -271,6 +273,32 @@ def know_models(names: Iterable[str]) -> None:
         model = ModelRegistry.models.get(name)
         if isinstance(model, _LazyRegisteredModel):
             ModelRegistry.register_model(name, model.load_model_cls())
+
+
+def compare_as_a_worker_does(config: Any) -> None:
+    """Run the comparison's calls to transformers where vLLM's wrapper of its classes does nothing.
+
+    A worker builds the reference in a process in which vLLM loads no model. Here both share one, in
+    which vLLM's Transformers backend has wrapped transformers' classes for compilation.
+
+    `config`: vLLM's, of the engine in this process.
+    """
+    from vllm.config import CompilationConfig, set_current_vllm_config
+
+    from midstream.workers.engine import reference
+
+    attempt = reference._attempt
+    eager = copy.copy(config)
+    eager.compilation_config = CompilationConfig(mode=0)
+
+    def within(what: str, call: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            with set_current_vllm_config(eager):
+                return call()
+
+        return attempt(what, run)
+
+    reference._attempt = within
 
 
 def architectures_of(checkpoint: Path) -> list[str]:

@@ -16,6 +16,10 @@ REASONS: tuple[tuple[str, str], ...] = (
         r"Sparse Attention is not supported on CPU|sparse MLA backend",
         "vLLM has sparse attention on GPUs only",
     ),
+    (
+        r"(\w+) differs from transformers' by",
+        "compared at the start, vLLM's {} differ from those of transformers' class",
+    ),
     (r"is_act_and_mul=False", "vLLM has experts without a gate on GPUs only"),
     (r"cpu_router\.py", "vLLM's CPU experts do not have its way to choose experts"),
     (

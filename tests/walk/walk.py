@@ -43,8 +43,9 @@ TIMEOUT_S = 180
 TOO_LONG = f"it took more than {TIMEOUT_S} s"
 #: Classes tried at the same time, each on an engine with one core.
 LANES = 2
-#: What a log says where vLLM's kernel exists in bf16 only.
-BF16_ONLY = re.compile(r"requires BF16")
+#: What a log says where vLLM's kernel exists in bf16 only; the second on processors with AMX, whose
+#: kernels for latent attention take no float32.
+BF16_ONLY = re.compile(r"requires BF16|expect weight to be bfloat16")
 #: vLLM holds parameters of its activation in bf16 whatever the model's dtype is, so that its rows
 #: are right in bf16 only.
 HELD_IN_BF16 = frozenset({"ApertusForCausalLM"})
