@@ -177,7 +177,7 @@ def serve(settings: Settings) -> None:
 
 
 async def _refusal(settings: Settings) -> str | None:
-    """Why this API must not run: keys are required beyond loopback, and none exists.
+    """Return why this API must not run: keys are required beyond loopback, and none exists.
 
     Empty: it may; None: Redis is unreachable, retry.
 

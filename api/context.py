@@ -314,7 +314,7 @@ class AppContext:
     async def _wishes(
         self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]
     ) -> list[FeatureWish]:
-        """What is to be read, with the autoencoders. Raises a 400 naming the field."""
+        """Return what is to be read, with the autoencoders. Raises a 400 naming the field."""
         found = []
         for index, spec in enumerate(specs):
             if isinstance(spec, FeatureSpec):
@@ -423,7 +423,7 @@ class AppContext:
         patient: bool = False,
         held_key: HeldKey = ALWAYS,
     ) -> JobView:
-        """As `outcome`, without the result.
+        """Wait for the outcome, like `outcome`, and return no result.
 
         Raises `unauthorized` when `held_key` is over.
         """
@@ -447,7 +447,7 @@ class AppContext:
         known: int = 0,
         held_key: HeldKey = ALWAYS,
     ) -> Outcome:
-        """What `read` gives once `until` holds of it, or after `seconds`.
+        """Return what `read` gives once `until` holds of it, or after `seconds`.
 
         `known`: the version up to which `until` does not hold, where that is known: then nobody
         looks before there is a later one.

@@ -184,7 +184,7 @@ def _operation(
 
 
 def _in_openais_words(node: Any) -> Any:
-    """With what is answered at OpenAI's paths for each problem document."""
+    """Add the OpenAI form of each problem document at OpenAI's paths."""
     if isinstance(node, dict):
         return {name: _in_openais_words(value) for name, value in node.items()}
     if isinstance(node, list):

@@ -122,7 +122,7 @@ async def keep_sweeping(settings: Settings) -> None:
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Whether Redis is unreachable or refuses for now."""
+    """Return whether Redis is unreachable or refuses for now."""
     return error.kind == "unavailable" if isinstance(error, MidstreamError) else is_absence(error)
 
 

@@ -50,8 +50,8 @@ METRICS = "/metrics"
 
 
 class Door:
-    """Who may make a call: anyone without a password, else those who show it, or the observe key
-    for the metrics.
+    """Access rules: any caller if there is no password, else those who present it, or the
+    observe key for the metrics.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -59,7 +59,7 @@ def callbacks(settings: Settings) -> str:
 
 
 def worker(settings: Settings) -> str:
-    """Why the worker of this machine (or container) is unhealthy; empty when it is well.
+    """Return why the worker of this machine (or container) is unhealthy; empty when it is well.
 
     Waits for its start, for at most `START_S`.
     """

@@ -226,8 +226,8 @@ class MidstreamAPI(OpenAICompatibleAPI):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        """As the class that it derives from; the output's metadata has `midstream`: the job's id
-        and what the answer has of `ANSWERED`.
+        """Generate like the base class; the output's metadata has `midstream`: the job's id and
+        the answer's fields named in `ANSWERED`.
         """
         result = await super().generate(input, tools, tool_choice, config)
         output, call = result
@@ -246,7 +246,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
         return ex
 
     def should_retry(self, ex: BaseException) -> bool | RetryDecision:
-        """Whether another attempt is asked for (`RETRIED`), or there was no connection."""
+        """Return whether another attempt is asked for (`RETRIED`), or there was no connection."""
         if isinstance(ex, APIConnectionError) or (
             isinstance(ex, APIStatusError) and ex.status_code in RETRIED
         ):

@@ -15,7 +15,7 @@ RENDERER = "midstream.client.render.notebook"
 
 
 def in_notebook() -> bool:
-    """Whether this program is a notebook's kernel."""
+    """Return whether this program is a notebook's kernel."""
     shell = ipython_shell()
     return shell is not None and getattr(shell, "kernel", None) is not None
 
@@ -50,5 +50,5 @@ def _record_html(record: Any) -> str | None:
 
 
 def rendered(function: str, *values: Any) -> Any:
-    """What `function` of the renderer makes of the values: HTML, a PNG's bytes, or None."""
+    """Return what `function` of the renderer makes of the values: HTML, a PNG's bytes, or None."""
     return getattr(import_module(RENDERER), function)(*values)

@@ -21,7 +21,7 @@ _SHUFFLES = 5
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of rows that the probe was not trained on.
+    """Metrics on rows that the probe was not trained on.
 
     `baseline_…`: of probes trained likewise on shuffled labels, the mean of several.
     """

@@ -137,7 +137,7 @@ def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any
 
 
 def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
-    """Whether only a list can be meant, of which `value` is the one item."""
+    """Return whether only a list can be meant, of which `value` is the one item."""
     items = [
         item
         for each in kinds
@@ -148,7 +148,7 @@ def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
 
 
 def _takes(value: Any, kinds: list[Any]) -> bool:
-    """Whether one of the types may hold such a value, lists aside."""
+    """Return whether one of the types may hold such a value, lists aside."""
     return any(isinstance(value, _TAKES.get(type(each), ())) for each in kinds)
 
 

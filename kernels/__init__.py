@@ -1,4 +1,4 @@
-"""What runs inside the model's forward at a hook site: the torch ops `midstream::pair_site` and
+"""Ops that run at a hook site inside the model's forward pass: `midstream::pair_site` and
 `midstream::single_site`.
 
 From the repository's root this folder can also be imported as `kernels`, the name of a package of

@@ -54,7 +54,7 @@ def edited(
 def _tried(
     code: int, rows: torch.Tensor, vector: torch.Tensor, numbers: tuple[float, float]
 ) -> torch.Tensor | None:
-    """What the op gives; None where it fails."""
+    """Return what the op gives; None where it fails."""
     try:
         given, along = rows.numpy(), vector.numpy()
         given.flags.writeable = along.flags.writeable = False

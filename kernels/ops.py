@@ -52,7 +52,7 @@ def idle_sites(idle: bool) -> Iterator[None]:
 
 
 def sites_idle() -> bool:
-    """Whether an op that ran now would do nothing."""
+    """Return whether an op that ran now would do nothing."""
     return _idle
 
 

@@ -53,7 +53,7 @@ NO_SLOT = -1
 
 
 class Planned(NamedTuple):
-    """What both ops take after the tensors that they write. int32 where nothing else is said.
+    """Inputs of both ops after the tensors that they write. int32 where nothing else is said.
 
     The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest.
     """
@@ -79,7 +79,7 @@ class Planned(NamedTuple):
 
 
 class Does(NamedTuple):
-    """What a configuration does at this site, in one family."""
+    """Effect of a configuration at this site, in one family."""
 
     # [entries of the application, hidden_size], as `schemas.interventions.Intervention` lays them
     # out
@@ -90,8 +90,8 @@ class Does(NamedTuple):
 def does_of(
     name: str, numbers: Sequence[float], tensors: Sequence[torch.Tensor], scale: float = 1.0
 ) -> Does:
-    """What an entry of the family `name` does with its tensors, in their order and of their shapes,
-    and its numbers.
+    """Return what an entry of the family `name` does with its tensors, in their order and of their
+    shapes, and its numbers.
 
     `scale`: of the vector, where the family has one.
     """
@@ -115,8 +115,8 @@ def lowrank(
 
 
 def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the entries of one application of the family `name` hold: pool `[entries, hidden_size]`,
-    scalars `[entries, SCALARS]`.
+    """Return what the entries of one application of the family `name` hold: pool `[entries,
+    hidden_size]`, scalars `[entries, SCALARS]`.
 
     Both float32; directions are given length 1 before the pool's dtype rounds them. Raises
     ValueError for a number of vectors or scalars that the family does not have, and for a direction

@@ -388,7 +388,8 @@ def _shift_alike(
     pool: torch.Tensor,
     broken: torch.Tensor,
 ) -> int | None:
-    """What is usual, in one call: one vector is added to a run of tokens, and nothing else is done.
+    """Return what is usual, in one call: one vector is added to a run of tokens, and nothing else
+    is done.
 
     None when it is not so.
 
@@ -431,7 +432,9 @@ def _mark(
 
 
 def _finite(rows: torch.Tensor) -> bool:
-    """Whether all values are finite, in one pass: minimum and maximum are NaN where a value is."""
+    """Return whether all values are finite, in one pass: minimum and maximum are NaN where a
+    value is.
+    """
     low, high = torch.aminmax(rows)
     return math.isfinite(low) and math.isfinite(high)
 
@@ -444,7 +447,7 @@ def _capture(
     lists: torch.Tensor,
     port: Port,
 ) -> int:
-    """How many rows were captured."""
+    """Return how many rows were captured."""
     count, start = steps[port.COUNT], steps[port.START]
     rows = ring[steps[port.ROW] : steps[port.ROW] + count]
     if start >= 0:

@@ -487,7 +487,7 @@ def pair_site(
     counts: torch.Tensor,
     branches: int = 0,
 ) -> None:
-    """As `reference.pair_site`; reads `capture_slots`, not `lists`.
+    """Do what `reference.pair_site` does; reads `capture_slots`, not `lists`.
 
     Raises ValueError for tensors that are not contiguous.
     """
@@ -520,7 +520,7 @@ def single_site(
     broken: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """As `reference.single_site`; reads `capture_slots`, not `lists`.
+    """Do what `reference.single_site` does; reads `capture_slots`, not `lists`.
 
     Raises ValueError for tensors that are not contiguous.
     """
@@ -606,8 +606,8 @@ def _launch(
 
 @cache
 def can_depend() -> bool:
-    """Whether this GPU, and this Triton, have programmatic dependent launches: compute capability
-    9.0 and up.
+    """Return whether this GPU, and this Triton, have programmatic dependent launches: compute
+    capability 9.0 and up.
     """
     if not isinstance(_visit, triton.JITFunction):  # interpreted
         return False

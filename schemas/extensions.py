@@ -52,7 +52,7 @@ class Option(Published):
 
     @property
     def valid(self) -> str:
-        """What may be given, in words."""
+        """Return what may be given, in words."""
         if self.choices:
             return ", ".join(self.choices)
         noun = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}[
@@ -79,7 +79,7 @@ def _most(high: float | None) -> float:
 
 
 class ReaderTerms(Published):
-    """What a reader declares: what requests may give it, what it returns, and how much at most."""
+    """Declaration of a reader: what requests may give it, what it returns, and how much at most."""
 
     returns: dict[str, ArrayDType]  # array → dtype
     row_bytes: int = 0  # bytes of all arrays for each captured row, at most
@@ -99,7 +99,7 @@ MAX_OP_OPTIONS = 2
 
 
 class OpTerms(Published):
-    """What an op declares."""
+    """Declaration of an op."""
 
     vector: bool = False  # it takes one, `[hidden_size]`
     # floats, at most `MAX_OP_OPTIONS`; in this order they are its numbers
@@ -135,7 +135,7 @@ class ReaderSpec(SitesSpec, kw_only=True):
 
 @dataclass(frozen=True)
 class Rows:
-    """What a reader gets of one request on one pipeline stage. Its own copy, read-only."""
+    """A reader's rows of one request on one pipeline stage. Its own copy, read-only."""
 
     # (hook, layer) → float32 `[positions, width]`; at least one site and one position
     sites: dict[tuple[str, int], np.ndarray]

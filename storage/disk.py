@@ -33,8 +33,8 @@ def disk_trouble(error: BaseException | str) -> str:
 
 
 def probe(folder: Path) -> str:
-    """Why `folder` cannot be written, such as `disk full: /data/outbox cannot be written`; empty
-    when it can, or is not there.
+    """Return why `folder` cannot be written, such as `disk full: /data/outbox cannot be written`;
+    empty when it can, or is not there.
 
     Writes a file without a name, so nothing is left behind by a process that is killed.
     """

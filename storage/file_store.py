@@ -572,7 +572,7 @@ def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
 
 
 def _write_at(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
-    """All of `buffers`, one behind the other from `offset` on."""
+    """Write all of `buffers` contiguously from `offset` on."""
     pending, first = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
     while first < len(pending):
         count = os.pwritev(descriptor, pending[first : first + _IOV_MAX], offset)

@@ -222,7 +222,7 @@ def together(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key: str = "") -> T:
-    """What `action(client, call)` returns, repeated while it fails for a passing reason.
+    """Return what `action(client, call)` returns, repeated while it fails for a passing reason.
 
     Counted under `operation`. Raises OSError.
     """

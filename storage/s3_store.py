@@ -107,8 +107,8 @@ class S3Store:
         return _troubles.of(self)
 
     def unfit(self) -> str:
-        """Whether conditions are obeyed, in writes and in reads: a wrong one must be refused, and
-        the right one taken.
+        """Return whether conditions are obeyed, in writes and in reads: a wrong one must be
+        refused, and the right one taken.
         """
         key = check_key(f"{CONDITIONS}/{secrets.token_hex(8)}")
         s3 = client(self.address, quick=True)
@@ -314,8 +314,8 @@ class S3Store:
 
 
 def _forms(tag: str) -> tuple[str, str]:
-    """Of the ETag in a condition of a write: with its quotation marks, which HTTP demands, and
-    without, which Ceph does.
+    """Return both forms of the ETag for a conditional write: with its quotation marks, which
+    HTTP demands, and without, which Ceph uses.
     """
     return tag, tag.strip('"')
 
@@ -494,7 +494,7 @@ class _Upload:
             self._error = error.with_traceback(None)
 
     def _iterate(self) -> Iterator[bytearray]:
-        """What it raises makes obstore abort the upload, so that no parts are left."""
+        """Yield what it raises makes obstore abort the upload, so that no parts are left."""
         while (part := self._parts.get()) is not None:
             if isinstance(part, Exception):
                 raise part
@@ -522,7 +522,7 @@ class S3Writer:
         self._uploads.clear()
 
     def abort(self) -> None:
-        """What is known of the store does not count any more: perhaps it is away."""
+        """Discard cached store state; the store may be unreachable."""
         _troubles.forget(self._store)
         for upload in self._uploads.values():
             upload.drop()

@@ -29,7 +29,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
 
 class NotInPlaceError(OSError):
-    """What was written is not at its key: it was removed or replaced meanwhile.
+    """A written object is not at its key: it was removed or replaced meanwhile.
 
     Written again, it would be.
     """
@@ -45,7 +45,7 @@ class Handle(Protocol):
 
     @property
     def stamp(self) -> str:
-        """What another version of the object differs in: the time of its last change, or an
+        """Return what another version of the object differs in: the time of its last change, or an
         ETag.
         """
 
@@ -53,7 +53,7 @@ class Handle(Protocol):
         """The bytes `[start, start + count)`; fewer only at the object's end. Raises OSError."""
 
     def view(self) -> memoryview:
-        """All of it, read-only; mapped where the store can.
+        """Return all of it, read-only; mapped where the store can.
 
         Stays readable, and held, after `close`. Raises OSError, MidstreamError.
         """
@@ -99,18 +99,18 @@ class Draft(Protocol):
 
     @property
     def adoptable(self) -> bool:
-        """Whether a writer of its store can take it: once, and not one that is merely scratch
-        space.
+        """Return whether a writer of its store can take it: once, and not one that is merely
+        scratch space.
         """
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """All of `buffers`, one behind the other from `offset` on. Raises OSError."""
+        """Write all of `buffers` contiguously from `offset` on. Raises OSError."""
 
     def read(self, start: int, count: int) -> bytes:
         """The bytes `[start, start + count)`, all of them written. Raises OSError."""
 
     def view(self) -> memoryview:
-        """All of it, read-only and mapped; it stays readable when the draft is dropped.
+        """Return all of it, read-only and mapped; it stays readable when the draft is dropped.
 
         Raises OSError, MidstreamError.
         """
@@ -120,7 +120,7 @@ class Draft(Protocol):
 
 @runtime_checkable
 class Drafts(Protocol):
-    """What a store may be able to do besides: take objects whose parts were written in any order.
+    """Optional capability: objects whose parts are written in any order.
 
     Its writers are `Adopting`.
     """
@@ -145,7 +145,7 @@ class Adopting(Protocol):
 
 @runtime_checkable
 class Signing(Protocol):
-    """What a store may be able to do besides: give out links that need no credentials."""
+    """Optional capability: links that need no credentials."""
 
     def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
         """A URL at which whoever has it reads the object for so long.
@@ -156,9 +156,7 @@ class Signing(Protocol):
 
 @runtime_checkable
 class Distant(Protocol):
-    """What a store may be able to do besides: read many objects at once, because each answer takes
-    its time.
-    """
+    """Optional capability: concurrent reads of many objects, because each answer takes time."""
 
     def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """`action` on each, concurrently.
@@ -169,9 +167,7 @@ class Distant(Protocol):
 
 @runtime_checkable
 class Referring(Protocol):
-    """What a store may be able to do besides: know the segments of a job without reading the index
-    of each.
-    """
+    """Optional capability: the segments of a job without reading the index of each."""
 
     def segments(self, job: str) -> list[str]:
         """The keys of those that hold blobs of the job, or may; sorted.
@@ -182,10 +178,10 @@ class Referring(Protocol):
 
 @runtime_checkable
 class Demanding(Protocol):
-    """What a store may need that its server does not have."""
+    """Optional requirement: features that the store's server may lack."""
 
     def unfit(self) -> str:
-        """Why it cannot be used, however often it is tried; empty when it can.
+        """Return why it cannot be used, however often it is tried; empty when it can.
 
         Raises OSError when that is not known now.
         """
@@ -193,13 +189,11 @@ class Demanding(Protocol):
 
 @runtime_checkable
 class Rewriting(Protocol):
-    """What a store may have to do: replace the whole segment to erase in it, which is in memory
-    meanwhile.
-    """
+    """Optional restriction: erasing replaces the whole segment, which is in memory meanwhile."""
 
     @property
     def rewritten_bytes(self) -> int:
-        """What a segment with several blobs should have at most.
+        """Return what a segment with several blobs should have at most.
 
         One with a single blob is never rewritten, but deleted.
         """
@@ -216,8 +210,8 @@ class Segment(Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another group may follow: not when it is in doubt what the store holds, or when
-        it takes one group alone.
+        """Return whether another group may follow: not when it is in doubt what the store holds, or
+        when it takes one group alone.
         """
 
     def append(self, data: Sequence[Buffer], index: bytes) -> None:
@@ -237,7 +231,7 @@ class ArtifactStore(Protocol):
 
     @property
     def uri(self) -> str:
-        """What `open_store` takes."""
+        """Return what `open_store` takes."""
 
     def prepare(self) -> None:
         """Make the store before anything is written, so that deletion can distinguish an empty
@@ -245,8 +239,8 @@ class ArtifactStore(Protocol):
         """
 
     def trouble(self) -> str:
-        """Why nothing can be written, such as `disk full: …`; empty when it can, or when the store
-        is not here.
+        """Return why nothing can be written, such as `disk full: …`; empty when it can, or when the
+        store is not here.
         """
 
     def used(self) -> int:
@@ -280,7 +274,7 @@ class ArtifactStore(Protocol):
         """Raises ValueError for a key that leads outside the store, also through links in it."""
 
     def link(self, key: str) -> str | None:
-        """Where other programs read the object: a path or a URL; None for nowhere."""
+        """Return where other programs read the object: a path or a URL; None for nowhere."""
 
     def delete(self, key: str) -> None:
         """Remove an object, or with a final "/" everything below it.
@@ -294,7 +288,10 @@ class ArtifactStore(Protocol):
         """
 
     def sealed(self, key: str) -> bool:
-        """Whether nothing is appended to the segment any more, by any process. Raises OSError."""
+        """Return whether nothing is appended to the segment any more, by any process.
+
+        Raises OSError.
+        """
 
     def mark(self, name: str) -> None:
         """Note that the objects of `name` are being deleted.

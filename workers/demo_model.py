@@ -68,8 +68,8 @@ def fetch_demo_model(
 
 
 def is_complete(folder: Path, verify: bool = False) -> bool:
-    """Whether `folder` is a checkpoint of ours with every file at its recorded size (`verify`: and
-    SHA-256).
+    """Return whether `folder` is a checkpoint of ours with every file at its recorded size
+    (`verify`: and SHA-256).
     """
     marker = folder / MARKER
     if not marker.is_file():

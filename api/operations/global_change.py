@@ -67,7 +67,7 @@ async def _applied(desired: GlobalSteering, steering: Steering, model: str, seco
 
 
 def is_applied(accounts: Sequence[Account], desired: GlobalSteering) -> bool:
-    """Whether every worker has it on every rank."""
+    """Return whether every worker has it on every rank."""
     return all(_has(account.report, desired.version) for account in accounts)
 
 
@@ -181,6 +181,6 @@ def _check_prepared(accounts: Sequence[Account], proposal: Proposal, seconds: fl
 
 
 def _reasons(report: WorkerSteering) -> str:
-    """Which rank says what."""
+    """Return which rank says what."""
     ranks = [f"rank {rank.rank}: {rank.message}" for rank in report.applied if not rank.ok]
     return "; ".join(ranks) or report.refusal

@@ -59,7 +59,7 @@ SHARED = {
 
 
 def _differences(ranks: list[RankSteering]) -> list[str]:
-    """In what the ranks of one stage differ, in words; empty when they agree."""
+    """Describe how the ranks of one stage differ; empty when they agree."""
     found = [f"rank {rank.rank} has no checksum" for rank in ranks if not rank.checksum]
     for name, words in SHARED.items():
         values = {rank.rank: getattr(rank, name) for rank in ranks}

@@ -1,5 +1,5 @@
-"""What the page's top bar shows of the service: read and rendered once every few seconds per
-process, however many pages are open.
+"""Figures of the page's top bar: read and rendered once every few seconds per process, however
+many pages are open.
 """
 
 import asyncio

@@ -31,7 +31,9 @@ BEGINNING = "0-0"
 
 
 def resume_point(header: str | None) -> str:
-    """Where `Last-Event-ID` says that the client is; raises a 400 for what is not an id of ours."""
+    """Return where `Last-Event-ID` says that the client is; raises a 400 for what is not an id
+    of ours.
+    """
     if header is None or header == "":
         return BEGINNING
     if not (match := _ID.fullmatch(header)) or max(map(int, match.groups())) > MAX_ID:
@@ -91,7 +93,7 @@ def encode(event: Event) -> bytes:
 
 
 def encode_problem(problem: Problem) -> bytes:
-    """How a stream ends that may not go on.
+    """Return how a stream ends that may not go on.
 
     Without an id, so that a client which is let in again resumes where it was.
     """

@@ -39,7 +39,9 @@ def measured(
     rows: Callable[[Manifest], range],
     vectors: Mapping[int, np.ndarray],
 ) -> Measured:
-    """Of one request's blobs. `rows`: which of its rows; `vectors`: layer → `[width]` float32.
+    """Measure one request's blobs.
+
+    `rows`: the rows to measure; `vectors`: layer → `[width]` float32.
 
     Raises MidstreamError: as `packed.join`; `capture_failed` when the disk refuses; `gone` when the
     captures were deleted meanwhile; 400 for a vector of another width.
@@ -94,7 +96,7 @@ def of_rows(rows: np.ndarray, vector: np.ndarray | None) -> tuple[Values, Values
 
 
 def _values(numbers: np.ndarray) -> Values:
-    """As short as JSON can say them: rounded to float32 they are the same."""
+    """Return the values as short as JSON can write them; rounded to float32 they are equal."""
     return [
         float(f"{number:.{DIGITS}g}") if finite else None
         for number, finite in zip(numbers, np.isfinite(numbers), strict=True)

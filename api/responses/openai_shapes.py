@@ -37,7 +37,7 @@ from ...schemas.jobs.openai import (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants of its answer."""
+    """Parts of the answer that a request asks for."""
 
     n: int = 1
     logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
@@ -49,7 +49,7 @@ class Wanted:
 
     @property
     def tokens(self) -> bool:
-        """Whether chunks carry something of each token in addition to the text."""
+        """Return whether chunks carry something of each token in addition to the text."""
         return self.token_ids or self.logprobs is not None
 
 
@@ -124,7 +124,7 @@ class Shape:
 
 
 def usage(outputs: Sequence[Output], n: int = 1) -> Usage:
-    """Of outputs in their order, `n` of each prompt: a prompt counts once."""
+    """Return the token usage of outputs in order, `n` per prompt; each prompt counts once."""
     prompt = sum(output.prompt_tokens for output in outputs[::n])
     generated = sum(len(output.token_ids) for output in outputs)
     cached = CachedTokens(cached_tokens=sum(output.cached_tokens for output in outputs[::n]))
@@ -158,12 +158,12 @@ def _stop_reason(output: Output) -> int | str | None:
 
 
 def shown(token: TokenLogprob, wanted: Wanted) -> str:
-    """How log-probabilities name a token."""
+    """Return how log-probabilities name a token."""
     return f"token_id:{token.token_id}" if wanted.tokens_as_ids else token.token
 
 
 def prompt_texts(prompt: Prompted, wanted: Wanted) -> list[str]:
-    """How log-probabilities name the tokens of a prompt; its first has none itself."""
+    """Return how log-probabilities name the tokens of a prompt; its first has none itself."""
     first = f"token_id:{prompt.token_ids[0]}" if wanted.tokens_as_ids else prompt.first
     return [first if token is None else shown(token, wanted) for token in prompt.logprobs or []]
 
@@ -227,7 +227,10 @@ def _completion_finish(output: Output, wanted: Wanted) -> CompletionChoice:
 def _completion_logprobs(
     generated: Sequence[TokenLogprob], wanted: Wanted, before: Prompted | None, at: int
 ) -> CompletionLogprobs:
-    """Of the prompt's tokens and the generated ones. A prompt's first has none."""
+    """Return log-probabilities of the prompt's and the generated tokens.
+
+    A prompt's first token has none.
+    """
     tokens: list[TokenLogprob | None] = [*((before.logprobs or []) if before else []), *generated]
     texts = [
         *(prompt_texts(before, wanted) if before else []),

@@ -34,7 +34,7 @@ def etag(version: int) -> str:
 
 
 def matches(header: str | None, tag: str) -> bool:
-    """Whether `If-None-Match` names this tag (weakly compared, as RFC 9110 says for GET)."""
+    """Return whether `If-None-Match` names this tag (weakly compared, as RFC 9110 says for GET)."""
     if header is None:
         return False
     return header.strip() == "*" or any(

@@ -1,4 +1,4 @@
-"""What a streaming client has of one choice, compared with what the job says.
+"""Progress of a streaming client on one choice, compared with the job's record.
 
 A job that is restarted on another worker continues where the client is; what turns out different is
 an error and not a silent splice.
@@ -18,7 +18,7 @@ Part = TypeVar("Part", str, list[Any])
 
 @dataclass
 class Sent:
-    """How much of one choice the client has, and how far the current attempt has come."""
+    """How much of one choice the client has received, and how far the current attempt is."""
 
     has: News = field(default_factory=News)
     seen: News = field(default_factory=News)
@@ -29,7 +29,7 @@ class Sent:
         self.seen = News()
 
     def news(self, event: Event, wanted: Wanted) -> News:
-        """What of a `token` event the client does not have yet.
+        """Return what of a `token` event the client does not have yet.
 
         Raises MidstreamError when it contradicts what it has.
         """
@@ -49,7 +49,7 @@ class Sent:
         return self.upto(seen, wanted)
 
     def upto(self, told: News, wanted: Wanted) -> News:
-        """What is missing up to `told`; raises as `news` does."""
+        """Return what is missing up to `told`; raises as `news` does."""
         has = self.has
         missing = News(
             text=_rest(has.text, told.text),
@@ -90,7 +90,7 @@ def _note(calls: list[CallDelta], new: CallDelta) -> None:
 
 
 def _rest(has: Part, told: Part) -> Part:
-    """What follows in `told`. Empty if the client has as much or more."""
+    """Return what follows in `told`. Empty if the client has as much or more."""
     most = min(len(has), len(told))
     if has[:most] != told[:most]:
         raise MidstreamError(

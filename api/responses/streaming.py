@@ -151,8 +151,8 @@ class Streamed:
             )
 
     async def _ending(self, view: JobView) -> bytes:
-        """What is missing of the texts, the finish reasons, the usage, and what was captured, in
-        the last chunk.
+        """Return what is missing of the texts, the finish reasons, the usage, and what was
+        captured, in the last chunk.
         """
         result = await result_of(self.context, self.job_id)
         more = openai_shapes.extras(result, self.with_extras(view), is_over(view), self.readings)

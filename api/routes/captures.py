@@ -84,7 +84,7 @@ async def reading(
     read: Callable[[AppContext, str, Sequence[FileEntry]], T],
     limiter: anyio.CapacityLimiter | None = None,
 ) -> T:
-    """What `read` finds on the disk, in a thread.
+    """Return what `read` finds on the disk, in a thread.
 
     Raises what it raises; `gone` when the captures were deleted meanwhile.
     """
@@ -148,8 +148,8 @@ def _described(
 
 
 def _link(context: AppContext, entry: FileEntry) -> str | None:
-    """Of an object that holds this blob alone: a link opens all of an object, and a segment has
-    rows of others.
+    """Return a link to an object that holds this blob alone: a link opens the whole object, and
+    a segment holds rows of others.
     """
     settings, store = context.settings, context.store
     if (

@@ -28,7 +28,7 @@ from .jobs import ERRORS, PROBLEM, Model
 
 @dataclass(frozen=True)
 class Kind:
-    """What its routes differ in.
+    """Differences between the routes of registered kinds.
 
     `plural`: the last part of their path, the page's field, and the context's member.
     """

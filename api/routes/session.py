@@ -67,7 +67,7 @@ async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Respon
 
 @delete("/session", status_code=204, include_in_schema=False)
 async def log_out(request: JsonRequest) -> Response[None]:
-    """Also ends the streams that the session has open."""
+    """End the session and its open streams."""
     context = context_of(request)
     if (visit := await visit_of(request)) is not None:
         await context.sessions.end(visit.caller.session, visit.session.key)

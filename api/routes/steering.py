@@ -399,8 +399,8 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
 async def answers_of_ranks(
     context: AppContext, model: str | None, seconds: float
 ) -> tuple[dict[str, str], list[Account]]:
-    """As `ask_all` and `fresh`, which are called once for all who ask meanwhile: each waits for an
-    answer to a later question.
+    """Query the ranks like `ask_all` and `fresh`, once for all concurrent callers: each waits
+    for an answer to a later question.
     """
 
     async def look() -> tuple[dict[str, str], list[Account]]:

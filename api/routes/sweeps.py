@@ -28,7 +28,7 @@ from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_sub
 async def submit_sweep(
     context: AppContext, body: SweepRequest, idempotency: tuple[str, str] | None, caller: Caller
 ) -> str:
-    """As `AppContext.submit`, of a sweep. Raises MidstreamError also with `too_many_cells`."""
+    """Submit a sweep like `AppContext.submit`. Raises MidstreamError also with `too_many_cells`."""
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already

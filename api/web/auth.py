@@ -208,8 +208,8 @@ class Gate:
         return key if keys.is_right(shown, key, now()) else None
 
     async def visit(self, session_id: str) -> Visit | None:
-        """What a session's id stands for; None if the session, or the key that it was begun with,
-        is over.
+        """Return what a session's id stands for; None if the session, or the key that it was begun
+        with, is over.
         """
         name = name_of(session_id)
         session = None if name is None else await self._sessions.get(name)
@@ -312,8 +312,8 @@ async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Visit | No
 
 
 def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False) -> bool:
-    """Whether the browser says that a page of this API sent the call (or, if it is `safe`, does not
-    say that another did).
+    """Return whether the browser says that a page of this API sent the call (or, if it is `safe`,
+    does not say that another did).
 
     A cookie belongs to a host with all its ports, so a page at another port of this machine would
     send it too.

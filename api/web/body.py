@@ -144,7 +144,7 @@ class JsonRequest(Request[Any, Any, Any]):
             raise problems.malformed(error) from error
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
-        """What `read` makes of the body.
+        """Return what `read` makes of the body.
 
         Raises `payload_too_large`, and `unavailable` when the disk is full.
         """

@@ -32,7 +32,7 @@ FILES = 256
 
 
 class Connections:
-    """What the connections of one server have in common."""
+    """State that the connections of one server share."""
 
     def __init__(self, settings: Settings):
         self.head_s = settings.head_timeout_s
@@ -45,7 +45,9 @@ class Connections:
 
 
 def _within_files(wanted: int) -> int:
-    """As many connections as this process may open; its soft limit of files is raised for them."""
+    """Raise the soft limit of files, and return the number of connections that this process may
+    open.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE + FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -70,8 +70,8 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyVa
 
 
 def malformed(error: Exception) -> MidstreamError:
-    """What is wrong in a body, one of `UNREADABLE`, with the field's path: `$.capture.layers`
-    becomes `capture.layers`.
+    """Return what is wrong in a body, one of `UNREADABLE`, with the field's path:
+    `$.capture.layers` becomes `capture.layers`.
     """
     if isinstance(error, msgspec.ValidationError):
         return refusal(error)
@@ -214,7 +214,9 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
 
 
 def _public_name(request: Request[Any, Any, Any], name: str) -> str:
-    """What users call the handler's parameter `name`: some names are taken inside the framework."""
+    """Return what users call the handler's parameter `name`: some names are taken inside the
+    framework.
+    """
     parameter = request.route_handler.parsed_fn_signature.parameters.get(name)
     public: str | None = getattr(parameter.kwarg_definition, "name", None) if parameter else None
     return public or name

@@ -52,7 +52,7 @@ def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
 
 
 def awaits_log() -> bool:
-    """Whether the answer may confirm a change that Redis has not written to its log."""
+    """Return whether the answer may confirm a change that Redis has not written to its log."""
     call = CURRENT.get()
     return call is not None and call.method in TRACED and not call.written
 

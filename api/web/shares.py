@@ -1,4 +1,4 @@
-"""How much of one thing each tenant does at the same time in this process, and how often."""
+"""Per-tenant limits on concurrent use and on rates, in this process."""
 
 import time
 from collections import Counter, OrderedDict
@@ -52,7 +52,7 @@ class Shares:
 
 
 class Rate:
-    """How often each tenant may do something: `per_minute`, of which `burst` may come at once.
+    """Rate limit per tenant: `per_minute`, with bursts of `burst`.
 
     Belongs to one event loop.
     """

@@ -12,7 +12,9 @@ import jinja2.sandbox
 
 
 def in_parts(content: Any) -> Any:
-    """As a list of parts, which text alone is too where a template reads parts."""
+    """Return the content as a list of parts; text alone becomes one part if the template reads
+    parts.
+    """
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

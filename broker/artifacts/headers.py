@@ -21,7 +21,7 @@ UNREADABLE = frozenset({"gone", "capture_failed", "capture_damaged"})
 
 @dataclass(frozen=True)
 class Place:
-    """Where a blob lies, and whose rows it holds."""
+    """Location of a blob, and the request whose rows it holds."""
 
     key: str
     offset: int
@@ -51,8 +51,8 @@ def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | Cap
 
 
 def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> list[Header]:
-    """What all of a job's blobs say of themselves; on a disk one file is open at a time, for there
-    may be thousands.
+    """Return what all of a job's blobs say of themselves; on a disk one file is open at a time, for
+    there may be thousands.
 
     Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is
     not what was written, `capture_failed` for another job's and when the disk refuses.

@@ -140,7 +140,7 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
 def _segments(
     store: ArtifactStore, tags: Sequence[str], jobs: Sequence[str], failed: dict[str, OSError]
 ) -> Iterator[str]:
-    """Those that may hold blobs of the jobs: all, where the store does not know."""
+    """Yield those that may hold blobs of the jobs: all, where the store does not know."""
     if isinstance(store, Referring):
         found: set[str] = set()
         for job in jobs:
@@ -187,7 +187,7 @@ def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]
 
 
 def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[BlobEntry]:
-    """Of the jobs.
+    """Return the entries of the jobs.
 
     A line that is damaged hides what follows it from those that it names, and from nobody else.
     """
@@ -203,7 +203,7 @@ def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[B
 
 
 def _count(store: ArtifactStore, segment: str) -> int:
-    """How many blobs it has had; 0 where a line of its index is damaged."""
+    """Return how many blobs it has had; 0 where a line of its index is damaged."""
     try:
         return sum(1 for _ in read_entries(store, index_of(segment)))
     except DamagedBlob:
@@ -211,7 +211,7 @@ def _count(store: ArtifactStore, segment: str) -> int:
 
 
 def _is_dead(store: ArtifactStore, segment: str) -> bool:
-    """Whether a segment had blobs and all of them were deleted.
+    """Return whether a segment had blobs and all of them were deleted.
 
     One with a damaged line is left alone.
     """

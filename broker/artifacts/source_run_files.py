@@ -66,7 +66,7 @@ def _last_whole(attempts: dict[int, list[Blob]]) -> list[Blob]:
 
 
 def shortfall(blobs: Sequence[Blob]) -> str:
-    """Why these are not all rows of a prompt; empty when they are."""
+    """Return why these are not all rows of a prompt; empty when they are."""
     if not blobs:
         return "no rows of this prompt were captured"
     first = blobs[0].manifest
@@ -90,7 +90,7 @@ def shortfall(blobs: Sequence[Blob]) -> str:
 
 
 def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
-    """What ranks are told to load. `blobs` must be without a `shortfall`."""
+    """Return what ranks are told to load. `blobs` must be without a `shortfall`."""
     prompt = run_prompt(blobs)
     return RunFiles(
         key=key,
@@ -103,7 +103,7 @@ def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
 
 
 def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
-    """What users are told. `blobs` must be without a `shortfall`."""
+    """Return what users are told. `blobs` must be without a `shortfall`."""
     first, sites = blobs[0].manifest, _sites(blobs)
     elements = sum(
         len(first.positions) * sum(map(len, manifest.sites.values())) * _columns(manifest)
@@ -131,7 +131,7 @@ def _columns(manifest: Manifest) -> int:
 
 
 def _sites(blobs: Sequence[Blob]) -> Sites:
-    """Of all stages, in the order in which a forward meets them."""
+    """Return the sites of all stages, in the order of a forward pass."""
     found: dict[str, set[int]] = {}
     for _, manifest in blobs:
         for hook, layers in manifest.sites.items():

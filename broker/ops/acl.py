@@ -127,8 +127,8 @@ def write_users(folder: Path, database: int = 0) -> list[Path]:
 
 
 def jobs_url(redis_url: str) -> str:
-    """How to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is `flower`, else
-    as the same user.
+    """Return how to ask for jobs, given Flower's own URL: as `flower-jobs` where Flower is
+    `flower`, else as the same user.
     """
     parts = urlsplit(redis_url)
     if parts.username != FLOWER:

@@ -96,7 +96,7 @@ def _analyze(path: Path, check: str) -> tuple[int, int | None]:
 
 
 def _is_cut_off(data: mmap.mmap, start: int) -> bool:
-    """Whether from `start` on there is the beginning of valid commands, and then nothing but
+    """Return whether from `start` on there is the beginning of valid commands, and then nothing but
     zeros.
     """
     end = len(data)
@@ -127,7 +127,7 @@ def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]"
 
 
 def _begins_header(rest: bytes) -> bool:
-    """Whether a header may begin like this."""
+    """Return whether a header may begin like this."""
     return not rest or re.fullmatch(rb"[*$]\d{0,10}\r?", rest) is not None
 
 

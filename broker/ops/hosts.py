@@ -77,7 +77,7 @@ class Hosts:
         )
 
     def allows(self, hosts: list[str]) -> bool:
-        """Whether a call with these `Host` headers means us."""
+        """Return whether a call with these `Host` headers means us."""
         return self._any or (len(hosts) == 1 and self._ours(hosts[0]))
 
     def check(self, method: str, hosts: list[str], origins: list[str]) -> None:
@@ -107,7 +107,7 @@ class Hosts:
             )
 
     def _our_page(self, origin: str, called: str) -> bool:
-        """Whether the page has the host of this call, or a name of ours.
+        """Return whether the page has the host of this call, or a name of ours.
 
         Other addresses do not count: other sites have addresses too.
         """

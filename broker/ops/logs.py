@@ -74,7 +74,9 @@ def bound(**fields: Any) -> Iterator[None]:
 
 
 def about(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line is about: what was bound, and what was given with the line itself (`extra=`)."""
+    """Return what a line is about: what was bound, and what was given with the line itself
+    (`extra=`).
+    """
     fields = {**_of_process, **_of_task.get()}
     data = getattr(
         record, "data", None
@@ -119,9 +121,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """As one reads it in a terminal, the ids behind the message, whose further lines are
-    indented.
-    """
+    """Log lines for a terminal: the ids follow the message, and its further lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))

@@ -354,7 +354,7 @@ OF_STEERING: tuple[Reading[SteeringReport], ...] = (
 
 
 class WorkerReport(NamedTuple):
-    """What a worker reports of itself at a scrape."""
+    """A worker's report at a scrape."""
 
     model: str
     stats: WorkerStats

@@ -49,8 +49,8 @@ class LossyRedis(redis.exceptions.ConnectionError):
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether Redis is unreachable, loading, read-only, full, unable to write or in a long script:
-    the request is not at fault.
+    """Return whether Redis is unreachable, loading, read-only, full, unable to write or in a long
+    script: the request is not at fault.
     """
     if isinstance(error, _CLASSES):
         return True

@@ -31,7 +31,7 @@ PROGRESS_S, STALLED_S = 10.0, 60.0
 
 
 def dangers(info: dict[str, Any]) -> list[str]:
-    """Why a Redis that answers INFO like this may forget jobs; empty when it does not.
+    """Return why a Redis that answers INFO like this may forget jobs; empty when it does not.
 
     `info`: also a section of it alone.
     """
@@ -91,7 +91,7 @@ class Load:
         self._deadline = self._log_at = 0.0
 
     def watch(self, info: dict[str, Any]) -> bool:
-        """Whether INFO says that Redis loads; logs its progress.
+        """Return whether INFO says that Redis loads; logs its progress.
 
         Raises SettingsError if there was none for `STALLED_S`.
         """
@@ -115,7 +115,7 @@ class Load:
 
 
 def _decide(settings: Settings, load: Load) -> bool:
-    """Whether Redis has answered and has loaded its log. Raises SettingsError."""
+    """Return whether Redis has answered and has loaded its log. Raises SettingsError."""
     try:
         with redis_open.client(
             settings.redis_url,

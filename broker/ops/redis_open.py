@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 def place(url: str) -> Place:
-    """Where Redis is.
+    """Return where Redis is.
 
     Raises SettingsError for a Sentinel URL without a service, or with a wrong address.
     """
@@ -136,7 +136,7 @@ def client(url: str, **options: Any) -> "redis.Redis":
 
 
 def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":
-    """As `client`, for asyncio."""
+    """Return a client like `client`, for asyncio."""
     found = place(url)
     if not found.sentinels:
         return redis.asyncio.Redis.from_url(url, **options)
@@ -283,7 +283,7 @@ class MasterPool(
 
 
 class Broker(NamedTuple):
-    """How kombu opens the same Redis."""
+    """kombu's connection to the same Redis."""
 
     url: str
     ssl: dict[str, Any] | Literal[False]

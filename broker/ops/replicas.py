@@ -27,7 +27,7 @@ Address = tuple[str, int]
 
 
 class Holders(NamedTuple):
-    """What a master says: its run id, how many replicas have everything by WAIT, and which by
+    """A master's report: its run id, how many replicas have everything by WAIT, and which by
     INFO.
     """
 
@@ -38,8 +38,8 @@ class Holders(NamedTuple):
 
 
 class View(NamedTuple):
-    """What one sentinel says of a master that it does not take for dead: its epoch and run id, all
-    replicas, and the dispensable ones.
+    """One sentinel's view of a live master: epoch, run id, all replicas, and the dispensable
+    ones.
     """
 
     epoch: int
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What a majority of the sentinels says of the master with this run id."""
+    """View of a majority of sentinels on the master with this run id."""
 
     run: str
     known: frozenset[Address]
@@ -76,8 +76,8 @@ def holders(run: str, confirmed: int, replication: dict[str, Any], offset: int) 
 
 
 def is_dispensable(replica: dict[str, Any]) -> bool:
-    """Whether a sentinel that says this of a replica would not promote it while another one is in
-    order.
+    """Return whether a sentinel that says this of a replica would not promote it while another one
+    is in order.
 
     It does not answer, it may not be promoted, or it does not follow the master. One that was
     promoted does not follow any more either: it was seen as a replica before (has an offset) and
@@ -90,7 +90,7 @@ def is_dispensable(replica: dict[str, Any]) -> bool:
 
 
 def view(replicas: Iterable[dict[str, Any]], master: dict[str, Any]) -> View | None:
-    """Of the answers to `SENTINEL REPLICAS`, and to `SENTINEL MASTER`, which was asked later.
+    """Combine the answers to `SENTINEL REPLICAS` and, asked later, to `SENTINEL MASTER`.
 
     None: it takes the master for dead.
     """
@@ -106,8 +106,8 @@ def view(replicas: Iterable[dict[str, Any]], master: dict[str, Any]) -> View | N
 
 
 def agreed(views: Sequence[View | None], sentinels: int) -> Agreed | None:
-    """What more than half of all `sentinels` say of the newest configuration; None as long as they
-    do not.
+    """Return what more than half of all `sentinels` say of the newest configuration; None as long
+    as they do not.
     """
     said = [each for each in views if each is not None]
     newest = [each for each in said if each.epoch == max(other.epoch for other in said)]
@@ -141,7 +141,7 @@ class Replicas:
         self._trusted = float("-inf")  # until when (monotonic)
 
     def _enough_by_itself(self, found: Holders) -> bool | None:
-        """Whether that many suffice; None if sentinels have to say so."""
+        """Return whether that many suffice; None if sentinels have to say so."""
         if not self._sentinels:
             return found.confirmed >= self.minimum
         self.wait_for = max(self.minimum, found.recent)
@@ -156,7 +156,7 @@ class Replicas:
         return said.run == found.run and said.needed <= found.having
 
     def suffice(self, found: Holders) -> bool:
-        """Whether no failover can lose what `found.having` have.
+        """Return whether no failover can lose what `found.having` have.
 
         Asks sentinels one after the other, those that did not answer last.
         """

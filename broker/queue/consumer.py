@@ -47,7 +47,7 @@ class Consumer(CeleryConsumer):
         self._flush_events()
 
     def shutdown(self) -> None:
-        """Also send the events of the last tasks: the pool has drained."""
+        """Shut down, and send the events of the last tasks: the pool has drained."""
         self._flush_events()
         super().shutdown()
 

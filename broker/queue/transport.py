@@ -72,7 +72,9 @@ return taken
 
 
 def is_closed(channel: Any) -> bool:
-    """Whether kombu has closed the connection of a channel; it clears `client` when it does."""
+    """Return whether kombu has closed the connection of a channel; it clears `client` when it
+    does.
+    """
     return channel.connection is None or channel.connection.client is None
 
 

@@ -128,7 +128,7 @@ class KnownClients:
 
 
 class ServerKeys(NamedTuple):
-    """What makes a socket the relay's."""
+    """Keys of the relay's socket."""
 
     public: str
     secret: str
@@ -153,7 +153,7 @@ class ServerKeys(NamedTuple):
 
 
 class ClientKeys(NamedTuple):
-    """What a worker's sockets show, and what they expect of the relay."""
+    """Keys that a worker's sockets present, and the relay's key that they require."""
 
     public: str
     secret: str

@@ -52,7 +52,7 @@ class Kind(IntEnum):
 
 
 class Hello(Wire):
-    """Who greets; for the relay's log."""
+    """Greeting of a sender, for the relay's log."""
 
     version: str  # Midstream's
     pid: int
@@ -60,7 +60,7 @@ class Hello(Wire):
 
 
 class Refusal(Wire):
-    """Why the relay did not take a frame.
+    """Reason why the relay refused a frame.
 
     New fields go at the end; every version decodes what it knows.
     """
@@ -151,7 +151,7 @@ def refuse(raw: bytes, reason: str, detail: str) -> bytes:
 
 
 def refusal(frame: Frame) -> Refusal:
-    """What a REFUSED frame says; raises `FrameError` when it cannot be read."""
+    """Return what a REFUSED frame says; raises `FrameError` when it cannot be read."""
     try:
         return from_msgpack(frame.payload, Refusal)
     except msgspec.DecodeError as error:

@@ -189,7 +189,7 @@ class Outbox:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection to the relay right now."""
+        """Return whether there is a connection to the relay right now."""
         return self._sender.connected
 
     @property

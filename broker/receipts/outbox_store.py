@@ -394,8 +394,8 @@ class Store:
         )
 
     def _held(self) -> list[tuple[int, str]]:
-        """Which receipts have not been acknowledged, or are still there: also those that only the
-        job log knows.
+        """Return which receipts have not been acknowledged, or are still there: also those that
+        only the job log knows.
         """
         known = self._jobs.read()
         logged = known.jobs if known and known.epoch == self.epoch else []

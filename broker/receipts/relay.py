@@ -65,7 +65,7 @@ Stream = tuple[str, int, str]  # worker, rank, epoch
 
 
 class Settles(Protocol):
-    """What the relay needs of `broker.ledger.settlement.Settler`."""
+    """The part of `broker.ledger.settlement.Settler` that the relay uses."""
 
     def mark(self, worker: str, rank: int, epoch: str) -> int: ...
 
@@ -213,7 +213,7 @@ class Relay:
     # -- taking ------------------------------------------------------------------------------------
 
     def _take(self) -> Batch | None:
-        """What is there now, up to `BATCH` frames; None: nothing."""
+        """Return what is there now, up to `BATCH` frames; None: nothing."""
         batch, taken = Batch(), 0
         while taken < BATCH:
             try:

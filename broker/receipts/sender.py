@@ -309,7 +309,9 @@ class Sender(threading.Thread):
             self._enter(Phase.OFF)
 
     def _may_complain(self, about: int | str) -> bool:
-        """Whether to log a complaint; the same one is logged every `COMPLAIN_EVERY_S` at most."""
+        """Return whether to log a complaint; the same one is logged every `COMPLAIN_EVERY_S` at
+        most.
+        """
         now = time.monotonic()
         if now - self._complained.get(about, -COMPLAIN_EVERY_S) < COMPLAIN_EVERY_S:
             return False

@@ -67,7 +67,7 @@ class DeliveryLease(NamedTuple):
     ends: float
 
     def body(self) -> bytes:
-        """What is sent: the same bytes in every attempt."""
+        """Return what is sent: the same bytes in every attempt."""
         stamp = (
             datetime.fromtimestamp(float(self.created), UTC)
             .isoformat(timespec="milliseconds")
@@ -194,8 +194,8 @@ class WebhookOutbox:
 
     @reachable
     async def depth(self) -> tuple[int, float | None]:
-        """How many deliveries are pending, and since or until when the first of them is due; None
-        without any.
+        """Return how many deliveries are pending, and since or until when the first of them is due;
+        None without any.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zcard("ms:hooks").zrange("ms:hooks", 0, 0, withscores=True)

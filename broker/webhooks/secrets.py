@@ -27,7 +27,8 @@ class WebhookSecrets:
         self._script = ledger.redis.register_script(_source())
 
     async def of(self, tenant: str, key: str) -> SecretList:
-        """What signs the webhooks of jobs submitted with `key` (empty: without one): newest first.
+        """Return what signs the webhooks of jobs submitted with `key` (empty: without one): newest
+        first.
 
         Made now if there is none.
         """

@@ -178,8 +178,8 @@ class Sender:
         return len(loans)
 
     async def _notice_clock(self) -> None:
-        """What is due by a clock that was set back, now or while no sender ran, is not sent as late
-        as the clock was set back.
+        """Reschedule deliveries after the clock was set back, so that none waits for the old
+        time.
         """
         ahead = self._outbox.clock() - time.monotonic()
         if ahead < self._ahead - SET_BACK_S and (moved := await self._outbox.clamp(self._lease_s)):
@@ -247,7 +247,7 @@ class Sender:
         attempt: DeliveryAttempt,
         again: float | None,
     ) -> None:
-        """As often as it takes while the loan lasts: Redis may restart meanwhile.
+        """Record the result, retrying while the loan lasts: Redis may restart meanwhile.
 
         Raises MidstreamError("unavailable") after that.
         """

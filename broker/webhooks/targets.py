@@ -80,8 +80,8 @@ MAX_HOST = 253
 
 
 def refusal(address: Address, allow_private: bool = False) -> str | None:
-    """Why nothing may be sent to `address`; None when it is public, or with `allow_private` when it
-    is not a cloud's metadata.
+    """Return why nothing may be sent to `address`; None when it is public, or with `allow_private`
+    when it is not a cloud's metadata.
     """
     inner: list[str | None] = []
     if isinstance(address, IPv6Address):
@@ -122,7 +122,7 @@ def embedded(address: IPv6Address) -> list[IPv4Address]:
 
 
 def url_fault(url: str, allow_private: bool) -> str | None:
-    """What is wrong with a receiver's URL as it is written; None for nothing.
+    """Return what is wrong with a receiver's URL as it is written; None for nothing.
 
     Names are not looked up here.
 

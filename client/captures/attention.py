@@ -162,7 +162,7 @@ def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
 
 
 def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> int:
-    """How many key heads there are.
+    """Return how many key heads there are.
 
     Raises MidstreamError for rows of other widths than the kind's.
     """

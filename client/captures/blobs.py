@@ -23,7 +23,9 @@ from ...storage.store import ArtifactStore, open_store
 
 @dataclass(frozen=True)
 class Place:
-    """Where a blob lies: an object of a store, or a part of one; of no store, bytes in memory."""
+    """Location of a blob: an object of a store, or part of one; without a store, bytes in
+    memory.
+    """
 
     store: ArtifactStore | None
     key: str
@@ -61,7 +63,7 @@ def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
 
 
 class _Promise(msgspec.Struct):
-    """What is needed of the file beside."""
+    """Contents that the file beside a blob must have."""
 
     bytes: int
     crc32: int
@@ -113,7 +115,7 @@ class Blob:
         return self.unchecked(name)
 
     def unchecked(self, name: str) -> np.ndarray:
-        """As `raw`, without the check of the CRC32."""
+        """Return bytes like `raw`, without the check of the CRC32."""
         tensor = self.header.tensors[name]
         dtype = np.dtype(DTYPES[DTYPE_OF_FILE[tensor.dtype]].raw)
         return np.frombuffer(
@@ -256,7 +258,7 @@ def _of_segment(store: ArtifactStore, index: str, job: str | None) -> list[Place
 
 
 def open_blobs(places: Iterable[Place]) -> list[Blob]:
-    """All of them, or MidstreamError("gone") when one was deleted before it could be opened,
+    """Return all of them, or MidstreamError("gone") when one was deleted before it could be opened,
     ("capture_damaged") for a damaged one.
     """
     views: dict[tuple[ArtifactStore | None, str], memoryview] = {}

@@ -1,4 +1,4 @@
-"""What a capture's manifest says of a layer: how it attends, how it chooses experts."""
+"""Kinds of layers in a capture's manifest: how each attends and chooses experts."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from ...schemas.prompts.selectors import as_ranges
 
 
 def attention_at(kinds: Sequence[AttentionKind], layer: int) -> AttentionKind:
-    """How `layer` attends. Raises MidstreamError where that is not known."""
+    """Return how `layer` attends. Raises MidstreamError where that is not known."""
     return _at(kinds, layer, "attends")
 
 
@@ -26,7 +26,7 @@ def usable(kind: AttentionKind, layer: int) -> AttentionKind:
 
 
 def routing_at(kinds: Sequence[RoutingKind], layer: int) -> RoutingKind:
-    """How `layer` chooses experts. Raises MidstreamError where that is not known."""
+    """Return how `layer` chooses experts. Raises MidstreamError where that is not known."""
     kind = _at(kinds, layer, "chooses experts")
     if kind.refused:
         raise MidstreamError(

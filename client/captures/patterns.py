@@ -87,8 +87,8 @@ class Attention:
         return chosen
 
     def scores(self, behaviour: Behaviour) -> list[HeadScore]:
-        """Of each head the attention to the keys of a behaviour, as a mean over the queries that
-        have such keys; strongest first.
+        """Return each head's attention to the keys of a behaviour: the mean over the queries that
+        have such keys, strongest first.
 
         Raises MidstreamError: `invalid_request` for another behaviour, `not_found` where no query
         has such a key.
@@ -113,7 +113,7 @@ class Attention:
         return sorted(found, key=lambda each: -each.score)
 
     def behaviours(self) -> list[Behaviour]:
-        """Those that some query of this prompt has keys for."""
+        """Return those that some query of this prompt has keys for."""
         return [behaviour for behaviour in BEHAVIOURS if self._keys(behaviour).any()]
 
     def _keys(self, behaviour: Behaviour) -> np.ndarray:
@@ -122,8 +122,8 @@ class Attention:
         return keys
 
     def figure(self, path: Path | str | None = None, **options: Any) -> Any:
-        """As `client.render.attention_figure.figure` draws it: matplotlib's figure, saved to `path`
-        if that is given.
+        """Draw with `client.render.attention_figure.figure`: return matplotlib's figure, saved
+        to `path` if given.
         """
         return rendered("attention_figure", self, path, options)
 

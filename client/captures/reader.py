@@ -37,7 +37,7 @@ _SHOWN_RANGES = 16
 
 @dataclass(frozen=True)
 class Check:
-    """What `CaptureReader.verify` found about one blob, or about something that is missing."""
+    """Finding of `CaptureReader.verify` about one blob, or about a missing one."""
 
     path: Path  # of the blob; where requests are missing, the job's id
     bytes: int
@@ -84,7 +84,7 @@ class _Request:
         ]
 
     def incomplete(self) -> str:
-        """Why it is not whole; empty when it is."""
+        """Return why it is not whole; empty when it is."""
         missing = self.missing
         if not missing:
             return ""
@@ -133,7 +133,7 @@ class _Request:
         return shared
 
     def rows(self, blob: Blob) -> list[int] | None:
-        """Which rows of the blob's tensors belong to `positions`; None: all."""
+        """Return which rows of the blob's tensors belong to `positions`; None: all."""
         own = blob.header.manifest.positions
         return (
             None
@@ -143,7 +143,7 @@ class _Request:
 
 
 def _all_columns(blobs: Sequence[Blob]) -> bool:
-    """Whether these blobs of one site, in the order of their columns, hold whole rows."""
+    """Return whether these blobs of one site, in the order of their columns, hold whole rows."""
     end = 0
     for manifest in (blob.header.manifest for blob in blobs):
         if manifest.row is None or not manifest.columns:
@@ -361,11 +361,11 @@ class CaptureReader:
         return list(self._of(request).positions.values())
 
     def images(self, request: int = 0) -> list[ImageSpan]:
-        """Where each image of the prompt is: positions `[start, stop)`, in order."""
+        """Return where each image of the prompt is: positions `[start, stop)`, in order."""
         return self._of(request).manifest.images
 
     def tokens(self, request: int = 0) -> list[str]:
-        """How the token at each of `positions` reads, leading space included.
+        """Return how the token at each of `positions` reads, leading space included.
 
         Raises MidstreamError: `not_found` for a reader that was opened from files alone (use
         `Client.capture`), and what the server raises when it is asked.
@@ -384,7 +384,9 @@ class CaptureReader:
         return self.read_tokens(self.token_ids(request))
 
     def words(self, request: int = 0) -> list[str]:
-        """As `tokens`; token ids in digits for a reader that was opened from files alone."""
+        """Return the texts of `tokens`; ids in digits for a reader that was opened from files
+        alone.
+        """
         return (
             [str(token) for token in self.token_ids(request)]
             if self.read_tokens is None
@@ -499,7 +501,7 @@ class CaptureReader:
         return pattern(*found, usable(kind, layer), self.positions(request), heads=head, rows=rows)
 
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
-        """How a layer turns queries and keys into patterns.
+        """Return how a layer turns queries and keys into patterns.
 
         Raises MidstreamError where `q` was not captured or that is not recorded.
         """
@@ -548,7 +550,7 @@ class CaptureReader:
         return np.asarray(self.array(layer, hook, request)[positions.index(position)])
 
     def dtype(self, request: int = 0) -> str:
-        """What the rows are stored as: float32, float16 or bfloat16."""
+        """Return what the rows are stored as: float32, float16 or bfloat16."""
         return self._of(request).manifest.dtype
 
     def manifest(self, request: int = 0) -> Manifest:
@@ -565,8 +567,8 @@ class CaptureReader:
         ] + self.gaps()
 
     def gaps(self) -> list[Check]:
-        """What is missing: requests, stages, tensors, dropped positions; and the capture's status
-        from the API.
+        """Return what is missing: requests, stages, tensors, dropped positions; and the capture's
+        status from the API.
         """
         found = []
         if self.status not in ("", "ok"):
@@ -588,7 +590,7 @@ class CaptureReader:
         return found
 
     def _missing_requests(self) -> str:
-        """Which requests are there when some are missing; empty when none is."""
+        """Return which requests are there when some are missing; empty when none is."""
         there = list(self._requests)
         if len(there) >= self._expected:
             return ""

@@ -20,7 +20,7 @@ SHOWN_RANGES = 16
 
 
 class Sample(NamedTuple):
-    """Where a row of a matrix comes from."""
+    """Origin of a row of a matrix."""
 
     job: str
     request: int
@@ -64,8 +64,8 @@ def matrix(
 def samples(
     readers: "CaptureReader | Iterable[CaptureReader]", rows: Rows = "last"
 ) -> list[Sample]:
-    """What each row of `matrix(readers, …, rows=rows)` is: its job, its request and its token
-    position.
+    """Return what each row of `matrix(readers, …, rows=rows)` is: its job, its request and its
+    token position.
     """
     found = []
     for reader, request in _each(readers):
@@ -99,7 +99,7 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: Rows) 
 
 
 def _indices(reader: CaptureReader, request: int, rows: Rows) -> list[int]:
-    """Of the request's captured rows, those that are wanted."""
+    """Return the indices of the requested rows among the request's captured rows."""
     positions = reader.positions(request)
     if isinstance(rows, str):
         if rows not in get_args(Named):

@@ -8,7 +8,7 @@ from ..frames import pandas, xarray
 
 
 class Rows(Protocol):
-    """What is asked of a `CaptureReader`."""
+    """The part of `CaptureReader` that tables use."""
 
     job: str
     tag: str

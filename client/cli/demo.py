@@ -111,7 +111,7 @@ class Shift:
 
 
 class Verdict:
-    """What was checked, and what fell short."""
+    """Checks of the demo, and those that failed."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -462,7 +462,7 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
 
 
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
-    """As `midstream dynamic` does."""
+    """Query the ranks, as `midstream dynamic` does."""
     console.print("\n  [dim]$ midstream dynamic[/]")
     found = client.dynamic(MODEL_NAME)
     for worker in found.workers:
@@ -548,7 +548,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
 
 
 def _kept_in(settings: Settings, job: str) -> tuple[str, str]:
-    """Where the captures are, and what `capture show` needs to find the job's."""
+    """Return where the captures are, and what `capture show` needs to find the job's."""
     store = settings.artifacts
     if "://" in store:
         return store, f"{shlex.quote(store)} --job {job}"
@@ -561,7 +561,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def _command() -> str:
-    """How this program was called, as short as it can be typed here."""
+    """Return how this program was called, as short as it can be typed here."""
     called = Path(sys.argv[0])
     if called.name != "midstream":
         return f"{_short(Path(sys.executable))} -m midstream.client.cli.main"
@@ -574,8 +574,8 @@ def _short(path: Path) -> str:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether a supervisor's processes may still live there: then nothing is removed, and the
-    supervisor says what is wrong.
+    """Return whether a supervisor's processes may still live there: then nothing is removed, and
+    the supervisor says what is wrong.
     """
     return bool(read_state(folder))
 

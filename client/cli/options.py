@@ -212,7 +212,7 @@ def parse_steering(texts: Sequence[str], option: str = "--steer") -> list[Steeri
 
 
 def _parse_steer(text: str) -> tuple[str, dict[str, Any]]:
-    """What comes before the first colon, and the fields of an entry.
+    """Return what comes before the first colon, and the fields of an entry.
 
     Raises MidstreamError naming `--steer`.
     """
@@ -247,7 +247,9 @@ def _parse_steer(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parts(text: str) -> list[str]:
-    """What colons part; those of a range belong to it: `positions=5:9`, `positions=5::scale=2`."""
+    """Return what colons part; those of a range belong to it: `positions=5:9`,
+    `positions=5::scale=2`.
+    """
     parts: list[str] = []
     for part in text.split(":"):
         if parts and parts[-1].startswith("positions=") and "=" not in part:
@@ -398,7 +400,7 @@ def _places(text: str) -> int | list[int]:
 
 
 def _source(name: str, text: str) -> dict[str, Any]:
-    """Of what is no run."""
+    """Parse a patch's source that is not a run."""
     if name == "zeros":
         return {"zeros": True}
     return {"module": name[1:]} if name.startswith("@") else _vector(name, text)
@@ -420,7 +422,7 @@ def _no_patch(text: str, why: str) -> MidstreamError:
 
 
 def parse_patches(texts: Sequence[str]) -> list[Patch]:
-    """What `parse_patch` reads of each text."""
+    """Return what `parse_patch` reads of each text."""
     return [parse_patch(text) for text in texts]
 
 

@@ -78,7 +78,7 @@ class Shard:
         ]
 
     def keys(self, start: int = 0, stop: int | None = None) -> Keys:
-        """Of rows `[start, stop)`. Raises OSError, DamagedBlob."""
+        """Return the keys of rows `[start, stop)`. Raises OSError, DamagedBlob."""
         opened = self._open(self.entry.files[0].key)
         return Keys(*[self._read(opened, name, start, stop) for name in KEYS])
 

@@ -20,7 +20,7 @@ SHOWN = 100
 
 @dataclass
 class Verification:
-    """What was found. `faults`: empty if the harvest is whole."""
+    """Result of a verification. `faults`: empty if the harvest is whole."""
 
     shards: int = 0
     rows: int = 0

@@ -25,7 +25,7 @@ REFUSED: dict[str, str] = dict.fromkeys(
 
 
 class Predictions:
-    """What is known of each position's next token, of all prompts of a run."""
+    """Predictions of the next token at each position, for all prompts of a run."""
 
     def __init__(self, ask: Ask, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
         self.prompts, self.vocab = [list(prompt) for prompt in prompts], vocab

@@ -147,7 +147,7 @@ class HookedModel:
     # --- Runs -------------------------------------------------------------------------------------
 
     def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
-        """As `run_with_hooks` without hooks but those of `hooks()` and `add_hook`."""
+        """Run like `run_with_hooks`, with only the hooks of `hooks()` and `add_hook`."""
         return self.run_with_hooks(input, (), return_type, **options)
 
     def run_with_cache(
@@ -282,7 +282,7 @@ class HookedModel:
         )
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str]:
-        """How each token of a text, or of token ids, reads, its leading space included."""
+        """Return how each token of a text, or of token ids, reads, its leading space included."""
         ids = (
             self._ids(input, prepend_bos)
             if isinstance(input, str)
@@ -351,7 +351,7 @@ def _texts(input: Any) -> list[Any]:
 
 
 def _token_ids(input: Any) -> list[list[int]]:
-    """Of `[pos]` or `[batch, pos]`. Raises MidstreamError."""
+    """Convert `[pos]` or `[batch, pos]` token ids. Raises MidstreamError."""
     try:
         found = np.asarray(input.detach().cpu() if is_torch(input) else input)
     except ValueError:
@@ -514,7 +514,7 @@ class _Run:
         return reading
 
     def answer(self, return_type: str | None) -> Any:
-        """What a run gives back. Raises MidstreamError for another type."""
+        """Return what a run gives back. Raises MidstreamError for another type."""
         if return_type not in ("logits", "loss", "both", None):
             raise invalid(
                 "return_type", f"{return_type!r} is not known", allowed="logits, loss, both, None"

@@ -75,7 +75,7 @@ class Site(NamedTuple):
 
     @property
     def full(self) -> str:
-        """As TransformerLens writes it."""
+        """Return the name as TransformerLens writes it."""
         return f"blocks.{self.layer}.{self.name}"
 
 
@@ -104,11 +104,11 @@ class Card(msgspec.Struct):
     attention: list[Attending] = []
 
     def has(self, name: str) -> bool:
-        """Whether an activation of this name of `BLOCK` can be had."""
+        """Return whether an activation of this name of `BLOCK` can be had."""
         return all(hook in self.hooks for hook in BLOCK[name])
 
     def why_not(self, name: str) -> str:
-        """Why it cannot."""
+        """Return why it cannot."""
         missing = next(hook for hook in BLOCK[name] if hook not in self.hooks)
         start = f"{missing} is not served"
         if missing in self.absent:
@@ -120,7 +120,9 @@ class Card(msgspec.Struct):
         )
 
     def shape(self, hook: Hook) -> tuple[int, ...]:
-        """Of one token's row: `[heads, width]` of a hook that has heads, otherwise `[width]`."""
+        """Return the shape of one token's row: `[heads, width]` at hooks with heads, otherwise
+        `[width]`.
+        """
         row = self.inside.get(hook)
         if row is None:
             return (self.hidden_size,)
@@ -178,7 +180,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _absent(name: str) -> str:
-    """Why there is no such activation; empty for a name that TransformerLens does not have
+    """Return why there is no such activation; empty for a name that TransformerLens does not have
     either.
     """
     return ABSENT.get(name.rpartition(".")[2], "") or ABSENT.get(f"hook_{name}", "")

@@ -125,7 +125,7 @@ def _array(values: Any, name: str) -> np.ndarray:
 
 
 def positions_of(pos: Any) -> Any:
-    """As a request writes them. Raises MidstreamError."""
+    """Return the positions as a request writes them. Raises MidstreamError."""
     if pos is None:
         return "all"
     if isinstance(pos, slice):

@@ -111,8 +111,8 @@ def _title(panel: Panel, width: int) -> str:
 
 
 def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
-    """Of every `merged` × `merged` tokens the strongest: `[cells, cells]`; NaN above the diagonal,
-    where no query sees a key.
+    """Return the strongest of every `merged` × `merged` tokens: `[cells, cells]`; NaN above the
+    diagonal, where no query sees a key.
     """
     size = -(-len(pattern) // merged) * merged
     padded = np.zeros((size, size), dtype=np.float32)
@@ -125,7 +125,7 @@ def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
 
 
 def strongest(attention: Attention, most: int = 3) -> Table:
-    """Of each behaviour the heads that show it most."""
+    """Return the heads that show each behaviour most."""
     shown = table("What heads attend to", "keys", "heads", "share")
     for behaviour in attention.behaviours():
         scores = attention.scores(behaviour)[:most]

@@ -1,5 +1,5 @@
-"""What all figures share: matplotlib (extra `plots`), style, formats, and how notebooks show
-them.
+"""Code that all figures share: matplotlib (extra `plots`), style, formats, and display in
+notebooks.
 """
 
 import io

@@ -56,7 +56,7 @@ def grid_figure(grid: Grid) -> "Figure":
 
 
 def check(path: Path | str) -> None:
-    """As `figures.check`, for the option `--heatmap`."""
+    """Check like `figures.check`, for the option `--heatmap`."""
     figures.check(path, "heatmap")
 
 
@@ -101,7 +101,7 @@ def _draw(grid: Grid, title: list[str]) -> "Figure":
 
 
 def _beyond(values: np.ndarray, low: float, high: float) -> str:
-    """Which ends of the colour bar get an arrow, because there are values beyond."""
+    """Return which ends of the colour bar get an arrow, because there are values beyond."""
     ends = (bool((values < low).any()), bool((values > high).any()))
     return {
         (False, False): "neither",

@@ -125,7 +125,7 @@ def _tokens(positions: Sequence[int], words: Sequence[str]) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """As plotly shows it letter by letter: it reads tags in labels."""
+    """Escape text so that plotly shows it letter by letter: it reads tags in labels."""
     return escape(repr(text)[1:-1])
 
 

@@ -197,7 +197,7 @@ def run(view: RunView) -> Table:
 
 
 def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
-    """Which rows a run has of each prompt; of the first so many."""
+    """Return which rows a run has of each prompt; of the first so many."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
     for prompt in prompts[:TABLE_ROWS]:
         begin, end = (
@@ -227,7 +227,7 @@ def outputs(result: JobResult) -> Table:
 def receipts(
     title: str, jobs: Iterable[tuple[str, CaptureResults | None, Determinism | None]]
 ) -> Table:
-    """What every rank said about every request: the proof behind `ok`.
+    """Return what every rank said about every request: the proof behind `ok`.
 
     `jobs`: (id, captures, determinism).
     """
@@ -270,7 +270,7 @@ def determinism_line(determinism: Determinism | None) -> str:
 
 
 def capture(reader: CaptureReader) -> Table:
-    """What rows there are, per request."""
+    """Return what rows there are, per request."""
     shown = table(
         "Captured rows",
         "request",
@@ -302,7 +302,7 @@ def capture(reader: CaptureReader) -> Table:
 
 
 def checks(found: Sequence[Check]) -> Table:
-    """What is wrong, and then what is right as far as there is room."""
+    """Return what is wrong, and then what is right as far as there is room."""
     shown = table(
         "Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict"
     )

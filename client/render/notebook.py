@@ -449,13 +449,13 @@ def register(shell: Any) -> None:
 
 
 def record_html(record: Any) -> str | None:
-    """Of a record; None for a type that notebooks show as text."""
+    """Render a record; None for a type that notebooks show as text."""
     render = _HTML.get(type(record))
     return None if render is None else render(record)
 
 
 def listing_html(listing: "Listing[Any]") -> str | None:
-    """Of a list of records of one type, as a table; None for an empty one."""
+    """Render a list of records of one type as a table; None for an empty one."""
     if not listing or (shown := _LISTS.get(type(listing[0]))) is None:
         return None
     return _shown(*shown, list(listing))

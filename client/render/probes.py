@@ -69,7 +69,7 @@ def one(probe: Probe) -> Table:
 
 
 def measured(metrics: Metrics) -> Table:
-    """What a probe is worth on rows that it was not trained on."""
+    """Return what a probe is worth on rows that it was not trained on."""
     return facts(
         (
             "AUROC",

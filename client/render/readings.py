@@ -14,7 +14,7 @@ PROMPTS = 4
 
 
 def tokens(result: JobResult) -> list[int]:
-    """Whose texts the tables need, ascending."""
+    """Return the tokens whose texts the tables need, ascending."""
     found = set(known_tokens(result.lens or []))
     return sorted(found.union(*(reading.token_ids for reading in result.features or [])))
 

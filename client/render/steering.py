@@ -75,7 +75,7 @@ def digest(of: ModuleView | Lora | Sae | TunedLens) -> str:
 
 
 def entries(views: Sequence[EntryView]) -> Table:
-    """What is done to which rows; the first so many."""
+    """Return what is done to which rows; the first so many."""
     shown = table("Entries", "op", "hook", "layers", "positions", "scale", "numbers", "tensors")
     for view in views[:TABLE_ROWS]:
         positions = (
@@ -135,7 +135,7 @@ def worker_line(worker: WorkerSteering) -> str:
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
-    """What each rank of one worker says; those of a stage that does not agree are red.
+    """Return what each rank of one worker says; those of a stage that does not agree are red.
 
     In the queues are receipts, and bytes of rows.
     """

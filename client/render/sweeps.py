@@ -124,8 +124,8 @@ def _strongest_columns(grid: Grid) -> list[int]:
 
 
 def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
-    """Of every `merged` layers the value whose effect is strongest: `[layers, columns]` → `[layers
-    / merged, columns]`.
+    """Keep the strongest of every `merged` layers: `[layers, columns]` → `[layers / merged,
+    columns]`.
     """
     if merged == 1:
         return values
@@ -138,7 +138,7 @@ def _merge(values: np.ndarray, effects: np.ndarray, merged: int) -> np.ndarray:
 
 
 def _layer_numbers(layers: list[int], wide: int) -> str:
-    """As many as there is room for, each under the beginning of its column."""
+    """Write as many layer numbers as fit, each under the beginning of its column."""
     line = ""
     for place, layer in enumerate(layers):
         if place * wide >= len(line) + (2 if line else 0) and (place % 5 == 0 or wide >= 3):
@@ -187,7 +187,7 @@ def _of(result: SweepResult, pair: int) -> str:
 
 
 def _baselines(result: SweepResult) -> Iterator[str]:
-    """What the two prompts say without a patch."""
+    """Yield what the two prompts say without a patch."""
     for number, pair in enumerate(result.pairs):
         for name, baseline in (("patched prompt", pair.base), ("source prompt", pair.source)):
             if baseline is None:
@@ -207,7 +207,7 @@ def _baselines(result: SweepResult) -> Iterator[str]:
 
 
 def without_value(result: SweepResult) -> list[str]:
-    """How many cells were skipped or failed, by reason, with an example."""
+    """Return how many cells were skipped or failed, by reason, with an example."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for each in result.skipped:

@@ -136,7 +136,8 @@ class AttentionCalls(CaptureCalls):
         heads: LayerSelector | None = None,
         **fields: Any,
     ) -> Attention:
-        """What each token of a prompt attends to: patterns `[heads, query, key]` of `layers`.
+        """Return what each token of a prompt attends to: patterns `[heads, query, key]` of
+        `layers`.
 
         `prompt`: text or token ids. `heads`: by default all. `fields`: of the job that computes
         them, such as `model`, `steering` or `lora`; edits at `q` and `k` are in the patterns. The

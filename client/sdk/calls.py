@@ -25,7 +25,7 @@ REPEAT_S = 5.0
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine over the blocking transport returns, or raises."""
+    """Return what a coroutine over the blocking transport returns, or raises."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -139,8 +139,8 @@ class Calls:
         wire.raise_problem(await self._send(call))
 
     async def _ask_patiently(self, call: Call, kind: type[T]) -> T:
-        """As `_ask`, for calls that are safe to repeat: repeated for a few seconds while the server
-        does not answer.
+        """Request like `_ask`, repeated for a few seconds while the server does not answer: for
+        calls that are safe to repeat.
         """
         patience = wire.Patience(seconds=REPEAT_S)
         while True:

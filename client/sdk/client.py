@@ -28,7 +28,7 @@ class AllCalls(
     WebhookCalls,
     ServiceCalls,
 ):
-    """What both clients can do, as coroutines."""
+    """All calls of both clients, as coroutines."""
 
     def __init__(self, transport: Transport):
         self._io = transport

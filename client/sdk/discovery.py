@@ -28,7 +28,7 @@ ASK_S = 3.0
 
 @dataclass(frozen=True)
 class Stack:
-    """What a `midstream up` that is alive wrote down."""
+    """Record that a running `midstream up` keeps of itself."""
 
     data: Path
     pid: int
@@ -70,8 +70,8 @@ def running(data: Path) -> Stack | None:
 
 
 def written(data: Path) -> dict[str, Any]:
-    """What the last `midstream up` on a data directory wrote down; empty when there is nothing, or
-    it is another user's.
+    """Return what the last `midstream up` on a data directory wrote down; empty when there is
+    nothing, or it is another user's.
     """
     path = data / STATE_FILE
     try:

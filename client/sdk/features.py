@@ -75,7 +75,7 @@ def _fields(
     max_tokens: int,
     sampling: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Of the job."""
+    """Return the job's fields."""
     most = (
         saes
         if isinstance(saes, Mapping)
@@ -88,7 +88,10 @@ def _fields(
 
 
 def _tokens(result: JobResult) -> list[int]:
-    """Whose texts are needed. Raises MidstreamError for a job without features."""
+    """Return the tokens whose texts are needed.
+
+    Raises MidstreamError for a job without features.
+    """
     if not result.features:
         raise MidstreamError("not_found", f"job {result.id} has no features")
     return sorted({token for reading in result.features for token in reading.token_ids})

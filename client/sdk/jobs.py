@@ -207,7 +207,7 @@ class JobCalls(Calls):
 
     @call
     async def ready(self) -> bool:
-        """Whether a live worker serves a model.
+        """Return whether a live worker serves a model.
 
         An unreachable server counts as not ready and raises nothing.
         """

@@ -20,7 +20,7 @@ from .tokens import _detokenize
 
 @dataclass(frozen=True)
 class Lens:
-    """What a logit lens showed of one prompt.
+    """Logit lens of one prompt.
 
     `tokens[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
     """
@@ -62,7 +62,7 @@ class Lens:
 
 
 def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None = None) -> Lens:
-    """As arrays. `words`: token id → text."""
+    """Return the lens as arrays. `words`: token id → text."""
     shape = len(reading.layers), len(reading.positions)
     return Lens(
         job=job,
@@ -98,7 +98,7 @@ def known_tokens(readings: Sequence[LensReading]) -> list[int]:
 def _fields(
     prompt: Any, spec: dict[str, Any], max_tokens: int, sampling: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Of the job."""
+    """Return the job's fields."""
     return {
         "lens": {**spec, "tokens": list(spec["tokens"])},
         **one_prompt(prompt, max_tokens, sampling),
@@ -106,7 +106,7 @@ def _fields(
 
 
 def _tokens(result: JobResult) -> list[int]:
-    """Whose texts are needed. Raises MidstreamError for a job without a lens."""
+    """Return the tokens whose texts are needed. Raises MidstreamError for a job without a lens."""
     if not result.lens:
         raise MidstreamError("not_found", f"job {result.id} has no lens")
     return known_tokens(result.lens[:1])
@@ -135,8 +135,8 @@ class LensCalls(JobCalls):
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Lens:
-        """What each layer's rows say of the next token, through the model's own final norm and
-        output matrix.
+        """Return what each layer's rows say of the next token, through the model's own final norm
+        and output matrix.
 
         `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose
         rank and log-probability are wanted.

@@ -1,4 +1,4 @@
-"""What the calls share that read one prompt: the lens and features."""
+"""Code shared by the calls that read one prompt: the lens and features."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -178,5 +178,5 @@ class SteeringCalls(Calls):
 
     @call
     async def dynamic(self, model: str | None = None) -> Dynamic:
-        """What each rank of each worker says of itself now, and whether they agree."""
+        """Return what each rank of each worker says of itself now, and whether they agree."""
         return await self._ask(_about("GET", _DYNAMIC, model), Dynamic)

@@ -1,6 +1,4 @@
-"""How the calls of both clients reach the server, wait, and have work done: blocking, and in an
-event loop.
-"""
+"""Transports of both clients: sending, waiting and computing, blocking or in an event loop."""
 
 import asyncio
 import threading
@@ -33,7 +31,7 @@ class Streamed(Protocol):
 
 
 class Transport(Protocol):
-    """What calls do besides computing.
+    """Side effects of calls.
 
     All methods of the blocking one return without suspending.
     """
@@ -53,14 +51,14 @@ class Transport(Protocol):
     async def sleep(self, seconds: float) -> None: ...
 
     async def work(self, function: Callable[..., T], *args: Any) -> T:
-        """What a function returns that reads or writes files, or computes for long."""
+        """Return what a function returns that reads or writes files, or computes for long."""
 
     def beside(self, coroutine: Coroutine[Any, Any, None]) -> AbstractAsyncContextManager[None]:
         """Runs a coroutine meanwhile. What it raises is dropped."""
 
 
 class BlockingTransport:
-    """Of `Client`; may be used by several threads."""
+    """Transport of `Client`; may be used by several threads."""
 
     blocks = True
 
@@ -98,7 +96,7 @@ class BlockingTransport:
 
 
 class AwaitingTransport:
-    """Of `AsyncClient`; belongs to one event loop."""
+    """Transport of `AsyncClient`; belongs to one event loop."""
 
     blocks = False
 

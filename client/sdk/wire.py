@@ -109,7 +109,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a completion or a chat gave back, as far as Midstream adds to OpenAI's shape."""
+    """Answer of a completion or a chat, with Midstream's additions to OpenAI's shape."""
 
     job: str
     texts: list[str]  # one per prompt
@@ -204,7 +204,7 @@ def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, 
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Of every request.
+    """Return the headers of every request.
 
     `api_key`: None takes MIDSTREAM_API_KEY, or what is in the file of MIDSTREAM_API_KEY_FILE;
     empty: none.
@@ -258,7 +258,7 @@ def of_model(model: str | None) -> dict[str, str | int | float]:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """Return those that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -329,7 +329,7 @@ def _version(about: str, version: str, more: str = "") -> Finding:
 
 
 def _status(redis_url: str, url: str, api_key: str) -> Status | str:
-    """As the API tells it, or else from Redis itself; why not, where neither can."""
+    """Return the status from the API, or else from Redis; the reason, if neither answers."""
     try:
         with Client(url, api_key) as client:
             return client.status()
@@ -462,7 +462,7 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
 
 
 def _vllm(settings: Settings) -> Iterator[Finding]:
-    """Of this environment; nothing where vLLM is not installed.
+    """Return this environment's vLLM; nothing if it is not installed.
 
     The options are checked only if there are any: that imports vLLM.
     """
@@ -499,8 +499,8 @@ def _vllm(settings: Settings) -> Iterator[Finding]:
 
 
 def _extensions(settings: Settings) -> Iterator[Finding]:
-    """What packages of this environment offer, and whether the setting names them; nothing of them
-    is imported.
+    """Yield what packages of this environment offer, and whether the setting names them; nothing of
+    them is imported.
     """
     from ...workers.runner.base.extensions import check_installed, named, offered
 
@@ -533,7 +533,7 @@ def _extensions(settings: Settings) -> Iterator[Finding]:
 
 
 def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
-    """What is proven of each model's hook points, and what is not served."""
+    """Yield what is proven of each model's hook points, and what is not served."""
     try:
         listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=TIMEOUT_S)
         names = (

@@ -119,7 +119,7 @@ class Child:
         return exit_name(self.exit_code)
 
     def output(self) -> str:
-        """What it has written since its last start."""
+        """Return what it has written since its last start."""
         try:
             with self.log.open("rb") as handle:
                 handle.seek(self._log_start)
@@ -161,7 +161,7 @@ class Child:
 
     @property
     def due(self) -> bool:
-        """Whether it is dead and its pause is over."""
+        """Return whether it is dead and its pause is over."""
         return self.process is None and time.monotonic() >= self._not_before
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:

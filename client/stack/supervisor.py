@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 
 
 class Part(NamedTuple):
-    """How a child is run."""
+    """How to run one child process."""
 
     module: str
     stop_s: float  # a stop may take so long
@@ -132,7 +132,7 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        """Where the API answers."""
+        """Return where the API answers."""
         return f"http://{reachable(self.settings.api_host)}:{self.settings.api_port}"
 
     @property
@@ -458,7 +458,7 @@ class Supervisor:
             )
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Of a child: with its own port for metrics, and without the secrets that are others'."""
+        """Return a child's environment: its own metrics port, and no secrets of other children."""
         environment = (
             child_environment(self.settings) | self._metrics_port(name) | {MARK: str(self.data)}
         )
@@ -582,7 +582,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
 
 
 def read_state(data: Path) -> dict[str, Any]:
-    """What the supervisor of a data directory wrote down; empty when none runs there."""
+    """Return what the supervisor of a data directory wrote down; empty when none runs there."""
     try:
         return dict(json.loads((data / STATE_FILE).read_text()))
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):

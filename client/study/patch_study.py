@@ -74,7 +74,7 @@ class _Saved(Record):
 
 
 class _Header(msgspec.Struct):
-    """Of a file, whatever else is in it."""
+    """Header of a study file; other members are ignored."""
 
     format: str = ""
     version: int = 0
@@ -144,7 +144,7 @@ class _Study(Generic[C]):
 
     @classmethod
     def load(cls, path: Path | str, client: C | None = None) -> Self:
-        """What `save` wrote.
+        """Return what `save` wrote.
 
         Raises MidstreamError for another file, or one of another version; OSError.
         """
@@ -173,7 +173,7 @@ class _Study(Generic[C]):
 
     @property
     def request(self) -> SweepRequest:
-        """What was asked last. Raises MidstreamError before the first sweep."""
+        """Return what was asked last. Raises MidstreamError before the first sweep."""
         if self._request is None:
             raise _no_sweep()
         return self._request
@@ -186,7 +186,7 @@ class _Study(Generic[C]):
         return self._result
 
     def grid(self, pair: int | None = None) -> Grid:
-        """As numpy arrays, of one pair or of the mean over all."""
+        """Return numpy arrays, of one pair or of the mean over all."""
         return grids.grid_of(self.result, pair)
 
     def top(self, count: int = 10, pair: int | None = None) -> list[Effect]:

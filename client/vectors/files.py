@@ -64,7 +64,7 @@ def content(path: str | Path) -> bytes:
 def from_bytes(
     raw: bytes, layers: LayerSelector | None = None, **options: Any
 ) -> list[SteeringSpec]:
-    """As `read`, of a file's content."""
+    """Read a file's content, like `read`."""
     specs = _placed(_parsed(raw), layers)
     if len(specs) > MAX_ENTRIES:
         raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
@@ -165,7 +165,7 @@ def _of_zip(raw: bytes) -> list[SteeringSpec]:
 
 
 def _of_value(value: Any) -> list[SteeringSpec]:
-    """Of what a torch file holds."""
+    """Return the vectors in the value of a torch file."""
     if isinstance(value, Array):
         return [_bare({"vector": value})]
     if (
@@ -194,7 +194,7 @@ def _of_value(value: Any) -> list[SteeringSpec]:
 
 
 def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
-    """Of arrays that are named by an entry's fields, by layer or by site."""
+    """Return the vectors of arrays named by an entry's fields, by layer or by site."""
     if arrays.keys() <= module_files.SHAPES.keys():
         return [_bare(arrays)]
     layers = {name: match for name in arrays if (match := _LAYER.fullmatch(name))}

@@ -62,7 +62,7 @@ class _Reader:
         return self.take(self.number("Q")).decode(errors="replace")
 
     def value(self, kind: int) -> Any:
-        """Of an array null: none is needed."""
+        """Return the value; null for an array, since none is needed."""
         if kind == _TEXT:
             return self.text()
         if kind in _SCALARS:

@@ -68,8 +68,8 @@ class _View:
 
 
 def read(raw: bytes) -> Any:
-    """What was saved: an `Array`, or a dictionary or list with `Array`s, numbers and texts in it;
-    float64 is rounded to float32.
+    """Return what was saved: an `Array`, or a dictionary or list with `Array`s, numbers and texts
+    in it; float64 is rounded to float32.
 
     Raises ValueError naming what is wrong.
     """
@@ -174,7 +174,7 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
 
 
 def _marked(stack: list[Any]) -> list[Any]:
-    """What lies above the last mark, taken off with it."""
+    """Return what lies above the last mark, taken off with it."""
     at = len(stack) - 1
     while stack[at] is not _MARK:
         at -= 1

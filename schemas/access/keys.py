@@ -66,7 +66,7 @@ class Tenant(Record):
 
 
 class Key(Record):
-    """As stored: never with its secret."""
+    """Stored API key, without its secret."""
 
     id: KeyId
     name: str
@@ -150,7 +150,7 @@ class Caller(NamedTuple):
         return scope in self.scopes or "admin" in self.scopes
 
     def sees(self, tenant: str) -> bool:
-        """Whether the caller may see what belongs to `tenant`."""
+        """Return whether the caller may see what belongs to `tenant`."""
         return tenant == self.tenant or "admin" in self.scopes
 
 
@@ -187,5 +187,5 @@ def shown(kept: str) -> str:
 
 
 def own(tenant: str, kept: Iterable[str]) -> list[str]:
-    """Of these, the tenant's own, as it knows them, in the same order."""
+    """Return the tenant's own names among these, without its prefix, in the same order."""
     return [name for owner, name in map(unscoped, kept) if owner == tenant]

@@ -24,7 +24,7 @@ class SessionRequest(Record):
 
 
 class Session(Record):
-    """As stored: under a hash of its id, so that who reads Redis cannot use it."""
+    """Stored session, under a hash of its id, so that a reader of Redis cannot use it."""
 
     key: KeyId
     sha256: str  # of the key's secret: another key of the same id is not this one

@@ -20,7 +20,7 @@ class LoraModule(Record):
 
 
 class LoraSupport(Record):
-    """What a worker accepts.
+    """LoRA adapters that a worker accepts.
 
     `modules`: name with `*` for the layer's number → one entry for each shape that it has.
     """

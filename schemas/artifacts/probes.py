@@ -65,7 +65,7 @@ class ProbeRequest(Record):
 
 
 class ProbeContent(Record):
-    """What a probe computes, with its site."""
+    """Computation of a probe, with its site."""
 
     hook: Hook
     layer: int
@@ -165,7 +165,7 @@ class StoredProbe(Record):
 
 
 def label_starts(probes: list[StoredProbe]) -> list[int]:
-    """Where each probe's labels begin among those of all."""
+    """Return where each probe's labels begin among those of all."""
     starts = [0]
     for probe in probes:
         starts.append(starts[-1] + len(probe.content.labels))
@@ -173,7 +173,7 @@ def label_starts(probes: list[StoredProbe]) -> list[int]:
 
 
 class ProbeScore(Wire):
-    """What a rank reports of one probe of one request."""
+    """A rank's report on one probe of one request."""
 
     name: str
     digest: str
@@ -192,7 +192,7 @@ class ProbeScore(Wire):
 
     @property
     def flagged(self) -> bool:
-        """Whether the job is to be reported for it.
+        """Return whether the job is to be reported for it.
 
         (The operator's probes are reported in metrics.)
         """

@@ -59,7 +59,7 @@ ITEM_BYTES = {name: facts.bytes for name, facts in DTYPES.items()}
 
 
 def widened(raw: "np.ndarray", dtype: str) -> "np.ndarray":
-    """What `DTypeFacts.raw` holds as numbers: as it is, or float32 for what numpy lacks."""
+    """Return what `DTypeFacts.raw` holds as numbers: as it is, or float32 for what numpy lacks."""
     convert = DTYPES[dtype].widened
     return raw if convert is None else convert(raw)
 

@@ -164,8 +164,8 @@ _NAMED = re.compile(
 
 
 def misfit(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is empty
-    for the whole object.
+    """Return what does not fit and where: `$.capture.layers` becomes `capture.layers`; the path is
+    empty for the whole object.
     """
     text = str(error)
     if len(text) > 2 * MAX_DETAIL:  # it quotes names of any length; the path comes last

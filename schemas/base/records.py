@@ -21,7 +21,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tr
     """A JSON object of the public vocabulary: immutable, keyword-only, unknown fields refused."""
 
     def _repr_html_(self) -> str | None:
-        """What notebooks show; None: the text."""
+        """Return what notebooks show; None: the text."""
         return None if html_renderer is None else html_renderer(self)
 
 

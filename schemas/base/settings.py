@@ -349,7 +349,7 @@ class Settings(Record):
 
     @property
     def capture_root(self) -> Path:
-        """Of captures in a local folder that no setting names."""
+        """Return the local folder of captures where no setting names one."""
         return Path(self.data_dir).resolve() / "captures"
 
     @property
@@ -605,7 +605,7 @@ def relay_addresses(relay_url: str) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens at `host`, a name or an address."""
+    """Return whether only this machine reaches what listens at `host`, a name or an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -613,7 +613,7 @@ def is_loopback(host: str) -> bool:
 
 
 def asks_for_keys(settings: Settings) -> bool:
-    """Whether the API lets in only callers with a key."""
+    """Return whether the API lets in only callers with a key."""
     return settings.auth == "keys" or (
         settings.auth == "auto" and not is_loopback(settings.api_host)
     )

@@ -7,7 +7,7 @@ BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 
 
 class StoreCalls(Record):
-    """Of one operation: head | get | put | upload (in parts) | delete | list | probe."""
+    """Counts of one operation: head | get | put | upload (in parts) | delete | list | probe."""
 
     outcomes: dict[str, int] = {}  # ok | missing | stale | refused | full | away | error → requests
     # requests repeated for a passing reason; those of an upload's parts are not known

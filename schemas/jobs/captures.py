@@ -34,8 +34,8 @@ def index_of(key: str) -> str:
 
 
 def path_fault(path: str, job: str) -> str | None:
-    """What is wrong with the path of a capture file as a receipt of `job` names it, relative to the
-    capture root; None for nothing.
+    """Return what is wrong with the path of a capture file as a receipt of `job` names it, relative
+    to the capture root; None for nothing.
 
     A job's files are in `<tag>/<job>/` and in shared segments: any other path is invalid.
     """

@@ -66,7 +66,7 @@ class HarvestSource(Record, kw_only=True):
 
 
 class HarvestCut(Record, kw_only=True):
-    """How documents become sequences."""
+    """Rules by which documents become sequences."""
 
     # tokens; null: as long as the model takes
     max_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)] | None = None
@@ -76,7 +76,7 @@ class HarvestCut(Record, kw_only=True):
 
 
 class HarvestPositions(Record, kw_only=True):
-    """Which positions of a sequence give rows."""
+    """Positions of a sequence that give rows."""
 
     skip_bos: bool = True  # not those of the model's beginning-of-text token
     # of each sequence: attention sinks
@@ -89,7 +89,7 @@ class HarvestPositions(Record, kw_only=True):
 
 
 class HarvestShards(Record, kw_only=True):
-    """How rows become files."""
+    """Rules by which rows become files."""
 
     # of rows in a shard of all stages, about
     mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_MIB)] = 64
@@ -211,7 +211,7 @@ class ShardEntry(Record, kw_only=True):
 
 
 class UnitEntry(Record, kw_only=True):
-    """What a unit gave."""
+    """Result of a unit."""
 
     unit: int
     first: int  # document

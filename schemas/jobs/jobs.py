@@ -71,8 +71,8 @@ ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
 
 
 class Structured(Record, omit_defaults=True):
-    """What the generated text is constrained to, one of these; JSON schemas and structural tags as
-    JSON text.
+    """Constraint on the generated text, one of these; JSON schemas and structural tags as JSON
+    text.
     """
 
     json: str | None = None  # a JSON schema
@@ -260,14 +260,14 @@ class TokenLogprob(Record):
 
 
 class Message(Record, omit_defaults=True):
-    """What an output of a chat with tools says, as vLLM's parser reads it."""
+    """Output of a chat with tools, as vLLM's parser reads it."""
 
     content: str | None = None
     tool_calls: list[ToolCall] = []
 
 
 class CallDelta(Record, omit_defaults=True):
-    """What is new of a call in a streamed message. A call's first one has `id` and `name`."""
+    """New part of a call in a streamed message. A call's first one has `id` and `name`."""
 
     index: int
     id: str = ""
@@ -276,7 +276,7 @@ class CallDelta(Record, omit_defaults=True):
 
 
 class Said(Record, omit_defaults=True):
-    """What is new of a message, as vLLM's parser reads the text while it is generated."""
+    """New part of a message, as vLLM's parser reads the text while it is generated."""
 
     content: str = ""
     calls: list[CallDelta] = []
@@ -293,7 +293,7 @@ class Prompted(Record):
 
 
 class Output(Record):
-    """What one prompt generated."""
+    """Generated output of one prompt."""
 
     index: int
     text: str
@@ -378,7 +378,7 @@ class StageReport(Record):
 
 
 class Determinism(Record):
-    """Whether, for every request, the ranks of each pipeline stage report the same actions.
+    """Agreement of the ranks of each pipeline stage on the actions of every request.
 
     `consistent` covers the attempt that produced the result; a disagreement that ended an earlier
     attempt is in `retried`.

@@ -117,7 +117,7 @@ class StreamOptions(Record):
 
 
 class OpenAIRequest(Adapted, kw_only=True):
-    """What both endpoints share.
+    """Fields that both endpoints share.
 
     `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
     """
@@ -240,7 +240,7 @@ class Usage(Record):
 
 
 class Answer(Record, kw_only=True):
-    """What every answer and chunk carries.
+    """Fields of every answer and chunk.
 
     `created` is in seconds since the epoch; `id` is the job's.
     """
@@ -275,7 +275,7 @@ class CompletionLogprobs(Record):
 
 
 class PromptLogprob(Record):
-    """Of one token at one place of a prompt."""
+    """Log-probability of one token at one place of a prompt."""
 
     logprob: float
     rank: int | None
@@ -350,7 +350,7 @@ class ChatCompletion(Answer, kw_only=True):
 
 
 class CallPart(Record):
-    """What is new of a tool call in a chunk."""
+    """New part of a tool call in a chunk."""
 
     index: int
     function: dict[str, str]

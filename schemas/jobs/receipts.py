@@ -40,7 +40,7 @@ class CapturedFile(Wire):
 
 
 class Consumed(Wire):
-    """What one consumer made of one request's captured rows, `filesystem` among them."""
+    """Result of one consumer (such as `filesystem`) of one request's captured rows."""
 
     name: str
     ok: bool = True

@@ -22,8 +22,8 @@ class Node(NamedTuple):
 
 
 def nodes_of(pair: StoredPair) -> list[Node]:
-    """What must be asked to know the log-probability of answer and foil; the first is the prompt
-    itself.
+    """Return what must be asked to know the log-probability of answer and foil; the first is the
+    prompt itself.
     """
     wanted: dict[tuple[int, ...], set[int]] = {(): set()}
     for continuation in (pair.answer, pair.foil):
@@ -52,7 +52,7 @@ class Units:
 
     @cached_property
     def tokens(self) -> int:
-        """What all its requests come to: their prompts, and the token that each has graded.
+        """Return what all its requests come to: their prompts, and the token that each has graded.
 
         What is skipped counts nothing; what an engine shares between requests counts for each.
         """
@@ -102,7 +102,7 @@ class Units:
         return units
 
     def cells(self, pair: int) -> Iterator[Unit]:
-        """All of a pair, those that are skipped included, by number."""
+        """Yield all of a pair, those that are skipped included, by number."""
         sweep = self._sweep
         number = self.first_cell + pair * len(sweep.hooks) * len(sweep.layers) * sweep.num_columns
         for hook in range(len(sweep.hooks)):

@@ -1,5 +1,5 @@
-"""What readers see of a sweep besides its result: what a request would run, and a sweep as it
-stands with the request that it answers.
+"""Views of a sweep besides its result: the plan of a request, and a sweep in progress with its
+request.
 """
 
 from ..base.records import Record

@@ -101,8 +101,8 @@ class SweepPair(Record):
 
 
 class PatchWindow(Record):
-    """How many of the sweep's layers and columns are patched together: centred on the cell, and cut
-    off at the edges.
+    """Number of layers and columns of the sweep that are patched together: centred on the cell,
+    and cut off at the edges.
     """
 
     layers: Count = 1
@@ -210,7 +210,7 @@ class StoredPair(Record):
 
 
 class StoredSweep(Record):
-    """What was asked, resolved. All pairs have the same number of columns."""
+    """Resolved request of a sweep. All pairs have the same number of columns."""
 
     pairs: list[StoredPair]
     hooks: list[Hook]
@@ -271,7 +271,7 @@ class UnitRecord(Record):
 
 
 class Baseline(Record):
-    """One of the two prompts without a patch.
+    """Result of one of the two prompts without a patch.
 
     `value`: in the metric's units; for `recovered`, in the units of the underlying metric.
     """

@@ -1,5 +1,5 @@
-"""How a model's layers turn queries and keys into attention patterns: facts that a rank reads from
-the loaded model.
+"""Kinds of attention: how layers turn queries and keys into patterns, as read from the loaded
+model.
 """
 
 from .layer_kinds import LayerKind

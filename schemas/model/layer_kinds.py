@@ -11,7 +11,7 @@ from ..base.records import Published
 
 
 class LayerKind(Published):
-    """What is so in `layers`."""
+    """Facts that hold in `layers`."""
 
     layers: list[int]  # ascending
 

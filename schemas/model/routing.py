@@ -1,5 +1,5 @@
-"""How a model's layers choose experts from the router's logits: facts that a rank finds out from
-the loaded model, and the arithmetic.
+"""Kinds of routing: how layers choose experts from the router's logits, as read from the loaded
+model, and the arithmetic.
 """
 
 from typing import Literal

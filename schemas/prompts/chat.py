@@ -101,7 +101,7 @@ class ToolUse(Record):
 
 
 class Rendering(Record):
-    """What a chat template gets in addition to the messages, and how the conversation ends."""
+    """Inputs of a chat template besides the messages, and how the conversation ends."""
 
     tools: list[dict[str, Any]] | None = None
     options: dict[str, Any] = {}  # further variables of the template
@@ -122,12 +122,12 @@ PlainMessage = dict[str, Any]
 
 
 def characters_of(messages: Iterable[PlainMessage]) -> int:
-    """Of all texts in these messages."""
+    """Return the number of characters of all texts in these messages."""
     return sum(_characters(value) for message in messages for value in message.values())
 
 
 def _characters(value: Any) -> int:
-    """Of all texts in a JSON value, names of members aside."""
+    """Return the number of characters of all texts in a JSON value, names of members aside."""
     if isinstance(value, dict):
         return sum(map(_characters, value.values()))
     if isinstance(value, list):

@@ -32,8 +32,8 @@ class ImageRef(Record):
 
 
 class ImageSpan(Record):
-    """Where an image is in a prompt as the model gets it: the positions `[start, stop)`, separators
-    between its rows among them.
+    """Positions `[start, stop)` of an image in a prompt as the model gets it, including
+    separators between its rows.
     """
 
     digest: str

@@ -272,7 +272,7 @@ def resolve_layers(
 
 
 def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
-    """How many numbers and ranges it is written as."""
+    """Return how many numbers and ranges it is written as."""
     if isinstance(selector, str):
         return selector.count(",") + 1
     return len(selector) if isinstance(selector, list) else 1
@@ -479,7 +479,7 @@ def _span(span: Span, find: SpanFinder, at: str) -> list[int]:
 
 
 def cut_positions(selector: RequestedPositions, prompt_tokens: int) -> RequestedPositions:
-    """Without what is beyond the prompt: for what is taken of prompts of every length.
+    """Drop positions beyond the prompt: for selections that apply to prompts of every length.
 
     An empty list where nothing is left.
 
@@ -537,7 +537,7 @@ def end_position(selector: PositionSelector, prompt_tokens: int) -> int:
 
 
 def depends_on_prompt(selector: PositionSelector) -> bool:
-    """Whether a resolved selector selects other positions in a longer prompt with the same
+    """Return whether a resolved selector selects other positions in a longer prompt with the same
     beginning.
     """
     return selector in ("last_prompt", "all_prompt", "all_generated")

@@ -1,4 +1,5 @@
-"""What jobs and ranks get of a harvest: a part of its units, and the place of a sequence's rows.
+"""Parts of a harvest as jobs and ranks get them: a range of units, and the place of a sequence's
+rows.
 
 See `schemas.harvests`.
 """
@@ -22,7 +23,7 @@ SCALED: dict[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class HarvestPart(Record, omit_defaults=True):
-    """What a job of kind `harvest` does: units `[first, first + count)`; or it plans, or seals."""
+    """Work of a job of kind `harvest`: units `[first, first + count)`; or it plans, or seals."""
 
     harvest: str
     part: int
@@ -34,7 +35,7 @@ class HarvestPart(Record, omit_defaults=True):
 
 
 class HarvestPlace(Record, omit_defaults=True):
-    """Where the rows of one sequence go: travels to the ranks with its capture."""
+    """Destination of one sequence's rows: travels to the ranks with its capture."""
 
     uri: str  # of the harvest's store
     key: str  # of the shard, in the folder of its job, without what a stage adds to it

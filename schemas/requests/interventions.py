@@ -117,7 +117,7 @@ class Intervention:
 
     @property
     def written(self) -> str:
-        """As users write it."""
+        """Return the name as users write it."""
         return self.op if self.flag in ("", "mask") else f"{self.op} with {self.flag}"
 
     @property
@@ -130,12 +130,12 @@ class Intervention:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """What the entries of one term hold."""
+        """Return what the entries of one term hold."""
         return tuple(TENSORS[name].symbol for name in self.tensors if TENSORS[name].wide)
 
     @property
     def ranked(self) -> bool:
-        """Whether it has as many terms as its tensors have rows."""
+        """Return whether it has as many terms as its tensors have rows."""
         return any(TENSORS[name].ranked for name in self.tensors)
 
     @property
@@ -158,13 +158,13 @@ class Intervention:
 
     @property
     def graded(self) -> bool:
-        """Whether the first scalar is a strength: where it is 0 the row keeps its bits."""
+        """Return whether the first scalar is a strength: where it is 0 the row keeps its bits."""
         return bool(self.numbers)
 
     @property
     def is_one_vector(self) -> bool:
-        """Whether its one tensor is a vector that is written as it is: what a patch can take from a
-        module.
+        """Return whether its one tensor is a vector that is written as it is: what a patch can take
+        from a module.
         """
         return self.tensors == ("vector",) and not self.unit
 

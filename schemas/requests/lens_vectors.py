@@ -66,7 +66,7 @@ LensVectors = Annotated[list[LensVector], msgspec.Meta(min_length=1, max_length=
 
 
 class LensVectorError(ValueError):
-    """What cannot be expressed or is not right; `field` is where, below the vector."""
+    """A vector that is invalid or cannot be expressed; `field` is its place, below the vector."""
 
     def __init__(self, field: str, detail: str, allowed: str = "") -> None:
         super().__init__(f"{field}: {detail}" + (f"; valid: {allowed}" if allowed else ""))

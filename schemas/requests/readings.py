@@ -158,7 +158,7 @@ class Array(Record):
 
 
 class ReaderPart(Wire, tag="reader"):
-    """What an installed reader returned on one pipeline stage, and which code it was."""
+    """Answer of an installed reader on one pipeline stage, and the code that gave it."""
 
     capture: int  # index in `RankSpec.captures`
     name: str
@@ -195,7 +195,7 @@ part_decoder = msgspec.msgpack.Decoder(Part)
 
 
 class LensReading(Record):
-    """What a logit lens showed of one prompt.
+    """Logit lens of one prompt.
 
     Lists of three levels are layers × positions × tokens; log-probabilities are in nats.
 
@@ -217,7 +217,7 @@ class LensReading(Record):
 
 
 class ReaderResult(Record):
-    """What a reader returned of the sites of one pipeline stage."""
+    """Answer of a reader on the sites of one pipeline stage."""
 
     sites: dict[str, list[int]]  # hook → layers
     positions: list[int]  # absolute token positions
@@ -226,7 +226,7 @@ class ReaderResult(Record):
 
 
 class ReaderReading(Record):
-    """What an installed reader returned of one prompt, and which code it was.
+    """Answer of an installed reader on one prompt, and the code that gave it.
 
     An engine without pipeline stages has one part.
     """

@@ -15,7 +15,7 @@ RunState = Literal["pending", "ready", "failed", "deleted"]
 
 
 class Run(Record, omit_defaults=True):
-    """What a run's name points at, as the ledger keeps it.
+    """Record of a named run in the ledger.
 
     A job's captures never change, so neither does what it names.
     """
@@ -78,7 +78,7 @@ class RunFile(Record):
 
 
 class RunFiles(Record):
-    """What a rank is to load: the rows of one prompt of a run.
+    """Files that a rank loads: the rows of one prompt of a run.
 
     It reads the blobs that contain its own sites.
     """
@@ -123,7 +123,7 @@ class RunRow(NamedTuple):
 
 
 def row_name(row: RunRow) -> str:
-    """What `StoredSteering.tensors` calls it: as good as a content hash, see `run_key`."""
+    """Return what `StoredSteering.tensors` calls it: as good as a content hash, see `run_key`."""
     where = (
         str(row.position) if row.position is not None else f"mean {as_ranges(row.mean)}".rstrip()
     )

@@ -72,7 +72,7 @@ LAYERS_AND_HOOKS = "give either `hooks` or `hook` with `layers`, not both"
 
 
 class SitesSpec(Record):
-    """Which sites: `hooks` gives each hook point its own layers, and replaces `hook` and
+    """Selection of sites: `hooks` gives each hook point its own layers, and replaces `hook` and
     `layers`.
     """
 
@@ -181,7 +181,7 @@ class SteeringSpec(Record):
 
 
 class PatchSource(Record):
-    """What a patch writes: exactly one of `run`, `vector`, `module` and `zeros`.
+    """Source of a patch: exactly one of `run`, `vector`, `module` and `zeros`.
 
     `run`: a name, or the id of a job that captured. The source is its row at `position` of its
     prompt number `prompt`, at the patch's own hook and layer; a null `position` is the position
@@ -268,7 +268,7 @@ class StoredSteering(Record):
         return FAMILY[self.family].entries(self.rank or 1)
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
-        """What its tensors must be."""
+        """Return what its tensors must be."""
         return FAMILY[self.family].shapes(self.rank, hidden_size)
 
 
@@ -331,12 +331,14 @@ class StoredCapture(Record, omit_defaults=True):
 
     @property
     def everywhere(self) -> bool:
-        """Whether every rank of a tensor-parallel stage records it, and not only the first."""
+        """Return whether every rank of a tensor-parallel stage records it, and not only the
+        first.
+        """
         return self.scored or (self.reading is not None and self.reading.everywhere)
 
     @property
     def scored(self) -> bool:
-        """Whether its rows are for probes: they are not stored."""
+        """Return whether its rows are for probes: they are not stored."""
         return self.consumers == [PROBED]
 
     @property
@@ -356,7 +358,7 @@ class StoredCapture(Record, omit_defaults=True):
         ]
 
     def count_positions(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many rows per site it may give, when up to `max_tokens` are generated.
+        """Return how many rows per site it may give, when up to `max_tokens` are generated.
 
         Takes no time, however many they are.
         """
@@ -372,8 +374,8 @@ class StoredCapture(Record, omit_defaults=True):
 
 
 def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
-    """What records the rows of these probes, of all positions: one capture for each side of the
-    interventions.
+    """Return what records the rows of these probes, of all positions: one capture for each side of
+    the interventions.
     """
     sides: dict[At, dict[Hook, set[int]]] = {}
     for content in (probe.content for probe in probes):
@@ -395,8 +397,8 @@ POSITION_BYTES = 16
 
 
 def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stages: int = 1) -> int:
-    """What one prompt's rows count against `memory_limit_kib`: rows, numbers and token ids, but not
-    the blob's header.
+    """Return what one prompt's rows count against `memory_limit_kib`: rows, numbers and token ids,
+    but not the blob's header.
 
     `positions` `[hidden_size]` rows of `dtype` at each of `sites`; each of `stages` repeats the
     positions.
@@ -405,8 +407,8 @@ def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stage
 
 
 class Entry(Record):
-    """Where a forward may begin for a request: at `layer`, with the rows of `pre_attn` that a run
-    kept of the very same tokens.
+    """Entry point of a request's forward pass: at `layer`, with the rows of `pre_attn` that a run
+    kept of the same tokens.
 
     All that an intervention of the request touches is at `layer` or above. A rank may begin there
     or not: the result is the same. All runs of one job that entries name have rows at every layer
@@ -418,7 +420,7 @@ class Entry(Record):
 
 
 class Grade(Record):
-    """What is asked about the next token after a request's prompt; answered in the last stage's
+    """Question about the next token after a request's prompt; answered in the last stage's
     receipt (`Receipt.graded`).
     """
 
@@ -430,7 +432,7 @@ class Grade(Record):
 
 
 class RankSpec(Record):
-    """What a rank receives about one request, in `SamplingParams.extra_args["midstream"]` (as plain
+    """A request as ranks receive it, in `SamplingParams.extra_args["midstream"]` (as plain
     containers).
 
     Positions are resolved against this request's prompt.

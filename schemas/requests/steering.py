@@ -39,7 +39,7 @@ class SteeringTemplate(Record):
     rank: int = 0
 
     def shapes(self, hidden_size: int) -> list[list[int]]:
-        """What its tensors must be."""
+        """Return what its tensors must be."""
         return FAMILY[self.family].shapes(self.rank, hidden_size)
 
     def stored(self, positions: PositionSelector, scale: float = 1.0) -> StoredSteering:
@@ -104,7 +104,7 @@ class Module(Record):
 
 
 class EntryView(Record):
-    """What one entry of a module or of global steering does; tensors by content hash."""
+    """One entry of a module or of global steering; tensors by content hash."""
 
     op: str
     hook: str
@@ -155,7 +155,7 @@ class GlobalRequest(Record):
 
 
 class GlobalSteering(Record):
-    """What is applied to every request to a model."""
+    """Steering applied to every request to a model."""
 
     version: int = 0  # grows with every set and clear, never reused; 0: never set
     entries: list[SteeringTemplate] = []  # empty: nothing
@@ -171,7 +171,7 @@ class GlobalSteering(Record):
         return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
 
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
-        """What it does to a prompt of this length; an entry without a position there is left
+        """Return what it does to a prompt of this length; an entry without a position there is left
         out.
         """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
@@ -204,7 +204,7 @@ class Proposal(Record):
 
 
 class Desired(Record):
-    """What every worker of a model is to reconcile to."""
+    """State that every worker of a model converges to."""
 
     version: int = 0  # grows with every change of anything below
     current: GlobalSteering = GlobalSteering()
@@ -283,7 +283,7 @@ class WorkerSteering(Record):
 
 
 class StageAgreement(Record):
-    """Whether the ranks of one pipeline stage of one worker agree."""
+    """Agreement of the ranks of one pipeline stage of one worker."""
 
     worker: str
     pp: int

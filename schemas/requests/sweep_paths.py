@@ -23,7 +23,7 @@ _PAST: dict[Branch, Hook] = {"attn": "attn_out", "mlp": "mlp_in"}
 
 
 class PathEnd(Record):
-    """Where a path begins or ends: a hook of a layer, all of its row or one head's part."""
+    """End of a path: a hook of a layer, all of its row or one head's part."""
 
     layer: LayerNumber
     hook: HookName
@@ -31,7 +31,7 @@ class PathEnd(Record):
 
 
 class SweepPath(Record):
-    """Of a sweep whose cells are one end of a path.
+    """Path of a sweep whose cells are one of its ends.
 
     Exactly one of `sender` and `receivers`; the cells are the other end.
 
@@ -82,8 +82,8 @@ class StoredPath(Record):
         return 2 if self.receivers else 1
 
     def frozen_sites(self, layer: int, hook: Hook, top: int) -> dict[Hook, list[int]]:
-        """What is held when the sender is at `hook` of `layer`, up to layer `top`: branches that
-        read what it changes.
+        """Return what is held when the sender is at `hook` of `layer`, up to layer `top`: branches
+        that read what it changes.
         """
         sites = {}
         for branch in self.frozen:
@@ -96,7 +96,7 @@ class StoredPath(Record):
         return sites
 
     def shown(self) -> SweepPath:
-        """As results name it."""
+        """Return the path as results name it."""
         if self.sender is not None:
             return SweepPath(sender=_end(self.sender), frozen=self.frozen)
         return SweepPath(
@@ -110,7 +110,7 @@ def place_of(hook: Hook) -> int:
 
 
 def reaches(sender: tuple[int, Hook], receiver: tuple[int, Hook]) -> bool:
-    """Whether what is at one (layer, hook) is computed before the other."""
+    """Return whether what is at one (layer, hook) is computed before the other."""
     return (sender[0], place_of(sender[1])) < (receiver[0], place_of(receiver[1]))
 
 

@@ -80,7 +80,7 @@ def suggestion(word: str, names: Iterable[str]) -> str:
 
 
 def unknown(word: str, names: Iterable[str]) -> str:
-    """What is wrong with a field's name, with the name that was probably meant."""
+    """Return what is wrong with a field's name, with the name that was probably meant."""
     return "; ".join(part for part in ("unknown field", suggestion(word, names)) if part)
 
 

@@ -19,8 +19,8 @@ OLDEST_WIRE = 2
 
 
 def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamError | None:
-    """Why `who`, which runs Midstream `version`, and this process cannot work together; None: they
-    can.
+    """Return why `who`, which runs Midstream `version`, and this process cannot work together;
+    None: they can.
     """
     if wire >= OLDEST_WIRE and oldest <= WIRE:
         return None
@@ -34,7 +34,7 @@ def disagreement(who: str, version: str, wire: int, oldest: int) -> MidstreamErr
 
 
 def misfit_of(info: ModelInfo | WorkerInfo) -> MidstreamError | None:
-    """Why this process cannot work with the worker that said this; None: it can."""
+    """Return why this process cannot work with the worker that said this; None: it can."""
     who = (
         f"the worker of {info.name!r}"
         if isinstance(info, ModelInfo)

@@ -57,8 +57,8 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 class LoraError(ValueError):
-    """What is wrong with an adapter; the message names the file and the member or tensor, then what
-    is valid.
+    """Fault in an adapter; the message names the file and the member or tensor, then what is
+    valid.
     """
 
 
@@ -130,7 +130,7 @@ def _shapes(weights: bytes) -> dict[str, list[int]]:
 
 
 def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
-    """Whether the adapter does what PEFT would do with it on this model, all of it.
+    """Return whether the adapter does what PEFT would do with it on this model, all of it.
 
     Raises LoraError naming what does not fit.
     """
@@ -220,7 +220,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rank(config: Mapping[str, Any], module: str) -> int:
-    """As PEFT finds it: the first pattern that the module's name ends with."""
+    """Return the rank as PEFT finds it: by the first pattern that the module's name ends with."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return int(rank)

@@ -86,9 +86,7 @@ _HOOK_NAME = re.compile(r"blocks\.(?P<layer>\d{1,6})\.(?P<hook>hook_\w+)")
 
 
 class SaeError(ValueError):
-    """What is wrong with an SAE; the message names the file and the member or tensor, then what is
-    valid.
-    """
+    """Fault in an SAE; the message names the file and the member or tensor, then what is valid."""
 
 
 class SaeContent(NamedTuple):
@@ -238,7 +236,7 @@ def _form(config: Mapping[str, Any]) -> SaeForm:
 
 
 def _check_members(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Those that would change what sae-lens computes, or on which rows."""
+    """Refuse members that would change what sae-lens computes, or on which rows."""
     if (reshaped := config.get("reshape_activations") or "none") != "none":
         raise _wrong("reshape_activations", reshaped, "none")
     if scaled := config.get("finetuning_scaling_factor"):
@@ -348,7 +346,7 @@ def tensor_of(file: TensorFile, name: str) -> np.ndarray:
 
 
 def tensors_of(form: SaeForm, file: TensorFile) -> dict[str, np.ndarray]:
-    """All of them, float32, by SAELens' names. Raises TensorFileError."""
+    """Return all of them, float32, by SAELens' names. Raises TensorFileError."""
     return {name: tensor_of(file, name) for name in tensor_names(form)}
 
 
@@ -380,8 +378,8 @@ def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -
 
 
 def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -> np.ndarray:
-    """What one unit of a feature's activation adds to the reconstruction, of the row as it is
-    normalised: float32 [d_in].
+    """Return what one unit of a feature's activation adds to the reconstruction, of the row as it
+    is normalised: float32 [d_in].
     """
     row = tensors["W_dec"][feature]
     length = (

@@ -28,11 +28,11 @@ _TENSORS = 64  # in one file, at most, unless a caller expects more
 
 
 class TensorFileError(ValueError):
-    """What is wrong with a file; the message names the file, then what is valid."""
+    """Fault in a file; the message names the file, then what is valid."""
 
 
 class Place(NamedTuple):
-    """Where a tensor is: of safetensors its bytes, of npz a member."""
+    """Location of a tensor: its bytes in safetensors, a member of an npz."""
 
     shape: list[int]
     dtype: str

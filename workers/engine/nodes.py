@@ -135,7 +135,7 @@ class Worker:
             time.sleep(POLL_S)
 
     def is_over(self, boot: str) -> bool:
-        """Whether that start has ended: another one began, or its sign of life is gone."""
+        """Return whether that start has ended: another one began, or its sign of life is gone."""
         found = self.start()
         if found is None or found.boot != boot:
             return True

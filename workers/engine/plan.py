@@ -1,5 +1,5 @@
-"""What an engine takes, from the model's shape and the settings alone: memory, work per step, bytes
-to the disk, limits that bind.
+"""Resources of an engine, from the model's shape and the settings alone: memory, work per step,
+bytes to the disk, binding limits.
 
 Pure, without torch and vLLM, so that it answers before anything is started: `midstream doctor
 --plan`. The memory of the rank's buffers is exact (tests compare it with the buffers); times are
@@ -96,7 +96,7 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the sites add to a decode step with as many requests as fit."""
+    """Work that the sites add to a decode step with as many requests as fit."""
 
     hooks: str
     step: str
@@ -168,7 +168,7 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
-    """Of Llama's layer, or of one with experts and one of them."""
+    """Return the parameters of Llama's layer, or of one with experts and one of them."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
@@ -204,8 +204,8 @@ def _embeddings(config: Mapping[str, Any]) -> float:
 
 
 def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
-    """Of a parameter on average in a quantised checkpoint, whose embeddings stay at 2 bytes; 0: not
-    quantised, or not known.
+    """Return a parameter's mean bytes in a quantised checkpoint, whose embeddings stay at 2
+    bytes; 0: not quantised, or unknown.
     """
     raw = config.get("quantization_config") or text.get("quantization_config") or {}
     groups = [group.get("weights") or {} for group in (raw.get("config_groups") or {}).values()]
@@ -314,8 +314,8 @@ def _ranks(settings: Settings) -> int:
 def buffers(
     width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool
 ) -> list[Memory]:
-    """Of a rank with so many sites of one bank, name for name as `runner.sites.Buffers`; on the CPU
-    they are in the host's memory.
+    """Return the bytes of a rank's buffers for one bank, name for name as `runner.sites.Buffers`;
+    on a CPU they are in the host's memory.
 
     `width`: bytes of a row.
     """
@@ -513,7 +513,7 @@ def _limits(
     queue: int,
     tokens_per_second: float,
 ) -> list[str]:
-    """What a user or the operator meets first, in sentences that begin with the setting."""
+    """Return what a user or the operator meets first, in sentences that begin with the setting."""
     found, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens

@@ -1,5 +1,5 @@
-"""What an engine takes for the hook points inside attention and MLP: see `engine.plan`, which has
-the residual stream's.
+"""Resources of the hook points inside attention and MLP; `engine.plan` has the residual
+stream's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from ...schemas.prompts.selectors import INSIDE, Hook
 
 
 class Inside(NamedTuple):
-    """What a checkpoint has inside attention and MLP, as its config.json says."""
+    """Shape of attention and MLP in a checkpoint, from its config.json."""
 
     hooks: tuple[Hook, ...]
     widths: Mapping[str, int]  # bank → elements of a row, over all ranks
@@ -42,7 +42,7 @@ class Inside(NamedTuple):
 
 
 def inside_of(config: Mapping[str, Any], *, experts: int) -> Inside:
-    """Of a config.json whose fields have the usual spellings. `experts`: 1 where there are none.
+    """Read a config.json whose fields have the usual spellings. `experts`: 1 where there are none.
 
     Hooks that only the loaded layers can rule out are taken to exist: the plan is an upper bound.
     """

@@ -89,7 +89,7 @@ def check_lengths(job: Job, info: ModelInfo) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one prompt generated since the last `Progress`: a delta, never the whole."""
+    """New output of one prompt since the last `Progress`: a delta, never the whole."""
 
     request: int  # index of the prompt in its job
     text: str

@@ -164,7 +164,9 @@ def _with_global(
 
 
 def _sampling_of(job: Job, request: int) -> Sampling:
-    """Of one of `n` outputs of a prompt: each has a seed of its own, as vLLM gives them."""
+    """Return the sampling of one of `n` outputs of a prompt: each has its own seed, as vLLM
+    assigns them.
+    """
     if job.n == 1 or job.sampling.seed is None:
         return job.sampling
     return msgspec.structs.replace(job.sampling, seed=job.sampling.seed + request % job.n)

@@ -420,7 +420,7 @@ class VllmEngine(RankControl):
         )
 
     def _lora_request(self, lora: LoraUse | None) -> LoRARequest | None:
-        """Of an adapter that is held.
+        """Return the request of an adapter that is held.
 
         Its name and path are part of every block's hash: the content stands in both.
         """
@@ -454,8 +454,8 @@ class VllmEngine(RankControl):
         return ask, prompt
 
     def _unsplit_rows(self, ask: EngineRequest) -> int:
-        """How many rows one rank must have room for so that the request can proceed: its next
-        token's, and its drafts'.
+        """Return how many rows one rank must have room for so that the request can proceed: its
+        next token's, and its drafts'.
         """
         drafts = self._settings.speculative_tokens
         rows = CapturedRows(ask.captures, len(ask.token_ids), self._stages)
@@ -463,7 +463,7 @@ class VllmEngine(RankControl):
         return max(rows.most(1 + drafts, ask.sampling.max_tokens + drafts))
 
     def _captured_bytes(self, ask: EngineRequest) -> int:
-        """How much of its rows a rank may hold in memory."""
+        """Return how much of its rows a rank may hold in memory."""
         window = self._settings.capture_window_mib << 20
         # what is scored is dropped in its step
         kept = (capture for capture in ask.captures if not capture.scored)
@@ -472,7 +472,7 @@ class VllmEngine(RankControl):
         )
 
     def _bytes_of(self, capture: StoredCapture) -> int:
-        """Of one row."""
+        """Return the bytes of one row."""
         return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
 
     def _rows_of(self, capture: StoredCapture, ask: EngineRequest) -> int:
@@ -485,7 +485,7 @@ class VllmEngine(RankControl):
             await self._llm.abort(request_id)
 
     async def steering_status(self) -> list[RankSteering]:
-        """Also resets the prefix cache after a failed intervention."""
+        """Report the ranks' steering; resets the prefix cache after a failed intervention."""
         statuses = await self._call("midstream_status", ())
         self._captures.shut(any(rank["behind"] for rank in statuses))
         if any(rank["tainted"] or rank["unkept"] for rank in statuses):
@@ -591,7 +591,7 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
 
 
 def _caveats(settings: Settings) -> list[str]:
-    """Of vLLM's version and of unproven options.
+    """Return the caveats of vLLM's version and of unproven options.
 
     Raises MidstreamError for what is refused, before anything of the engine starts.
     """
@@ -617,7 +617,7 @@ def configured(settings: Settings) -> tuple[Any, Images]:
 
 
 def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
-    """What the settings name, see `asked_hooks`. Raises SettingsError."""
+    """Return what the settings name, see `asked_hooks`. Raises SettingsError."""
     try:
         return asked_hooks(settings.hooks)
     except ValueError as error:
@@ -642,7 +642,7 @@ def _shapes(found: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShap
 def _ring(
     settings: Settings, config: Any, hooks: int, layers: int, inside: Sequence[str]
 ) -> Ring | None:
-    """What one step's rows are captured to; None if that is memory allocated for the step.
+    """Return what one step's rows are captured to; None if that is memory allocated for the step.
 
     Each bank has a ring of as many rows, so that rows are counted together; the sum of their sizes
     is bounded as that of one.

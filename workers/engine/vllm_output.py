@@ -40,8 +40,8 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
 
 
 def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
-    """What vLLM refuses of a request before it runs: a 400, also where only its engine knows, such
-    as a schema that does not compile.
+    """Return what vLLM refuses of a request before it runs: a 400, also where only its engine
+    knows, such as a schema that does not compile.
     """
     field = "structured_outputs" if sampling.structured_outputs is not None else "sampling"
     return invalid(getattr(error, "parameter", None) or field, shortened(str(error), MAX_DETAIL))
@@ -141,7 +141,7 @@ class Parts:
         )
 
     def _scores(self, output: RequestOutput) -> list[Scored]:
-        """Those that are new: a preempted request computes some again."""
+        """Return those that are new: a preempted request computes some again."""
         found = [
             Scored(*each)
             for each in (output.kv_transfer_params or {}).get(SCORES, ())

@@ -248,7 +248,7 @@ class _Writing:
         return Progress(self._ask.request, text, tokens, output, scores, stopped_by=stopped_by)
 
     def _score(self, position: int) -> Scored:
-        """As the fake ranks score it."""
+        """Score a prompt as the fake ranks do."""
         values = [
             float(position + number)
             for probe in self._ask.probes

@@ -27,14 +27,16 @@ class Ungradable(Exception):
 
 
 def expected_logprob(token_ids: Sequence[int], edits: Sequence[Edit], token: int) -> float:
-    """Of `token` behind `token_ids`, nats: a number in (−10, 0)."""
+    """Return the log-probability of `token` behind `token_ids`, nats: a number in (−10, 0)."""
     return -(zlib.crc32(to_msgpack((list(token_ids), sorted(edits), token))) % 9_999 + 1) / 1000
 
 
 def expected_divergence(
     first: tuple[Sequence[int], Sequence[Edit]], second: tuple[Sequence[int], Sequence[Edit]]
 ) -> float:
-    """Of what is expected behind two prompts under their edits, nats: 0 where they are the same."""
+    """Return the divergence between the expectations behind two prompts under their edits, nats:
+    0 where they are the same.
+    """
     told = [to_msgpack((list(token_ids), sorted(edits))) for token_ids, edits in (first, second)]
     return 0.0 if told[0] == told[1] else (zlib.crc32(b"".join(told)) % 4_999 + 1) / 1000
 
@@ -141,8 +143,8 @@ class FakeGrades:
     def _check_entry(
         self, run: str, layer: int, token_ids: Sequence[int], edits: Sequence[Edit]
     ) -> None:
-        """As a rank that begins there: with rows of the very same tokens, and nothing edited
-        below.
+        """Check as a rank that begins there: with rows of the very same tokens, and nothing
+        edited below.
         """
         rows, positions = self._rows(run, "pre_attn", layer)
         if positions != list(range(len(token_ids))):

@@ -65,8 +65,8 @@ def identity_of(settings: Settings) -> str:
 
 
 def weights_of(settings: Settings) -> int:
-    """What decides the numbers of the fake model that the setting `model` names: what follows an
-    `@` in it; 0 without one.
+    """Return what decides the numbers of the fake model that the setting `model` names: what
+    follows an `@` in it; 0 without one.
     """
     return zlib.crc32(settings.model.partition("@")[2].encode())
 

@@ -52,7 +52,7 @@ class FakeFaults:
         return int(found["rank"]) if found is not None else None
 
     def strikes(self, name: str, rank: int) -> bool:
-        """Whether the fault happens on this rank now. Counts against `times`."""
+        """Return whether the fault happens on this rank now. Counts against `times`."""
         found = self._known.get(name)
         if found is None or int(found.get("rank", rank)) != rank or found.get("times") == "0":
             return False
@@ -286,7 +286,7 @@ class FakeRank:
         return _FINE
 
     def _lacks(self, name: str) -> str:
-        """Why there is no such row of a source run; empty when there is one."""
+        """Return why there is no such row of a source run; empty when there is one."""
         row = parse_row(name)
         run = self.runs.get(row.key)
         if run is None or self._faults.strikes("lose_run", self.rank):

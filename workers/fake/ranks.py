@@ -52,7 +52,7 @@ class _Finished:
 
     @property
     def fed(self) -> list[int]:
-        """What the model was fed: the last sampled token never is."""
+        """Return what the model was fed: the last sampled token never is."""
         return self.prompt + self.token_ids[:-1]
 
 
@@ -234,8 +234,8 @@ class FakeRanks:
         )
 
     def _scores(self, finished: _Finished, pp: int) -> list[ProbeScore]:
-        """Of the probes with layers on this stage: at position p label number n has the score p +
-        n.
+        """Return the scores of the probes with layers on this stage: at position p label number
+        n has the score p + n.
         """
         watch, positions = self._watch(finished, pp), len(finished.fed)
         if watch is None:

@@ -15,7 +15,7 @@ from .steering_leases import SteeringLease
 
 
 class AttemptOutcome(StrEnum):
-    """How an attempt ended; what the Celery task returns, so that Flower shows it."""
+    """How an attempt ended; the Celery task returns it, so that Flower shows it."""
 
     SUCCEEDED = "succeeded"  # all is there
     GENERATED = "generated"  # outputs are stored; receipts may still settle
@@ -64,7 +64,7 @@ class Attempt:
 
     @property
     def reported(self) -> bool:
-        """Whether the ranks report on it."""
+        """Return whether the ranks report on it."""
         return self.job.wants_receipts or bool(self.lease.steering.entries)
 
     def stop(self, ending: AttemptOutcome, detail: str = "") -> None:

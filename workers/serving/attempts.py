@@ -138,8 +138,8 @@ class Attempts:
             await asyncio.wait([attempt.task for attempt in self._running.values()])
 
     async def run_part(self, job_id: str) -> AttemptOutcome:
-        """As `run_job`, of a part of a harvest; put back while this worker has as many as it
-        should.
+        """Run a part of a harvest, like `run_job`; put it back while this worker has as many as
+        it should.
         """
         if self._parts >= PARTS_PER_WORKER:
             await asyncio.sleep(ELSEWHERE_S)
@@ -381,7 +381,7 @@ class Attempts:
         )
 
     async def _harvest(self, attempt: Attempt) -> list[Output]:
-        """What a part gives is kept as it comes."""
+        """Return what a part gives is kept as it comes."""
 
         def refused(kept: HarvestKept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
@@ -392,7 +392,7 @@ class Attempts:
         return []
 
     async def _sweep(self, attempt: Attempt) -> list[Output]:
-        """What a sweep gives is kept as it comes."""
+        """Return what a sweep gives is kept as it comes."""
 
         def refused(kept: Kept) -> None:
             attempt.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
@@ -515,8 +515,8 @@ class Attempts:
 
 
 def _other_attempt(error: BaseException) -> AttemptOutcome | None:
-    """How an attempt ends that failed through no fault of the job's; None for what is the job's
-    problem.
+    """Return how an attempt ends that failed through no fault of the job's; None for what is the
+    job's problem.
     """
     leaves = list(_leaves(error))
     if any(isinstance(leaf, Quarantined) for leaf in leaves):
@@ -551,7 +551,9 @@ def _leaves(error: BaseException) -> Iterable[BaseException]:
 
 
 def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
-    """What the user's probes gave for tokens that are on their way: one event for each token."""
+    """Return what the user's probes gave for tokens that are on their way: one event for each
+    token.
+    """
     mine = [
         (probe, start)
         for probe, start in zip(job.probes, label_starts(job.probes), strict=True)

@@ -22,7 +22,7 @@ class Document:
 
 @dataclass(frozen=True)
 class CutSequence:
-    """What the model is fed at once.
+    """Tokens that the model gets together.
 
     `chosen`: int64, ascending: the positions in the sequence that give rows.
     """

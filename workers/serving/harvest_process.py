@@ -43,7 +43,7 @@ OPEN = 2
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What the process needs to know of a harvest."""
+    """A harvest's facts that the process needs."""
 
     harvest: StoredHarvest
     bundle: TokenizerBundle
@@ -160,8 +160,8 @@ class SourceProcess:
         raise EOFError("the request was stopped")
 
     def _failure(self, code: int, place: str) -> MidstreamError:
-        """Why the process has ended with `code`: for want of memory, which the kernel or a library
-        tells by a signal, or its own fault.
+        """Return why the process has ended with `code`: for want of memory, which the kernel or a
+        library tells by a signal, or its own fault.
         """
         if code < 0 or code == EXIT_MEMORY:
             return MidstreamError(

@@ -36,7 +36,7 @@ PART_UNITS, MOST_PARTS = 8, 1000
 
 @dataclass
 class Cursor:
-    """Where a table is being read: the row that comes next."""
+    """Position in a table: the row that comes next."""
 
     file: int
     row: int
@@ -80,7 +80,7 @@ class HarvestSource:
         return HarvestPlan(files=files, units=units, parts=-(-len(units) // size))
 
     def _units(self, files: list[SourceFile]) -> Iterator[PlannedUnit]:
-        """Those of all files, each of which is added to `files` once it is read."""
+        """Yield those of all files, each of which is added to `files` once it is read."""
         _, keys, kind = find(self._roots, self._source)
         first = 0
         for number, key in enumerate(keys):
@@ -233,7 +233,7 @@ class HarvestSource:
 
     @cached_property
     def _member(self) -> msgspec.json.Decoder[Any]:
-        """Of a line's object, the member that is wanted; the others are not built."""
+        """Return one member of a line's object, without building the others."""
         line = msgspec.defstruct(
             "Line", [("value", Any, msgspec.UNSET)], rename={"value": self._source.field}
         )
@@ -284,7 +284,7 @@ class HarvestSource:
 
     @contextmanager
     def _guarded(self, key: str) -> Iterator[None]:
-        """What goes wrong is said with the file's name."""
+        """Yield what goes wrong is said with the file's name."""
         try:
             yield
         except OSError as error:

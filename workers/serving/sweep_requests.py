@@ -27,7 +27,7 @@ BASE, SOURCE, FIRST = "base", "source", "first"
 
 
 class SweepRequests:
-    """Of one attempt at one sweep.
+    """Engine requests of one attempt at one sweep.
 
     Pure; small enough per cell that a sweep of 20,000 costs the worker a second.
     """
@@ -243,7 +243,10 @@ class SweepRequests:
         return run_key(self._job.id, self.units.first_request(unit), FIRST)
 
     def first_files(self, unit: Unit, receipts: Sequence[Receipt]) -> RunFiles:
-        """Where its rows are, as its receipts say. Raises ValueError when they name no file."""
+        """Return where its rows are, as its receipts say.
+
+        Raises ValueError when they name no file.
+        """
         return self._run_files(
             self.first_key(unit),
             self._first_capture(unit),
@@ -252,7 +255,7 @@ class SweepRequests:
         )
 
     def compares(self, unit: Unit) -> bool:
-        """Whether its distribution is compared with the clean prompt's."""
+        """Return whether its distribution is compared with the clean prompt's."""
         return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
 
     def take_over(self, pair: int, told: Sequence[Receipt]) -> None:
@@ -313,7 +316,7 @@ class SweepRequests:
         )
 
     def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
-        """Where the rows of one of `runs` are, as the receipts of its unit say.
+        """Return where the rows of one of `runs` are, as the receipts of its unit say.
 
         Raises ValueError when they name no file.
         """
@@ -440,7 +443,7 @@ class SweepRequests:
         self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
-        """What is captured of a base or source unit at a node; None for nothing."""
+        """Return what is captured of a base or source unit at a node; None for nothing."""
         found = pair, place, tag
         if found not in self._captures:
             self._captures[found] = (

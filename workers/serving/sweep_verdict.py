@@ -39,8 +39,8 @@ def verified(told: Sequence[Sequence[Receipt]], world: int) -> None:
 
 
 def refusal(told: Sequence[Receipt]) -> str:
-    """Why a rank did not do all that it was asked, of the first that says so; empty when all that
-    reported did.
+    """Return why a rank did not do all that it was asked, of the first that says so; empty when all
+    that reported did.
     """
     for receipt in told:
         if receipt.verdict != "ok":

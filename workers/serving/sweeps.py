@@ -78,7 +78,7 @@ class _Pending:
 
 
 class _Pair:
-    """What the values of a pair's cells depend on."""
+    """Inputs of the values of a pair's cells."""
 
     def __init__(self, noise: int) -> None:
         self.base: float | None = None  # the metric in nats
@@ -577,7 +577,7 @@ class SweepAttempt:
             self._records.setdefault(record.unit, record)
 
     async def _settled(self) -> list[tuple[_Pending, UnitRecord]]:
-        """Those of the finished units whose outcome is known."""
+        """Return those of the finished units whose outcome is known."""
         asked = time.monotonic()
         read = [pending for pending in self._waiting if not pending.told and not pending.reason][
             :POLL_UNITS
@@ -620,7 +620,7 @@ class SweepAttempt:
         return settled
 
     def _record(self, pending: _Pending) -> UnitRecord | None:
-        """What becomes of a unit; None: it depends on one of which that is not known."""
+        """Return what becomes of a unit; None: it depends on one of which that is not known."""
         unit, state = pending.unit, self._pairs[pending.unit.pair]
         if pending.first or unit.kind == "sender":
             receipts = (
@@ -647,7 +647,7 @@ class SweepAttempt:
         return record
 
     def _unverified(self, pending: _Pending) -> str:
-        """Why a rank does not confirm what was asked; empty when all do."""
+        """Return why a rank does not confirm what was asked; empty when all do."""
         try:
             verified(pending.told, self._engine.world)
         except UnverifiedUnit as error:
@@ -687,7 +687,7 @@ class SweepAttempt:
 
 
 def _of_this_alone(error: MidstreamError) -> str:
-    """What an error says that concerns one request; raises it when it concerns more."""
+    """Return what an error says that concerns one request; raises it when it concerns more."""
     if error.kind == "engine_failed" or isinstance(error, Quarantined | CrowdedOut | StoreAway):
         raise error
     return error.detail

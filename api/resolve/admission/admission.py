@@ -153,7 +153,7 @@ def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
 
 
 def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model: ModelInfo) -> int:
-    """How many tokens to generate.
+    """Return how many tokens to generate.
 
     Raises a 400 when a prompt, or a prompt with what it generates, is longer than the model.
     """
@@ -181,7 +181,10 @@ def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model:
 def check_sampling(
     sampling: Sampling, at: str, model: ModelInfo, max_tokens: int | None = None
 ) -> None:
-    """What the types do not say of sampling parameters. `max_tokens`: where they say it."""
+    """Check what the types of sampling parameters cannot express.
+
+    `max_tokens`: the field that holds it.
+    """
     if sampling.top_k > model.vocab_size:
         raise invalid(f"{at}top_k", "is too large", allowed=f"0 to {model.vocab_size}")
     for index, text in enumerate(sampling.stop):
@@ -310,7 +313,7 @@ async def resolve(
 def check_cost(
     parsed: ParsedRequest, prompts: int, characters: int, model_state: ModelState = NOTHING
 ) -> int:
-    """What captures and steering cost to resolve, see `RESOLVE_LIMIT`.
+    """Return what captures and steering cost to resolve, see `RESOLVE_LIMIT`.
 
     Raises a 400 naming the field that costs most.
 
@@ -431,7 +434,7 @@ def _length(span: Span) -> int:
 
 
 def _characters(prompt: StoredPrompt) -> int:
-    """Of its text; about, where only its tokens are known."""
+    """Return the length of its text; an estimate where only its tokens are known."""
     return len(prompt.text) if prompt.text is not None else 4 * len(prompt.token_ids)
 
 

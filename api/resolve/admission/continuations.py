@@ -98,7 +98,7 @@ async def continue_prompts(
 def _behind(
     field: str, value: str, prompt: np.ndarray, whole: np.ndarray, codec: Codec
 ) -> list[int]:
-    """What is added to the prompt's tokens."""
+    """Return what is added to the prompt's tokens."""
     if np.array_equal(whole[: len(prompt)], prompt):
         return codec.as_list(whole[len(prompt) :])
     both = min(len(prompt), len(whole))

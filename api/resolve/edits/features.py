@@ -44,7 +44,7 @@ _REMEMBERED = 1024
 
 
 class Rows(NamedTuple):
-    """What steering takes of a feature."""
+    """A feature's vectors, as steering uses them."""
 
     # float32 [d_in]: what a unit of activation adds, to the row as the SAE normalises it
     decoder: np.ndarray

@@ -88,7 +88,7 @@ def _strength(spec: SteeringSpec, bounds: Bounds) -> float:
 
 
 def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
-    """Those of the op in its order, and zeros where it has fewer than a pool entry holds."""
+    """Return those of the op in its order, and zeros where it has fewer than a pool entry holds."""
     _, terms = _op(spec, bounds)
     given = spec.options or {}
     for name, value in given.items():

@@ -39,7 +39,7 @@ from ..positions.heads import dimensions, of_spec, widened, within_one_rank
 
 
 def _filled_in(spec: SteeringSpec) -> SteeringSpec:
-    """With what is meant where nothing is said."""
+    """Return the spec with its defaults filled in."""
     return msgspec.structs.replace(
         spec,
         op=spec.op or "add",
@@ -49,7 +49,7 @@ def _filled_in(spec: SteeringSpec) -> SteeringSpec:
 
 
 def family_of(spec: SteeringSpec) -> Intervention:
-    """Of a filled-in spec: its op, or the variant whose flag it sets."""
+    """Return the family of a filled-in spec: its op, or the variant whose flag it sets."""
     first, *others = VARIANTS[spec.op or "add"]
     return next((family for family in others if getattr(spec, family.flag, None)), first)
 
@@ -178,7 +178,9 @@ def limit_of(bounds: Bounds) -> float:
 
 
 def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
-    """As the ranks hold it, in float32; None for what the family does not take."""
+    """Return the number as the ranks hold it, in float32; None for one that the family does not
+    take.
+    """
     family, given = family_of(spec), getattr(spec, field)
     number = numbers_of(family).get(field)
     if number is None:
@@ -199,7 +201,7 @@ def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
 
 
 def _check_range(field: str, value: float, spec: SteeringSpec, limits: tuple[str, str]) -> None:
-    """Of two limits at least one is given, and the lower is not above the upper."""
+    """Raise 400 unless at least one of two limits is given, the lower not above the upper."""
     low, high = (getattr(spec, name) for name in limits)
     if field == limits[0] and low is None and high is None:
         raise ValueError(

@@ -23,7 +23,7 @@ STATE_OF_KIND: dict[str, RunState] = {
 
 @dataclass(frozen=True)
 class ModelState:
-    """Of one moment. Modules and runs: those that the request names and that there are."""
+    """Snapshot of a model's state: the modules and runs that the request names and that exist."""
 
     modules: Mapping[str, Module] = field(default_factory=dict)
     global_steering: GlobalSteering = field(default_factory=GlobalSteering)

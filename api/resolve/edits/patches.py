@@ -513,7 +513,7 @@ def resolve_patches(
 
 
 def _most_entries(patch: Patch) -> int:
-    """How many entries it may come to, over all prompts."""
+    """Return how many entries it may come to, over all prompts."""
     if patch.spec.source.run is None:
         return len(patch.positions)
     apart = not patch.spec.source.mean and not isinstance(patch.spec.source.position, int)

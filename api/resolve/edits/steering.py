@@ -56,7 +56,7 @@ NO_POSITION = "no position given: give at least one"
 
 
 class Room(NamedTuple):
-    """What entries take of the worker's tables."""
+    """Space that entries take in the worker's tables."""
 
     rows: int
     entries: int
@@ -341,7 +341,7 @@ class Content:
 def resolve_module(
     specs: Sequence[SteeringSpec], model: ModelInfo, features: Named = NONE
 ) -> Content:
-    """What a named module is to do. Raises a 400 naming the field."""
+    """Return what a named module is to do. Raises a 400 naming the field."""
     blobs: dict[str, bytes] = {}
     entries = []
     for index, spec in enumerate(specs):
@@ -361,7 +361,7 @@ def resolve_module(
 def resolve_everyone(
     specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState
 ) -> Content:
-    """What is to be done to every request. Raises a 400 naming the field."""
+    """Return what is to be done to every request. Raises a 400 naming the field."""
     check_number(specs, model_state)
     blobs: dict[str, bytes] = {}
     bounds = Bounds(model, [])
@@ -464,7 +464,7 @@ def _room_for_everyone(global_steering: GlobalSteering, bounds: Bounds) -> Room:
 
 
 def _places(rows: Sequence[SteeringRow]) -> int:
-    """How many rows a token may have.
+    """Return how many rows a token may have.
 
     What is counted from a prompt's end, or looked up in it, may be any token.
     """

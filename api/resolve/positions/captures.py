@@ -49,7 +49,7 @@ MEMORY_JOB_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class PromptFacts:
-    """What the rules know of a prompt: its tokens, and how a span of its text becomes positions."""
+    """A prompt's tokens, and how a span of its text becomes positions."""
 
     tokens: int  # as written, see `schemas.images`
     find: SpanFinder = no_text
@@ -58,7 +58,7 @@ class PromptFacts:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a spec is checked against."""
+    """Limits that a spec is checked against."""
 
     model: ModelInfo
     prompts: Sequence[PromptFacts]
@@ -66,7 +66,7 @@ class Bounds:
 
 
 def has_text(positions: RequestedPositions) -> bool:
-    """Whether the selector contains spans of the prompt's text."""
+    """Return whether the selector contains spans of the prompt's text."""
     return any(
         isinstance(item, Span) and item.text is not None
         for item in (positions if isinstance(positions, list) else [positions])
@@ -313,8 +313,7 @@ def _drafts(model: ModelInfo) -> str:
 
 
 def _check_memory(asked: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds) -> None:
-    """What comes back in the response is little: the most that each prompt could give, and all of
-    them, is held against a limit.
+    """Raise 400 if the readings of one prompt, or of all, could exceed their memory limit.
 
     `asked`: field → one capture per prompt.
     """
@@ -360,7 +359,7 @@ def _check_memory(asked: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: 
 
 
 def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
-    """What of one prompt comes back in the response, at most: per rank, where several have
+    """Return what of one prompt comes back in the response, at most: per rank, where several have
     parts.
     """
     model, positions = bounds.model, _positions_of(capture, index, bounds)

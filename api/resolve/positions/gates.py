@@ -106,7 +106,7 @@ def gated_entries(
 
 
 def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
-    """What of `positions` lies behind the prompt; None: nothing."""
+    """Return what of `positions` lies behind the prompt; None: nothing."""
     if isinstance(positions, Window):
         start = max(positions.start, prompt_tokens)
         return (

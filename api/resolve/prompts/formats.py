@@ -1,5 +1,5 @@
-"""What a request asks of the form of its output: tools, JSON schemas and other constraints, bounded
-and in the form that a job keeps.
+"""Output formats of a request: tools, JSON schemas and other constraints, bounded and in the form
+that a job keeps.
 
 They are compiled by the engine, where a deeply nested schema would take seconds.
 """
@@ -164,7 +164,7 @@ def _function(tool: Tool, at: str) -> dict[str, Any]:
 
 
 def rendering_of(body: ChatRequest) -> Rendering:
-    """How the chat template is to render the conversation.
+    """Return how the chat template is to render the conversation.
 
     Raises a 400 naming the option that it does not take.
     """

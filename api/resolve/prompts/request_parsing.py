@@ -216,7 +216,7 @@ def _refuse_unserved(body: OpenAIRequest) -> None:
 
 
 def _is_one_of(raw: bytes, values: Sequence[Any]) -> bool:
-    """Whether the JSON is one of `values`. JSON longer than all of them is not decoded."""
+    """Return whether the JSON is one of `values`. JSON longer than all of them is not decoded."""
     try:
         return len(raw) <= MAX_UNSERVED and msgspec.json.decode(raw) in values
     except (msgspec.DecodeError, UnicodeDecodeError):  # it was not checked before
@@ -334,7 +334,7 @@ def _message(message: ChatMessage) -> PlainMessage:
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    """As chat templates read it, with the arguments as an object; `{}` where a model once wrote
+    """Return the call as chat templates read it: arguments as an object, `{}` if a model wrote
     something else.
     """
     try:

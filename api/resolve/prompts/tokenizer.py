@@ -132,8 +132,8 @@ class TextMap:
 
     @cached_property
     def _tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of the tokens with text, by their beginnings: position, begin, end, and the furthest end
-        so far.
+        """Return the tokens with text in order of their beginnings: position, begin, end,
+        furthest end so far.
         """
         begins, ends = self.offsets[:, 0], self.offsets[:, 1]
         positions = np.flatnonzero(ends > begins)
@@ -207,7 +207,7 @@ class Codec:
     async def encodings(
         self, texts: Sequence[str], *, special_tokens: bool, offsets: bool = False
     ) -> list[Encoded]:
-        """As `encode`, as arrays, with `offsets` if requested.
+        """Encode like `encode`, into arrays, with `offsets` if requested.
 
         Repeated texts are tokenised once.
         """
@@ -233,7 +233,7 @@ class Codec:
     def encode_here(
         self, texts: Sequence[str], special_tokens: bool, offsets: bool = False
     ) -> list[Encoded]:
-        """As `encodings`, of any length, in this thread."""
+        """Encode like `encodings`, at any length, in this thread."""
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         return [
             Encoded(np.array(made.ids, np.int32), _offsets(made) if offsets else None)
@@ -274,8 +274,8 @@ class Codec:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def words(self, ids: Sequence[int], where: TextMap | None) -> list[str]:
-        """How each token reads, spaces as they are: its part of the text, or what the tokenizer
-        makes of it alone. Never empty.
+        """Return how each token reads, spaces as they are: its part of the text, or what the
+        tokenizer makes of it alone. Never empty.
         """
         if where is not None:
             shared: dict[str, str] = {}  # long texts repeat words
@@ -298,8 +298,8 @@ class Codec:
     async def read(
         self, ids: Sequence[int], text: str | None, *, special_tokens: bool
     ) -> list[str]:
-        """How each of `ids` reads; in the characters of `text`, if that is what they were made
-        of.
+        """Return how each of `ids` reads; in the characters of `text`, if that is what they were
+        made of.
         """
 
         where = None

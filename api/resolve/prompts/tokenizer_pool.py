@@ -219,7 +219,7 @@ class BundleHelpers:
     async def encode(
         self, texts: Sequence[str], special_tokens: bool, limit: int, offsets: bool
     ) -> list[Encoded]:
-        """As `Helpers.encode`."""
+        """Encode like `Helpers.encode`."""
         return await self.helpers.encode(
             self.tokenizer, self.fetch, texts, special_tokens, limit, offsets
         )
@@ -227,7 +227,7 @@ class BundleHelpers:
     async def encode_chat(
         self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int
     ) -> tuple[np.ndarray, str]:
-        """As `Helpers.encode_chat`."""
+        """Encode like `Helpers.encode_chat`."""
         return await self.helpers.encode_chat(
             self.tokenizer, self.fetch, messages, rendering, limit
         )

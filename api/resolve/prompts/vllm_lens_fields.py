@@ -155,7 +155,7 @@ def _captured(parsed: ParsedRequest, args: LensArgs, at: str) -> ParsedRequest:
 
 
 def _decoded(text: str, kind: Any, at: str) -> Any:
-    """What the client wrote as JSON in a string."""
+    """Return what the client wrote as JSON in a string."""
     try:
         check_json(text.encode())
         return from_json(text, kind)

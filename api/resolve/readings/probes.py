@@ -20,7 +20,7 @@ from ..positions.gates import check_use
 def resolve_probe(
     asked: ProbeRequest, name: str, model: ModelInfo
 ) -> tuple[Probe, dict[str, bytes]]:
-    """What is to be registered, and its packed tensors by content hash.
+    """Return what is to be registered, and its packed tensors by content hash.
 
     Raises a 400 naming the field and what is valid.
     """
@@ -148,7 +148,7 @@ def _decay(asked: ProbeRequest) -> float:
 async def probes_of(
     asked: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes, watching: Sequence[bytes]
 ) -> list[StoredProbe]:
-    """Those that a request names, then those named `watching`, which score all traffic.
+    """Return those that a request names, then those named `watching`, which score all traffic.
 
     Raises a 400 naming the field.
     """

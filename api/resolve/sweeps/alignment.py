@@ -161,8 +161,8 @@ def _why_alone(clean: Tokens, corrupt: Tokens, first: int, last: int, other: int
 
 
 def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int, int, int, int]]:
-    """As `SequenceMatcher.get_opcodes`: (tag, clean from, to, corrupt from, to), all in order,
-    nothing left out.
+    """Return `SequenceMatcher.get_opcodes`' blocks: (tag, clean from, to, corrupt from, to),
+    complete and in order.
     """
     shorter = min(len(clean), len(corrupt))
     head = next((place for place in range(shorter) if clean[place] != corrupt[place]), shorter)
@@ -187,13 +187,13 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
 
 
 def _matches(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many pairs of equal tokens there are: what a diff looks at."""
+    """Return how many pairs of equal tokens there are: what a diff looks at."""
     counts = Counter(others)
     return sum(count * counts[token] for token, count in Counter(some).items())
 
 
 def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
-    """What to know of prompts of equal length that were aligned position by position."""
+    """Return what to know of prompts of equal length that were aligned position by position."""
     differ = [
         place
         for place, (one, other) in enumerate(zip(clean.ids, corrupt.ids, strict=True))
@@ -236,7 +236,10 @@ def _moved(clean: Tokens, corrupt: Tokens, first: int, stop: int) -> str:
 def _listed(
     clean: Tokens, corrupt: Tokens, pairs: Sequence[tuple[int, int]], patched: str
 ) -> Aligned:
-    """As the user says. A row may be written at several positions, but only one at each."""
+    """Apply the user's list of pairs.
+
+    A row may be written at several positions, but only one at each.
+    """
     made = Aligned()
     named: dict[int, int] = {}
     for index, places in enumerate(pairs):

@@ -23,7 +23,7 @@ TOGETHER = "all positions"
 
 
 class Part(NamedTuple):
-    """What is written of a row: a column's fields of these names, and its label."""
+    """Part of a row that a column writes: the column's fields of these names, and its label."""
 
     label: str = ""
     head: int = -1
@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
 
 def parts_of(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> list[Part]:
-    """What the columns of the request's axis write of a row; one part without limits for axes of
-    whole rows. Raises a 400.
+    """Return what the columns of the request's axis write of a row; one part without limits for
+    axes of whole rows. Raises a 400.
     """
     _check_fields(request)
     if request.axis in HEAD_AXES:

@@ -97,8 +97,8 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
 
 
 def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
-    """What the largest cell takes of the steering table: a row for each position, an entry for each
-    vector.
+    """Return what the largest cell takes of the steering table: a row for each position, an entry
+    for each vector.
 
     (Cells of an ablation take less. The patches that change nothing, to see how far values scatter,
     do not.)
@@ -123,8 +123,8 @@ def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
 
 
 def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
-    """Of a path: a position has the sender's vector and its mask, and one for each site of a frozen
-    branch; or one for each receiver.
+    """Return a path's table space: a position has the sender's vector and its mask, and one for
+    each site of a frozen branch; or one for each receiver.
     """
     path, rows = sweep.path, max(len(pair.base) for pair in sweep.pairs)
     assert path is not None

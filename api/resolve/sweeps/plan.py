@@ -549,7 +549,7 @@ def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
 
 
 def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> None:
-    """What takes long to look up is refused before it is: see `admission.RESOLVE_LIMIT`."""
+    """Raise 400 if the plan would take long to resolve: see `admission.RESOLVE_LIMIT`."""
     total = 0
     for pair in pairs:
         if pair.asked.spans is None:
@@ -583,7 +583,7 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
 
 
 def _cost(asked: RequestedPositions, prompt: ReadPrompt) -> int:
-    """As `admission.check_cost` has it."""
+    """Return the cost as `admission.check_cost` counts it."""
     characters = len(prompt.text or "")
     items = asked if isinstance(asked, list) else [asked]
     texts = sum(isinstance(item, Span) and item.text is not None for item in items)

@@ -71,7 +71,7 @@ class Barrier:
         pipe.info("persistence")
 
     def passed(self, *answers: Any) -> bool:
-        """Whether everything confirmed before the first answers passed here is written.
+        """Return whether everything confirmed before the first answers passed here is written.
 
         `answers`: to `ask`, in order.
 
@@ -86,7 +86,8 @@ class Barrier:
         return self._logged(answers[-1])
 
     def _logged(self, persistence: dict[str, Any]) -> bool:
-        """Whether everything confirmed before the first answer passed here is written to the log.
+        """Return whether everything confirmed before the first answer passed here is written to the
+        log.
 
         Redis writes before it answers in each round of its loop. So if no sync was running then,
         everything held back was written before this answer left. If syncs follow each other without
@@ -109,7 +110,9 @@ class Barrier:
 
 
 def persistence_in(info: bytes) -> dict[str, Any]:
-    """What `Barrier.passed` takes, from the text of `INFO persistence` as a script returns it."""
+    """Return what `Barrier.passed` takes, from the text of `INFO persistence` as a script
+    returns it.
+    """
     pairs = (line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
     return {name: int(value) if value.isdigit() else value for name, value in pairs}
 

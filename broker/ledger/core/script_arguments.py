@@ -30,5 +30,5 @@ def binary(data: bytes) -> msgspec.Raw:
 
 
 def binary_head(size: int) -> bytes:
-    """What comes before `size` bytes of such a string."""
+    """Return what comes before `size` bytes of such a string."""
     return b"\xdb" + size.to_bytes(4, "big")

@@ -128,7 +128,7 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 def _own(info: ModelInfo | WorkerInfo) -> bytes:
-    """As JSON, with the versions that this process works with."""
+    """Encode as JSON, with the versions that this process supports."""
     return to_json(msgspec.structs.replace(info, wire=WIRE, oldest_wire=OLDEST_WIRE))
 
 
@@ -284,8 +284,8 @@ class Ledger:
 
     @reachable
     async def knows_key(self, key: str) -> bool:
-        """Whether a job was accepted under this Idempotency-Key, so that another submission under
-        it accepts none.
+        """Return whether a job was accepted under this Idempotency-Key, so that another submission
+        under it accepts none.
         """
         return bool(await self.redis.exists(f"ms:idem:{key}"))
 
@@ -748,8 +748,8 @@ class Ledger:
 
     @reachable
     async def serves(self, name: str, identity: str) -> bool:
-        """Whether jobs for the model of this identity can be accepted: it is published under the
-        name, and so is its tokenizer.
+        """Return whether jobs for the model of this identity can be accepted: it is published under
+        the name, and so is its tokenizer.
 
         False after Redis has lost its data.
         """

@@ -105,7 +105,7 @@ async def relay_since(ledger: Ledger, at: float) -> float:
 
 
 async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
-    """Whether a relay has been alive for longer than `seconds` without a break."""
+    """Return whether a relay has been alive for longer than `seconds` without a break."""
     at = now()
     return at - await relay_since(ledger, at) > seconds
 

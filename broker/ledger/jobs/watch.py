@@ -57,7 +57,7 @@ class SharedReads(Generic[T]):
         self._next: dict[Hashable, asyncio.Future[T]] = {}
 
     async def of(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
-        """What `read` gives, or has given another caller for the same key.
+        """Return what `read` gives, or has given another caller for the same key.
 
         A caller that is cancelled cancels no other's read.
         """
@@ -68,8 +68,9 @@ class SharedReads(Generic[T]):
         return await asyncio.shield(made)
 
     async def of_next(self, key: Hashable, read: Callable[[], Awaitable[T]]) -> T:
-        """As `of`, by a read that begins after this call: callers that come during one share the
-        next, so one is under way at a time.
+        """Read like `of`, by a read that begins after this call.
+
+        Callers that arrive during one read share the next, so one runs at a time.
         """
         coming = self._next.get(key)
         if coming is None:
@@ -202,8 +203,8 @@ class Watcher:
         return version if found is None else found
 
     async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
-        """Whether the job's event stream has an entry after the event id `after`; waits up to
-        `timeout` seconds for one.
+        """Return whether the job's event stream has an entry after the event id `after`; waits up
+        to `timeout` seconds for one.
 
         Raises not_found, and invalid_request for an invalid event id.
         """

@@ -76,7 +76,7 @@ class Probes:
 
     @reachable
     async def named(self, model: str, names: Sequence[bytes]) -> list[Probe]:
-        """Those of these names that exist, in this order."""
+        """Return those of these names that exist, in this order."""
         found = await self._redis.hmget(_key(model), names) if names else []
         return [
             _read(packed, name.decode())
@@ -107,7 +107,7 @@ class Probes:
 
     @reachable
     async def delete(self, model: str, name: str) -> bool:
-        """Whether there was one. Accepted jobs keep it."""
+        """Return whether there was one. Accepted jobs keep it."""
         return bool(
             await self._scripts.delete_probe(
                 args=scripts.pack(self._ledger.settings, model=model, name=name)
@@ -116,8 +116,8 @@ class Probes:
 
 
 def misfit(probe: Probe, model: ModelInfo) -> str | None:
-    """Why the probe cannot score rows of this model, which may have been restarted since; None: it
-    can.
+    """Return why the probe cannot score rows of this model, which may have been restarted since;
+    None: it can.
     """
     content = probe.content
     if probe.hidden_size != model.hidden_size:

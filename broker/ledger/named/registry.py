@@ -75,7 +75,7 @@ class Registry(Generic[T]):
 
     @reachable
     async def delete(self, model: str, name: str) -> bool:
-        """Whether there was one. Accepted jobs keep it."""
+        """Return whether there was one. Accepted jobs keep it."""
         return bool(await self._redis.hdel(self._key + model, name))
 
     def _read(self, packed: bytes, name: str) -> T:

@@ -97,7 +97,7 @@ class Account(NamedTuple):
     report: WorkerSteering | None
 
     def answers(self, ask: str) -> bool:
-        """Whether the report was made after the query `ask`: queries are numbered."""
+        """Return whether the report was made after the query `ask`: queries are numbered."""
         return (
             self.report is not None and self.report.ask != "" and int(self.report.ask) >= int(ask)
         )

@@ -1,4 +1,4 @@
-"""What the page's table shows of jobs, read in batches.
+"""Rows of the page's table of jobs, read in batches.
 
 A record that cannot be read is left out, and logged.
 """
@@ -27,7 +27,7 @@ async def newest(ledger: Ledger, tenant: str | None, count: int) -> list[str]:
 
 @reachable
 async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
-    """Those of the jobs that there are, in this order; one round trip."""
+    """Return those of the jobs that there are, in this order; one round trip."""
     if not names:
         return []
     async with ledger.redis.pipeline(transaction=False) as pipe:

@@ -102,7 +102,7 @@ def of_settings(settings: Settings) -> dict[str, Key]:
 
 
 def is_right(shown: Shown, key: Key | None, at: float) -> bool:
-    """Whether `key` matches the presented one and has not expired.
+    """Return whether `key` matches the presented one and has not expired.
 
     Constant time, even for a missing key.
     """
@@ -161,7 +161,7 @@ class Keys:
 
     @reachable
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
-        """Those of these ids whose keys exist and have not expired; one round trip."""
+        """Return those of these ids whose keys exist and have not expired; one round trip."""
         asked, at = list_of_ids(key_ids), now()
         found = await self._redis.hmget(KEYS, asked) if asked else []
         return {
@@ -188,12 +188,15 @@ class Keys:
 
     @reachable
     async def any(self) -> bool:
-        """Whether any key exists."""
+        """Return whether any key exists."""
         return bool(await self._redis.hlen(KEYS))
 
 
 async def any_key(settings: Settings) -> bool:
-    """Whether the Redis of the settings holds a key. Raises MidstreamError("unavailable")."""
+    """Return whether the Redis of the settings holds a key.
+
+    Raises MidstreamError("unavailable").
+    """
     ledger = Ledger.connect(settings)
     try:
         return await Keys(ledger).any()
@@ -202,8 +205,8 @@ async def any_key(settings: Settings) -> bool:
 
 
 def _holds(raw: bytes, at: float) -> bool:
-    """Whether the key is valid; False if it cannot be read, since such a key admits no request,
-    either.
+    """Return whether the key is valid; False if it cannot be read, since such a key admits no
+    request, either.
     """
     try:
         return not has_expired(_decoded(raw), at)

@@ -85,7 +85,7 @@ class Sessions:
 
     @reachable
     async def valid(self, names: Iterable[str]) -> set[str]:
-        """Those of these that have not ended; one round trip."""
+        """Return those of these that have not ended; one round trip."""
         asked = list(names)
         found = await self._redis.mget([f"{SESSION}{name}" for name in asked]) if asked else []
         return {name for name, raw in zip(asked, found, strict=True) if raw is not None}

@@ -248,7 +248,7 @@ class Harvests:
 
     @reachable
     async def plan(self, harvest_id: str) -> PlanFile:
-        """Where the plan is that counts.
+        """Return where the plan is that counts.
 
         Raises conflict for a harvest that another version has planned, and not_found.
         """
@@ -311,7 +311,7 @@ class Harvests:
         return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
 
     async def trouble(self, job: Job, attempt: int, reason: str) -> Kept:
-        """Why a worker waits: shown until a unit is kept.
+        """Return why a worker waits: shown until a unit is kept.
 
         The harvest can be cancelled meanwhile.
         """

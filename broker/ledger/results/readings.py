@@ -105,7 +105,7 @@ def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReadin
 
 
 def _same(part: Any, *names: str) -> dict[str, Any]:
-    """What a reading has as its part has it."""
+    """Return what a reading has as its part has it."""
     return {name: getattr(part, name) for name in names}
 
 

@@ -97,7 +97,9 @@ def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> 
 
 
 def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:
-    """Why the recovered share is undefined; empty if it is defined. `noise`: of no-op patches.
+    """Return why the recovered share is undefined; empty if it is defined.
+
+    `noise`: of no-op patches.
 
     All in nats.
     """

@@ -132,7 +132,7 @@ def _grids(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, Grid]:
 
 
 def _neurons(sweep: StoredSweep, records: Records, pair: int) -> dict[Hook, list[list[list[int]]]]:
-    """What was chosen by rank; empty on other axes."""
+    """Return what was chosen by rank; empty on other axes."""
     if all(column.ranks is None for column in sweep.pairs[pair].columns):
         return {}
     return {

@@ -300,7 +300,9 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
 
 
 def _shortcomings(told: Receipt) -> Iterator[str]:
-    """What a rank could not do for a request: its own message, or derived from its receipt."""
+    """Yield what a rank could not do for a request: its own message, or derived from its
+    receipt.
+    """
     if told.verdict == "ok":
         return
     where = f"request {told.request}, rank {told.rank}"
@@ -329,7 +331,7 @@ def _reuse(ticket: Sequence[Receipt]) -> list[str]:
 
 
 def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Determinism:
-    """Whether, for every request, the ranks of each pipeline stage report the same checksum,
+    """Return whether, for every request, the ranks of each pipeline stage report the same checksum,
     actions and edited rows, in one epoch.
 
     Covers the receipts that have arrived; a rank that has not reported counts neither as agreeing

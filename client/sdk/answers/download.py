@@ -72,7 +72,7 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
 def reader(
     manifest: Manifest, job_id: str, files: Iterable[Path | Place], tag: str | None, partial: bool
 ) -> CaptureReader:
-    """Of `files`, which are all that the manifest names, here or in place."""
+    """Return a reader of `files`, which are all that the manifest names, here or in place."""
     return CaptureReader.of_job(
         files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial
     )

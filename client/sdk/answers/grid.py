@@ -104,7 +104,7 @@ class Grid:
         return self.base - (reach or 1.0), self.base + (reach or 1.0)
 
     def cells(self) -> Iterator[Effect]:
-        """Those whose effect is known, by hook, layer and column."""
+        """Yield those whose effect is known, by hook, layer and column."""
         for hook in self.hooks:
             for row, column in np.argwhere(~np.isnan(self.effects[hook])).tolist():
                 yield Effect(
@@ -265,7 +265,7 @@ def written(label: str) -> str:
 
 
 def described(result: SweepResult, pair: int | None = None) -> list[str]:
-    """What was patched into what, what was asked, and how far values scatter: the lines of a
+    """Return what was patched into what, what was asked, and how far values scatter: the lines of a
     title.
     """
     number = 0 if pair is None and len(result.pairs) == 1 else pair
@@ -393,7 +393,7 @@ def _name(pairs: list[PairResult], label: str, column: int) -> str:
 
 
 def _labels(pairs: list[PairResult]) -> list[str]:
-    """Of a column that pairs call differently: the first names."""
+    """Return the labels of the columns; the first pair's, where pairs differ."""
     found = []
     for names in zip(*(pair.labels for pair in pairs), strict=True):
         different = list(dict.fromkeys(map(written, names)))

@@ -72,7 +72,7 @@ class MapCache:
         self._db.close()
 
     def load(self, keys: Sequence[str], rows: bool) -> dict[str, tuple[JobResult, Path | None]]:
-        """Of the keys that are in it: the result, and the folder of its captured rows.
+        """Return the cached results among these keys, with the folders of their captured rows.
 
         `rows`: only those that have one.
         """

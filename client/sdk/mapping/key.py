@@ -1,5 +1,5 @@
-"""What decides a result of `map`: the request, the model, and the content that names in the request
-stand for.
+"""Keys of `map`'s results: the request, the model, and the contents behind the names in the
+request.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ Request = JobRequest | ChatRequest
 
 
 def named(request: Request) -> Iterator[Named]:
-    """What the request names: modules, autoencoders, source runs, tuned lenses, probes and an
+    """Yield what the request names: modules, autoencoders, source runs, tuned lenses, probes and an
     adapter.
     """
     for entry in request.steering:
@@ -47,8 +47,8 @@ def named(request: Request) -> Iterator[Named]:
 
 
 def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]:
-    """What applies to every request to the model: its extensions, and the probes that watch all
-    traffic.
+    """Return what applies to every request to the model: its extensions, and the probes that watch
+    all traffic.
     """
     found = {(each["kind"], each["name"]): each["digest"] for each in card.get("extensions", [])}
     return found | {
@@ -77,7 +77,7 @@ def identity(card: dict[str, Any]) -> str:
 
 
 def used(view: JobView) -> dict[Named, str]:
-    """What names stood for when the job was accepted, and what else applied to it."""
+    """Return what names stood for when the job was accepted, and what else applied to it."""
     found = {("module", name): digest for name, digest in view.modules.items()} | {
         ("run", name): job for name, job in view.runs.items()
     }
@@ -132,7 +132,7 @@ def of_prompt(base: bytes, prompt: bytes) -> str:
 
 
 def of_job(base: bytes, keys: Sequence[str], attempt: int = 0) -> str:
-    """Of a job over the prompts with these keys."""
+    """Return the key of a job over the prompts with these keys."""
     return hashlib.sha256(
         base + "\n".join([*keys, f"{attempt} {__version__}"]).encode()
     ).hexdigest()

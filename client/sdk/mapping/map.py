@@ -122,7 +122,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is the same for all jobs."""
+    """Values that all jobs of a `map` share."""
 
     request: JobRequest  # without prompts
     base: bytes
@@ -237,9 +237,9 @@ class MapCalls(
     async def _standing(
         self, request: map_key.Request
     ) -> tuple[str, dict[map_key.Named, str], GlobalView]:
-        """What decides the results of a request beside itself, now: the model's identity, the
-        content of what it names and of what applies to every request, and global steering. Raises
-        `not_found`.
+        """Return what decides the results of a request beside itself, now: the model's identity,
+        the content of what it names and of what applies to every request, and global steering.
+        Raises `not_found`.
         """
         model = request.model
         card = await self.model(model)
@@ -250,7 +250,7 @@ class MapCalls(
         return identity, names, await self.global_steering(model)
 
     async def _digest(self, named: map_key.Named, model: str) -> str:
-        """Of what a name stands for now. Raises `not_found`."""
+        """Return the digest of a name's present content. Raises `not_found`."""
         kind, name = named
         match kind:
             case "module":
@@ -544,7 +544,7 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
     """
 
     def own(values: list[Any] | None) -> list[Any] | None:
-        """Of a list that has equally many for each prompt."""
+        """Return one prompt's share of a list that has equally many items for each prompt."""
         each = len(values or []) // prompts
         return None if values is None else values[number * each : (number + 1) * each]
 
@@ -578,7 +578,7 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
 
 
 def _passes(error: MidstreamError) -> bool:
-    """Whether the same request may be accepted later."""
+    """Return whether the same request may be accepted later."""
     return error.retry_after is not None or error.kind in ("unavailable", "overloaded")
 
 

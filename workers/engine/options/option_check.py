@@ -31,7 +31,7 @@ _SHOWN_CHARS = 120
 
 @dataclass(frozen=True)
 class Accepted:
-    """What passes to `AsyncEngineArgs`, and why rows may be wrong with it."""
+    """Options that pass to `AsyncEngineArgs`, and why rows may be wrong with them."""
 
     options: dict[str, Any]
     caveats: list[str]
@@ -80,7 +80,7 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
 
 
 def unproven(name: str, value: Any) -> str:
-    """What is not proven of rows with this value; empty if they are."""
+    """Return what is not proven of rows with this value; empty if they are."""
     entry = PROVEN.get(name)
     if entry is None:
         return f"the engine option {name}={_shown(value)} is not proven with Midstream"

@@ -50,8 +50,8 @@ _SMALLER = "a smaller schema, grammar, expression or list of tools"
 
 
 class FormatsBusy(MidstreamError):
-    """As many jobs wait for the check of their formats as may: another attempt of this one follows,
-    so that it holds no place here.
+    """The queue for format checks is full: the attempt ends, so that it holds no place here, and
+    another follows.
     """
 
     def __init__(self, detail: str) -> None:
@@ -148,7 +148,7 @@ class FormatChecker:
             await self._started()
 
     async def _ask(self, raw: bytes) -> str:
-        """Why the constraint is refused; empty: it is not."""
+        """Return why the constraint is refused; empty: it is not."""
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -241,7 +241,7 @@ def _grammar(asked: dict[str, Any]) -> tuple[str, Any]:
 
 
 def refusal(asked: dict[str, Any], compiler: Any) -> str:
-    """Why the engine does not get the constraint, or an empty text."""
+    """Return why the engine does not get the constraint, or an empty text."""
     kind, grammar = _grammar(asked)
     if grammar is None:
         return ""

@@ -125,7 +125,7 @@ def fitted(ask: EngineRequest, max_model_len: int) -> EngineRequest:
 
 
 def align(written: Sequence[int], images: Sequence[ImageRef], made: Any) -> Expansion:
-    """Where each image is in what vLLM made of a prompt.
+    """Return where each image is in what vLLM made of a prompt.
 
     Raises MidstreamError if anything but the placeholders was changed.
     """
@@ -150,7 +150,7 @@ def _changed() -> MidstreamError:
 
 
 def prompt_with_images(token_ids: list[int], files: Sequence[bytes]) -> TokensPrompt:
-    """What vLLM renders. Raises MidstreamError for a file that cannot be decoded."""
+    """Return what vLLM renders. Raises MidstreamError for a file that cannot be decoded."""
     return TokensPrompt(
         prompt_token_ids=token_ids,
         multi_modal_data={"image": [_decoded(data, number) for number, data in enumerate(files)]},
@@ -172,7 +172,7 @@ def _decoded(data: bytes, number: int) -> Image.Image:
 
 
 class Images(NamedTuple):
-    """What a model takes."""
+    """Images that a model takes."""
 
     number: int  # in one prompt, at most
     placeholder: list[int]  # token ids of an image in a prompt as written
@@ -180,7 +180,7 @@ class Images(NamedTuple):
 
 
 def images_of(config: VllmConfig, limit: int) -> Images:
-    """Whether a model takes images here, up to `limit` in one prompt.
+    """Return whether a model takes images here, up to `limit` in one prompt.
 
     Its own processor is tried, with a small one.
     """
@@ -223,7 +223,7 @@ def images_of(config: VllmConfig, limit: int) -> Images:
 
 
 def _untested(config: VllmConfig) -> dict[str, bool]:
-    """What rows of prompts with images were not compared with → whether it is used."""
+    """Return what rows of prompts with images were not compared with → whether it is used."""
     parallel = config.parallel_config
     return {
         "several ranks": parallel.world_size > 1,

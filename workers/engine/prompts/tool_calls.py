@@ -97,7 +97,7 @@ class ToolReader:
         self._calls: list[CallDelta] = []
 
     def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Said:
-        """What the next part of the text says."""
+        """Return what the next part of the text says."""
         parsed = self._checked(
             lambda: self._parser.parse_delta(
                 text, list(token_ids), self._request, self._ask.token_ids, finished=finished
@@ -118,14 +118,14 @@ class ToolReader:
         return Said(content=parsed.content or "", calls=calls)
 
     def streamed(self) -> Message:
-        """All that `read` gave."""
+        """Return all that `read` gave."""
         return Message(
             content=self._content,
             tool_calls=[_call(call.id, call.name, call.arguments) for call in self._calls],
         )
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Message:
-        """What the whole text says, where it was not read in parts."""
+        """Return what the whole text says, where it was not read in parts."""
         self._parser.set_prompt_token_ids(self._ask.token_ids)
         _, content, found = self._checked(
             lambda: self._parser.parse(

@@ -76,7 +76,7 @@ _SEED = 1
 
 
 class Uncertified(MidstreamError):
-    """Not even the residual stream could be proven: the engine must not start."""
+    """The residual stream could not be proven: the engine must not start."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("engine_failed", detail)
@@ -84,7 +84,7 @@ class Uncertified(MidstreamError):
 
 @dataclass(frozen=True)
 class Access:
-    """What the run needs of the engine."""
+    """The engine's functions that the run uses."""
 
     generate: Callable[[EngineRequest, GlobalSteering], Any]
     call: Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
@@ -242,7 +242,7 @@ class _Run:
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
     async def findings(self) -> tuple[list[Finding], dict[str, str]]:
-        """What was found, and law → why it was not compared."""
+        """Return what was found, and law → why it was not compared."""
         self._positions = positions = [
             *self._compared,
             *range(len(self._prompt), len(self._prompt) + GENERATED - 1),

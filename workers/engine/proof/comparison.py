@@ -55,7 +55,7 @@ Rows = Mapping[tuple[Hook, int], torch.Tensor]  # float32 `[positions, hidden]`
 
 
 class Source(NamedTuple):
-    """Where transformers finds what is served; `refused`: why it is not compared."""
+    """The served checkpoint, as transformers finds it; `refused`: why it is not compared."""
 
     path: str = ""
     architecture: str = ""
@@ -74,8 +74,8 @@ class Prompt(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What leaves the last layer of the whole model, `[rows, hidden]`, and the logits that vLLM's
-    sampler got, `[rows, vocabulary]`.
+    """Rows that leave the last layer of the whole model, `[rows, hidden]`, and the logits that
+    vLLM's sampler got, `[rows, vocabulary]`.
     """
 
     rows: torch.Tensor
@@ -136,7 +136,7 @@ class Comparison:
         return None if self.refused else self.reference
 
     async def judge(self, prompts: Sequence[Prompt], head: Head | None) -> list[Difference]:
-        """Of each hook in each kept layer, the worst of all prompts.
+        """Return the largest difference of each hook in each kept layer, over all prompts.
 
         Empty where `refused` says why.
         """
@@ -155,7 +155,7 @@ class Comparison:
 
 
 def source_of(settings: Settings, config: Any, quantization: str) -> Source:
-    """What transformers is asked for; `config`: vLLM's of the model; `quantization`: of its
+    """Return what transformers is asked for; `config`: vLLM's of the model; `quantization`: of its
     weights.
     """
     unproven, load_format = accepted(settings).caveats, settings.engine_options.get("load_format")
@@ -192,7 +192,7 @@ def _opened(source: Source) -> Reference:
 def differences(
     reference: Reference, prompts: Sequence[Prompt], head: Head | None, dtype: str
 ) -> list[Difference]:
-    """What is compared, in order of layers and hooks. Raises NotComparableError."""
+    """Return what is compared, in order of layers and hooks. Raises NotComparableError."""
     exact = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
     logits = reference.logits(head.rows) if head else None
     rounded: Sequence[Sequence[Tensors] | None] = [None] * len(prompts)

@@ -50,7 +50,7 @@ class _Over(Exception):
 
 
 class Truncation(NamedTuple):
-    """How many of a model's layers are kept."""
+    """Number of a model's layers that are kept."""
 
     layers: int
     kinds: int  # of layers, that the model has
@@ -87,8 +87,8 @@ def truncation(
 
 
 def kinds_of(layers: Sequence[nn.Module], config: Any) -> list[Hashable]:
-    """What each layer is: its modules with their plain attributes, the shapes of its weights, and
-    its entries in lists of the config.
+    """Return what each layer is: its modules with their plain attributes, the shapes of its
+    weights, and its entries in lists of the config.
     """
     lists = [
         value
@@ -350,7 +350,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _attempt(what: str, call: Callable[[], Any]) -> Any:
-    """What it returns. Raises NotComparableError with what was attempted."""
+    """Return what it returns. Raises NotComparableError with what was attempted."""
     try:
         return call()
     except NotComparableError:

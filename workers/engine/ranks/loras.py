@@ -35,7 +35,7 @@ class RankLoras:
         self._freed = asyncio.Event()
 
     def number(self, digest: str) -> int:
-        """Of an adapter that is held."""
+        """Return the number of an adapter that is held."""
         return self._loaded[digest]
 
     async def hold(self, lora: StoredLora, support: LoraSupport | None) -> None:

@@ -14,7 +14,7 @@ from .collective import Ranks, Undo, unbroken
 
 
 def served(settings: Settings) -> str:
-    """Why no features are read; empty: they are."""
+    """Return why no features are read; empty: they are."""
     return "" if settings.sae_dir else "the setting sae_dir is empty"
 
 

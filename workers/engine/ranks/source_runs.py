@@ -35,7 +35,7 @@ class RankRuns:
         return list(self._sizes)
 
     async def hold(self, keys: Sequence[str], locate: Locate) -> None:
-        """All of `keys` on every rank, until `release`.
+        """Hold all of `keys` on every rank, until `release`.
 
         Waits while what others hold leaves no room.
 

@@ -37,7 +37,7 @@ class RankVectors:
         pinned: bool = False,
         users: Sequence[list[StoredSteering]] = (),
     ) -> None:
-        """All of `names` on every rank, until `release`.
+        """Hold all of `names` on every rank, until `release`.
 
         What is sent takes along the steering of `users`.
 

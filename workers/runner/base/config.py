@@ -38,12 +38,12 @@ class Place:
 
     @property
     def grades(self) -> bool:
-        """Whether this rank grades next tokens."""
+        """Return whether this rank grades next tokens."""
         return self.tp == 0 and self.pp == self.stages - 1
 
 
 class Found(Record):
-    """What a rank found in the model that it loaded."""
+    """A rank's report on the model that it loaded."""
 
     hooks: list[str] = []  # of the residual stream, that every layer has
     inside: dict[str, RowShape] = {}  # of the others, those that were asked for and every layer has

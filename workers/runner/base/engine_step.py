@@ -29,7 +29,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the whole engine is: requests in this step, those that wait, and the share of the KV
+    """Load of the whole engine: requests in this step, waiting requests, and the share of the KV
     cache in use.
     """
 

@@ -36,7 +36,7 @@ class ExtensionError(Exception):
 
 
 class Offer(NamedTuple):
-    """What an installed package offers; nothing of it has been imported."""
+    """Offer of an installed package; nothing of it has been imported."""
 
     kind: str
     name: str
@@ -59,7 +59,7 @@ def named(setting: str) -> list[str]:
 
 
 def offered() -> list[Offer]:
-    """All that is installed, trusted or not, by kind and name."""
+    """Return all that is installed, trusted or not, by kind and name."""
     found = set()
     for group, kind in GROUPS.items():
         for entry in entry_points(group=group):
@@ -71,7 +71,7 @@ def offered() -> list[Offer]:
 
 
 def trusted(packages: Sequence[str]) -> list[Offer]:
-    """What the packages offer.
+    """Return what the packages offer.
 
     Raises ExtensionError for one that is not installed or offers nothing, and for a name that two
     offer.
@@ -101,7 +101,7 @@ def check_installed(setting: str) -> None:
 
 
 def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
-    """What all ranks have loaded.
+    """Return what all ranks have loaded.
 
     Raises MidstreamError for ranks that have different versions or different code.
     """
@@ -176,7 +176,10 @@ def _counts(path: Path) -> bool:
 
 
 def code_of(offer: Offer) -> Any:
-    """What the entry point names, made. Raises ExtensionError for anything that is raised."""
+    """Return what the entry point names, made.
+
+    Raises ExtensionError for anything that is raised.
+    """
     try:
         return offer.entry.load()()
     except KeyboardInterrupt:
@@ -186,7 +189,7 @@ def code_of(offer: Offer) -> Any:
 
 
 def declared(code: object, terms: type[Terms]) -> Terms:
-    """What the code declares. Raises ValueError."""
+    """Return what the code declares. Raises ValueError."""
     about = next(iter((type(code).__doc__ or "").strip().splitlines()), "")
     given = {name: getattr(code, name) for name in terms.__struct_fields__ if hasattr(code, name)}
     made = msgspec.convert({"about": about, **given}, terms)

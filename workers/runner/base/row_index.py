@@ -48,7 +48,7 @@ class Keeping:
 
 
 class Wanted:
-    """What a request captures: made once, used in every step of its prompt."""
+    """Captures of a request: made once, used in every step of its prompt."""
 
     def __init__(self, spec: RankSpec, *, tensor_parallel: bool = False) -> None:
         """`tensor_parallel`: a stage has several ranks, most of which keep only rows that are
@@ -85,8 +85,8 @@ class RowIndex:
         self._dropped: list[int] = []
 
     def reach(self, wanted: Wanted, hashes: list[bytes]) -> int:
-        """How far the prefix cache may serve this prompt: up to the first captured position that is
-        not kept.
+        """Return how far the prefix cache may serve this prompt: up to the first captured position
+        that is not kept.
         """
         reach = wanted.prompt_tokens
         for capture, ports in wanted.captures:
@@ -142,8 +142,8 @@ class RowIndex:
     def keep(
         self, request_id: str, wanted: Wanted, hashes: list[bytes], start: int, stop: int
     ) -> list[KeptBlock]:
-        """Which rows to keep now that the tokens `start … stop` are scheduled: of full blocks of
-        the prompt only.
+        """Return which rows to keep now that the tokens `start … stop` are scheduled: of full
+        blocks of the prompt only.
         """
         kept: list[KeptBlock] = []
         if start >= wanted.prompt_tokens:
@@ -168,7 +168,7 @@ class RowIndex:
 
     @property
     def pending(self) -> bool:
-        """Whether the ranks must be notified even in a step without captures."""
+        """Return whether the ranks must be notified even in a step without captures."""
         return bool(self._dropped)
 
     def dropped(self) -> list[int]:
@@ -192,7 +192,7 @@ class RowIndex:
         return None
 
     def _bytes_of(self, capture: StoredCapture) -> int:
-        """Of one row."""
+        """Return the bytes of one row."""
         return self._row_bytes if capture.row is None else capture.row.size * self._item_bytes
 
     def _add(

@@ -84,7 +84,7 @@ class Copy(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """What all ranks judge. Requests are numbers."""
+    """Laws that all ranks judge. Requests are numbers."""
 
     base: int
     tokens: list[int]  # prompt and generated
@@ -96,7 +96,7 @@ class Plan(msgspec.Struct):
 
 
 class Judgement(msgspec.Struct):
-    """Of one rank."""
+    """Judgement of one rank."""
 
     findings: list[Finding]
     not_compared: dict[str, str]
@@ -462,7 +462,7 @@ class Certifier:
                     )
 
     def _joined(self, layer: int) -> bool:
-        """Whether this rank sees what enters the next layer."""
+        """Return whether this rank sees what enters the next layer."""
         return layer + 1 in self._layers and "pre_attn" in self._shape.hooks
 
     def _added(self, scale: float) -> torch.Tensor:
@@ -598,8 +598,8 @@ class Certifier:
         return get_tp_group().broadcast(held, src=0) if get_tp_group().world_size > 1 else held
 
     def _through(self, layer: nn.Module, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What the layer's MLP gives for these rows, as it is and through each norm that may lie
-        behind it.
+        """Yield what the layer's MLP gives for these rows, as it is and through each norm that may
+        lie behind it.
         """
         children = dict(layer.named_children())
         batched = self._adapter.variant.backend
@@ -744,7 +744,7 @@ class Certifier:
             )
 
     def _norms(self) -> list[nn.Module]:
-        """Those beside the layers, and beside what holds them."""
+        """Return those beside the layers, and beside what holds them."""
         root = language_model(self._model)
         path = next(name for name, module in root.named_modules() if module is self._parent).split(
             "."
@@ -790,13 +790,15 @@ def _places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
 
 
 def _tensor(output: Any) -> torch.Tensor:
-    """Of modules that also give a bias, or router logits."""
+    """Return the tensor of a module that may also return a bias or router logits."""
     tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return tensor
 
 
 def _between(name: str, child: nn.Module) -> bool:
-    """Whether this child may change the stream between the token embedding and the first layer."""
+    """Return whether this child may change the stream between the token embedding and the first
+    layer.
+    """
     tokens = re.search(
         r"^(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings?)$", name
     )

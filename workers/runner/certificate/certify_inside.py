@@ -58,7 +58,10 @@ class InsideLaws:
         self._dtype, self._device = dtype, device
 
     def findings(self) -> Iterator[Finding]:
-        """Of all laws whose hooks are there. What a module raises is no proof and ends no run."""
+        """Return the findings of all laws whose hooks are present.
+
+        A module that raises proves nothing and ends no run.
+        """
         laws: list[Callable[[int, int], Iterator[Finding]]] = [
             self._output,
             self._down,
@@ -76,7 +79,7 @@ class InsideLaws:
                     )
 
     def _rows(self, hook: Hook, number: int) -> torch.Tensor | None:
-        """As the model computes with them."""
+        """Return the rows in the form that the model computes with."""
         rows = self._held(hook, number)
         return None if rows is None else rows.to(self._dtype).to(self._device)
 

@@ -109,7 +109,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Shape(NamedTuple):
-    """What a judge needs to know of the model."""
+    """Facts about the model that a judge needs."""
 
     hooks: Sequence[Hook]
     eps: float  # of the dtype
@@ -233,7 +233,9 @@ def judge_same(
 def judge_module(
     shape: Shape, got: torch.Tensor, wanted: torch.Tensor, layer: int, hooks: Sequence[str]
 ) -> Finding:
-    """What the layer's own MLP gives for the rows of its input against the rows of `mlp_out`."""
+    """Return what the layer's own MLP gives for the rows of its input against the rows of
+    `mlp_out`.
+    """
     figure = rowwise(got, wanted, shape.tolerance("module"), median=shape.routes(layer))
     return Finding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
 
@@ -241,8 +243,8 @@ def judge_module(
 def judge_parts(
     shape: Shape, got: torch.Tensor, entered: torch.Tensor, left: torch.Tensor, layer: int
 ) -> list[Finding]:
-    """What the layer's own MLP gives for the rows of `mlp_in`, up to one factor, against what
-    `post_block` has more than `post_attn`.
+    """Return what the layer's own MLP gives for the rows of `mlp_in`, up to one factor, against
+    what `post_block` has more than `post_attn`.
 
     Where an MLP of several parts has no `mlp_out`, which would be their sum.
     """
@@ -262,7 +264,7 @@ def judge_parts(
 
 
 def factor_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """By which `got` is nearest to `wanted`."""
+    """Return the factor by which `got` is nearest to `wanted`."""
     return float(
         (wanted * got).sum() / got.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
     )
@@ -280,8 +282,8 @@ def judge_edit(
     added: torch.Tensor,
     entered: torch.Tensor | None,
 ) -> list[Finding]:
-    """What a vector `added` at `hook` of `layer` must reach, and what it must not, at the position
-    where it is added.
+    """Return what a vector `added` at `hook` of `layer` must reach, and what it must not, at the
+    position where it is added.
 
     `edited` and `plain`: the rows there of the request with the edit and of the one without, each
     before its edits. `entered`: `pre_attn` of the next layer in the edited request; None where
@@ -441,7 +443,8 @@ def verdict(
 def verdict_inside(
     hooks: Sequence[str], findings: Iterable[Finding], num_layers: int
 ) -> tuple[dict[str, str], list[Law]]:
-    """Of hooks inside attention and MLP: hook → why it is not proven, and all laws.
+    """Return the verdict on hooks inside attention and MLP: hook → why it is not proven, and all
+    laws.
 
     A law proves and refutes all of its hooks.
     """

@@ -18,7 +18,7 @@ from .steering_tables import AnyTable, HeldRows, VectorStore
 
 
 class Named(NamedTuple):
-    """What a module's name points at."""
+    """Content of a named module."""
 
     digest: str
     tensors: tuple[str, ...]
@@ -117,8 +117,8 @@ class RankState:
         self._changed = (name, digest), former
 
     def rollback_module(self, name: str, digest: str) -> None:
-        """What `name` was before `set_module(name, digest, …)`, where that was the last change
-        here; else nothing.
+        """Restore `name` as it was before `set_module(name, digest, …)`, if that was the last
+        change here.
         """
         former = self._undo((name, digest))
         if isinstance(former, Named):
@@ -126,7 +126,7 @@ class RankState:
             self._actions.fold(self._step(), "module_rollback", name, former.digest)
 
     def _point(self, name: str, named: Named) -> Named:
-        """What `name` pointed at until now."""
+        """Return what `name` pointed at until now."""
         former = self._modules.pop(name, _NOTHING)
         if named.digest:
             self._modules[name] = named
@@ -190,8 +190,8 @@ class RankState:
         self._changed = steering.version, former
 
     def rollback_global(self, version: int) -> None:
-        """What was everyone's before `version` was committed, where that was the last change here;
-        else nothing.
+        """Restore global steering as it was before `version` was committed, if that was the last
+        change here.
         """
         former = self._undo(version)
         if isinstance(former, GlobalSteering):
@@ -199,7 +199,7 @@ class RankState:
             self._actions.fold(self._step(), "global_rollback", version, former.digest)
 
     def _switch(self, steering: GlobalSteering) -> GlobalSteering:
-        """What was everyone's until now."""
+        """Return what was everyone's until now."""
         rows = self._held_rows.acquire(self._step(), steering.standing_rows())
         self._held_rows.release(self._step(), self._rows)
         former, self.steering, self._rows = self.steering, steering, rows

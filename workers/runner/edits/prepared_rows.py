@@ -69,7 +69,7 @@ class PreparedRows:
             self._expected.put(rows)
 
     def get(self, spec: SteeringRow) -> Joined:
-        """What the row holds. Raises what `make` raises."""
+        """Return what the row holds. Raises what `make` raises."""
         names = {name for entry in spec.entries for name in entry.tensors}
         if any(map(is_row, names)):
             return self._make(spec)

@@ -58,7 +58,7 @@ class RunStore:
 
     @property
     def bytes(self) -> int:
-        """Of the rows that are held."""
+        """Return the bytes of the rows that are held."""
         return sum(run.bytes for run in self._runs.values())
 
     def names(self) -> list[tuple[str, int]]:
@@ -124,8 +124,8 @@ class RunStore:
         self._runs.clear()
 
     def row(self, name: str) -> torch.Tensor:
-        """What `schemas.source_runs.row_name` names: float32, the whole row, on the CPU; a mean is
-        taken in float64.
+        """Return what `schemas.source_runs.row_name` names: float32, the whole row, on the CPU; a
+        mean is taken in float64.
 
         Raises LookupError when the run, its site or a position is not here, ValueError when a value
         is not finite or `name` is no such name.
@@ -168,7 +168,7 @@ class RunStore:
         return "" if (hook, layer) in self._sites else ", which is not on this rank"
 
     def _places(self, wanted: RunRow, run: _LoadedRun, positions: Sequence[int]) -> list[int]:
-        """Where the rows of `positions` are."""
+        """Return where the rows of `positions` are."""
         try:
             return [run.places[position] for position in positions]
         except KeyError:

@@ -117,11 +117,11 @@ class RowTable:
         return self._pool.used
 
     def sites(self, row: int) -> np.ndarray:
-        """Which sites of this rank a row in use edits: bool `[sites]`."""
+        """Return which sites of this rank a row in use edits: bool `[sites]`."""
         return self._sites[row]
 
     def num_sites(self, row: int) -> int:
-        """How many sites of this rank a row in use edits."""
+        """Return how many sites of this rank a row in use edits."""
         return self._num_sites[row]
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
@@ -153,7 +153,7 @@ class RowTable:
         return row, what.crc32
 
     def __contains__(self, key: str) -> bool:
-        """Whether a row in use has this content."""
+        """Return whether a row in use has this content."""
         return key in self._rows
 
     def release(self, key: str) -> bool:
@@ -268,7 +268,7 @@ class RowTable:
         return vectors, scalars
 
     def _does(self, entry: StoredSteering) -> Does:
-        """What an entry does at each of its sites."""
+        """Return what an entry does at each of its sites."""
         shapes = entry.shapes(
             self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size
         )
@@ -346,7 +346,7 @@ class HeldRows:
         self._table, self._actions = table, actions
 
     def acquire(self, step: int, wanted: Sequence[SteeringRow]) -> list[tuple[int, SteeringRow]]:
-        """All of them, or none when it raises (as `RowTable.acquire`)."""
+        """Return all of them, or none when it raises (as `RowTable.acquire`)."""
         held: list[tuple[int, SteeringRow]] = []
         try:
             for spec in wanted:

@@ -20,7 +20,7 @@ class Taints:
         return len(self._failed)
 
     def add(self, digest: str, step: int) -> bool:
-        """Whether this is the step's first report of the digest."""
+        """Return whether this is the step's first report of the digest."""
         first = self._failed.get(digest) != step
         self._failed[digest] = step
         return first
@@ -33,7 +33,7 @@ class Taints:
             self._failed[digest] = step
 
     def spoil(self, spec: RankSpec, cached_tokens: int) -> bool:
-        """Whether the cached blocks served to this request may lack its edit."""
+        """Return whether the cached blocks served to this request may lack its edit."""
         return spec.digest in self._failed and cached_tokens > spec.first_affected
 
     def forget(self, step: int, running: Collection[str]) -> None:

@@ -45,7 +45,7 @@ class Joined(NamedTuple):
         return len(self.vectors)
 
     def fingerprint(self) -> int:
-        """As `EntryPool.fingerprints` finds it where it was written."""
+        """Return the fingerprint as `EntryPool.fingerprints` finds it where it was written."""
         crc = 0
         for run in sorted(self.extents):
             crc = zlib.crc32(f"{run.site} {run.family}".encode(), crc)
@@ -95,7 +95,7 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
 
 
 def _crc32(content: Content) -> int:
-    """Of places and bytes."""
+    """Return the CRC32 of places and bytes."""
     crc = 0
     known: dict[int, int] = {}  # most sites of an entry hold the same
     for place, held in content.items():

@@ -20,7 +20,7 @@ from ....storage.blobs import Blob
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a bank's rows this rank holds. See `schemas.banks`."""
+    """Columns of a bank's rows that this rank holds. See `schemas.banks`."""
 
     row: RowShape  # the whole row
     start: int
@@ -32,7 +32,9 @@ class Columns:
         return self.stop - self.start
 
     def stored(self, heads: Sequence[int]) -> "range | None":
-        """What this rank stores, as columns of all that is stored; None: it stores all of it."""
+        """Return what this rank stores, as columns of all that is stored; None: it stores all of
+        it.
+        """
         width = self.row.width
         if not heads:
             return range(self.start, self.stop) if self.sharded else None
@@ -57,7 +59,7 @@ class Columns:
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks hold others."""
+        """Return whether other ranks hold others."""
         return self.size < self.row.size
 
 
@@ -108,7 +110,7 @@ class FinishedCapture:
         return self.num_rows * self.hidden_size * ITEM_BYTES[self.dtype]
 
     def count_non_finite(self, sites: dict[str, list[int]]) -> int:
-        """How many of the rows of `sites` are not finite, as they are stored."""
+        """Return how many of the rows of `sites` are not finite, as they are stored."""
         return sum(
             self.non_finite.get((hook, layer), 0)
             for hook, layers in sites.items()
@@ -164,8 +166,8 @@ class FinishedCapture:
 
     @property
     def part(self) -> str:
-        """Which part of the capture it is, for the names of files; empty: the only one of its
-        stage.
+        """Return which part of the capture it is, for the names of files; empty: the only one of
+        its stage.
         """
         if self.columns is None:
             return ""
@@ -181,7 +183,7 @@ class ReadingError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a consumer made of one capture."""
+    """A consumer's result for one capture."""
 
     error: str = ""  # why it failed; empty: it did not
     away: bool = False  # with `error`: the store takes nothing now, and would take this later

@@ -38,7 +38,7 @@ class _Sequence:
 
 @dataclass
 class _Shard:
-    """What has arrived of one stage's file."""
+    """Received part of one stage's file."""
 
     place: HarvestPlace
     sites: dict[str, list[int]]

@@ -40,7 +40,7 @@ _OPEN_SEGMENTS = 16
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Where captures go and what goes where. Sizes in bytes."""
+    """Destination and layout of captures. Sizes in bytes."""
 
     store: ArtifactStore
     owner: str  # part of the segments' names: no other process may have it

@@ -200,7 +200,7 @@ class Writer:
         self._queue.put(_Part(write, size))
 
     def busy(self) -> bool:
-        """Whether anything remains to be written."""
+        """Return whether anything remains to be written."""
         return self._pending > 0
 
     def close(self) -> None:

@@ -42,13 +42,15 @@ class Variant:
 
     @property
     def known(self) -> bool:
-        """Whether it says where the hook points are; else they are found in the loaded model."""
+        """Return whether it says where the hook points are; else they are found in the loaded
+        model.
+        """
         return bool(self.layers)
 
     @property
     def laws(self) -> dict[Hook, Law]:
-        """What the rows of a layer add up to: `post_attn` and `post_block`, as multiples of rows
-        before them.
+        """Return what the rows of a layer add up to: `post_attn` and `post_block`, as multiples of
+        rows before them.
         """
         found: dict[Hook, Law] = {}
         if {"pre_attn", "attn_out", "post_attn"} <= self.taps.keys():
@@ -67,7 +69,7 @@ UNKNOWN = Variant("")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What `sites.install` needs to know of one model."""
+    """Facts about one model that `sites.install` needs."""
 
     architecture: str
     variant: Variant
@@ -86,7 +88,7 @@ class Adapter:
         return tuple(hook for hook in HOOKS if hook in self.variant.taps or not self.variant.known)
 
     def of(self, layer: int) -> Variant:
-        """How `layer` is built."""
+        """Return how `layer` is built."""
         return self.kinds.get(layer, self.variant)
 
     @property
@@ -97,7 +99,7 @@ class Adapter:
         return self.variant.layers
 
     def tap(self, hook: Hook, layer: int) -> Tap:
-        """Where `hook` of `layer` is.
+        """Return where `hook` of `layer` is.
 
         Raises UnsupportedArchitectureError when the architecture has no such hook.
         """
@@ -313,7 +315,7 @@ def _language_model(architecture: str, text_type: str | None) -> str:
 
 
 def variant_of(architecture: str, config: Mapping[str, Any]) -> Variant:
-    """What the table says of an architecture with this text config.
+    """Return what the table says of an architecture with this text config.
 
     Raises UnsupportedArchitectureError with the reason.
     """

@@ -1,5 +1,5 @@
-"""How each layer of the loaded model attends, read from vLLM's attention modules; what is not known
-is refused, never guessed.
+"""Attention kinds of the loaded layers, read from vLLM's attention modules; unknown ones are
+refused, never guessed.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 def attention_kinds(
     model: nn.Module, adapter: Adapter, gather: Gather, ranks: int
 ) -> list[AttentionKind]:
-    """Of the layers that this rank's stage holds and that have attention.
+    """Return the kinds of the layers on this rank's stage that have attention.
 
     The same on each of its `ranks`, all of which must call this.
     """
@@ -42,7 +42,7 @@ def attention_kinds(
 
 
 def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> AttentionKind | None:
-    """Of one layer; None if it has no attention of any kind."""
+    """Return the kind of one layer; None if it has no attention of any kind."""
     modules = [module for module in layer.modules() if isinstance(module, AttentionLayerBase)]
     if not modules:
         return None
@@ -74,7 +74,7 @@ def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> Attent
 
 
 def _unknown(module: Any) -> str:
-    """Why `AttentionKind` cannot describe this module; empty: it can."""
+    """Return why `AttentionKind` cannot describe this module; empty: it can."""
     if type(module) not in _MODULES:
         return f"{type(module).__name__} has no pattern that is known"
     impl = module.impl

@@ -236,7 +236,7 @@ def caveats(
     backend: bool,
     interleaved: bool | None = None,
 ) -> tuple[str, ...]:
-    """In what the rows of a served model differ from transformers', as sentences; mostly nothing.
+    """Return how the rows of a served model differ from transformers', as sentences; mostly none.
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`:
     served by vLLM's Transformers backend; `interleaved`: how transformers' model rotates by three

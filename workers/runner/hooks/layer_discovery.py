@@ -1,5 +1,4 @@
-"""What a loaded decoder layer does with the residual stream, found by running it once on random
-rows.
+"""Discovery of a decoder layer's effect on the residual stream, by running it once on random rows.
 
 Its parts that compute (attention, MLP, experts) are replaced by ones that return random rows, and
 its norms run as they are. Where the stream, and what each branch adds to it, can be read is then a
@@ -44,7 +43,7 @@ class NoStreamError(ValueError):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Where the hook points of one layer are."""
+    """Hook points of one layer."""
 
     taps: Taps
     absent: Mapping[Hook, str]
@@ -501,7 +500,7 @@ class _Probe:
                 )
 
     def _branch(self, run: _Run, tap: Tap) -> torch.Tensor:
-        """What the MLP adds."""
+        """Return what the MLP adds."""
         if not tap.path:
             return run.left[0]
         return next(

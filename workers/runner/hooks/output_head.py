@@ -41,7 +41,7 @@ class Shard:
 
 
 class Head:
-    """What turns a row of the residual stream into logits of the next token, on this rank."""
+    """Map from a row of the residual stream to logits of the next token, on this rank."""
 
     def __init__(
         self, model: nn.Module, adapter: "Adapter", dtype: torch.dtype, device: torch.device

@@ -1,5 +1,5 @@
-"""How each layer of the loaded model chooses experts, found out by running vLLM's router; what no
-rule reproduces is refused.
+"""Routing kinds of the loaded layers, found by running vLLM's router; those that no rule
+reproduces are refused.
 """
 
 import itertools
@@ -23,7 +23,7 @@ _NEAR = 1e-4
 
 
 def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
-    """Of the layers that this rank's stage holds and that choose experts.
+    """Return the kinds of the layers on this rank's stage that choose experts.
 
     After the weights have been read.
     """
@@ -44,7 +44,7 @@ def choosers(layer: nn.Module) -> list[Any]:
 
 
 def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
-    """Of one layer; None if it has no experts to choose from."""
+    """Return the kind of one layer; None if it has no experts to choose from."""
     runners = choosers(layer)
     if not runners:
         return None

@@ -15,7 +15,7 @@ from .architectures import ARCHITECTURES, Adapter, Variant, neighbours
 
 @dataclass(frozen=True)
 class Machine:
-    """What is assumed of a GPU. The defaults: an H200."""
+    """Assumptions about a GPU. The defaults: an H200."""
 
     idle_launch_us: float = 2.1  # what a launch that does nothing adds to a replayed graph
     busy_launch_us: float = (
@@ -63,7 +63,7 @@ class Shape:
 def shape_of(
     adapter: Adapter, *, parameters: float, tp: int = 1, stages: int = 1, item_bytes: int = 2
 ) -> Shape:
-    """Of a checkpoint, before it is loaded.
+    """Return the shape of a checkpoint, before it is loaded.
 
     `parameters`: of the whole model; `stages`: of a pipeline.
     """
@@ -91,7 +91,7 @@ SHAPES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class StepCost:
-    """What the sites add to one step of one rank."""
+    """Cost that the sites add to one step of one rank."""
 
     launches: int
     bytes: int  # of the GPU's memory, read and written
@@ -129,8 +129,8 @@ def step_cost(
     idle_graphs: bool = True,
     machine: Machine | None = None,
 ) -> StepCost:
-    """What one step of `rows` token rows costs in a captured graph, where all rows are edited and
-    captured at all layers.
+    """Return what one step of `rows` token rows costs in a captured graph, where all rows are
+    edited and captured at all layers.
 
     `hooks`: those that are installed. `edited`: an addition of one vector, `configurations`
     different ones in the step.
@@ -174,8 +174,8 @@ def _row_transfers(
 
 
 def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:
-    """Whether a site lies where vLLM would fuse: behind this branch, which ends with an all-reduce,
-    before the next norm.
+    """Return whether a site lies where vLLM would fuse: behind this branch, which ends with an
+    all-reduce, before the next norm.
     """
     behind = (
         ("attn_out", "post_attn") if branch == "attn_out" else ("mlp_out", "post_block", "pre_attn")

@@ -40,7 +40,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much the buffers hold."""
+    """Sizes of the buffers."""
 
     ring_rows: int  # captured rows of one step, over all sites
     capacity: int  # token rows of one step
@@ -156,7 +156,7 @@ def _launches(sites: Sequence[Site]) -> Iterator[tuple[int, Sequence[Site]]]:
 
 
 def _branches(sites: Sequence[Site]) -> int:
-    """How many sites of a launch are of `hidden` alone, where the last is of a pair."""
+    """Return how many sites of a launch are of `hidden` alone, where the last is of a pair."""
     return sum(site.kind == "single" for site in sites)
 
 
@@ -182,7 +182,7 @@ def read_between_layers(model: nn.Module, adapter: Adapter) -> tuple[int, ...]:
 
 
 def has_sites(module: nn.Module) -> bool:
-    """Whether a site is at the input or output of this module itself."""
+    """Return whether a site is at the input or output of this module itself."""
     return any(name.startswith("midstream_") for name, _ in module.named_buffers(recurse=False))
 
 
@@ -338,8 +338,8 @@ def without_sites(module: nn.Module) -> Iterator[None]:
 
 
 def places(forward: Callable[..., Any]) -> tuple[int, int]:
-    """Where `hidden_states` and `residual` are among the positional arguments; norms take them
-    first and second.
+    """Return where `hidden_states` and `residual` are among the positional arguments; norms take
+    them first and second.
     """
     names = list(inspect.signature(forward).parameters)
     hidden = names.index("hidden_states") if "hidden_states" in names else 0

@@ -314,7 +314,7 @@ class DataPlane:
         self._reports.origin["caveats"] = tuple(caveats)
 
     def describe(self, attention: Sequence[AttentionKind], routing: Sequence[RoutingKind]) -> None:
-        """How the stage's layers attend and choose experts, for every later manifest."""
+        """Set how the stage's layers attend and choose experts, for every later manifest."""
         self._reports.origin |= {"attention": tuple(attention), "routing": tuple(routing)}
 
     def fingerprint(self) -> str:
@@ -448,8 +448,8 @@ class DataPlane:
                 self._room.make(recording, self._guard)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> bool:
-        """Whether the forward of these (request, first position, how many) is of the idle family,
-        in which no site does anything.
+        """Return whether the forward of these (request, first position, how many) is of the idle
+        family, in which no site does anything.
 
         From what every rank is sent alone: the ranks of a stage must replay the same graph, also
         those that record nothing or whose own plan fails. A forward that runs as Python has no
@@ -573,7 +573,7 @@ class DataPlane:
                 )
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Of the step that ran last: (request, first position) of rows that are not finite.
+        """Return (request, first position) of the rows of the last step that are not finite.
 
         Waits for the step, in any thread.
         """

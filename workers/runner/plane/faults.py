@@ -110,35 +110,35 @@ class Faults:
         return name in self._active
 
     def _once(self, name: str) -> bool:
-        """Whether the fault is active; the call consumes it."""
+        """Return whether the fault is active; the call consumes it."""
         active = name in self._active
         self._active.discard(name)
         return active
 
     def of_write(self) -> bool:
-        """Whether writing a group fails; called in a writer thread before it writes."""
+        """Return whether writing a group fails; called in a writer thread before it writes."""
         if "slow_write" in self:
             time.sleep(_SLOW_S)
         return "write" in self
 
     def of_reading(self) -> bool:
-        """Whether computing a reading fails; called in a writer thread."""
+        """Return whether computing a reading fails; called in a writer thread."""
         return "reading" in self
 
     def of_run(self) -> bool:
-        """Whether this look-up of a source run finds nothing."""
+        """Return whether this look-up of a source run finds nothing."""
         return self._once("lose_run")
 
     def of_site(self) -> bool:
-        """Whether a site of this step does not run."""
+        """Return whether a site of this step does not run."""
         return self._once("skip_site")
 
     def of_lora(self) -> bool:
-        """Whether this step's rows are taken for another adapter's."""
+        """Return whether this step's rows are taken for another adapter's."""
         return self._once("swap_lora")
 
     def of_score(self) -> bool:
-        """Whether this step's scores are wrong.
+        """Return whether this step's scores are wrong.
 
         Raises RuntimeError where they cannot be computed.
         """
@@ -147,7 +147,7 @@ class Faults:
         return self._once("alter_score")
 
     def of_row(self, content: RowContent) -> RowContent:
-        """What is written to the table instead of a row's content."""
+        """Return what is written to the table instead of a row's content."""
         if "skip_action" in self:  # `of_action`, called next, omits it from the ledger
             return {}
         if content and self._once("alter_action"):
@@ -155,7 +155,7 @@ class Faults:
         return content
 
     def of_action(self, content: ActionContent) -> ActionContent | None:
-        """What is accounted for instead of an action's content; None: nothing."""
+        """Return what is accounted for instead of an action's content; None: nothing."""
         if self._once("skip_action"):
             return None
         return (*content, "altered") if self._once("alter_action") else content
@@ -192,7 +192,7 @@ def mislabelled(sites: "Sequence[Site]", num_layers: int, faults: Faults) -> Non
 
 
 def answer(faults: Faults, call: str, action: Callable[[], None]) -> tuple[bool, str]:
-    """How a rank answers a call of the worker: (ok, why not).
+    """Return how a rank answers a call of the worker: (ok, why not).
 
     A refused call has changed nothing on this rank.
     """

@@ -27,7 +27,7 @@ class _Due(NamedTuple):
 
 
 class Grading:
-    """Of the last stage's first rank.
+    """Grading on the last stage's first rank.
 
     `plan` before the forward, `take` with the logits that follow from it.
     """
@@ -41,7 +41,9 @@ class Grading:
 
     @property
     def due(self) -> list[Tracked]:
-        """Whose prompts end in the step that was planned, until its logits were taken."""
+        """Return the requests whose prompts end in the planned step, until its logits were
+        taken.
+        """
         return [due.tracked for due in self._due]
 
     def plan(self, mine: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
@@ -190,7 +192,7 @@ class _Values:
 
 
 def lacking(tracked: Tracked) -> str:
-    """Why an ended request has no grade of the next token; empty if it has one or requested
+    """Return why an ended request has no grade of the next token; empty if it has one or requested
     none.
     """
     if tracked.spec.grade is None:

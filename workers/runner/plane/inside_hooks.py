@@ -43,7 +43,7 @@ _DOWN = re.compile(r"^(down_proj|fc2|c_proj|dense_4h_to_h|w2|fc_out)$")
 
 @dataclass(frozen=True)
 class Inner:
-    """Where one hook of one layer is."""
+    """Location of one hook of one layer."""
 
     module: nn.Module
     side: Side
@@ -52,7 +52,7 @@ class Inner:
 
 
 class Missing(ValueError):
-    """Why a layer does not have a hook."""
+    """Reason why a layer does not have a hook."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class _Layer:
         }
 
     def _experts(self) -> set[int]:
-        """How many experts a module of the layer chooses from."""
+        """Return how many experts a module of the layer chooses from."""
         configs = (getattr(part, "moe_config", None) for part in self._parts.values())
         return {
             number
@@ -288,7 +288,7 @@ def _base(part: nn.Module) -> Any:
 
 
 def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
-    """Whether it is a square matrix beside one that is not: no down projection."""
+    """Return whether it is a square matrix beside one that is not: no down projection."""
     square = _base(linears[path]).input_size == _base(linears[path]).output_size
     return square and len(linears) > 1
 

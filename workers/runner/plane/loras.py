@@ -130,7 +130,7 @@ class Loras:
                 )
 
     def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
-        """What adapters may change in this rank's layers, as `LoraSupport.modules` in plain
+        """Return what adapters may change in this rank's layers, as `LoraSupport.modules` in plain
         containers. `hf_config`: of the model.
         """
         layers: dict[str, dict[tuple[int, int], set[int | None]]] = {}
@@ -175,7 +175,7 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
 
 
 def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
-    """Whether vLLM is to put an adapter's layer in place of this module.
+    """Return whether vLLM is to put an adapter's layer in place of this module.
 
     Adapters of experts, embeddings and `lm_head` are refused, and vLLM's layers for experts cannot
     run on CPUs, with or without one.

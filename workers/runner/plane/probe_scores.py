@@ -155,7 +155,7 @@ class Scorer:
         self._kept_steps = self._kept_bytes = 0
 
     def news(self) -> Callable[[], list[News]]:
-        """Of the step that ran last.
+        """Return the news of the last step.
 
         What it returns may be called in any thread; it waits for the step.
         """

@@ -48,8 +48,8 @@ class ReentryGate:
         self.begin, self.stream = 0, None
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What enters the first layer, in the shape of `hidden` (`[…, rows, hidden_size]`, perhaps
-        padded): ours to write to.
+        """Return what enters the first layer, in the shape of `hidden` (`[…, rows, hidden_size]`,
+        perhaps padded): ours to write to.
 
         Rows that could not be had are zeros: their requests have failed.
         """
@@ -60,8 +60,8 @@ class ReentryGate:
 
 
 def enters_above(adapter: Adapter) -> bool:
-    """Whether a forward may begin above the first layer: layers are known to hand on their stream
-    and nothing else, as the table says.
+    """Return whether a forward may begin above the first layer: layers are known to hand on their
+    stream and nothing else, as the table says.
 
     Not where layers are of several kinds: recurrent ones keep a state of their own.
     """
@@ -141,7 +141,7 @@ def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size:
 
 
 def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
-    """Whether nothing needs what the layers below the entry would compute of these rows."""
+    """Return whether nothing needs what the layers below the entry would compute of these rows."""
     assert spec.entry is not None
     if spec.captures or rows.first_position + rows.num_rows != spec.prompt_tokens:
         return False

@@ -18,7 +18,7 @@ from .watches import Watch
 
 
 class Gates:
-    """Those of one request on this rank."""
+    """Gates of one request on this rank."""
 
     def __init__(self, watch: Watch | None, probes: Iterable[str], prompt_tokens: int) -> None:
         """`probes`: digests. Raises LookupError for one whose scores are not computed here."""
@@ -51,7 +51,7 @@ class Gates:
                 self._open[digest].append(is_open)
 
     def among(self, digest: str, positions: Sequence[int]) -> list[int]:
-        """Those of `positions`, ascending, at which the gate is open.
+        """Return those of `positions`, ascending, at which the gate is open.
 
         What is not decided is closed.
         """

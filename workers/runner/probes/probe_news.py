@@ -26,7 +26,7 @@ class Scored(NamedTuple):
 
 
 class News(NamedTuple):
-    """Of one request in one step."""
+    """News of one request in one step."""
 
     request_id: str
     stop_at: int  # first position at which a probe that stops crosses; -1: none
@@ -35,7 +35,7 @@ class News(NamedTuple):
 
 
 def news_of(output: Any) -> Sequence[News]:
-    """What is attached to a step's output."""
+    """Return what is attached to a step's output."""
     return getattr(output, NEWS, ())
 
 

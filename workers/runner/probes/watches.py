@@ -18,7 +18,7 @@ class ProbeError(RuntimeError):
 
 
 class Kind:
-    """What watches of the same probes have in common. A column is a label of a probe."""
+    """State that watches of the same probes share. A column is a label of a probe."""
 
     def __init__(self, probes: Sequence[StoredProbe]) -> None:
         contents = [probe.content for probe in probes]
@@ -101,7 +101,7 @@ class Watch:
 
     @property
     def urgent(self) -> bool:
-        """Whether its scores are needed as soon as a step is over."""
+        """Return whether its scores are needed as soon as a step is over."""
         return self.kind.decides or self._streams_from >= 0
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
@@ -134,7 +134,7 @@ class Watch:
         self._aggregated = stop
 
     def _advance(self, position: int) -> None:
-        """As `_aggregate`, by one position: what most steps need of most requests."""
+        """Aggregate like `_aggregate`, by one position: the usual case."""
         made = self.kind.advanced(
             self.aggregates[[position - 1]], self.scores[[position]], np.array([position])
         )
@@ -143,8 +143,8 @@ class Watch:
 
     @property
     def follows(self) -> bool:
-        """Whether it needs what `news_of_all` computes for many at a time: the aggregates of one
-        position, to compare with thresholds.
+        """Return whether it needs what `news_of_all` computes for many at a time: the aggregates of
+        one position, to compare with thresholds.
         """
         return (
             self.kind.acts
@@ -181,7 +181,7 @@ class Watch:
         ]
 
     def news(self, stop: int) -> News | None:
-        """What follows from the scores since the last news, of positions below `stop`; None:
+        """Return what follows from the scores since the last news, of positions below `stop`; None:
         nothing that anybody waits for.
         """
         first, self._lowest = self._lowest, stop
@@ -203,8 +203,8 @@ class Watch:
         return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
 
     def above(self, probe: int, position: int) -> bool:
-        """Whether an aggregate of probe number `probe`, up to this position, is at or above its
-        threshold. Raises ProbeError.
+        """Return whether an aggregate of probe number `probe`, up to this position, is at or above
+        its threshold. Raises ProbeError.
         """
         mine = self.kind.columns[probe]
         if position < self.reached:
@@ -223,7 +223,7 @@ class Watch:
         return bool((aggregates >= self.kind.thresholds[mine.start : mine.stop]).any())
 
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
-        """Of the first `positions` tokens: the results, and a CRC32 of all scores.
+        """Return the results of the first `positions` tokens, and a CRC32 of all scores.
 
         Raises ProbeError.
 
@@ -271,8 +271,8 @@ class Watch:
 
 
 def news_of_all(watches: Iterable[Watch]) -> list[News]:
-    """What follows from what was put into these: of those that score one more token, as most do in
-    most steps, together.
+    """Return what follows from what was put into these: of those that score one more token, as most
+    do in most steps, together.
     """
     found: list[News] = []
     kinds: dict[int, list[Watch]] = {}

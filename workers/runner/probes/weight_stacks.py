@@ -21,9 +21,7 @@ _KEPT = 64
 
 @dataclass(eq=False)
 class Stack:
-    """What is computed of the rows of all recordings that have the same probes at the same
-    ports.
-    """
+    """Computation on the rows of all recordings that have the same probes at the same ports."""
 
     ports: np.ndarray
     weight: torch.Tensor  # `[ports, hidden_size, width]`
@@ -35,7 +33,7 @@ class Stack:
 
 
 class Side(NamedTuple):
-    """Of a recording of rows that probes read."""
+    """A recording's rows that probes read."""
 
     at: At
     ports: dict[tuple[str, int], int]  # (hook, layer) → port

@@ -162,7 +162,7 @@ def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Seque
 
 
 class InstalledReaders:
-    """Those of a rank.
+    """Installed readers of a rank.
 
     Called from writer threads; each reader takes one call at a time, with a time limit.
     """

@@ -81,8 +81,8 @@ class Lens:
     def _read(
         self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None
     ) -> list[torch.Tensor]:
-        """Of `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp `[positions]`,
-        named logits and counts above.
+        """Read `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp
+        `[positions]`, named logits and counts above.
         """
         width = self.head.shard.stop - self.head.shard.start
         size = max(1, CHUNK_BYTES // (4 * width))

@@ -33,7 +33,7 @@ class Preparing(Protocol):
     """A reader that needs something of other ranks."""
 
     def prepare(self, reading: Any) -> Any:
-        """What `FinishedCapture.prepared` is to be.
+        """Return what `FinishedCapture.prepared` is to be.
 
         Called when a request begins, by every rank of the stage in the same step, so that it may
         make collective calls; whether it raises must not depend on the rank.
@@ -57,8 +57,8 @@ class Readings:
         }
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
-        """What readers need of other ranks, by the capture's number; and why there is none, which
-        is the same on every rank.
+        """Return what readers need of other ranks, by the capture's number; and why there is none,
+        which is the same on every rank.
 
         Called by every rank of the stage in the same step.
         """

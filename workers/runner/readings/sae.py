@@ -51,7 +51,7 @@ NORMALISATIONS: dict[str, Callable[[torch.Tensor], Scaled]] = {
 
 
 class TopFeatures(NamedTuple):
-    """Of n rows the `k` most active features, most active first; where fewer are active, −1 and
+    """The `k` most active features of n rows, most active first; where fewer are active, −1 and
     0.
     """
 
@@ -117,7 +117,7 @@ class Autoencoder:
         )
 
     def _decode_active(self, activations: torch.Tensor) -> torch.Tensor:
-        """As `decode`, from the active features alone: they are few."""
+        """Decode like `decode`, from the active features alone: they are few."""
         rows, features = activations.nonzero(as_tuple=True)
         values = activations[rows, features]
         if self._lengths is not None:
@@ -128,7 +128,7 @@ class Autoencoder:
         )
 
     def _encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of normalised rows."""
+        """Encode normalised rows."""
         tensors = self._tensors
         if self._bias is not None:
             rows = rows - self._bias

@@ -28,7 +28,7 @@ from .slabs import SlabPool
 
 
 class Part(NamedTuple):
-    """What is installed for one bank."""
+    """Installed parts of one bank."""
 
     name: str  # see `schemas.banks.BANKS`
     sites: Sequence[Site]
@@ -66,7 +66,7 @@ class Bank:
         self.finite = FiniteCheck(part.sites, part.buffers)
 
     def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
-        """What this rank records of a capture; None: nothing.
+        """Return what this rank records of a capture; None: nothing.
 
         Raises ValueError for rows of another shape.
 
@@ -99,11 +99,14 @@ class Tables:
         return sum(table.entries_used for table in self._tables.values())
 
     def acquire(self, spec: SteeringRow) -> tuple[int, int | None]:
-        """As `RowTable.acquire`. Raises ValueError for hooks that this rank does not serve."""
+        """Acquire like `RowTable.acquire`.
+
+        Raises ValueError for hooks that this rank does not serve.
+        """
         return _of(self._tables, spec).acquire(spec)
 
     def release(self, key: str) -> bool:
-        """As `RowTable.release`."""
+        """Release like `RowTable.release`."""
         return next(table for table in self._tables.values() if key in table).release(key)
 
     def clear(self) -> None:
@@ -111,7 +114,7 @@ class Tables:
             table.clear()
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """As `RowTable.fingerprint`, bank after bank."""
+        """Return `RowTable.fingerprint`, bank after bank."""
         return [row for table in self._tables.values() for row in table.fingerprint()]
 
 
@@ -186,11 +189,14 @@ class Banks:
         return self._banks[0]
 
     def num_sites(self, row: int, spec: SteeringRow) -> int:
-        """How many sites of this rank `spec`, which has this row, edits."""
+        """Return how many sites of this rank `spec`, which has this row, edits."""
         return self._by_name[spec.bank].table.num_sites(row)
 
     def recording(self, capture: StoredCapture, first_of_stage: bool) -> Recording | None:
-        """As `Bank.recording`. Raises ValueError also for hooks that this rank does not serve."""
+        """Return a recording like `Bank.recording`.
+
+        Raises ValueError also for hooks that this rank does not serve.
+        """
         if capture.bank not in self._by_name:
             raise ValueError(f"hook {next(iter(capture.sites))} is not served")
         return self._by_name[capture.bank].recording(capture, first_of_stage)
@@ -243,7 +249,7 @@ class Banks:
         return [found for bank in self._banks for found in bank.finite.settle(needed)]
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
-        """Of the step that ran last: (request, first position) of rows that are not finite.
+        """Return (request, first position) of the rows of the last step that are not finite.
 
         Waits for the step, in any thread.
         """

@@ -19,7 +19,7 @@ from .slabs import SlabPool
 
 
 class NewRows(NamedTuple):
-    """Where a step's captured rows go."""
+    """Destination of a step's captured rows."""
 
     slab: torch.Tensor  # `[rows, hidden_size]`, CPU
     first: int = 0  # the ring row at which they begin

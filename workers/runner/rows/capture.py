@@ -58,7 +58,7 @@ class Ports:
 
 @dataclass(slots=True, eq=False)
 class StepRows:
-    """What one forward pass captured.
+    """Captured rows of one forward pass.
 
     Rows of `port` begin at `base[port]`; ports of one pattern hold the same tokens.
     """
@@ -82,7 +82,8 @@ class StepRows:
         self.slab = file.copy_(self.slab)
 
     def unsound(self, dtype: torch.dtype) -> np.ndarray | None:
-        """Which rows of the slab are not finite once they are stored as `dtype`; None: all are.
+        """Return which rows of the slab are not finite once they are stored as `dtype`; None: all
+        are.
 
         Of landed rows.
         """
@@ -132,7 +133,7 @@ class Rows(Protocol):
 
 
 class Leaving(Protocol):
-    """Where rows go that leave before their request ends: see `streams`."""
+    """Destination of rows that leave before their request ends: see `streams`."""
 
     begun: bool  # whether any have
 
@@ -285,7 +286,7 @@ class Recording:
 
     @property
     def settles(self) -> bool:
-        """Whether copies of its runs are made that have not taken their place."""
+        """Return whether copies of its runs are made that have not taken their place."""
         return self._moving is not None and self._moving[1].done()
 
     def settle(self) -> None:
@@ -316,8 +317,9 @@ class Recording:
         attention: Sequence[AttentionKind] = (),
         routing: Sequence[RoutingKind] = (),
     ) -> FinishedCapture:
-        """What is to be stored of a request that ended with `token_ids` (prompt and generated), of
-        which the first `rows` have rows; None: all but the last, which was never fed back.
+        """Return what is to be stored of a request that ended with `token_ids` (prompt and
+        generated), of which the first `rows` have rows; None: all but the last, which was never fed
+        back.
 
         Raises RuntimeError when a row that should be there is not.
         """
@@ -368,7 +370,9 @@ class Recording:
     def _in_memory(
         self, expected: set[int], stop: int, stored_as: torch.dtype
     ) -> "tuple[list[int], int, _Rows]":
-        """What is here of the positions below `stop`: (those, how many were reused, their rows)."""
+        """Return what is here of the positions below `stop`: (those, how many were reused, their
+        rows).
+        """
         owners = self.owners(0, stop)
         if extra := owners.keys() - expected:
             raise RuntimeError(f"positions {sorted(extra)[:8]} were recorded but not requested")
@@ -514,7 +518,7 @@ class _Rows:
 def bytes_of(
     rows: torch.Tensor, dtype: torch.dtype, chosen: Sequence[slice] = (slice(None),)
 ) -> memoryview:
-    """Of rows that have landed, as they are stored: these columns of them."""
+    """Return landed rows as they are stored: these columns of them."""
     if list(chosen) != [slice(None)]:
         rows = torch.cat([rows[:, columns] for columns in chosen], dim=1) if chosen else rows[:, :0]
     view = rows.contiguous().to(dtype).view(torch.uint8)  # numpy does not have every dtype

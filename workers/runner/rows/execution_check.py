@@ -44,7 +44,7 @@ class Miscount:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What the sites of one step are to count, and for whom."""
+    """Counts that the sites of one step must reach, and for which requests."""
 
     counts: np.ndarray  # int32 [sites, COUNTS]
     edits: Sequence[tuple[str, np.ndarray]]  # request → sites that edit its rows, bool [sites]
@@ -52,7 +52,10 @@ class Due:
     captures: Sequence[tuple[str, np.ndarray]]
 
     def miscounts(self, step: int, counts: np.ndarray, sites: Sequence[Site]) -> Iterator[Miscount]:
-        """Of each request the first site that did not do its part. `counts`: what was counted."""
+        """Return each request's first site that did not do its part.
+
+        `counts`: the actual counts.
+        """
         failed: set[tuple[str, str]] = set()
         for number, column in np.argwhere(counts != self.counts).tolist():
             for request in self._planned_at(number, column):
@@ -69,8 +72,8 @@ class Due:
                     yield found
 
     def _planned_at(self, site: int, column: int) -> list[str]:
-        """Those whose rows were to be edited or captured there; where no request's were, all of the
-        step that are edited or captured.
+        """Return those whose rows were to be edited or captured there; where no request's were, all
+        of the step that are edited or captured.
         """
         if column == EDITED:
             members, place = self.edits, site

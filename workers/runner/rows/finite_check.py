@@ -170,7 +170,7 @@ class FiniteCheck:
         self._pending.append(self.last)
 
     def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
-        """What was found in the steps that are over, each once and in their order.
+        """Return what was found in the steps that are over, each once and in their order.
 
         `needed`: request → tokens that it has: waits for the steps that computed them.
         """
@@ -216,15 +216,15 @@ def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
 
 
 def entries_of(spec: RankSpec) -> list[StoredSteering]:
-    """All that edits a request's rows."""
+    """Return all that edits a request's rows."""
     return [*spec.global_steering, *spec.steering]
 
 
 def precedes_edits(
     spec: RankSpec, position: int, place: tuple[str, int] | None, *, after: bool
 ) -> bool:
-    """Whether this row was computed before any edit of the request could reach it, that is, by the
-    unedited model.
+    """Return whether this row was computed before any edit of the request could reach it, that is,
+    by the unedited model.
 
     `place`: (hook, layer), behind its edits or `after` them; None: behind the last layer.
     """
@@ -240,7 +240,7 @@ def precedes_edits(
 
 
 def reason(spec: RankSpec, found: NonFinite) -> str:
-    """Why a request fails: which row, and which of its edits are to blame as far as that is
+    """Return why a request fails: which row, and which of its edits are to blame as far as that is
     known.
     """
     if found.site is None:

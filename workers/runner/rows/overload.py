@@ -32,8 +32,8 @@ class Overload:
 
     @property
     def behind(self) -> bool:
-        """Whether a step has given up waiting, until there is room again: the worker admits no
-        capture meanwhile.
+        """Return whether a step has given up waiting, until there is room again: the worker admits
+        no capture meanwhile.
         """
         self._gave_up = self._gave_up and self._backlog() > self._limit
         return self._gave_up
@@ -57,9 +57,9 @@ class Overload:
             time.sleep(_WAIT_S)
 
     def drops(self) -> bool:
-        """Whether to skip recording this step."""
+        """Return whether to skip recording this step."""
         return self._policy == "drop" and self._backlog() > self._limit
 
     def spills(self) -> bool:
-        """Whether to spill this step's rows to disk."""
+        """Return whether to spill this step's rows to disk."""
         return self._policy == "spill" and self._backlog() > self._limit

@@ -87,8 +87,8 @@ class Tracked:
         return ""
 
     def open_of(self, row: SteeringRow, positions: list[int] | range) -> list[int] | range:
-        """Those of the positions that a row names at which it edits, where a probe may decide about
-        that.
+        """Return those of the positions that a row names at which it edits, where a probe may
+        decide about that.
         """
         if not row.gate:
             return positions
@@ -114,7 +114,7 @@ class _Wanted:
 
 
 class _Layout(NamedTuple):
-    """Where the rows of a step lie in its slab; not written to.
+    """Places of a step's rows in its slab; read-only.
 
     Steps that generate one token of each request have it in common.
     """
@@ -154,8 +154,8 @@ def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
 
 @lru_cache(maxsize=64)
 def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups that want these ports: which groups are in each pattern, bool `[groups, patterns]`;
-    the pattern of each port.
+    """Group ports by pattern: which groups are in each pattern, bool `[groups, patterns]`; the
+    pattern of each port.
 
     The steps of a request want the same ports one after the other.
     """
@@ -230,12 +230,12 @@ class Planner:
 
     @property
     def busy(self) -> bool:
-        """Whether the current forward edits or records anything."""
+        """Return whether the current forward edits or records anything."""
         return self._busy
 
     @property
     def edits(self) -> bool:
-        """Whether it edits a row."""
+        """Return whether it edits a row."""
         return self._edits
 
     def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:

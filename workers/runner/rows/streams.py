@@ -373,7 +373,7 @@ class Streams:
     def _largest(
         self, spec: RankSpec, recording: Recording, order: np.ndarray, stored_as: torch.dtype
     ) -> FinishedCapture:
-        """Of no rows, but with the longest manifest that the capture may have."""
+        """Return a file of no rows with the longest manifest that the capture may have."""
         sites = {hook: list(layers) for hook, layers in recording.sites.items()}
         return FinishedCapture(
             spec=spec,

@@ -245,7 +245,7 @@ RULES = (
 
 
 def _takes(config: VllmConfig, *modalities: str) -> bool:
-    """Whether prompts may have any of these."""
+    """Return whether prompts may have any of these."""
     section = config.model_config.multimodal_config
     return section is not None and any(
         section.get_limit_per_prompt(modality) > 0 for modality in modalities

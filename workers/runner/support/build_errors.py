@@ -1,5 +1,5 @@
-"""Why a rank could not build or run the model, for the worker: vLLM's own processes report only
-that one of them ended.
+"""Errors of a rank that could not build or run the model, for the worker: vLLM's own processes
+report only that one of them ended.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def kept_for_worker(folder: str, boot: str) -> Iterator[None]:
 
 
 def kept(folder: str, boot: str) -> str:
-    """What a rank of this start kept, once; empty where none did."""
+    """Return what a rank of this start kept, once; empty where none did."""
     file = _file(folder, boot)
     if not file.exists():
         return ""

@@ -144,7 +144,7 @@ def served() -> list[str]:
 
 
 def refusals(config: VllmConfig) -> list[str]:
-    """What of a configuration with drafts is not served, each a clause of a sentence.
+    """Return what of a configuration with drafts is not served, each a clause of a sentence.
 
     Empty without drafts.
     """
@@ -183,7 +183,7 @@ def refusals(config: VllmConfig) -> list[str]:
 
 
 def _of_model(config: VllmConfig, method: Method) -> list[str]:
-    """What of a drafting model is not served. Its weights have not been read."""
+    """Return what of a drafting model is not served. Its weights have not been read."""
     drafting, target = config.speculative_config, config.model_config
     found = []
     (architecture, *_) = drafting.draft_model_config.architectures

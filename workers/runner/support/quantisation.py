@@ -47,7 +47,7 @@ class UnsupportedQuantisationError(MidstreamError):
 
 
 class Rounding(NamedTuple):
-    """How a tensor is rounded."""
+    """Rounding of a tensor."""
 
     kind: str  # int4, int8, fp8, …
     scale: str  # what has a scale of its own: tensor, channel, token, group, block
@@ -61,14 +61,14 @@ class Rounding(NamedTuple):
 
 
 class Quantisation(NamedTuple):
-    """Of a served checkpoint."""
+    """Quantisation of a served checkpoint."""
 
     name: str  # empty: it is not quantised
     caveats: tuple[str, ...] = ()
 
 
 class Facts(NamedTuple):
-    """What the rules read."""
+    """Inputs of the rules."""
 
     method: str  # as vLLM calls it
     raw: Mapping[str, Any]  # `quantization_config` of the checkpoint
@@ -182,7 +182,7 @@ CAVEATS = (
 
 
 def quantisation_of(config: VllmConfig) -> Quantisation:
-    """Of a config that vLLM has completed, before the weights are read.
+    """Return the quantisation in a config that vLLM has completed, before the weights are read.
 
     Raises UnsupportedQuantisationError.
     """
@@ -222,7 +222,9 @@ def judge(facts: Facts) -> Quantisation:
 def roundings(
     method: str, raw: Mapping[str, Any]
 ) -> tuple[frozenset[Rounding], frozenset[Rounding]]:
-    """Of weights and of activations, as far as the checkpoint's config says them."""
+    """Return the roundings of weights and of activations, as far as the checkpoint's config
+    states them.
+    """
     if method == "compressed-tensors":
         groups = [
             group

@@ -1,4 +1,4 @@
-"""What Midstream relies on inside vLLM, as data: names that vLLM does not promise to keep.
+"""Names inside vLLM that Midstream relies on and vLLM does not promise to keep, as data.
 
 Checked against the installed version's source before an engine starts, by `midstream doctor`, and
 by `python -m midstream.workers.runner.support.seams [FOLDER]` for a version that is not installed.

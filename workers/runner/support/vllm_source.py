@@ -25,8 +25,8 @@ class Source:
 
     @cached_property
     def version(self) -> str:
-        """As the folder has it: in `_version.py`, where that was generated, or beside it for an
-        installed package.
+        """Return the folder's version: from `_version.py`, where that was generated, or from the
+        metadata of an installed package.
         """
         file = self.folder / "_version.py"
         found = (
@@ -70,8 +70,8 @@ class Source:
         return None
 
     def lacks(self, module: str, owner: str, wanted: str) -> str:
-        """Why `wanted`, such as `schedule` or `touch(blocks)`, is not in the module or class; empty
-        if it is there.
+        """Return why `wanted`, such as `schedule` or `touch(blocks)`, is not in the module or
+        class; empty if it is there.
         """
         match = _CALL.match(wanted)
         assert match is not None, wanted
@@ -135,7 +135,9 @@ class Source:
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Those of a body, and those of its branches: what is defined may depend on the platform."""
+    """Return those of a body, and those of its branches: what is defined may depend on the
+    platform.
+    """
     found: list[ast.stmt] = []
     for node in body:
         found.append(node)

@@ -48,13 +48,13 @@ def _with(output: ModelRunnerOutput, found: Sequence[Any], name: str) -> ModelRu
 
 
 def found_in(output: Any) -> Found:
-    """What `attach` attached to a step's output."""
+    """Return what `attach` attached to a step's output."""
     return getattr(output, _FOUND, ())
 
 
 def private(request: Any, end: int) -> str:
-    """What the hash of a block that ends before token `end` must include so that no other request
-    finds the block; or nothing.
+    """Return what the hash of a block that ends before token `end` must include so that no other
+    request finds the block; or nothing.
     """
     start = getattr(request, _PRIVATE_FROM, None)
     return request.request_id if start is not None and end > start else ""
@@ -84,7 +84,7 @@ class Quarantine:
         return True
 
     def clean(self, request: Any) -> bool:
-        """Whether no non-finite row of the request was found."""
+        """Return whether no non-finite row of the request was found."""
         return not hasattr(request, _PRIVATE_FROM)
 
     def leaving(self, request_id: str) -> None:

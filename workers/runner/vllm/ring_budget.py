@@ -28,7 +28,7 @@ def stage_sites(capture: StoredCapture, stages: Sequence[range]) -> StageRows:
 
 
 class CapturedRows:
-    """How many rows a request's captures give."""
+    """Number of rows that a request's captures give."""
 
     def __init__(
         self, captures: Sequence[StoredCapture], prompt_tokens: int, stages: Sequence[range]
@@ -37,7 +37,7 @@ class CapturedRows:
         self._prompt_tokens, self._stages = prompt_tokens, len(stages)
 
     def of(self, start: int, stop: int) -> StageRows:
-        """Of the positions `[start, stop)`."""
+        """Return the number of rows of the positions `[start, stop)`."""
         rows = [0] * self._stages
         for capture, sites in self._captures:
             positions = len(capture.select(start, stop, self._prompt_tokens))
@@ -47,7 +47,9 @@ class CapturedRows:
         return rows
 
     def most(self, tokens: int, max_tokens: int) -> StageRows:
-        """Of any `tokens` consecutive positions, at most, when up to `max_tokens` are generated."""
+        """Return the most rows of any `tokens` consecutive positions, when up to `max_tokens`
+        are generated.
+        """
         rows = [0] * self._stages
         for capture, sites in self._captures:
             positions = min(tokens, capture.count_positions(self._prompt_tokens, max_tokens))
@@ -108,8 +110,8 @@ class RingBudget:
             self._left = None
 
     def take(self, request_id: str, computed: int, tokens: int) -> int:
-        """How many of the `tokens` that follow `computed` ones may be in this step; their rows are
-        taken from the budget.
+        """Return how many of the `tokens` that follow `computed` ones may be in this step; their
+        rows are taken from the budget.
         """
         if request_id not in self._captured or (tokens <= self._tokens and request_id in self._due):
             return tokens  # it needs no room, or has it: a step in which all generate costs nothing

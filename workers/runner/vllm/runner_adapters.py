@@ -63,7 +63,7 @@ def _windows(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
 
 
 class _Adapter:
-    """What both runners share: the order of begin, forward, drain."""
+    """Order of begin, forward and drain, which both runners share."""
 
     midstream: "DataPlane | None" = None
 
@@ -145,7 +145,7 @@ class V1Adapter(_Adapter):
             generators.update(unused)
 
     def drafting_model(self) -> "nn.Module | None":
-        """What drafts, where that is a model."""
+        """Return what drafts, where that is a model."""
         return getattr(getattr(self, "drafter", None), "model", None)
 
     def make_pipeline_buffers(self) -> None:
@@ -199,7 +199,7 @@ class V2Adapter(_Adapter):
         return batch
 
     def drafting_model(self) -> "nn.Module | None":
-        """What drafts, where that is a model."""
+        """Return what drafts, where that is a model."""
         return self.get_draft_model()  # type: ignore[attr-defined]
 
     def make_pipeline_buffers(self) -> None:

@@ -50,8 +50,8 @@ def _spec(request: Any) -> dict[str, Any] | None:
 
 
 def _patches(spec: dict[str, Any]) -> bool:
-    """Whether rows of source runs edit the request: ranks do not lay those out ahead, and sweeps
-    have thousands.
+    """Return whether rows of source runs edit the request: ranks do not lay those out ahead, and
+    sweeps have thousands.
     """
     return any(
         is_row(name) for entry in spec.get("steering", ()) for name in entry.get("tensors", ())
@@ -59,13 +59,13 @@ def _patches(spec: dict[str, Any]) -> bool:
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:
-    """How the requests with a spec ended that this step reports to the ranks."""
+    """Return how the requests with a spec ended that this step reports to the ranks."""
     return getattr(scheduler_output, _FINISHES, {})
 
 
 def ends(scheduler_output: Any) -> list[tuple[str, int]]:
-    """What the worker reported since the last step, see `DataPlane.end`: `RankSpec.key` and number
-    of tokens.
+    """Return what the worker reported since the last step, see `DataPlane.end`: `RankSpec.key` and
+    number of tokens.
     """
     return getattr(scheduler_output, _ENDS, [])
 
@@ -154,8 +154,8 @@ class _Midstream:
         self._midstream_ends += ends
 
     def has_finished_requests(self) -> bool:
-        """Also while the ranks do not know where one ends: vLLM runs a step without tokens, if it
-        has no other.
+        """Return True also while the ranks do not know where a request ends: vLLM runs a step
+        without tokens, if it has no other.
         """
         return bool(self._midstream_ends) or bool(super().has_finished_requests())  # type: ignore[misc]
 
@@ -249,7 +249,7 @@ class _Midstream:
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """Where a probe ends the request, tokens behind the one that crosses are dropped, in
+        """Return where a probe ends the request, tokens behind the one that crosses are dropped, in
         whatever step they were computed.
         """
         kept, probe = self._midstream_probes.cut(request, new_token_ids)
@@ -263,7 +263,7 @@ class _Midstream:
         return kept, stopped
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """What has to be forgotten is, also when vLLM, being busy, keeps its blocks.
+        """Return what has to be forgotten is, also when vLLM, being busy, keeps its blocks.
 
         Kept rows are dropped, and blocks computed under interventions so far are not found again:
         later hashes differ.

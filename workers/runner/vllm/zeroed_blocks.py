@@ -29,7 +29,7 @@ class CpuBlocks:
         self.zero_block_ids(block_ids)
 
     def zero_block_ids(self, block_ids: Sequence[int]) -> None:
-        """Of all layers that this rank holds.
+        """Zero these blocks in all layers that this rank holds.
 
         A block of the scheduler may be several of a layer's cache.
         """
