@@ -10,13 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-_AVX512 = "avx512f avx512_bf16 avx512_vnni"
+_AMX = "amx_tile amx_bf16 amx_int8"
+_AVX512 = f"avx512f avx512_bf16 avx512_vnni {_AMX}"
 #: Name → the flags that it lacks, what oneDNN may use, what PyTorch may use.
 OLDER = {
     "avx2": (f"{_AVX512} avx_vnni", "AVX2", "avx2"),
     "avx2_vnni": (_AVX512, "AVX2_VNNI", "avx2"),
-    "avx512": ("avx512_bf16 avx512_vnni avx_vnni", "AVX512_CORE", "avx512"),
-    "avx512_vnni": ("avx512_bf16 avx_vnni", "AVX512_CORE_VNNI", "avx512"),
+    "avx512": (f"avx512_bf16 avx512_vnni avx_vnni {_AMX}", "AVX512_CORE", "avx512"),
+    "avx512_vnni": (f"avx512_bf16 avx_vnni {_AMX}", "AVX512_CORE_VNNI", "avx512"),
 }
 
 
