@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         if self.started:
             self._loop = asyncio.get_running_loop()
             gc.collect()
-            gc.freeze()  # excludes what is loaded by now from collections
+            gc.freeze()  # excludes what is loaded so far from collections
             gc.set_threshold(GC_OBJECTS)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))

@@ -136,9 +136,9 @@ class AppContext:
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """The server is stopping: held responses are answered with what is known by now.
+        """The server is stopping: held responses are answered with what is known so far.
 
-        The jobs go on.
+        The jobs continue.
         """
         self.key_watch.close()
         self.feed.close()
@@ -314,7 +314,7 @@ class AppContext:
     async def _wishes(
         self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]
     ) -> list[FeatureWish]:
-        """Return what is to be read, with the autoencoders. Raises a 400 naming the field."""
+        """Return what should be read, with the autoencoders. Raises a 400 naming the field."""
         found = []
         for index, spec in enumerate(specs):
             if isinstance(spec, FeatureSpec):
@@ -370,7 +370,7 @@ class AppContext:
         return view
 
     async def tell_worker(self, view: JobView) -> None:
-        """Have the worker of a job that is being cancelled look at once."""
+        """Have the worker of a job that is being cancelled look immediately."""
         job_id = view.id
         if view.state is State.CANCELLING:
             try:
@@ -408,7 +408,7 @@ class AppContext:
         """The job, with its result, as soon as `until` holds of it, or as it is after `seconds` (or
         when the server stops).
 
-        Goes on while Redis restarts. `quiet`, `known`: see `_look`.
+        Continues while Redis restarts. `quiet`, `known`: see `_look`.
         """
         return await self._look(
             job_id, self.ledger.outcome, until, seconds, patient=True, quiet=quiet, known=known
@@ -449,11 +449,11 @@ class AppContext:
     ) -> Outcome:
         """Return what `read` gives once `until` holds of it, or after `seconds`.
 
-        `known`: the version up to which `until` does not hold, where that is known: then nobody
+        `known`: the version up to which `until` does not hold, where that is known: then no one
         looks before there is a later one.
         `quiet`: states for whose coming `until` need not be asked, see `Watcher.changed`. Raises
         `not_found`; `unavailable` when Redis stays away longer than a restart takes, or (unless
-        `patient`) is away at the beginning.
+        `patient`) is unavailable at the beginning.
         """
         deadline = time.monotonic() + min(seconds, self.settings.max_wait_s)
         if known and seconds > 0 and not self.closing:
@@ -545,9 +545,9 @@ async def _stopped(*tasks: asyncio.Future[Any]) -> None:
     """Cancel the tasks, and again until they are over.
 
     Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has
-    just finished, and redis-py sends its commands through one: the waiter would go on as if nobody
-    had left. Whoever is cancelled here once more, by one that stops it in the same way, goes on
-    with this all the same, or what it waits for would be left behind.
+    just finished, and redis-py sends its commands through one: the waiter would continue as if no
+    one had left. Whoever is cancelled here once more, by one that stops it in the same way,
+    continues with this all the same, or what it waits for would be left behind.
     """
     interrupted: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):

@@ -1,8 +1,8 @@
 """The `callbacks` worker: recovery of abandoned jobs and delivery of webhooks.
 
-A Celery worker with the reaper and the sender of webhooks beside its pool.
+A Celery worker with the reaper and the sender of webhooks next to its pool.
 
-Either runs on a thread of its own and not as a task, because it must also run when messages get
+Either runs on its own thread and not as a task, because it must also run when messages get
 lost. Run as many as there are machines: they share the work. Run as `python -m
 midstream.broker.callbacks`; settings come from the environment.
 """

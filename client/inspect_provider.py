@@ -54,8 +54,8 @@ FIELDS = (
 )
 #: Members of an answer that become metadata of the model's output.
 ANSWERED = ("capture_results", "determinism", "lens", "readers", "features", "probes")
-#: Statuses of a service that asks for another attempt: too much at once, or not ready. Any other
-#: error fails the sample.
+#: Statuses of a service that asks for another attempt: too many requests, or not ready. Any
+#: other error fails the sample.
 RETRIED = (429, 503)
 
 
@@ -154,7 +154,7 @@ class MidstreamAPI(OpenAICompatibleAPI):
         """The endpoint's address.
 
         Inspect's cache distinguishes models by it: its fragment stands for all that decides an
-        answer beside the conversation. It changes with every look where the service does not say
+        answer next to the conversation. It changes with every look where the service does not say
         that, so that nothing is taken from the cache.
         """
         return (

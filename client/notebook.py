@@ -1,4 +1,4 @@
-"""Finds out whether this program runs in a notebook, and hands what is to be shown there to
+"""Finds out whether this program runs in a notebook, and hands what should be shown there to
 `client.render.notebook`.
 """
 

@@ -248,7 +248,7 @@ def _capture(value: Any, field: str) -> Any:
 
 
 def _job(value: Any, field: str) -> Any:
-    """`prompt` for one prompt, and the fields of `sampling` beside the others."""
+    """`prompt` for one prompt, and the fields of `sampling` next to the others."""
     if not isinstance(value, Mapping):
         return value
     fields = dict(value)

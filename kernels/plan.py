@@ -1,7 +1,7 @@
 """The plan of a site for one step: its columns, and the buffers built from a readable description.
 
 All buffers are persistent and filled before the forward, so that a compiled or replayed forward
-obeys them. The rank's planner fills them for many sites at once; `SitePlan` does it for one, for
+obeys them. The rank's planner fills them for many sites together; `SitePlan` does it for one, for
 tests and benchmarks.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from ..schemas.requests.interventions import EVERY, FAMILIES, INSTALLED, PLACE, SCALARS
 
-#: Columns of `token_rows`: so many configuration rows may edit one token, of its request and of
+#: Columns of `token_rows`: that many configuration rows may edit one token, of its request and of
 #: what is applied to all.
 ROWS_PER_TOKEN = 8
 
@@ -138,7 +138,7 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
-    if family.effect == "shift":  # s − 0 has s's bits whatever its sign, −0 + 0 has not
+    if family.effect == "shift":  # s − 0 has s's bits regardless of its sign, −0 + 0 has not
         vectors = vectors.masked_fill(vectors == 0, -0.0)
     return vectors, scalars
 

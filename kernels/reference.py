@@ -220,7 +220,7 @@ _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
 _BITS = {2: torch.int16, 4: torch.int32}
-#: From so many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
+#: From that many tokens on an int64 index is worth its conversion: torch adds by it twice as fast.
 _LONG = 256
 
 
@@ -587,7 +587,7 @@ def _total(
     """
     total = torch.full(
         (len(entries), pool.shape[1]), -0.0, dtype=torch.float32
-    )  # −0 + v is v, whatever v's sign
+    )  # −0 + v is v, regardless of v's sign
     for entry in entries.unbind(1):
         mine = entry.nonzero().flatten()
         if len(mine):

@@ -35,8 +35,8 @@ MAX_PROGRAMS = 1024
 #: Two loads of 16 bytes for each thread, in the 16-bit types.
 _LANES_PER_WARP = 512
 #: Of a thread, by the bytes of an element: what lets a multiprocessor keep many rows on their way,
-#: whatever the largest formula would like. The memory sets the pace. ptxas spills 24 to 96 bytes
-#: for it in the 16-bit types, at a width of 8192.
+#: regardless of what the largest formula needs. The memory sets the pace. ptxas spills 24 to 96
+#: bytes for it in the 16-bit types, at a width of 8192.
 _REGISTERS = {2: 64, 4: 96}
 
 #: Whether a launch may begin before the one before it has ended, on GPUs that can: its own latency
@@ -306,7 +306,8 @@ def _visit(  # type: ignore[no-untyped-def]
             value = _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32)
             for family in tl.static_range(_FAMILIES):
                 if (named >> family) & 1:
-                    total = tl.zeros([BLOCK], tl.float32) * -1.0  # −0 + v is v, whatever v's sign
+                    # −0 + v is v, regardless of v's sign
+                    total = tl.zeros([BLOCK], tl.float32) * -1.0
                     for k in range(depth):
                         entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
                             tl.int64

@@ -1,4 +1,4 @@
-"""Extensions: what operators install beside Midstream, as the code declares itself, as it is
+"""Extensions: what operators install next to Midstream, as the code declares itself, as it is
 listed, and as requests name it.
 
 A package offers a reader by an entry point, see `docs/extending.md`. What is declared is data, so
@@ -83,7 +83,7 @@ class ReaderTerms(Published):
 
     returns: dict[str, ArrayDType]  # array → dtype
     row_bytes: int = 0  # bytes of all arrays for each captured row, at most
-    fixed_bytes: int = 0  # bytes beside those of the rows
+    fixed_bytes: int = 0  # bytes next to those of the rows
     # integer option → further bytes for each captured row and each unit of the option
     grows: dict[str, int] = {}
     options: dict[str, Option] = {}

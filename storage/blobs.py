@@ -65,7 +65,8 @@ def make_blob(
 
 
 def publish(store: ArtifactStore, blobs: Sequence[tuple[str, Blob]]) -> None:
-    """Write each (key, blob), with its index beside it; when this returns, all of them are durable.
+    """Write each (key, blob), with its index next to it; when this returns, all of them are
+    durable.
 
     Raises OSError (disk full, read-only, removed meanwhile, …) or ValueError (a key outside the
     store); then what has its key already is whole but must not be reported, and nothing else is

@@ -17,7 +17,7 @@ _TEXTS = {
     FULL: re.compile(r"No space left on device|Disk quota exceeded|database or disk is full"),
     READ_ONLY: re.compile(r"Read-only file system|readonly database"),
 }
-#: Bytes of a test write: more than some file systems keep beside a file's name, where a full disk
+#: Bytes of a test write: more than some file systems keep next to a file's name, where a full disk
 #: would not show.
 PROBE_BYTES = 16 << 10
 
@@ -41,7 +41,7 @@ def probe(folder: Path) -> str:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
-            file.flush()  # which goes on after a short write, and then fails
+            file.flush()  # which continues after a short write, and then fails
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:

@@ -174,7 +174,7 @@ def _current() -> dict[str, Any]:
 
 def _replaced() -> bool:
     """Return whether the credentials are others than those that were read last; then clients are
-    made anew with them.
+    made again with them.
     """
     replaced = bool(_last) and _credentials() != _last
     if replaced:

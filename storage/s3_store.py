@@ -45,7 +45,7 @@ REWRITTEN = 16 << 20
 #: Parts of one object: under way at a time, and waiting.
 _UNDER_WAY, _WAITING = 4, 2
 #: A read fetches at least this much, so that a header, or a small blob, is one request and one
-#: version of its object; one that goes on where the last one ended fetches a part.
+#: version of its object; one that continues where the last one ended fetches a part.
 _READ_AHEAD = 256 << 10
 #: What changes while it is read or erased is tried again this often.
 _TRIES = 10

@@ -148,7 +148,7 @@ class Signing(Protocol):
     """Optional capability: links that need no credentials."""
 
     def sign(self, key: str, seconds: int, endpoint: str = "") -> str:
-        """A URL at which whoever has it reads the object for so long.
+        """A URL at which any caller that has it reads the object for so long.
 
         `endpoint`: how they reach the store, if not as we do.
         """
@@ -330,7 +330,7 @@ def around(uri: str) -> tuple[str, str]:
 @lru_cache(maxsize=64)
 def open_store(uri: str | PurePath) -> ArtifactStore:
     """The store at a URI, or in a local folder: `scheme://…` is opened by `open_store` of the
-    module `<scheme>_store` beside this one.
+    module `<scheme>_store` next to this one.
 
     Opening does not touch the store. Raises ValueError for a scheme that has no module.
     """

@@ -97,7 +97,7 @@ class Audience:
             self._bytes -= len(self._kept.popleft())
 
     def miss(self) -> None:
-        """Events may be missing from here on: no feed goes on, each begins again."""
+        """Events may be missing from here on: no feed continues, each begins again."""
         self._kept.clear()
         self._bytes = 0
         self.end += 1

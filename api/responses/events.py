@@ -93,7 +93,7 @@ def encode(event: Event) -> bytes:
 
 
 def encode_problem(problem: Problem) -> bytes:
-    """Return how a stream ends that may not go on.
+    """Return how a stream ends that may not continue.
 
     Without an id, so that a client which is let in again resumes where it was.
     """

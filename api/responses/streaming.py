@@ -133,7 +133,7 @@ class Streamed:
         )
 
     def _check(self, deadline: float) -> None:
-        """Raises when the stream cannot be held any longer; the job goes on."""
+        """Raises when the stream cannot be held any longer; the job continues."""
         if self.context.closing:
             raise MidstreamError(
                 "unavailable",

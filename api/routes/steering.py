@@ -215,7 +215,7 @@ async def tensors_of(
 ) -> dict[str, Tensor]:
     """Tensors of a module that was just read, by content hash.
 
-    Raises a 409 naming `field` when it is another one by now.
+    Raises a 409 naming `field` when it has changed meanwhile.
     """
     try:
         return {key: await context.steering.get_tensor(key) for key in dict.fromkeys(keys)}

@@ -34,7 +34,7 @@ from .request_context import CURRENT
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 
-#: A file goes to disk in pieces of so many bytes.
+#: A file goes to disk in pieces of that many bytes.
 PIECE = 1 << 20
 
 #: Media types of safetensors files, for the routes that take one.

@@ -20,7 +20,7 @@ from .middleware import QUIET
 
 #: Bytes of a request line with its headers.
 HEAD_LIMIT = 64 * 1024
-#: A body may take `body_timeout_s`, and a second more for so many bytes that have arrived.
+#: A body may take `body_timeout_s`, and a second more for that many bytes that have arrived.
 BODY_BYTES_PER_S = 16 * 1024
 #: Seconds that an answer may wait for a client that does not read it. (The kernel holds some
 #: hundred KiB more.)

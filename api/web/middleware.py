@@ -35,7 +35,7 @@ _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
-#: When the server stops, calls still open after so many seconds are answered with 503: Redis may
+#: When the server stops, calls still open after that many seconds are answered with 503: Redis may
 #: hang. Less than `__main__.GRACE_S`.
 STOP_S = 3.0
 

@@ -62,7 +62,7 @@ _KIND_OF_STATUS = {
 
 
 class ClientGone(Exception):
-    """The client closed its connection while we worked or waited for it. Its job goes on."""
+    """The client closed its connection while we worked or waited for it. Its job continues."""
 
 
 #: What decoding a body raises for what is wrong with the body.

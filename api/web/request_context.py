@@ -22,7 +22,7 @@ class Call:
     span: Span
     began: float  # as `time.perf_counter` has it
     method: str
-    # what is kept beside its job: as it came, if it is small, with what its URL adds
+    # what is kept next to its job: as it came, if it is small, with what its URL adds
     body: bytes = b""
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 def require(settings: Settings) -> None:
     """Raises SettingsError with the reason.
 
-    A store that is away may be fit: it is looked at again when it is back (`trouble`).
+    A store that is unavailable may be fit: it is looked at again when it is back (`trouble`).
     """
     try:
         store = open_store(settings.artifacts)

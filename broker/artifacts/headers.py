@@ -78,7 +78,7 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
 
 
 def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, BlobEntry]]:
-    """The blobs that a job has in the store under a tag, as the indices beside them say: (key,
+    """The blobs that a job has in the store under a tag, as the indices next to them say: (key,
     entry).
 
     Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for

@@ -4,7 +4,7 @@ is gone.
 Deleting a job's captures: the ledger is told first (`forget_captures`); then the store marks the
 job, which is the moment that readers of files go by; then the job's folders are removed, and its
 blobs in segments are erased. A reader holds the segments that it reads; those are erased in a later
-sweep. The mark stays, and all of this is repeated, for as long as somebody may still be writing for
+sweep. The mark stays, and all of this is repeated, for as long as someone may still be writing for
 the job: see `captures`. Several may delete concurrently.
 """
 
@@ -107,7 +107,7 @@ def delete(store: ArtifactStore, jobs: Collection[str], keep: Collection[str] = 
     Returns the jobs of which nothing is left.
 
     Of the others something is being read: call again later. The jobs in `keep` stay marked: what
-    may yet be written for them is shown to nobody. Raises RemovalError after it has done what could
+    may yet be written for them is shown to no one. Raises RemovalError after it has done what could
     be done.
     """
     failed: dict[str, OSError] = {}
@@ -189,7 +189,7 @@ def _empty(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> set[str]
 def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[BlobEntry]:
     """Return the entries of the jobs.
 
-    A line that is damaged hides what follows it from those that it names, and from nobody else.
+    A line that is damaged hides what follows it from those that it names, and from no one else.
     """
     found = []
     try:

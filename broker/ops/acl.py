@@ -65,9 +65,9 @@ ROLES: dict[str, Role] = {
     "callbacks": Role((*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "flower": Role(QUEUE_KEYS, QUEUE_CHANNELS),
 }
-#: How Flower asks for jobs: as a user of its own, with Flower's password. Flower writes its queues,
-#: and whoever may write some keys and read others may write those as well (Redis 6.2 knows no keys
-#: for reading only).
+#: How Flower asks for jobs: as its own user, with Flower's password. Flower writes its queues, and
+#: any caller that may write some keys and read others may write those as well (Redis 6.2 knows no
+#: keys for reading only).
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
 #: Of the servers themselves, where there are replicas: as whom a replica follows its master, and a

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """This process's metrics over HTTP on a thread of their own; `close` ends it."""
+    """This process's metrics over HTTP on their own thread; `close` ends it."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread):
         self._server, self._thread = server, thread

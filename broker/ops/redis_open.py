@@ -244,8 +244,8 @@ class MasterPool(
 ):
     """Connections to the master that Sentinel names.
 
-    When it names another, all connections to the former are closed, those in use too: none of their
-    answers is taken for one of the new master.
+    When it names another, all connections to the previous one are closed, those in use too: none of
+    their answers is taken for one of the new master.
 
     redis-py asks Sentinel only when it connects. An old master that is alive, but cut off from its
     replicas, would keep its connections for as long as that lasts; so this pool asks again every

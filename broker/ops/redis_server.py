@@ -204,8 +204,8 @@ def _spawn(
         "aof-load-truncated": "no",
         "save": "",
         "maxmemory-policy": "noeviction",
-        # reserved for each job's events at once: 4 KiB by itself, of which most jobs need a few
-        # hundred
+        # reserved for each job's events immediately: 4 KiB on its own, of which most jobs need a
+        # few hundred
         "stream-node-max-bytes": "1024",
         # a larger one is searched from its beginning: what ranks agree on has a field per prompt
         "hash-max-ziplist-entries": "64",

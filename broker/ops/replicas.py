@@ -1,4 +1,4 @@
-"""Tells whether all replicas that Sentinel could promote have what was written: only then does no
+"""Reports whether all replicas that Sentinel could promote have what was written: only then does no
 failover lose it.
 
 That some replica has it is not enough. Sentinel takes a master for dead that lives (a pause, a
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import redis.exceptions
 
 #: For so long it is trusted which replicas there are. (Whether one is dispensable is always asked
-#: anew.)
+#: again.)
 TRUSTED_S = 2.0
 #: A replica that has said nothing for longer is not waited for by WAIT; it may still be
 #: indispensable.
@@ -191,7 +191,7 @@ class AsyncReplicas(Replicas):
         ] = {}  # sentinels that have not answered yet
 
     async def sufficient(self, found: Holders) -> bool:
-        """`suffice`, asking all sentinels at once until a majority has answered."""
+        """`suffice`, asking all sentinels together until a majority has answered."""
         enough = self._enough_by_itself(found)
         return self._enough_for(await self._ask(), found) if enough is None else enough
 

@@ -1,9 +1,10 @@
 """Tracing across processes: OpenTelemetry spans over OTLP/HTTP, joined into one trace by W3C
 traceparents.
 
-The submission's span goes into `Job.trace`; whoever does something for the job makes a span below
-it and hands its own traceparent on (`RankSpec.trace`, `Receipt.trace`). Without `otel_endpoint`
-nothing is imported and nothing is measured; a caller's traceparent is still handed on.
+The submission's span goes into `Job.trace`; any caller that does something for the job makes a span
+below it and hands its own traceparent on (`RankSpec.trace`, `Receipt.trace`). Without
+`otel_endpoint` nothing is imported and nothing is measured; a caller's traceparent is still handed
+on.
 """
 
 import re

@@ -23,7 +23,7 @@ PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6, "harv
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Seconds between searches for abandoned messages (kombu's default amounts to about 100 s).
 RESTORE_INTERVAL_S = 2
-#: Only one process checks at a time. The lock of a killed process expires after so many seconds
+#: Only one process checks at a time. The lock of a killed process expires after that many seconds
 #: (kombu's default: 300 s).
 RESTORE_LOCK_S = 5
 #: A connection whose peer has vanished silently (a cut link, a machine that lost power) is dropped
@@ -35,7 +35,7 @@ KEEPALIVE = {
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 20_000,
 }
-#: What kombu keeps beside the queues has names of ours: another Celery app may use the same
+#: What kombu keeps next to the queues has names of ours: another Celery app may use the same
 #: database, and kombu delivers every message that it finds unacknowledged for longer than *its own*
 #: visibility timeout. `:` is in no queue's name.
 PREFIX = "midstream:"

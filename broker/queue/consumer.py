@@ -52,7 +52,7 @@ class Consumer(CeleryConsumer):
         super().shutdown()
 
     def register_with_event_loop(self, hub: Any) -> None:
-        """Restore the timers when the loop starts: those of a former start were dropped with its
+        """Restore the timers when the loop starts: those of a previous start were dropped with its
         connection.
         """
         self._events_wait = False

@@ -1,5 +1,5 @@
-"""kombu's Redis transport with fewer round trips: takes several messages at once and acknowledges
-several at once.
+"""kombu's Redis transport with fewer round trips: takes several messages together and acknowledges
+several together.
 
 kombu needs three for each message: one to take it, one to note it as unacknowledged, one to
 acknowledge it. Here the second fetches more messages, as many as there is room for, and sends the
@@ -246,7 +246,7 @@ class SentinelChannel(Channel, kombu_redis.SentinelChannel):
     def check_master(self) -> None:
         """Raise ConnectionError when another master is named.
 
-        A former one that is alive would be listened to for ever.
+        A previous one that is alive would be listened to for ever.
         """
         self._masters |= {
             pool.master_address

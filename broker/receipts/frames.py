@@ -43,7 +43,7 @@ MAX_WORKER_BYTES = 200
 
 
 class Kind(IntEnum):
-    HELLO = 1  # "where do I go on from?"
+    HELLO = 1  # "where do I continue from?"
     MARK = 2  # the answer
     RECEIPT = 3
     ACK = 4  # cumulative: everything up to seq is committed

@@ -54,7 +54,7 @@ class Outbox:
         lock_wait_s: float = LOCK_WAIT_S,
         curve: ClientKeys | None = None,
     ):
-        """Opens, or goes on with, the outbox of `(worker, rank)` in `directory`.
+        """Opens, or continues, the outbox of `(worker, rank)` in `directory`.
 
         `on_fatal(error)` is called from one of its threads, at most once, when receipts cannot be
         kept or delivered without help: the disk failed, or the relay refuses us. Receipts that were

@@ -5,7 +5,7 @@ belonged to which attempt at a job (plain lines, so that it survives when the da
 `<name>.lock` is held while a process uses the other two. Both call an attempt a job, and name it as
 `Receipt.attempt_id` does.
 
-A database that cannot be read is moved aside, never repaired: a new epoch starts, and the former
+A database that cannot be read is moved aside, never repaired: a new epoch starts, and the previous
 one is remembered with its last number and its jobs, so that the relay can be told what is lost.
 Only one thread writes; another one may read.
 """
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 #: Layout of the database, in SQLite's `user_version`.
 LAYOUT = 1
-#: A former process of the same rank may need this long to die.
+#: A previous process of the same rank may need this long to die.
 LOCK_WAIT_S = 5.0
 #: The job log is rewritten when it outgrew both this and twice its size after the last rewrite.
 JOB_LOG_BYTES = 1 << 20
@@ -105,7 +105,7 @@ class Lock:
 
 
 class JobLog:
-    """`seq → job` beside the database: one JSON line each, written before the receipt is
+    """`seq → job` next to the database: one JSON line each, written before the receipt is
     committed.
     """
 
@@ -185,7 +185,7 @@ class Store:
         self.path = base.with_name(base.name + ".sqlite")
         self.worker, self.rank = worker, rank
         self.transactions = (
-            0  # committed; beside the receipts committed it shows whether commits are grouped
+            0  # committed; next to the receipts committed it shows whether commits are grouped
         )
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
         self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
@@ -234,7 +234,7 @@ class Store:
         return self.last
 
     def forget(self, epoch: str) -> None:
-        """The relay knows what is lost of a former epoch."""
+        """The relay knows what is lost of a previous epoch."""
         with _Transaction(self._db):
             self._db.execute("DELETE FROM former WHERE epoch = ?", (epoch,))
 

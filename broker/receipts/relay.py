@@ -47,14 +47,14 @@ log = logging.getLogger(__name__)
 
 #: Frames taken from the socket before they are committed.
 BATCH = 2048
-#: So many objects more than before are searched for cycles, of which receipts have none: more than
-#: a full batch is. At Python's own number (700) that search took a third of the relay's time.
+#: This many objects more than before are searched for cycles, of which receipts have none: more
+#: than a full batch is. At Python's own number (700) that search took a third of the relay's time.
 GC_OBJECTS = 100_000
 #: Between attempts to reach Redis.
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 #: The relay's sign of life in Redis (`liveness.RELAY_KEY`), and how long it stays.
 BEAT_S, ALIVE_S = 5.0, 15
-#: After SIGTERM: how long it goes on to commit what had arrived.
+#: After SIGTERM: how long it continues to commit what had arrived.
 DRAIN_S = 3.0
 #: The same complaint about the same peer is logged this often.
 COMPLAIN_EVERY_S = 10.0
@@ -126,7 +126,7 @@ class Relay:
         replicas: int = 0,
         lossy: bool = False,
     ):
-        """Binds at once; port 0 or `*` takes a free one, see `endpoint`.
+        """Binds immediately; port 0 or `*` takes a free one, see `endpoint`.
 
         `lossy`: whether a Redis without a log will do.
 
@@ -285,7 +285,7 @@ class Relay:
 
         While Redis cannot be reached nothing more is taken: the outboxes keep what they have. A
         stream that Redis refuses is left unanswered, so that its outbox sends it again later; the
-        others go on.
+        others continue.
         """
         marks: dict[Stream, int] = {}
         answers: list[tuple[Stream, Kind, bytes]] = []
@@ -397,7 +397,7 @@ class Relay:
         return None
 
     def _reopen(self) -> None:
-        """Connect anew for the next command: with Sentinel, to the Redis that is the master by
+        """Connect again for the next command: with Sentinel, to the Redis that is the master by
         then.
         """
         if self._redis is not None:
@@ -522,7 +522,7 @@ def run(settings: Settings) -> None:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay requires Redis")
     redis_durability.require(settings)
     faults.arm(settings.fault, settings.data_dir)
-    gc.freeze()  # what is there by now stays
+    gc.freeze()  # what exists so far stays
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
     settler, curve = Settler(client, settings), server_keys(settings)

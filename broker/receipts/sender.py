@@ -2,8 +2,8 @@
 of either side.
 
 One thread with one DEALER socket, connected to one relay. Without a connection it tries the next
-relay that it knows: a relay keeps nothing, so any of them goes on where another one ended. After
-every (re)connection it asks the relay for its mark, and goes on from there with at most `WINDOW`
+relay that it knows: a relay keeps nothing, so any of them continues where another one ended. After
+every (re)connection it asks the relay for its mark, and continues from there with at most `WINDOW`
 receipts under way; acknowledgements are cumulative. When nothing moves it asks again. What the
 outbox no longer has is said with LOST, and nothing beyond it is sent before the relay has taken
 that.
@@ -90,7 +90,7 @@ class Sender(threading.Thread):
 
     It calls `acked(n)` when the relay has everything up to n; `forget(epoch)` when it knows what a
     former epoch lost; `renumber()` to ask for `store.restart_epoch`, after which `renumbered()` is
-    to be called; `fatal(error)` when receipts cannot be delivered without somebody's help.
+    to be called; `fatal(error)` when receipts cannot be delivered without someone's help.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Sender(threading.Thread):
             context.term()
 
     def _try_relay(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Send to the present relay, until the next one is to be tried."""
+        """Send to the present relay, until the next one should be tried."""
         socket = context.socket(zmq.DEALER)
         monitor = None
         try:

@@ -28,8 +28,8 @@ BODY_CAP = 16 * 1024
 DRAIN_S = 1.0
 #: Seconds for which an idle connection is kept, and how many.
 KEEPALIVE_S, KEPT = 20.0, 64
-#: Names looked up at once: more than one tenant may send to at once, whose name servers may all be
-#: slow. A lookup cannot be given up, so it may outlast the attempt that asked for it.
+#: Names looked up concurrently: more than one tenant may send to concurrently, whose name servers
+#: may all be slow. A lookup cannot be given up, so it may outlast the attempt that asked for it.
 RESOLVER_THREADS = 256
 
 #: (host, port) → all addresses of the name. Raises OSError.

@@ -145,7 +145,7 @@ class WebhookOutbox:
         """Note an attempt and what the delivery is now; `again`: when it is due if it stays
         `pending`.
 
-        Returns the state after it, `stale` when somebody else has the delivery by now, `unknown`
+        Returns the state after it, `stale` when another process has taken the delivery, `unknown`
         when it is gone.
         """
         well = state == "delivered" and attempt.seconds <= QUICK_S

@@ -39,7 +39,7 @@ class WebhookSecrets:
     async def rotate(
         self, tenant: str, key: str, keep_former_s: float, own: bool = False
     ) -> SecretList:
-        """A new secret; the former one signs as well for `keep_former_s` (0: no more).
+        """A new secret; the previous one signs as well for `keep_former_s` (0: no more).
 
         One that was former before signs no more.
 

@@ -96,8 +96,8 @@ class Sender:
         )
 
     async def close(self) -> None:
-        """Attempts under way get a moment to end; what is cut off is sent again by whoever comes
-        next.
+        """Attempts under way get a moment to end; what is cut off is sent again by any caller that
+        comes next.
         """
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=STOP_S)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 Address = IPv4Address | IPv6Address
 
 #: Where clouds answer what a machine may know of itself, its credentials among it: never called,
-#: whatever the settings.
+#: regardless of the settings.
 _METADATA = {
     IPv4Address("169.254.169.254"),
     IPv4Address("169.254.170.2"),
@@ -71,8 +71,8 @@ _KINDS = (
 #: Printable ASCII: what lies outside of it is percent-encoded, a host outside of it in its `xn--`
 #: form.
 _PRINTABLE = re.compile(r"[!-~]+")
-#: What the C library takes for an IPv4 address besides four decimal numbers: `127.1`, `0x7f000001`,
-#: `017700000001`.
+#: What the C library takes for an IPv4 address in addition to four decimal numbers: `127.1`,
+#: `0x7f000001`, `017700000001`.
 _NUMBER = re.compile(r"(?:0[xX][0-9a-fA-F]*|\d+)")
 _DOTTED = re.compile(r"(?:(?:0|[1-9]\d{0,2})\.){3}(?:0|[1-9]\d{0,2})")
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")

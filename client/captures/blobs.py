@@ -1,8 +1,8 @@
 """Blobs of a source: found in a store, and opened so that they stay whole while they are read.
 
-What is opened stays readable, whatever becomes of its key. Blobs of deleted jobs in a segment are
-overwritten by zeros, but not while somebody holds the segment. Deleting begins with a mark; looking
-for it *after* everything was opened shows whether everything was.
+What is opened stays readable, even after deletion of its key. Blobs of deleted jobs in a segment
+are overwritten by zeros, but not while someone holds the segment. Deleting begins with a mark;
+looking for it *after* everything was opened shows whether everything was.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ class Place:
     key: str
     offset: int = 0
     bytes: int | None = None  # null: up to the file's end
-    crc32: int | None = None  # as somebody promised; null: the file beside says it
+    crc32: int | None = None  # as someone promised; null: the file next to says it
     if_there: bool = False  # skip it if it was deleted: its owner is unknown
 
     @property
@@ -63,7 +63,7 @@ def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
 
 
 class _Promise(msgspec.Struct):
-    """Contents that the file beside a blob must have."""
+    """Contents that the file next to a blob must have."""
 
     bytes: int
     crc32: int
@@ -123,7 +123,7 @@ class Blob:
         ).reshape(tensor.shape)
 
     def array(self, name: str) -> np.ndarray:
-        """The tensor as a float32 copy of its own, bfloat16 widened exactly."""
+        """The tensor as its own float32 copy, bfloat16 widened exactly."""
         raw = self.raw(name)
         return np.array(
             widened(raw, DTYPE_OF_FILE[self.header.tensors[name].dtype]), dtype=np.float32
@@ -283,7 +283,7 @@ def open_blobs(places: Iterable[Place]) -> list[Blob]:
             if store is not None and store.marked(job):
                 raise gone(f"the capture of job {job}")
     except BaseException:
-        blobs.clear()  # not kept, with what they hold, by whoever keeps the exception
+        blobs.clear()  # not kept, with what they hold, by any caller that keeps the exception
         views.clear()
         raise
     return blobs

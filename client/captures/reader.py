@@ -174,7 +174,7 @@ class CaptureReader:
 
     `source`: the job's folder `<capture root>/<tag>/<job>`; or with `job` the tag's folder, the
     capture root or its store; or files, and then those are read and no more is expected. Of several
-    attempts at a request the last whole one counts. Everything is opened at once and stays
+    attempts at a request the last whole one counts. Everything is opened immediately and stays
     readable, whatever is deleted meanwhile, until `close` or the reader's end.
 
     Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted,

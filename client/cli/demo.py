@@ -94,7 +94,7 @@ HOOK = "resid_pre"
 #: The stream that enters the last layer at the last token has the answer, but for what that layer
 #: does: this share of it, at least.
 LEAST_AT_THE_END = 0.8
-#: The subject's rows bring back so much in an early layer, and nothing any more in a late one,
+#: The subject's rows bring back that much in an early layer, and nothing any more in a late one,
 #: where the last token has read them.
 LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
 #: One layer later the edit is still there, but that layer has added to it: at least this part of it

@@ -177,7 +177,7 @@ def harvest_pause(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
 
 @harvest_app.command("resume")
 def harvest_resume(harvest: Id, json_: AsJson = False, url: Url = None) -> None:
-    """Go on with a paused harvest."""
+    """Continue a paused harvest."""
     with connect(url) as client:
         _print(client.resume_harvest(harvest), json_)
 

@@ -131,6 +131,6 @@ def tuned_register(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Register a tuned lens, or replace it; running requests keep the former one."""
+    """Register a tuned lens, or replace it; running requests keep the previous one."""
     with connect(url) as client:
         lenses.print(client.register_lens(name, path, reads, residual, model, description), json_)

@@ -45,6 +45,6 @@ def loras_add(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Register an adapter, or replace it; running requests keep the former one."""
+    """Register an adapter, or replace it; running requests keep the previous one."""
     with connect(url) as client:
         adapters.print(client.register_lora(name, path, model, description), json_)

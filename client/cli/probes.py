@@ -134,7 +134,7 @@ def probe_register(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Register a probe, or replace it; running requests keep the former one."""
+    """Register a probe, or replace it; running requests keep the previous one."""
     try:
         with np.load(file, allow_pickle=False) as held:
             tensors = {key: np.array(held[key]) for key in ("weight", "bias") if key in held}

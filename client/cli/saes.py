@@ -51,7 +51,7 @@ def sae_register(
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Register a sparse autoencoder, or replace it; running requests keep the former one."""
+    """Register a sparse autoencoder, or replace it; running requests keep the previous one."""
     hook, _, layer = reads.partition(":")
     if reads and not layer.isdigit():
         raise typer.BadParameter(

@@ -94,7 +94,7 @@ class Logits:
     So differences of two tokens' logits, softmax, argmax and ranks are those of the logits. `shape`
     is `[batch, pos, d_vocab]`. The first axes take numbers, slices and lists; the last one takes
     token ids, since whole rows do not leave the server: `topk` gives the most likely ones. What is
-    asked for and not known yet takes a request of its own.
+    asked for and not known yet takes its own request.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ Panel = tuple[int, int]
 def panels_of(
     attention: Attention, most: int = _PANELS, behaviour: Behaviour | None = None
 ) -> list[Panel]:
-    """The heads to draw: all if they are at most so many; else the strongest at `behaviour`, or of
-    every behaviour some, in order.
+    """The heads to draw: all if they are at most that many; else the strongest at `behaviour`, or
+    of every behaviour some, in order.
     """
     if len(attention.panels) <= most:
         return attention.panels

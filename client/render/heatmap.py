@@ -22,7 +22,7 @@ DIVERGING = "RdBu_r"
 #: Inches: of a cell, of what stands around the panels, the least and the most that a panel may
 #: take, and the colour bar's width.
 _COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
-#: So many layers are numbered, about.
+#: This many layers are numbered, about.
 _TICKS = 8
 #: Characters of the title in an inch.
 _PER_INCH = 14

@@ -44,7 +44,7 @@ _WHOLE = frozenset(
 )
 #: Longer tables are cut, and say so.
 TABLE_ROWS = 24
-#: So much is shown of a segment's name.
+#: This much is shown of a segment's name.
 _SEGMENT_NAME = 20
 
 
@@ -197,7 +197,7 @@ def run(view: RunView) -> Table:
 
 
 def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
-    """Return which rows a run has of each prompt; of the first so many."""
+    """Return which rows a run has of each prompt; of the first that many."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
     for prompt in prompts[:TABLE_ROWS]:
         begin, end = (
@@ -308,7 +308,7 @@ def checks(found: Sequence[Check]) -> Table:
     )
     for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
-        # of a long name, of which the end tells one from another
+        # of a long name, whose end distinguishes it from others
         segment = check.path.suffix == ".seg"
         name = (
             f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}" if segment else check.path.name
@@ -347,7 +347,7 @@ def event(entry: Event) -> str:
 
 
 def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]) -> None:
-    """Two texts in two panels, beside each other."""
+    """Two texts in two panels, side by side."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)

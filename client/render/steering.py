@@ -75,7 +75,7 @@ def digest(of: ModuleView | Lora | Sae | TunedLens) -> str:
 
 
 def entries(views: Sequence[EntryView]) -> Table:
-    """Return what is done to which rows; the first so many."""
+    """Return what is done to which rows; the first that many."""
     shown = table("Entries", "op", "hook", "layers", "positions", "scale", "numbers", "tensors")
     for view in views[:TABLE_ROWS]:
         positions = (

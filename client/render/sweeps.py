@@ -114,7 +114,7 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
 
 
 def _strongest_columns(grid: Grid) -> list[int]:
-    """All, in order; or so many as there is room for."""
+    """All, in order; or that many as there is room for."""
     if len(grid.labels) <= _ROWS:
         return list(range(len(grid.labels)))
     reach = np.max(

@@ -116,7 +116,7 @@ def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSp
 def patched_fields(
     prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of the job with these patches beside its own."""
+    """The fields of the job with these patches next to its own."""
     own = fields.get("patch", [])
     prompts = [prompt if isinstance(prompt, str) else list(prompt)]
     patched = (

@@ -124,7 +124,7 @@ class Calls:
     _io: Transport
 
     async def _send(self, call: Call) -> httpx.Response:
-        """The response, whatever its status. Raises ServerUnreachable."""
+        """The response, regardless of its status. Raises ServerUnreachable."""
         try:
             return await self._io.send(call)
         except httpx.TransportError as error:

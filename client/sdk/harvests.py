@@ -61,7 +61,7 @@ class HarvestCalls(Calls):
         **fields: Any,
     ) -> HarvestView:
         """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns
-        at once. Safe to repeat.
+        immediately. Safe to repeat.
         """
         return await self._ask_patiently(_submission(request, idempotency_key, fields), HarvestView)
 
@@ -111,7 +111,7 @@ class HarvestCalls(Calls):
 
     @call
     async def resume_harvest(self, harvest: HarvestLike) -> HarvestView:
-        """Go on with what is not done. Raises `conflict` for one that has ended."""
+        """Continue what is not done. Raises `conflict` for one that has ended."""
         return await self._ask(Call("POST", _path(harvest, "resume")), HarvestView)
 
     @call

@@ -56,7 +56,7 @@ class JobCalls(Calls):
         **fields: Any,
     ) -> JobView:
         """Submit a job, by struct or by its fields (`model=…, prompts=[…], capture={…},
-        steering=[…], patch=[…]`); returns at once.
+        steering=[…], patch=[…]`); returns immediately.
 
         Safe to retry: a unique key makes a repeated submission return the same job. `model` may be
         omitted while one is served.

@@ -13,7 +13,7 @@ from .wire import Call
 
 T = TypeVar("T")
 
-#: Bytes of a download that are handed on at once.
+#: Bytes of a download that are handed on immediately.
 CHUNK = 1 << 20
 
 

@@ -314,7 +314,7 @@ def raise_problem(response: httpx.Response) -> None:
     server = response.headers.get(VERSION_HEADER)
     if server != __version__ and (kind not in STATUS_OF_KIND or kind == "invalid_request"):
         # The other version may have other fields: say so, or the message sends the user looking for
-        # a mistake of their own.
+        # their own mistake.
         raise VersionMismatch(
             server or "of unknown version",
             f"{problem.field + ': ' if problem.field else ''}{problem.detail}",

@@ -324,7 +324,7 @@ def _version(about: str, version: str, more: str = "") -> Finding:
     )
 
 
-# --- What goes on
+# --- What continues
 # --------------------------------------------------------------------------------------------------
 
 
@@ -620,7 +620,7 @@ def _disk(data: Path) -> Iterator[Finding]:
 
 
 def _store(settings: Settings) -> Iterator[Finding]:
-    """A small object in a bucket, written, read and deleted; or the disk of a folder beside
+    """A small object in a bucket, written, read and deleted; or the disk of a folder next to
     `data_dir`.
     """
     if "://" not in settings.artifact_store:

@@ -412,7 +412,7 @@ class Supervisor:
         self._write_state()
 
     def _leftovers(self) -> Iterator[tuple[str, int, int]]:
-        """(name, pid, birth) of what a former supervisor of this data directory left, those first
+        """(name, pid, birth) of what a previous supervisor of this data directory left, those first
         who give work, Redis last.
 
         What it wrote down, and what it had no time to write down: its children carry a mark, and

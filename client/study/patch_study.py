@@ -126,7 +126,7 @@ class _Study(Generic[C]):
     def pairs(
         cls, pairs: Sequence[Pair], *, client: C | None = None, model: str | None = None
     ) -> Self:
-        """A study of several pairs at once: their grids must have the same number of columns (see
+        """A study of several pairs together: their grids must have the same number of columns (see
         `spans`).
         """
         study = cls("", client=client, model=model)
@@ -272,7 +272,7 @@ class _Study(Generic[C]):
         """The pairs with what is asked of them now."""
         pairs = self._pairs
         if spans is not None or "positions" in fields:
-            # instead of what a pair says of its own, after `zoom` above all
+            # instead of what its own pair says, after `zoom` above all
             columns = {"spans": None if spans is None else list(spans), "positions": None}
             pairs = [
                 _pair({**_fields(pair), **columns}, f"pairs[{number}]")
@@ -288,7 +288,7 @@ class _Study(Generic[C]):
         columns: Any,
         fields: dict[str, Any],
     ) -> tuple[list[SweepPair], dict[str, Any]]:
-        """The pairs and the fields of a sweep over each token of a region by itself, each with the
+        """The pairs and the fields of a sweep over each token of a region on its own, each with the
         counterpart that it had here.
         """
         last, result = self.request, self.result
@@ -375,7 +375,7 @@ class _Study(Generic[C]):
         layers separately (window 1).
 
         `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it.
-        `fields`: what else is to be otherwise than in this study's sweep.
+        `fields`: what else should be otherwise than in this study's sweep.
         """
         pairs, asked = self._closer(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)

@@ -30,8 +30,8 @@ class LoraSupport(Record):
 
 
 class StoredLora(Record):
-    """An adapter as a job keeps it: what is loaded must have this content, whatever the name means
-    by then.
+    """An adapter as a job keeps it: what is loaded must have this content, even if the name has
+    another content now.
     """
 
     name: str

@@ -192,7 +192,7 @@ class ProbeScore(Wire):
 
     @property
     def flagged(self) -> bool:
-        """Return whether the job is to be reported for it.
+        """Return whether the job should be reported for it.
 
         (The operator's probes are reported in metrics.)
         """

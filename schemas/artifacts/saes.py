@@ -29,8 +29,8 @@ class SaeForm(Record):
 
 
 class StoredSae(Record):
-    """An SAE as a job keeps it: what is loaded must have this content, whatever the name means by
-    then.
+    """An SAE as a job keeps it: what is loaded must have this content, even if the name has another
+    content now.
     """
 
     name: str

@@ -49,8 +49,8 @@ def plan_ring(
     return Ring(rows, halves, rows * halves * row_bytes)
 
 
-#: Automatic size of the queue: on the CPU; on an accelerator so many full steps, at least as on the
-#: CPU, at most this share of the memory.
+#: Automatic size of the queue: on the CPU; on an accelerator that many full steps, at least as on
+#: the CPU, at most this share of the memory.
 QUEUE_BYTES, QUEUE_STEPS, QUEUE_SHARE = 512 << 20, 4, 16
 
 
@@ -59,7 +59,7 @@ def plan_queue(
 ) -> int:
     """Bytes of a rank's captured rows that may wait for the writers.
 
-    `host_bytes`: memory of the machine, which so many `ranks` share; 0: unknown. `size_mib`: the
+    `host_bytes`: memory of the machine, which that many `ranks` share; 0: unknown. `size_mib`: the
     setting `capture_queue_mib`; 0: automatic.
     """
     if size_mib:

@@ -30,7 +30,7 @@ ENGINE_TABLE = "engine"
 #: Of `engine_options` as JSON: they reach child processes in one variable of their environment.
 ENGINE_OPTIONS_BYTES = 64 << 10
 
-#: What `artifact_store` and its endpoints may be, besides a folder.
+#: What `artifact_store` and its endpoints may be, in addition to a folder.
 _STORE = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_./-]*)?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+")
 
@@ -124,7 +124,7 @@ class Settings(Record):
     # 0: text only, and no image encoder is loaded
     images_per_prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMAGE + 1)] = 4
     speculative_tokens: Natural = 0  # draft tokens of a request in one engine step; 0: none
-    # who drafts: a look-up in the text, a head of its own, the model's own MTP layers
+    # who drafts: a look-up in the text, its own head, the model's own MTP layers
     drafter: Literal["ngram", "eagle3", "mtp"] = "ngram"
     draft_model: str = ""  # the EAGLE-3 head: a checkpoint folder or hub name
     kv_cache_gib: Positive = 1.0  # CPU only
@@ -255,7 +255,7 @@ class Settings(Record):
     # folders or bucket URIs that corpora may be read from, separated by commas; empty: lines in the
     # request only
     harvest_sources: str = ""
-    # sequences of all harvests in a worker's engine at a time; a sixteenth of it beside other jobs
+    # sequences of all harvests in a worker's engine at a time; a sixteenth of it next to other jobs
     harvest_requests_in_flight: Count = 64
 
     # The worker
@@ -322,7 +322,7 @@ class Settings(Record):
     # The edge
     max_body_mib: Count = 8  # of JSON
     max_file_mib: Count = 64  # of a file in place of JSON: modules
-    # of clients; fewer where the process may not open so many files
+    # of clients; fewer where the process may not open that many files
     max_connections: Count = 10_000
     # open requests of one tenant, held responses and streams among them, in one process
     tenant_connections: Count = 5_000

@@ -17,14 +17,14 @@ from ..requests.specs import CaptureStatus
 #: `format` of the manifest in a blob's safetensors metadata.
 FORMAT = "midstream.capture.2"
 #: Folder of a tag that holds its segments: `<tag>/segments/<writer>.<n>.seg`, each with a `.jsonl`
-#: of `BlobEntry` beside it.
+#: of `BlobEntry` next to it.
 SEGMENTS = "segments"
 SEGMENT_SUFFIX = ".seg"
 
 
 def index_of(key: str) -> str:
-    """The JSON Lines of `BlobEntry` beside a capture file: `.jsonl` beside a segment, `.json`
-    beside one of its own.
+    """The JSON Lines of `BlobEntry` next to a capture file: `.jsonl` next to a segment, `.json`
+    next to one of its own.
     """
     return (
         key.removesuffix(SEGMENT_SUFFIX) + ".jsonl"
@@ -110,8 +110,8 @@ class Manifest(msgspec.Struct):
 
 
 class BlobEntry(msgspec.Struct):
-    """A line of the JSON Lines file beside capture files: `<stem>.json` beside a file of its own,
-    `.jsonl` beside a segment.
+    """A line of the JSON Lines file next to capture files: `<stem>.json` next to its own file,
+    `.jsonl` next to a segment.
     """
 
     file: str  # name of the file that this describes
@@ -145,8 +145,8 @@ class ManifestFile(Record):
     images: list[ImageSpan] = []  # of the prompt: positions `[start, stop)` of each, in order
     non_finite: int = 0  # rows with values that are not finite
     link: str | None = (
-        # the blob's bytes from the store itself, for some minutes and whoever has it; null: through
-        # the API alone
+        # the blob's bytes from the store itself, for some minutes and any caller that has it; null:
+        # through the API alone
         None
     )
 

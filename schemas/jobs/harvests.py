@@ -82,7 +82,7 @@ class HarvestPositions(Record, kw_only=True):
     # of each sequence: attention sinks
     skip_first: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_TOKENS)] = 0
     every: Count = 1  # every n-th position of a document, from its first
-    # so many of each document, chosen at random among those that the rest leaves
+    # that many of each document, chosen at random among those that the rest leaves
     sample: Count | None = None
     seed: Seed = 0  # of that choice
     prompt: bool = True  # with `generate`: also the rows of the prompt
@@ -178,7 +178,7 @@ class HarvestPlan(Record, kw_only=True):
 
     files: list[SourceFile]
     units: list[PlannedUnit]
-    parts: int  # so many runs of units, each the work of a job
+    parts: int  # that many runs of units, each the work of a job
 
     @property
     def weight(self) -> int:
@@ -206,7 +206,7 @@ class ShardFile(Record, omit_defaults=True, kw_only=True):
 class ShardEntry(Record, kw_only=True):
     """Rows of all sites at the same keys, in the same order."""
 
-    rows: int  # positions: each site has so many
+    rows: int  # positions: each site has that many
     files: list[ShardFile]
 
 

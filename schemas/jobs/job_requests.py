@@ -4,7 +4,7 @@ from typing import Any
 
 from ..base.records import Record
 
-#: Bytes of a body that is kept beside its job; of a larger one (vectors, long prompts) only the
+#: Bytes of a body that is kept next to its job; of a larger one (vectors, long prompts) only the
 #: prompts are.
 MAX_KEPT_BODY = 16 << 10
 #: Prompts that are shown, and characters of each.

@@ -69,7 +69,7 @@ class ModelInfo(Published):
         return self.inside[hook].size if hook in self.inside else self.hidden_size
 
     def step_holds(self, rows: int) -> bool:
-        """Return whether one engine step may capture so many rows, if the pipeline stages share
+        """Return whether one engine step may capture that many rows, if the pipeline stages share
         them evenly; the worker knows how they do.
         """
         return not self.capture_row_limit or -(-rows // self.pp) <= self.capture_row_limit

@@ -410,7 +410,7 @@ class ModelCard(Record):
     readings: dict[str, str] = {}
     absent: dict[str, str] = {}  # hook point that is not served → why
     inside: dict[str, RowShape] = {}  # of `hooks`, those whose rows are not of the hidden size
-    extensions: list[Extension] = []  # what the operator installed beside Midstream, for `readers`
+    extensions: list[Extension] = []  # what the operator installed next to Midstream, for `readers`
     # only of `GET /v1/models/{name}`; null there: the model was not certified
     certificate: Certificate | None = None
     # only of `GET /v1/models/{name}`: how its layers turn queries and keys into patterns

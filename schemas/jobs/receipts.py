@@ -19,7 +19,7 @@ class CapturedFile(Wire):
     """One safetensors blob that is durable: content and directory entry were fsynced before the
     receipt was written.
 
-    Most are a file of their own; in a segment `offset` says where in the file it begins.
+    Most are their own file; in a segment `offset` says where in the file it begins.
     """
 
     path: str  # of the file, relative to the capture root

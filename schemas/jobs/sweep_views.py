@@ -1,5 +1,5 @@
-"""Views of a sweep besides its result: the plan of a request, and a sweep in progress with its
-request.
+"""Views of a sweep in addition to its result: the plan of a request, and a sweep in progress with
+its request.
 """
 
 from ..base.records import Record

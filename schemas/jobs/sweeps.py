@@ -55,8 +55,8 @@ Alignment = Literal["auto", "left", "right"]
 
 
 #: What the columns of a grid are. `position`: a token each, or a span. `together`: one, all
-#: positions at once. `head`: a head each, at all positions at once. `head_position`: a head at a
-#: position (or span) each. `neuron`: some dimensions each, at all positions at once.
+#: positions immediately. `head`: a head each, at all positions together. `head_position`: a head at
+#: a position (or span) each. `neuron`: some dimensions each, at all positions together.
 Axis = Literal["position", "together", "head", "head_position", "neuron"]
 HEAD_AXES: frozenset[Axis] = frozenset({"head", "head_position"})
 
@@ -116,11 +116,11 @@ class Neurons(Record):
     differ most: by |clean − corrupt|, summed over the cell's positions, at its own hook and layer.
     """
 
-    # so many at once
+    # that many together
     top: (
         Annotated[list[TopCount], msgspec.Meta(min_length=1, max_length=MAX_NEURON_COLUMNS)] | None
     ) = None
-    # the first so many, one by one
+    # the first that many, one by one
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_NEURON_COLUMNS)] | None = None
     # these dimensions
     sets: (
@@ -251,7 +251,7 @@ class Unit(NamedTuple):
     column: int = 0
 
 
-#: Of the dimensions that a cell wrote by their rank, results list so many.
+#: Of the dimensions that a cell wrote by their rank, results list that many.
 SHOWN_NEURONS = 16
 
 

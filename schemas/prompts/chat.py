@@ -101,12 +101,12 @@ class ToolUse(Record):
 
 
 class Rendering(Record):
-    """Inputs of a chat template besides the messages, and how the conversation ends."""
+    """Inputs of a chat template in addition to the messages, and how the conversation ends."""
 
     tools: list[dict[str, Any]] | None = None
     options: dict[str, Any] = {}  # further variables of the template
     opened: bool = True  # for the assistant's turn
-    continued: bool = False  # the last message is to be continued
+    continued: bool = False  # the last message should be continued
 
 
 #: A conversation opened for the assistant's turn, and nothing else.

@@ -11,8 +11,8 @@ from ..base.records import Record
 #: The consumer of rows that become shards; users cannot name it.
 HARVEST = "harvest"
 
-#: Shards whose sequences a worker has in the engine at a time, of all harvests: so many are in each
-#: rank's memory.
+#: Shards whose sequences a worker has in the engine at a time, of all harvests: that many are in
+#: each rank's memory.
 SHARDS_AT_ONCE = 3
 
 #: `int8` and `float8_e4m3fn`: value = stored × the row's `scale`, whose largest value is the

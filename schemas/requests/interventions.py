@@ -38,7 +38,7 @@ MAX_RANK = 64
 NO_LIMIT = float.fromhex("0x1.fffffep127")
 
 
-#: A feature's target and activation are one where they differ by at most so much of what its dot
+#: A feature's target and activation are one where they differ by at most that much of what its dot
 #: product adds up, in absolute values: float32 sums in another order differ by less.
 NEAR = 2.0**-20
 #: A feature's `norm`: how its autoencoder normalises a row before it reads it, by SAELens' names.

@@ -26,8 +26,8 @@ POSITION_BYTES = 10
 
 
 class StoredTuned(Record):
-    """A tuned lens as a job keeps it: what is read must have this content, whatever the name means
-    by then.
+    """A tuned lens as a job keeps it: what is read must have this content, even if the name has
+    another content now.
     """
 
     name: str

@@ -498,8 +498,8 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     return first, max((end_position(each, spec.prompt_tokens) for each in named), default=0)
 
 
-#: So many rows of the ranks' steering table may edit *one token* for its request, and as many more
-#: for everyone's sake. Rows of other positions do not count: see `columns_of`.
+#: This many rows of the ranks' steering table may edit *one token* for its request, and as many
+#: more for everyone's sake. Rows of other positions do not count: see `columns_of`.
 MAX_STEERING_ROWS = 4
 
 

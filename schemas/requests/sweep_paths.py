@@ -36,7 +36,7 @@ class SweepPath(Record):
     Exactly one of `sender` and `receivers`; the cells are the other end.
 
     `sender`: has the other prompt's rows at all positions that have a counterpart. `receivers`: all
-    at once; `logits`: the end of the model. `frozen`: the branches that are held in all layers
+    immediately; `logits`: the end of the model. `frozen`: the branches that are held in all layers
     between the two, receivers excepted.
     """
 

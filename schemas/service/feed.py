@@ -15,7 +15,7 @@ class FeedJob(JobView, omit_defaults=True, kw_only=True):
 
 
 class FeedJobs(Published, omit_defaults=True):
-    """Event `jobs`: jobs that are new or have changed; a lower `version` of a known job is to be
+    """Event `jobs`: jobs that are new or have changed; a lower `version` of a known job should be
     ignored.
     """
 

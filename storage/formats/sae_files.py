@@ -390,7 +390,7 @@ def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) 
 
 
 def check_ruled(form: SaeForm) -> None:
-    """Raises SaeError where a feature's activation is not a rule of its own weights."""
+    """Raises SaeError where a feature's activation is not its own rule weights."""
     if form.architecture == "topk":
         raise SaeError(
             "of a topk SAE, whether a feature is active depends on all other features of "

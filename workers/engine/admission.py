@@ -303,7 +303,7 @@ class FairTurns:
 
 
 class StepRows(CaptureBudget):
-    """Rows of the next tokens of the requests in the engine: the ring holds so many.
+    """Rows of the next tokens of the requests in the engine: the ring holds that many.
 
     What else a step captures is split to fit.
 

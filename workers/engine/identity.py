@@ -14,8 +14,8 @@ import msgspec
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.settings import Settings
 
-#: This start of the process; receipts and leases carry it, so that leftovers of a former start are
-#: recognised.
+#: This start of the process; receipts and leases carry it, so that leftovers of a previous start
+#: are recognised.
 BOOT = uuid.uuid4().hex
 
 

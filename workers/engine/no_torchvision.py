@@ -4,7 +4,7 @@ and PIL's processors need none of it.
 There is no CPU build of torchvision on PyPI. Model files of vLLM import names from transformers'
 torchvision-based image processors when they are loaded, so that without torchvision even text would
 not be served. The stand-in's names exist and fail when they are used, with a message that says what
-is missing; transformers goes on with its processors for PIL.
+is missing; transformers continues its processors for PIL.
 """
 
 import importlib.machinery

@@ -35,7 +35,7 @@ from ..runner.base.config import PlaneConfig
 log = logging.getLogger(__name__)
 
 POLL_S, TIMEOUT_S = 0.5, 5.0
-#: A worker that has been seen alive counts as gone after so many leases without its sign of life.
+#: A worker that has been seen alive counts as gone after that many leases without its sign of life.
 LEASES_GONE = 2.0
 
 
@@ -179,7 +179,7 @@ class Worker:
 class Followers:
     """The other machines as the worker sees them.
 
-    Calls `on_loss` with the reason, once, on a thread of its own.
+    Calls `on_loss` with the reason, once, on its own thread.
     """
 
     def __init__(self, settings: Settings, boot: str, on_loss: Callable[[str], object]) -> None:

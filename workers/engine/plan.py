@@ -420,7 +420,7 @@ def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> li
 
 
 def _host_memory(settings: Settings, queue: int) -> list[Memory]:
-    """At most, beside the buffers."""
+    """At most, next to the buffers."""
     return [
         Memory(
             "queue",

@@ -33,7 +33,7 @@ class Inside(NamedTuple):
         )
 
     def sites(self, asked: Sequence[str], layers: int) -> dict[str, int]:
-        """Bank → sites of so many layers, of the hooks that were named and exist."""
+        """Bank → sites of that many layers, of the hooks that were named and exist."""
         counts = {
             bank: layers * sum(hook in asked and hook in self.hooks for hook in hooks)
             for bank, hooks in BANKS.items()

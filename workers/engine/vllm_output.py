@@ -50,7 +50,7 @@ def refusal(error: Exception, sampling: Sampling) -> MidstreamError:
 def _merged(
     self: RequestOutput, following: RequestOutput, aggregate: bool, merge: Any = RequestOutput.add
 ) -> None:
-    """vLLM joins outputs that nobody has read yet, and keeps of what travels with them only the
+    """vLLM joins outputs that no one has read yet, and keeps of what travels with them only the
     last: all scores are needed.
     """
     scores = [

@@ -125,7 +125,7 @@ class FakeRanks:
             rank.end(spec)
 
     async def start(self) -> None:
-        """Open the outboxes, which replay what a former start left in them."""
+        """Open the outboxes, which replay what a previous start left in them."""
         directory = Path(self._settings.data_dir).resolve() / "outbox"
         loop = asyncio.get_running_loop()
 

@@ -56,7 +56,7 @@ ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
 #: Cancelled jobs that a worker remembers though it does not run them.
 UNWANTED = 256
-#: Beside other jobs sweeps have 1 / this of the cells in the engine that they may have alone.
+#: Next to other jobs sweeps have 1 / this of the cells in the engine that they may have alone.
 SHARE_BESIDE = 16
 
 

@@ -1,5 +1,5 @@
-"""A process beside the worker that reads sources of harvests, so that no file can take the worker's
-memory, nor hold up a cancel.
+"""A process next to the worker that reads sources of harvests, so that no file can take the
+worker's memory, nor hold up a cancel.
 
 The two exchange MessagePack messages over pipes, each behind its length. The process ends with its
 worker, whose end closes its input.
@@ -161,7 +161,7 @@ class SourceProcess:
 
     def _failure(self, code: int, place: str) -> MidstreamError:
         """Return why the process has ended with `code`: for want of memory, which the kernel or a
-        library tells by a signal, or its own fault.
+        library reports by a signal, or its own fault.
         """
         if code < 0 or code == EXIT_MEMORY:
             return MidstreamError(
@@ -185,7 +185,7 @@ class SourceProcess:
                 self._process.kill()
 
     def close(self, wait_s: float = 0.0) -> int:
-        """End the process, which has `wait_s` to end by itself; returns its exit code."""
+        """End the process, which has `wait_s` to end on its own; returns its exit code."""
         process, self._process = self._process, None
         code = 0
         if process is not None:

@@ -26,7 +26,7 @@ from .harvest_tokens import Tokens, Value
 
 #: Bytes of a text, about, that make a token.
 TOKEN_BYTES = 4
-#: Bytes of a unit's documents: so many at least and at most.
+#: Bytes of a unit's documents: that many at least and at most.
 LEAST_WEIGHT, MOST_WEIGHT = 4 << 10, 16 << 20
 #: A JSONL file is looked through in pieces of this many bytes.
 PIECE = 8 << 20
@@ -128,7 +128,7 @@ class HarvestSource:
     def _plan_lines(self, handle: Handle) -> Iterator[PlannedUnit]:
         """The units of a file, whose numbers of file and document are still to be set."""
         begun = planned = lines = at = crc32 = 0
-        line_start = 0  # of the line that goes on
+        line_start = 0  # of the line that continues
         while piece := memoryview(handle.read(at, PIECE)):
             ends = np.flatnonzero(np.frombuffer(piece, np.uint8) == 0x0A) + at + 1
             lengths = np.diff(np.concatenate([[line_start], ends, [at + len(piece)]]))
@@ -242,7 +242,7 @@ class HarvestSource:
     def _rows(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
         """The file is read on where the unit before ended."""
         cursor = self._cursor
-        self._cursor = None  # nothing goes on behind an error
+        self._cursor = None  # nothing continues behind an error
         if cursor is None or (cursor.file, cursor.row) != (unit.file, unit.start):
             cursor = Cursor(
                 unit.file,

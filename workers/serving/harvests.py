@@ -57,9 +57,10 @@ logger = logging.getLogger(__name__)
 
 #: How often receipts are looked for while some are awaited, and how many are read per call.
 POLL_S, POLL_REQUESTS = 0.05, 256
-#: A store that cannot be written is tried again after so many seconds, twice as many each time.
+#: A store that cannot be written is tried again after that many seconds, twice as many each time.
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-#: A shard may take so many times `capture_timeout_s` from its last token: it is written as a whole.
+#: A shard may take that many times `capture_timeout_s` from its last token: it is written as a
+#: whole.
 WRITE_PATIENCE = 10
 #: Reads the sources of all harvests of this worker.
 SOURCES = SourceProcess()
@@ -486,7 +487,7 @@ class HarvestAttempt:
 
     async def _within_quota(self, sequences: int) -> Job:
         """The part's job, without global capture while the quota of captures has no room for it:
-        nobody requested it.
+        no one requested it.
         """
         job, quota = self._attempt.job, self._ledger.settings.capture_quota_mib << 20
         if not quota or not job.global_captures:

@@ -92,7 +92,7 @@ class WorkerMetrics:
     # For Prometheus
 
     def register(self) -> None:
-        """Put these into the process's metrics; what a former engine of the process registered
+        """Put these into the process's metrics; what a previous engine of the process registered
         stays, and says nothing any more.
         """
         REGISTRY.register(self._readings)

@@ -33,7 +33,7 @@ class Prompt:
         self._begun = False
 
     def heard(self, tokens: int) -> None:
-        """The engine has generated so many tokens more."""
+        """The engine has generated that many tokens more."""
         totals = self._attempt.totals
         if tokens and not self._begun:
             self._begun = True
@@ -80,7 +80,7 @@ class AttemptProgress:
 
     @contextmanager
     def prompt(self, request: int, tokens: int) -> Iterator[Prompt]:
-        """While prompt `request`, which has so many tokens, is in the engine."""
+        """While prompt `request`, which has that many tokens, is in the engine."""
         span = traces.begin(
             "prompt", self.span.traceparent, job=self._job.id, request=request, prompt_tokens=tokens
         )

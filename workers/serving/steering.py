@@ -4,7 +4,7 @@ It looks in Redis every `steering_poll_s`: prepares what is proposed, applies wh
 (global steering, named modules), and reports. A job begins only while the worker is `serving`,
 under the global steering that is applied then, and keeps it to its end. When ranks of a stage
 disagree, or may, the worker takes no jobs, stops those that have interventions or captures, begins
-every rank anew from zero, applies all that is desired again, compares the ranks, and goes on; or
+every rank again from zero, applies all that is desired again, compares the ranks, and continues; or
 the engine is given up.
 """
 
@@ -167,7 +167,7 @@ class SteeringReconciler:
     async def start(self) -> None:
         """Apply what is desired, before any job comes.
 
-        Marks of a former start concern ranks that are gone.
+        Marks of a previous start concern ranks that are gone.
         """
         await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
         await patiently(self._look, "start")

@@ -2,7 +2,7 @@
 at a time.
 
 A unit counts once every rank has vouched for it: its receipts are read from the ticket, and what
-they prove is kept in the ledger, so that an attempt that follows a killed worker goes on with the
+they prove is kept in the ledger, so that an attempt that follows a killed worker continues the
 rest. What cannot be vouched for becomes a cell without a value and with the reason; it never
 becomes the value of an unpatched prompt, and never ends the sweep.
 """
@@ -54,7 +54,7 @@ POLL_S = 0.05
 STALL_S = 2.0
 #: Concurrent pairs: the prompts of the next are processed while the last cells of one are running.
 PAIRS_AT_ONCE = 2
-#: So many times the cells in flight may have left the engine without their receipts having been
+#: This many times the cells in flight may have left the engine without their receipts having been
 #: read.
 UNREAD = 4
 #: Cells of two passes whose first passes are held on the ranks together.
@@ -243,7 +243,7 @@ class SweepAttempt:
                 if reason := await self._send(sender, runs):
                     raise MidstreamError("intervention_failed", f"the first pass failed: {reason}")
                 runs = [*runs, self._requests.first_key(sender)]
-            # The next pair waits for room beside this one, which waits for nothing: so they do not
+            # The next pair waits for room next to this one, which waits for nothing: so they do not
             # wait for each other.
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
                 asked = [
@@ -524,7 +524,7 @@ class SweepAttempt:
     # Keeping
 
     def _decide(self, unit: Unit, reason: str) -> None:
-        """The unit has no value, whatever the engine would say."""
+        """The unit has no value, regardless of what the engine would answer."""
         self._unkept += 1
         self._decided.append(
             (UnitRecord(unit=unit.number, reason=reason, attempt=self._attempt.number), unit)

@@ -4,7 +4,7 @@
 
 A job whose receipts are still on their way is no success yet, and neither is one that another
 attempt has taken over. Such a task gives its place in the pool free and is STARTED until the ledger
-says how the job ended; a thread looks once a second after all of those at once.
+says how the job ended; a thread looks once a second after all of those together.
 """
 
 import logging
@@ -25,7 +25,7 @@ from ...schemas.jobs.jobs import State
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-#: Of so many jobs the end is awaited; Flower does not hear of what is beyond, and nothing else
+#: Of that many jobs the end is awaited; Flower does not hear of what is beyond, and nothing else
 #: hangs on it.
 AWAITED = 20_000
 

@@ -52,8 +52,9 @@ from ..readings.readings import positions_asked, resolve_readings, with_token_id
 
 #: Captures and edits are resolved for each prompt. What that costs, about, in the time that one
 #: named position takes: an entry, a span, a part of a text such as `0-3,7,-1` and the search for
-#: one text through so many characters; of layers named by a text there are several. A job may cost
-#: `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event loop.
+#: one text through that many characters; of layers named by a text there are several. A job may
+#: cost `RESOLVE_LIMIT` (in the order of a second); above `RESOLVE_INLINE` it is done off the event
+#: loop.
 ENTRY_COST, SPAN_COST, SEARCHED_CHARACTERS, SEVERAL, PART_COST = 8, 64, 32, 32, 8
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
 

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
     # float32 [d_in]: what a unit of activation adds, to the row as the SAE normalises it
     decoder: np.ndarray
-    rule: Feature | None  # None where its activation is not a rule of its own weights
+    rule: Feature | None  # None where its activation is not its own rule weights
 
 
 class Named(NamedTuple):
@@ -237,7 +237,7 @@ def resolve_feature(
 
 
 def _always_zero(decoder: np.ndarray) -> Feature:
-    """`add` is setting a feature that always reads 0: `value` units are added, whatever the
+    """`add` is setting a feature that always reads 0: `value` units are added, regardless of the
     feature's activation.
     """
     return Feature(np.zeros_like(decoder), decoder, 0.0, 0.0)

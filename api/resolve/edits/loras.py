@@ -11,7 +11,7 @@ from ....storage.formats.lora_files import check_on, folder_of
 
 
 def resolve_lora(asked: LoraRequest, model: ModelInfo, root: str) -> Lora:
-    """Return what is to be registered.
+    """Return what should be registered.
 
     Raises a 400 naming the field. Reads files: not for the event loop.
     """

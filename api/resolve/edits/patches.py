@@ -43,7 +43,7 @@ from .model_state import ModelState, unknown_module
 MAX_RUNS = 64
 #: Limit on the ranges of a mean's positions, which are part of its name.
 MAX_MEAN_RANGES = 256
-#: So many ranges are shown of what was captured.
+#: This many ranges are shown of what was captured.
 SHOWN_RANGES = 8
 
 
@@ -433,7 +433,7 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
             )
     else:
         if isinstance(selector, Window):
-            # one that goes on for long is not written out to find that it is not there
+            # one that continues for long is not written out to find that it is not there
             _check_has([selector.start, cast(int, selector.stop) - 1], prompt)
         chosen = list(select(selector, 0, max(last + 1, prompt.tokens), prompt.tokens))
         _check_has(chosen, prompt)

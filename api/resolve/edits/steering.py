@@ -361,7 +361,7 @@ def resolve_module(
 def resolve_everyone(
     specs: Sequence[SteeringSpec], model: ModelInfo, model_state: ModelState
 ) -> Content:
-    """Return what is to be done to every request. Raises a 400 naming the field."""
+    """Return what should be done to every request. Raises a 400 naming the field."""
     check_number(specs, model_state)
     blobs: dict[str, bytes] = {}
     bounds = Bounds(model, [])
@@ -403,7 +403,9 @@ def _at_scale(
 
 
 def _anywhere(entry: SteeringTemplate) -> StoredSteering:
-    """With its wish in place of positions: entries of one wish share a row, whatever the prompt."""
+    """With its wish in place of positions: entries of one wish share a row, regardless of the
+    prompt.
+    """
     return entry.stored(entry.positions)  # type: ignore[arg-type]
 
 

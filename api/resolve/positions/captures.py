@@ -43,7 +43,7 @@ from ..prompts.requested_features import FeatureWish
 from .heads import heads_of
 
 #: Rows that come back are kept in Redis with their job's result: all prompts of a job together may
-#: give so many bytes (or one prompt its `memory_limit_kib`, where that is more).
+#: give that many bytes (or one prompt its `memory_limit_kib`, where that is more).
 MEMORY_JOB_BYTES = 16 << 20
 
 

@@ -114,7 +114,7 @@ def format_of(body: OpenAIRequest) -> Structured | None:
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """The tools of a chat and how they are to be used.
+    """The tools of a chat and how they should be used.
 
     Raises a 400 for a choice without its tool.
     """

@@ -28,7 +28,7 @@ from ....schemas.prompts.selectors import SelectorError, Span
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
 INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
-#: A text of this many characters is tokenised, whatever the model's length: its normaliser may
+#: A text of this many characters is tokenised, regardless of the model's length: its normaliser may
 #: leave out most of it.
 SHORT_CHARACTERS = 64 * 1024
 #: Used where the model has no limit.
@@ -198,7 +198,7 @@ class Codec:
         compact: dict[str, Sequence[int]] = {}
         made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
         for text in texts:
-            found = made.pop()  # none stays beside what is made of it
+            found = made.pop()  # none stays next to what is made of it
             if text not in compact:
                 compact[text] = _compact(found.ids)
                 await asyncio.sleep(0)
@@ -376,7 +376,7 @@ class Codec:
             ) from error
 
 
-#: Ends the text of a message that is to be continued, so that the template's own ending can be cut
+#: Ends the text of a message that should be continued, so that the template's own ending can be cut
 #: off behind it.
 _CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
 

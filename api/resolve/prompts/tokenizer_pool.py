@@ -37,7 +37,7 @@ log = logging.getLogger("midstream.api")
 BATCH_CHARACTERS = 256 * 1024
 #: Requests that may wait for a helper; more are refused.
 MAX_WAITING = 64
-#: A helper that shares its processor may take so many times its limit of processor time.
+#: A helper that shares its processor may take that many times its limit of processor time.
 PATIENCE = 3
 #: Seconds for a helper to start on a busy machine.
 START_S = 30.0

@@ -20,7 +20,7 @@ from ..positions.gates import check_use
 def resolve_probe(
     asked: ProbeRequest, name: str, model: ModelInfo
 ) -> tuple[Probe, dict[str, bytes]]:
-    """Return what is to be registered, and its packed tensors by content hash.
+    """Return what should be registered, and its packed tensors by content hash.
 
     Raises a 400 naming the field and what is valid.
     """

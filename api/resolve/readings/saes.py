@@ -12,7 +12,7 @@ from ....storage.formats.sae_files import check_on, folder_of, size_of
 
 
 def resolve_sae(asked: SaeRequest, model: ModelInfo, root: str) -> Sae:
-    """Return what is to be registered.
+    """Return what should be registered.
 
     Raises a 400 naming the field. Reads files: not for the event loop.
     """

@@ -14,7 +14,7 @@ from ....storage.formats.tuned_files import check_on, folder_of
 
 
 def resolve_tuned(asked: TunedLensRequest, model: ModelInfo, root: str) -> TunedLens:
-    """Return what is to be registered.
+    """Return what should be registered.
 
     Raises a 400 naming the field. Reads the file: not for the event loop.
     """

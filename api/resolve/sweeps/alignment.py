@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ....schemas.jobs.sweeps import Alignment
 from ....schemas.prompts.selectors import SelectorError, as_ranges
 
-#: So many pairs of equal tokens a diff may have to look at: with that many repetitions it takes
+#: This many pairs of equal tokens a diff may have to look at: with that many repetitions it takes
 #: long, and says little.
 MOST_MATCHES = 1 << 16
 #: Characters of a token sequence that a note or reason shows, and ranges of positions that it

@@ -164,7 +164,7 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
     ranked = any(column.ranks is not None for column in sweep.pairs[0].columns)
     of_base = hooks if sweep.ablation == "mean" or ranked else {sweep.hooks[0]}
     if settings.sweep_entry and "pre_attn" in model.hooks:
-        # what forwards go on from that begin at the layer that is patched
+        # what forwards continue from that begin at the layer that is patched
         of_base = of_base | {"pre_attn"}
     layers = len(sweep.layers)
     if sweep.path is not None:

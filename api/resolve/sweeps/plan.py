@@ -537,7 +537,7 @@ def _resolved(
 
 
 def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
-    """A range alone may go on to what is generated, and here nothing is."""
+    """A range alone may continue to what is generated, and here nothing is."""
     if isinstance(positions, Window):
         for name, place in (("start", positions.start), ("stop", (positions.stop or 1) - 1)):
             if place >= tokens:

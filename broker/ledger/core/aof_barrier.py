@@ -34,8 +34,8 @@ BACK_S = 0.2
 MARGIN_S = 2.0
 #: WAIT blocks its connection for at most this long; the barrier then asks again.
 REPLICAS_MS = 500
-#: Nothing is acknowledged for this long after another master was found: what is to be acknowledged
-#: may have been the former's answer.
+#: Nothing is acknowledged for this long after another master was found: what should be acknowledged
+#: may have been the previous's answer.
 SETTLED_S = 3.0
 
 

@@ -259,7 +259,7 @@ def _record(job: Job) -> Iterator[bytes]:
     """`to_msgpack(job)` in parts."""
     before, _, after = to_msgpack(msgspec.structs.replace(job, prompts=[])).partition(_NO_PROMPTS)
     count = len(job.prompts)
-    # the beginning of a list of so many
+    # the beginning of a list of that many
     part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]
     weight = 0
     for prompt in job.prompts:

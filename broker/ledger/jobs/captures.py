@@ -66,7 +66,7 @@ class Captures:
     ) -> CapturePage:
         """Captures (of `tenant`) in files that are not deleted, newest first.
 
-        `cursor`: a former page's `next`.
+        `cursor`: a previous page's `next`.
 
         A rare tag may give a short page with a `next`. Raises MidstreamError("invalid_request") for
         a cursor that is not ours.
@@ -88,7 +88,7 @@ class Captures:
             for (name, created), (tags, status, size, count) in zip(rows, records, strict=True):
                 job = name.decode()
                 if (created == score and last and job >= last) or tags is None:
-                    continue  # of a former page, or just deleted
+                    continue  # of a previous page, or just deleted
                 entry = CaptureEntry(
                     job=job,
                     tags=from_json(tags, list_of_text),

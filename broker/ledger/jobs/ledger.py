@@ -573,7 +573,7 @@ class Ledger:
     ) -> JobPage:
         """Jobs (of `tenant`), newest first.
 
-        `cursor` is a former page's `next`. A rare filter may give a short page with a `next`.
+        `cursor` is a previous page's `next`. A rare filter may give a short page with a `next`.
 
         Raises MidstreamError("invalid_request") for a cursor that is not ours.
         """

@@ -33,7 +33,7 @@ class SettleCounts:
 
     applied: int = 0  # changed a ticket
     duplicate: int = 0  # already committed, or the rank had already reported on this request
-    stale: int = 0  # of a former attempt, or of a job that is over: acknowledged, changes nothing
+    stale: int = 0  # of a previous attempt, or of a job that is over: acknowledged, changes nothing
     unknown: int = 0  # of a job that the ledger does not (or no longer) have: acknowledged
     beyond_gap: int = 0  # not accepted: a predecessor is missing, so the sender must replay
     lost: int = 0  # jobs failed by a LOST range

@@ -131,7 +131,7 @@ class SourceRuns:
 
     @reachable
     async def names(self, model: str) -> list[str]:
-        """All names, sorted, whatever the state of the run."""
+        """All names, sorted, regardless of the state of the run."""
         names = [name.decode() for name in await self._redis.hkeys(_names(model))]
         return sorted(names if self._caller is None else own(self._caller.tenant, names))
 

@@ -83,7 +83,7 @@ class Look(NamedTuple):
     """Markers of changes for a worker. Empty: none of that kind."""
 
     version: int  # of `Desired`
-    proposal: str  # id of the proposal that is to be prepared
+    proposal: str  # id of the proposal that should be prepared
     ask: str  # id of the last query
     desync: str  # why the worker's ranks need a resync
     # id of the committed proposal: versions may repeat if Redis lost its last second

@@ -391,7 +391,7 @@ class Harvests:
         await self._show(harvest_id, record, state, reason)
 
     async def _look(self, harvest_id: str) -> tuple["list_of_out", dict[int, Out], Problem | None]:
-        """(Parts whose jobs go on, parts that need another job as they were, why the harvest has
+        """(Parts whose jobs continue, parts that need another job as they were, why the harvest has
         failed).
         """
         raw = await self._redis.hgetall(f"ms:harvest-out:{harvest_id}")
@@ -524,7 +524,7 @@ class Harvests:
         return PARTS_PER_WORKER * max(1, workers)
 
     async def _stop(self, out: Out) -> bool:
-        """Have a part's job cancelled; whether it still goes on."""
+        """Have a part's job cancelled; whether it still continues."""
         try:
             view = await self._ledger.request_cancel(out.job)
         except MidstreamError as error:

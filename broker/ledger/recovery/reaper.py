@@ -52,7 +52,7 @@ NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
 
 
 class Queued(NamedTuple):
-    """A queued job whose message is to be looked for."""
+    """A queued job whose message should be looked for."""
 
     job_id: str
     attempt: int  # attempts made

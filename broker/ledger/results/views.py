@@ -392,7 +392,7 @@ def after_id(last: str) -> str:
 def jobs_in(state: State | None, tenant: str | None) -> str:
     """The zset that lists the jobs of a state.
 
-    It also has those that read `expired` by now, and for `expired` there is none.
+    It also has those that now read `expired`, and for `expired` there is none.
     """
     return listing("jobs" if state in (None, State.EXPIRED) else f"jobs-in:{state}", tenant)
 

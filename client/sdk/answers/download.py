@@ -19,7 +19,7 @@ from ...captures.reader import CaptureReader
 from ..wire import Manifest, ManifestFile
 
 #: `<tag>.p<request>.pp<stage>.safetensors`, before the suffix `.<hook>.<layer>` where each tensor
-#: has a file of its own.
+#: has its own file.
 FILE_NAME = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]*\.p(?P<request>\d+)\.pp\d+(\.[a-z_]+\.\d+)?\.safetensors"
 )

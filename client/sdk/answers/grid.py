@@ -30,7 +30,7 @@ _ALIAS = {
     for name, hook in reversed(ALIASES.items())
     if "." not in name and not (hook in HOOKS and name.startswith("hook_"))
 }
-#: Of pairs whose columns are called otherwise, so many names are shown.
+#: Of pairs whose columns are called otherwise, that many names are shown.
 _NAMES = 2
 #: Characters of a prompt in a title.
 _PROMPT = 120

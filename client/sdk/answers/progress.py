@@ -95,7 +95,7 @@ class _Prompts:
 
 
 class _Cells:
-    """Counts each cell once, also when a sweep goes on after its worker died."""
+    """Counts each cell once, also when a sweep continues after its worker died."""
 
     def __init__(self, drawn: Any):
         self._drawn = drawn

@@ -1,5 +1,5 @@
 """The cache of `map` on disk: results by content in one SQLite file, and folders of captured rows
-beside it.
+next to it.
 
 Every name in it is a digest that the client computed; nothing that a server says becomes a path.
 """
@@ -25,7 +25,7 @@ _VERSION = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 #: Keys in one query.
 _QUERY = 500
-#: What a killed process left of a download is removed after so many seconds.
+#: What a killed process left of a download is removed after that many seconds.
 _STALE_S = 24 * 3600.0
 
 

@@ -36,7 +36,7 @@ from ..tuned_lenses import TunedLensCalls
 from . import key as map_key
 from .cache import MapCache
 
-#: Bytes of the prompts of one job, as JSON; a longer prompt is a job of its own. Far below the
+#: Bytes of the prompts of one job, as JSON; a longer prompt is its own job. Far below the
 #: server's `max_body_mib`, and few enough token ids for `MAX_JSON_VALUES`.
 JOB_BYTES = 1 << 20
 #: Ways in which a job fails that another worker, or another time, may not repeat.
@@ -237,7 +237,7 @@ class MapCalls(
     async def _standing(
         self, request: map_key.Request
     ) -> tuple[str, dict[map_key.Named, str], GlobalView]:
-        """Return what decides the results of a request beside itself, now: the model's identity,
+        """Return what decides the results of a request next to itself, now: the model's identity,
         the content of what it names and of what applies to every request, and global steering.
         Raises `not_found`.
         """
@@ -425,7 +425,7 @@ class _Mapping:
         )
         try:
             view = await self._submitted(chunk, body)
-            while wire.is_over(view) and view.state != State.SUCCEEDED:  # of a former run
+            while wire.is_over(view) and view.state != State.SUCCEEDED:  # of a previous run
                 chunk.attempt += 1
                 view = await self._submitted(chunk, body)
         except MidstreamError as error:

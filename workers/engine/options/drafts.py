@@ -74,7 +74,7 @@ def check_drafter(settings: Settings) -> None:
 
 def check_drafts(config: VllmConfig, settings: Settings) -> None:
     """Raises SettingsError where vLLM would make other drafts than the settings say: some
-    checkpoints bring a drafter of their own.
+    checkpoints bring their own drafter.
     """
     drafts = (
         config.speculative_config.num_speculative_tokens

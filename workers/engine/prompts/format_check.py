@@ -1,4 +1,4 @@
-"""Compiles and tries constraints in a process of its own before the engine does, so that none can
+"""Compiles and tries constraints in its own process before the engine does, so that none can
 occupy the engine or its memory.
 
 A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular
@@ -274,7 +274,7 @@ def _walk(compiled: Any) -> None:
                 if masked
                 else np.ones_like(lengths, np.uint8)
             )
-            bits[list(matcher.stop_token_ids)] = 0  # what may end goes on, and gets harder
+            bits[list(matcher.stop_token_ids)] = 0  # what may end continues, and gets harder
             allowed = np.flatnonzero(bits)
             if len(allowed) and not (repeats and token >= 0 and bits[token]):
                 token = int(allowed[lengths[allowed].argmax()] if repeats else draw.choice(allowed))

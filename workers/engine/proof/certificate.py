@@ -190,7 +190,7 @@ async def certify(
 
 
 def keep(certificate: Certificate, folder: Path) -> Path:
-    """Write it to a file of its own, named by its content without the time. Returns the path."""
+    """Write it to its own file, named by its content without the time. Returns the path."""
     content = msgspec.to_builtins(msgspec.structs.replace(certificate, created=0.0, seconds=0.0))
     name = re.sub(r"[^A-Za-z0-9._-]", "-", certificate.model)
     path = private_folder(folder) / f"{name}-{content_key(content)[:12]}.json"
@@ -489,7 +489,7 @@ class _Run:
                 each.cancel()
 
     def _groups(self) -> Iterator[list[int]]:
-        """Layers that one request edits, each at a position of its own: as many as prompt and
+        """Layers that one request edits, each at its own position: as many as prompt and
         steering table have room for.
         """
         size = max(1, min(len(self._prompt) - 2, self._access.steering_rows))

@@ -109,7 +109,7 @@ class Difference(NamedTuple):
 class Comparison:
     """One checkpoint's: `refused` says why it is not compared.
 
-    transformers' model is read while the certification run goes on.
+    transformers' model is read while the certification run continues.
     """
 
     def __init__(self, source: Source, dtype: str) -> None:

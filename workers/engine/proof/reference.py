@@ -29,7 +29,7 @@ _ENCODERS = ("vision", "visual", "audio", "image", "speech", "encoder", "multi_m
 _NUMBERS = ("idx", "index", "layer_id", "layer_num")
 #: Depth, below a layer, of the modules whose inputs and outputs are looked at.
 _DEPTH = 2
-#: Bytes of a float32 weight while it is read, beside what it was read from.
+#: Bytes of a float32 weight while it is read, next to what it was read from.
 _LOADING = 1.25
 #: Layers kept at most: reading more would take longer than the laws do.
 MOST_LAYERS = 24

@@ -78,7 +78,9 @@ class RankSaes:
         self._loaded[sae.digest] = sae.bytes
 
     async def _make_room(self, size: int, wanted: Collection[str]) -> None:
-        """Wait until so many bytes can be loaded, and drop what no request uses, `wanted` aside."""
+        """Wait until that many bytes can be loaded, and drop what no request uses, `wanted`
+        aside.
+        """
         while sum(self._loaded.values()) + size > self._budget:
             unused = next(
                 (

@@ -12,7 +12,7 @@ from ....schemas.requests.specs import StoredSteering
 from ..protocol import Fetch
 from .collective import Ranks, Undo, unbroken
 
-#: Of so many requests that will use what is sent, the ranks lay out the steering ahead.
+#: Of that many requests that will use what is sent, the ranks lay out the steering ahead.
 _USERS = 64
 
 

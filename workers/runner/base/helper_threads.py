@@ -1,4 +1,4 @@
-"""Runs code of other packages in a thread of its own: neither its exceptions nor its duration hold
+"""Runs code of other packages in its own thread: neither its exceptions nor its duration hold
 up the caller.
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 #: Memory of at least this size is mapped on its own. Below it there may be thousands of pieces, and
-#: a process has only so many mappings. Huge pages are not asked for: where memory is short or
+#: a process has only that many mappings. Huge pages are not asked for: where memory is short or
 #: fragmented, the kernel makes room for them while the model waits.
 _LARGE = 4 << 20
 

@@ -68,7 +68,7 @@ class EditRun(msgspec.Struct):
     """
 
     request: int
-    plain: int  # the request beside it with the same tokens and no edits
+    plain: int  # the request next to it with the same tokens and no edits
     hook: Hook
     layers: list[int]
     positions: list[int]
@@ -201,7 +201,7 @@ class Certifier:
         # layer → what vLLM itself reads behind it for EAGLE-3
         self._aux: dict[int, torch.Tensor] = {}
         self._most = 0  # requests in one step
-        # the watched request and its last position, in a step of its own
+        # the watched request and its last position, in its own step
         self._alone: tuple[int, int] | None = None
         self._watched = -1  # request
         # (request, position) → what vLLM's sampler got
@@ -744,7 +744,7 @@ class Certifier:
             )
 
     def _norms(self) -> list[nn.Module]:
-        """Return those beside the layers, and beside what holds them."""
+        """Return those next to the layers, and next to what holds them."""
         root = language_model(self._model)
         path = next(name for name, module in root.named_modules() if module is self._parent).split(
             "."

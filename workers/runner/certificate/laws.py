@@ -2,7 +2,7 @@
 
 Pure: rows in, figures out.
 
-Every row is observed by itself, so a law that holds says something about each of its rows. Each
+Every row is observed on its own, so a law that holds says something about each of its rows. Each
 figure is compared with a tolerance that has a reason: see `TOLERANCES`.
 """
 

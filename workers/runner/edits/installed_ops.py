@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 #: An op's code is a float32 in the pool's scalars: integers are exact below.
 CODES = 1 << 24
-#: How far the result of a row may depend on the rows beside it, relative to the row's length:
+#: How far the result of a row may depend on the rows next to it, relative to the row's length:
 #: products in another order round otherwise.
 ALONE = 1e-4
 ON_CPUS = "ops run on CPUs: the kernels of accelerators do not call Python"

@@ -1,4 +1,4 @@
-"""Contents of configuration rows, laid out before a request needs them: by a thread of their own,
+"""Contents of configuration rows, laid out before a request needs them: by their own thread,
 and kept while there is room.
 
 Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two

@@ -1,6 +1,6 @@
 """Digests whose cached prefixes may have been computed without the edit.
 
-A request whose intervention failed goes on in the engine and fills cache blocks that claim the
+A request whose intervention failed continues in the engine and fills cache blocks that claim the
 edit.
 """
 

@@ -28,7 +28,7 @@ lines = logging.getLogger("midstream.captures")
 
 ENTRY_POINTS = "midstream.capture_consumers"
 BUILT_IN = ("filesystem", "memory", "logging")  # that requests may name
-#: Seconds that an installed consumer may take for a group; the writer then goes on without it.
+#: Seconds that an installed consumer may take for a group; the writer then continues without it.
 PATIENCE_S = 10.0
 
 
@@ -108,7 +108,7 @@ def _norms(capture: FinishedCapture) -> str:
 
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
-    """`[positions, hidden_size]` of one site as an array of its own; bfloat16 is widened to
+    """`[positions, hidden_size]` of one site as its own array; bfloat16 is widened to
     float32.
     """
     held = b"".join(capture.rows(hook, layer)) if capture.positions else b""

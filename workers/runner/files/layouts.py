@@ -28,8 +28,8 @@ T = TypeVar("T")
 Sites = dict[str, list[int]]
 Write = Callable[[Sequence[FinishedCapture]], Sequence[Outcome]]
 
-#: What a position takes in a blob besides its rows, about: two integers, and their text in the
-#: manifest.
+#: What a position takes in a blob in addition to its rows, about: two integers, and their text in
+#: the manifest.
 _POSITION_BYTES = 32
 #: A store that takes test writes but answers so for this many captures of a group is asked no more
 #: for the others.

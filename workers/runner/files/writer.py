@@ -37,7 +37,7 @@ GROUP_BYTES = 64 << 20
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
 #: A message names at most this many positions, and is cut at this many characters.
 _POSITIONS, _MESSAGE = 16, 1000
-#: So much of the boot's id is in the names of segments: enough that two starts of a worker do not
+#: This much of the boot's id is in the names of segments: enough that two starts of a worker do not
 #: share any.
 BOOT_DIGITS = 12
 
@@ -63,7 +63,7 @@ class WriteJob:
 
 @dataclass
 class _Part:
-    """Rows of a capture that goes on. `size`: bytes, about."""
+    """Rows of a capture that continues. `size`: bytes, about."""
 
     write: Callable[[], None]
     size: int

@@ -179,7 +179,7 @@ OTHERWISE: Mapping[str, tuple[Rule, ...]] = {
         ),
     ),
 }
-#: Whose queries come to the rotary kernel with their heads as a dimension of their own, unless
+#: Whose queries come to the rotary kernel with their heads as their own dimension, unless
 #: positions are scaled as YaRN does.
 HEADS_IN_A_ROW = frozenset(
     {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "AXK1ForCausalLM"}
@@ -240,8 +240,8 @@ def caveats(
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`:
     served by vLLM's Transformers backend; `interleaved`: how transformers' model rotates by three
-    positions, whatever the config says; None: by one. Raises DifferentNumbersError for a config
-    that is not served.
+    positions, not by what the config says; None: by one. Raises DifferentNumbersError for a
+    config that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
         value = getattr(config, rule.field, None)

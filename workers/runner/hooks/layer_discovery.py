@@ -513,7 +513,7 @@ class _Probe:
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layer's own parts; those of a list count each by itself."""
+    """The layer's own parts; those of a list count each on its own."""
     seen: set[nn.Module] = set()
     for name, part in layer.named_children():
         if isinstance(part, nn.ModuleList | nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""The end of a loaded model, callable beside its forward passes: final norm, output matrix, scale
+"""The end of a loaded model, callable next to its forward passes: final norm, output matrix, scale
 and soft cap, without collectives.
 
 A copy of the model's own modules that shares their weights. With the vocabulary sharded over ranks
@@ -22,7 +22,7 @@ from .sites import decoder, language_model
 if TYPE_CHECKING:
     from .architectures import Adapter
 
-#: Names of the norm behind the last layer, beside the layers or beside what holds them.
+#: Names of the norm behind the last layer, next to the layers or next to what holds them.
 FINAL_NORM = re.compile(r"^(norm|norm_f|ln_f|final_norm|final_layer_?norm)$")
 
 
@@ -179,7 +179,7 @@ def _linear(
 
 
 def _copied(module: Any) -> Any:
-    """A module of its own with the same parameters, buffers and children."""
+    """Its own module with the same parameters, buffers and children."""
     twin = copy.copy(module)
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)

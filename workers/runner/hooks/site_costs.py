@@ -27,7 +27,7 @@ class Machine:
     all_reduce_us: float = 8.0  # two for each layer, with more than one rank
     # what fusing an all-reduce with the norm behind it saves; a site between the two prevents it
     fusion_us: float = 4.0
-    host_bytes_per_s: float = 5e10  # of the link that captured rows leave by, beside the next step
+    host_bytes_per_s: float = 5e10  # of the link that captured rows leave by, next to the next step
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class StepCost:
     host_bytes: int  # captured rows that leave for the host
     seconds: float  # added to the step
     unfused_seconds: (
-        float  # lost besides, where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
+        # also lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
+        float
     )
 
 

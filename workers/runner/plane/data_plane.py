@@ -277,7 +277,7 @@ class DataPlane:
         """Reset: no rows, tensors, source runs or steering state, and an empty ledger in its next
         epoch.
 
-        Every request that is here fails with the reason. The engine may go on with some of them,
+        Every request that is here fails with the reason. The engine may continue some of them,
         without any edit, until the worker's abort arrives: they are kept as failed ones, so that
         none is resumed halfway and no request is served the cache blocks that they fill.
         """
@@ -391,7 +391,7 @@ class DataPlane:
         acquired.
 
         `preempted`: requests that lost their KV cache before this step; their rows stay recorded.
-        `resumed`: those that go on now → tokens that the prefix cache serves them. `ends`: what
+        `resumed`: those that continue now → tokens that the prefix cache serves them. `ends`: what
         `end` takes. `waiting`: specs of requests that will come in a later step.
         """
         self._keeping = keeping
@@ -771,8 +771,8 @@ class DataPlane:
     def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure now, without waiting for the request to end.
 
-        The request goes on in the engine and fills cache blocks that claim its interventions: their
-        digest is tainted.
+        The request continues in the engine and fills cache blocks that claim its interventions:
+        their digest is tainted.
         `since`: the step in which it went wrong, where that is not this one.
         """
         self._reports.failed(self._step, tracked, message, kind)
@@ -796,7 +796,7 @@ class DataPlane:
 
 def _give_up(error: Exception) -> None:
     """Receipts cannot be kept or delivered: without them no request may succeed, so this rank must
-    not go on.
+    not continue.
     """
     logger.critical("this rank cannot deliver receipts: %s", error)
     os._exit(EXIT_NO_RECEIPTS)

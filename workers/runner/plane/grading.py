@@ -159,7 +159,7 @@ def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """
     first = kept.double()
     share = first.exp()
-    # A token of probability 0 adds nothing, whatever its probability in the other.
+    # A token of probability 0 adds nothing, regardless of its probability in the other.
     return torch.where(share > 0, share * (first - logprobs.double()), 0.0).sum(dim=-1)
 
 

@@ -288,7 +288,7 @@ def _base(part: nn.Module) -> Any:
 
 
 def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
-    """Return whether it is a square matrix beside one that is not: no down projection."""
+    """Return whether it is a square matrix next to one that is not: no down projection."""
     square = _base(linears[path]).input_size == _base(linears[path]).output_size
     return square and len(linears) > 1
 
@@ -352,7 +352,7 @@ def install_inside(
 
     Returns one part for each bank, hook → where it is in each layer, and hook → why it is not
     there.
-    `sizes`: of the buffers of so many sites; `always` as for `sites.install`.
+    `sizes`: of the buffers of that many sites; `always` as for `sites.install`.
     """
     layers = held_layers(model, adapter)
     found, absent = find(layers, hooks, group)

@@ -24,8 +24,8 @@ from ..rows.capture import Extent, Recording
 
 #: Elements of rows that are made float32 together.
 _AT_ONCE = 2**19
-#: Rows that nobody waits for are scored when they are of so many steps, or hold so many bytes of
-#: slabs.
+#: Rows that no one waits for are scored when they are of that many steps, or hold that many bytes
+#: of slabs.
 _STEPS, _BYTES = 16, 2**25
 _Item = tuple[Recording, Extent]
 
@@ -54,7 +54,7 @@ class Scorer:
         landed, at the request's end at the latest.
 
         `streams`: scores may travel with the tokens: all layers are here. `faulty`: tests only,
-        whether a step's scores are to be wrong.
+        whether a step's scores should be wrong.
         """
         self._hidden_size, self._waits, self._faulty, self._streams = (
             hidden_size,
@@ -65,7 +65,7 @@ class Scorer:
         self._stacks = Stacks(vectors, hidden_size)
         self._pending: deque[_Batch] = deque()
         self._last: _Batch | None = None  # of the step that ran last
-        self._kept: dict[Watch, list[_Item]] = {}  # rows that nobody waits for
+        self._kept: dict[Watch, list[_Item]] = {}  # rows that no one waits for
         # of them, and of rows scored meanwhile because their requests ended
         self._kept_steps = self._kept_bytes = 0
         self._lock = threading.Lock()  # an asynchronous output's thread asks for the news
@@ -74,7 +74,7 @@ class Scorer:
     def watch(
         self, request_id: str, spec: RankSpec, recordings: Iterable[Recording]
     ) -> Watch | None:
-        """Give the recordings of its probes on this rank what is to be computed of their rows;
+        """Give the recordings of its probes on this rank what should be computed of their rows;
         None: it has none here.
 
         Raises LookupError and ValueError for weights that are not here or of another shape.
@@ -96,7 +96,7 @@ class Scorer:
         """Score these rows, now or when they have landed; and those that the prefix cache served to
         `recordings`.
 
-        Those whose scores nobody waits for are kept for a while: many are scored in about the time
+        Those whose scores no one waits for are kept for a while: many are scored in about the time
         of a few.
         """
         mine = [item for item in recorded if item[0].watch is not None]

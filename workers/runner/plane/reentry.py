@@ -63,7 +63,7 @@ def enters_above(adapter: Adapter) -> bool:
     """Return whether a forward may begin above the first layer: layers are known to hand on their
     stream and nothing else, as the table says.
 
-    Not where layers are of several kinds: recurrent ones keep a state of their own.
+    Not where layers are of several kinds: recurrent ones keep their own state.
     """
     return adapter.architecture in ARCHITECTURES and not adapter.kinds
 
@@ -193,7 +193,7 @@ class Reentry:
             return
         self.steps += 1
         self.skipped += self._gate.open(begin) * view.num_rows
-        if begin in self._gate.layers:  # the other stages' forward goes on with what they get
+        if begin in self._gate.layers:  # the other stages' forward continues what they get
             self._gate.stream = self._stream(begin, mine, view.num_rows, fail)
 
     def done(self) -> None:

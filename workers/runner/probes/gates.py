@@ -2,8 +2,8 @@
 
 The gate of a generated position p is open if an aggregate of the probe, over the positions up to p
 − 1, is at or above its threshold. It is decided when the first step that computes p is planned,
-from scores that are there by then, and kept: a preempted request that is computed again gets the
-same edits, whatever its scores are rounded to now. Prompt tokens are never edited.
+from the scores that exist then, and kept: a preempted request that is computed again gets the
+same edits, regardless of how its scores are rounded now. Prompt tokens are never edited.
 """
 
 import zlib

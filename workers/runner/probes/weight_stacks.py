@@ -50,7 +50,7 @@ class Plan:
 
 
 class Stacks:
-    """One per rank. A plan that is no longer kept goes on serving the recordings that have it."""
+    """One per rank. A plan that is no longer kept continues serving the recordings that have it."""
 
     def __init__(self, vectors: VectorStore, hidden_size: int) -> None:
         self._vectors, self._hidden_size = vectors, hidden_size

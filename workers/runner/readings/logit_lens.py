@@ -112,5 +112,5 @@ class Lens:
 
 
 def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """On an accelerator a stream of its own: the forward pass does not wait for what is read."""
+    """On an accelerator its own stream: the forward pass does not wait for what is read."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

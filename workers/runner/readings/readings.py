@@ -1,8 +1,9 @@
 """Readings: computes what requests ask of captured rows, in the writer threads, with modules of the
 loaded model.
 
-Readers run beside the engine's forward passes. They take part in no collective call: a reading that
-needs every rank of a stage is computed in parts, which the host joins (`StoredCapture.everywhere`).
+Readers run next to the engine's forward passes. They take part in no collective call: a reading
+that needs every rank of a stage is computed in parts, which the host joins
+(`StoredCapture.everywhere`).
 """
 
 import logging
@@ -33,7 +34,7 @@ class Preparing(Protocol):
     """A reader that needs something of other ranks."""
 
     def prepare(self, reading: Any) -> Any:
-        """Return what `FinishedCapture.prepared` is to be.
+        """Return what `FinishedCapture.prepared` should be.
 
         Called when a request begins, by every rank of the stage in the same step, so that it may
         make collective calls; whether it raises must not depend on the rank.

@@ -17,7 +17,8 @@ from ....schemas.artifacts.saes import SaeForm
 from ....schemas.requests.interventions import LAYER_NORM_EPS
 from ....storage.formats.sae_files import SaeError, reading, tensors_of
 
-#: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most so many.
+#: Bytes of the activations that are dense at a time: rows are encoded in chunks of at most that
+#: many.
 CHUNK_BYTES = 32 << 20
 
 

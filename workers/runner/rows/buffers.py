@@ -3,7 +3,7 @@
 On the CPU the buffers are written in place, and where the forward runs as Python it captures
 straight into the slab. A compiled forward on the CPU writes the ring, which is copied. On an
 accelerator everything goes through pinned memory without waiting: the ring has two halves, and rows
-leave one on a stream of their own while the next step fills the other.
+leave one on their own stream while the next step fills the other.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class NewRows(NamedTuple):
     slab: torch.Tensor  # `[rows, hidden_size]`, CPU
     first: int = 0  # the ring row at which they begin
     landing: Landing = LANDED  # of what `Staging.take` copies
-    # where they are to be moved to once they have landed: no device copies to pages of a file
+    # where they should be moved to once they have landed: no device copies to pages of a file
     file: torch.Tensor | None = None
 
 
@@ -68,7 +68,7 @@ class Staging:
     def new_rows(self, slabs: SlabPool, rows: int, *, spill: bool) -> "NewRows":
         """For this step's captured rows; `spill`: they go to a file.
 
-        Raises OSError when they are to be spilled and cannot be, HostMemoryError, and RuntimeError
+        Raises OSError when they should be spilled and cannot be, HostMemoryError, and RuntimeError
         when the ring cannot hold them (requests are admitted so that it can).
         """
         ring = self._buffers.ring

@@ -171,7 +171,7 @@ class Recording:
     _moving: tuple[int, "Future[list[Extent]]"] | None = (
         None  # runs up to this one are being copied
     )
-    _compacted: int = 0  # so many of `runs` are copies already
+    _compacted: int = 0  # that many of `runs` are copies already
 
     def __post_init__(self) -> None:
         self.wants = self.mask.tobytes()
@@ -317,7 +317,7 @@ class Recording:
         attention: Sequence[AttentionKind] = (),
         routing: Sequence[RoutingKind] = (),
     ) -> FinishedCapture:
-        """Return what is to be stored of a request that ended with `token_ids` (prompt and
+        """Return what should be stored of a request that ended with `token_ids` (prompt and
         generated), of which the first `rows` have rows; None: all but the last, which was never fed
         back.
 

@@ -166,7 +166,7 @@ def _patterns_of(masks: tuple[bytes, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbers(firsts: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """The numbers from each first on, so many of each: sorted, and each once."""
+    """The numbers from each first on, that many of each: sorted, and each once."""
     if len(firsts) == 1:
         return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     begins, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)

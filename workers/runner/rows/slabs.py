@@ -16,9 +16,9 @@ from .pending_rows import LANDED, Landing
 
 #: Slabs smaller than this share a size class: a decode step's few rows. A multiple of the page.
 _SMALLEST = 1 << 14
-#: Unused memory may be as much as was in use at one time while the last so many slabs were made.
+#: Unused memory may be as much as was in use at one time while the last that many slabs were made.
 _RECENT = 64
-#: A slab gets at most this many times the memory that it needs, where so much lies unused.
+#: A slab gets at most this many times the memory that it needs, where that much lies unused.
 _LOOSE = 2
 
 
@@ -56,9 +56,7 @@ class SlabPool:
         size = rows * hidden_size * dtype.itemsize
         self.collect()
         memory = self._take(_size_class(size))
-        lent = memory.numpy()[
-            :size
-        ]  # an object of its own, to which the slab and all its views refer
+        lent = memory.numpy()[:size]  # its own object, to which the slab and all its views refer
         weakref.finalize(lent, self._returned.append, (memory, landing)).atexit = False
         return torch.from_numpy(lent).view(dtype).view(rows, hidden_size)
 

@@ -93,7 +93,7 @@ class Stream:
                     try:
                         self._write(runs)
                     except Exception as error:
-                        # its place on the disk is free at once
+                        # its place on the disk is free immediately
                         self._error, self._draft = error.with_traceback(None), None
             if self._dropped:
                 self._draft = None
@@ -319,7 +319,7 @@ class Streams:
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """`scratch`: a file of its own, for what the store does not take.
+        """`scratch`: its own file, for what the store does not take.
 
         `window`: bytes of a capture's rows that stay in memory.
         """

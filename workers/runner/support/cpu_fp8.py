@@ -3,7 +3,7 @@ them.
 
 It declares the rounding to FP8 without implementing it, and Llama's MLP calls a kernel for SiLU and
 rounding in one that only GPUs have. Importing this supplies the first, by its definition, and has
-the MLP round in a step of its own, as all other layers do.
+the MLP round in its own step, as all other layers do.
 """
 
 from typing import Any

@@ -50,7 +50,7 @@ class Rounding(NamedTuple):
     """Rounding of a tensor."""
 
     kind: str  # int4, int8, fp8, …
-    scale: str  # what has a scale of its own: tensor, channel, token, group, block
+    scale: str  # what has its own scale: tensor, channel, token, group, block
     dynamic: bool = False  # the scale is computed from the tensor itself
 
     def __str__(self) -> str:

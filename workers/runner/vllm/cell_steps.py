@@ -14,9 +14,9 @@ from .kept_blocks import KeptBlocks
 
 #: Cells in one step.
 CELLS = 32
-#: With so many tokens a step on a CPU is as fast per token as with more. All cells of a step begin
-#: at the lowest layer of one of them, so those of the next layer then wait. An accelerator takes
-#: what there is: it has less to lose by a layer than by a small step.
+#: With that many tokens a step on a CPU is as fast per token as with more. All cells of a step
+#: begin at the lowest layer of one of them, so those of the next layer then wait. An accelerator
+#: takes what there is: it has less to lose by a layer than by a small step.
 ENOUGH_TOKENS = 128
 
 
@@ -65,7 +65,7 @@ class CellSteps:
             for request in waiting
             if request.request_id in self._bases
         ]
-        # Beside others every cell is computed from the first layer.
+        # Next to others every cell is computed from the first layer.
         alone = len(cells) == len(waiting) and all(
             request.request_id in self._bases for request in running
         )

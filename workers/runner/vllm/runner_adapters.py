@@ -42,7 +42,7 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
 
 
 def _resumed(scheduler_output: Any) -> dict[str, int]:
-    """Preempted requests that go on → tokens served by the prefix cache.
+    """Preempted requests that continue → tokens served by the prefix cache.
 
     The v2 runner gets them as new ones.
     """

@@ -417,7 +417,7 @@ def _features(plane: DataPlane) -> Features:
 
 def _sizes(config: PlaneConfig, sites: int, *, traced: bool) -> Sizes:
     """Lists are read on the CPU, patterns by accelerators; a forward that runs as Python on the CPU
-    has a ring of its own each step.
+    has its own ring each step.
     """
     on_cpu = current_platform.is_cpu()
     return Sizes(
