@@ -285,7 +285,7 @@ def compare_as_a_worker_does(config: Any) -> None:
     """
     from vllm.config import CompilationConfig, set_current_vllm_config
 
-    from midstream.workers.engine import reference
+    from midstream.workers.engine.proof import reference
 
     attempt = reference._attempt
     eager = copy.copy(config)
