@@ -300,9 +300,9 @@ class AppContext:
             else []
         )
         runs = await find_runs(self.ledger, model, patch, caller)
-        wanted = patches.runs_of(patch)
+        needed = patches.runs_of(patch)
         named = (
-            await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(wanted) else []
+            await SourceRuns(self.ledger, caller).names(model) if len(runs) < len(needed) else []
         )
         return ModelState(modules, current, known, runs, named)
 
@@ -315,14 +315,14 @@ class AppContext:
         self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]
     ) -> list[FeatureWish]:
         """Return what should be read, with the autoencoders. Raises a 400 naming the field."""
-        found = []
+        wishes = []
         for index, spec in enumerate(specs):
             if isinstance(spec, FeatureSpec):
                 spec = FeatureWish(
                     spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.saes)
                 )
-            found.append(spec)
-        return found
+            wishes.append(spec)
+        return wishes
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
         """The features that steering names. Raises a 400 naming the field."""
@@ -334,11 +334,11 @@ class AppContext:
                 )
         rows: dict[tuple[str, int], Rows] = {}
         for name, features in check_specs(specs, saes).items():
-            found = await anyio.to_thread.run_sync(
+            result = await anyio.to_thread.run_sync(
                 self._features.read, saes[name], features, limiter=self._reading_features
             )
-            check_range(saes[name], info, found)
-            rows |= {(name, feature): each for feature, each in found.items()}
+            check_range(saes[name], info, result)
+            rows |= {(name, feature): value for feature, value in result.items()}
         return Named(saes, rows) if saes else NONE
 
     async def _within_quota(self, job: Job, info: ModelInfo) -> Job:
@@ -464,11 +464,11 @@ class AppContext:
             held_key.check()
             outcome = await (self.patiently(lambda: read(job_id)) if patient else read(job_id))
             patient = True
-            left = deadline - time.monotonic()
-            if until(outcome.view) or left <= 0 or self.closing:
+            remaining = deadline - time.monotonic()
+            if until(outcome.view) or remaining <= 0 or self.closing:
                 return outcome
             await self.or_closing(
-                self.watcher.changed(job_id, outcome.view.version, left, quiet), held_key
+                self.watcher.changed(job_id, outcome.view.version, remaining, quiet), held_key
             )
 
     async def patiently(self, read: Callable[[], Awaitable[T]]) -> T:
@@ -528,17 +528,17 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
     before.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    removed = asyncio.ensure_future(_disconnected(request))
     try:
         with context_of(request).key_watch.of(caller_of(request)) as held_key:
-            ends: set[asyncio.Future[Any]] = {task, gone, *held_key.ends}
+            ends: set[asyncio.Future[Any]] = {task, removed, *held_key.ends}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             held_key.check()
             raise ClientGone
     finally:
-        await _stopped(task, gone)
+        await _stopped(task, removed)
 
 
 async def _stopped(*tasks: asyncio.Future[Any]) -> None:
@@ -551,11 +551,11 @@ async def _stopped(*tasks: asyncio.Future[Any]) -> None:
     """
     interrupted: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
-        while left := [task for task in tasks if not task.done()]:
-            for task in left:
+        while remaining := [task for task in tasks if not task.done()]:
+            for task in remaining:
                 task.cancel()
             try:
-                await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+                await asyncio.wait(remaining, timeout=CANCEL_AGAIN_S)
             except asyncio.CancelledError as again:
                 interrupted = again
     for task in tasks:

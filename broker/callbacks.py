@@ -88,7 +88,7 @@ async def keep_sweeping(settings: Settings) -> None:
     ledger = Ledger.connect(settings)
     reaper = Reaper(ledger, settings)
     alive_s = math.ceil(SWEEPS_MISSED * settings.sweep_interval_s + STOP_TIMEOUT_S)
-    away = False
+    unreachable = False
     try:
         while True:
             try:
@@ -96,21 +96,21 @@ async def keep_sweeping(settings: Settings) -> None:
                 await ledger.redis.set(REAPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
-                    for action, found in vars(report).items():
+                    for action, value in vars(report).items():
                         metrics.SWEPT.labels(action).inc(
-                            found if isinstance(found, int) else len(found)
+                            value if isinstance(value, int) else len(value)
                         )
-                if away:
+                if unreachable:
                     log.warning("the reaper has resumed")
-                away = False
+                unreachable = False
             except (MidstreamError, redis.RedisError) as error:
                 if not is_unavailable(error):
                     log.exception(
                         "a pass of the reaper failed; next one in %s s", settings.sweep_interval_s
                     )
-                elif not away:
+                elif not unreachable:
                     log.warning("the reaper is suspended, Redis unreachable: %s", error)
-                away = away or is_unavailable(error)
+                unreachable = unreachable or is_unavailable(error)
             except Exception:
                 # Whatever it was, the other jobs still need the next sweep.
                 log.exception(

@@ -90,7 +90,7 @@ def options(settings: Settings) -> dict[str, str]:
             "MIDSTREAM_FLOWER_AUTH: user:password is required when the API requires keys, "
             "because Flower shows the jobs of all tenants"
         )
-    found = {
+    result = {
         "FLOWER_ADDRESS": settings.flower_host,
         "FLOWER_PORT": str(settings.flower_port),
         "FLOWER_PERSISTENT": "true",
@@ -104,8 +104,8 @@ def options(settings: Settings) -> dict[str, str]:
         "FLOWER_READ_ONLY": "true",
     }
     if settings.flower_auth:
-        found["FLOWER_BASIC_AUTH"] = settings.flower_auth
-    return found
+        result["FLOWER_BASIC_AUTH"] = settings.flower_auth
+    return result
 
 
 def serve(settings: Settings) -> None:

@@ -80,8 +80,8 @@ def worker(settings: Settings) -> str:
 def _worker_seen(settings: Settings) -> str:
     client = _redis(settings)
     known = [from_json(raw, WorkerInfo) for raw in client.hvals("ms:workers")]
-    here = [info for info in known if info.host == socket.gethostname()]
-    alive = [info for info in here if client.get(f"ms:alive:{info.worker}") == info.boot.encode()]
+    infos = [info for info in known if info.host == socket.gethostname()]
+    alive = [info for info in infos if client.get(f"ms:alive:{info.worker}") == info.boot.encode()]
     if not alive:
         return "no worker on this machine has reported to Redis recently"
     return "; ".join(info.detail or "it is not healthy" for info in alive if not info.healthy)

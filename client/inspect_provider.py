@@ -136,18 +136,18 @@ class MidstreamAPI(OpenAICompatibleAPI):
         self._per_sample = per_sample
         given = urldefrag(base_url).url.rstrip("/").removesuffix("/v1") if base_url else None
         url, key = address(given, api_key)
-        found = headers(key).get("authorization", "").removeprefix("Bearer ")
+        result = headers(key).get("authorization", "").removeprefix("Bearer ")
         super().__init__(
             model_name=model_name,
             base_url=f"{url}/v1",
-            api_key=found or "none",
+            api_key=result or "none",
             config=config,
             service=KEY,
             client_timeout=client_timeout,
             stream=False,
             max_retries=0,  # Inspect repeats what `should_retry` allows
         )
-        self._service = Client(url, found or None)
+        self._service = Client(url, result or None)
 
     @property
     def base_url(self) -> str | None:
@@ -210,14 +210,14 @@ class MidstreamAPI(OpenAICompatibleAPI):
 
     def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
         params: dict[str, Any] = super().completion_params(config, tools)
-        extra, ours = params.get("extra_body") or {}, self.request_fields()
+        extra, request_fields = params.get("extra_body") or {}, self.request_fields()
         twice = sorted(set(extra) & set(FIELDS))
         if twice:
             raise ValueError(
                 f"extra_body: {twice[0]!r} is set by an argument of the model or the metadata "
                 "of a sample, which are checked"
             )
-        return params | ({"extra_body": extra | ours} if extra or ours else {})
+        return params | ({"extra_body": extra | request_fields} if extra or request_fields else {})
 
     async def generate(
         self,
@@ -233,10 +233,10 @@ class MidstreamAPI(OpenAICompatibleAPI):
         output, call = result
         if isinstance(output, ModelOutput):
             response = call.response
-            found = {"job": response["id"]} | {
+            results = {"job": response["id"]} | {
                 name: response[name] for name in ANSWERED if response.get(name) is not None
             }
-            output.metadata = {**(output.metadata or {}), KEY: found}
+            output.metadata = {**(output.metadata or {}), KEY: results}
         return result
 
     def handle_bad_request(self, ex: APIStatusError) -> ModelOutput | Exception:

@@ -30,8 +30,8 @@ class Listing(list[T]):
     """A list that notebooks show as a table."""
 
     def _repr_html_(self) -> str | None:
-        found: str | None = rendered("listing_html", self)
-        return found
+        result: str | None = rendered("listing_html", self)
+        return result
 
 
 def install() -> None:
@@ -45,8 +45,8 @@ def install() -> None:
 
 
 def _record_html(record: Any) -> str | None:
-    found: str | None = rendered("record_html", record)
-    return found
+    result: str | None = rendered("record_html", record)
+    return result
 
 
 def rendered(function: str, *values: Any) -> Any:

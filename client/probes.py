@@ -113,8 +113,8 @@ def fit(
     metrics = Metrics(
         accuracy=accuracy,
         auroc=auroc,
-        baseline_accuracy=float(np.mean([each for each, _ in shuffled])),
-        baseline_auroc=float(np.mean([each for _, each in shuffled])),
+        baseline_accuracy=float(np.mean([item for item, _ in shuffled])),
+        baseline_auroc=float(np.mean([item for _, item in shuffled])),
         majority=counts[Counter(names[train].tolist()).most_common(1)[0][0]] / len(test),
         train={name: int((names[train] == name).sum()) for name in classes},
         held_out={name: counts[name] for name in classes},
@@ -137,7 +137,7 @@ def _classes(labels: Sequence[Any]) -> list[str]:
         ordered = sorted(distinct)
     except TypeError:
         ordered = sorted(distinct, key=str)
-    return [str(each) for each in ordered]
+    return [str(item) for item in ordered]
 
 
 def _split(
@@ -160,7 +160,7 @@ def _split(
     parts = max(2, round(1 / held_out))
     splitter = selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
     try:
-        return next(splitter.split(names, names, np.array([str(each) for each in groups])))  # type: ignore[no-any-return]
+        return next(splitter.split(names, names, np.array([str(group) for group in groups])))  # type: ignore[no-any-return]
     except ValueError as error:
         raise invalid("groups", str(error), allowed=f"{parts} or more groups") from error
 
@@ -188,11 +188,11 @@ def _measured(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> 
         return float(((scores[:, 0] > 0) == (numbers == 1)).mean()), float(
             metrics.roc_auc_score(numbers == 1, scores[:, 0])
         )
-    each = [
+    item = [
         float(metrics.roc_auc_score(numbers == number, scores[:, number]))
         for number in range(len(classes))
     ]
-    return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(each))
+    return float((scores.argmax(axis=1) == numbers).mean()), float(np.mean(item))
 
 
 def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:

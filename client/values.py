@@ -105,22 +105,22 @@ def _info(kind: Any) -> inspect.Type:
 def _members(info: Any) -> list[Any]:
     """The types that a value may be of."""
     if isinstance(info, inspect.UnionType):
-        return [member for each in info.types for member in _members(each)]
+        return [member for item in info.types for member in _members(item)]
     return _members(info.type) if isinstance(info, inspect.Metadata) else [info]
 
 
 def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any:
     """`listed`: one item may stand for a list of one."""
-    structs = {each.cls: each for each in kinds if isinstance(each, inspect.StructType)}
+    structs = {kind.cls: kind for kind in kinds if isinstance(kind, inspect.StructType)}
     for cls, convert in _CONVERTERS.items():
         if cls in structs:
             value = convert(value, field)
     if isinstance(value, msgspec.Struct):
         return value if type(value) in structs or not _wants_list(value, kinds, listed) else [value]
     value = _builtin(value)
-    lists = [each for each in kinds if isinstance(each, _LISTS)]
+    lists = [kind for kind in kinds if isinstance(kind, _LISTS)]
     if isinstance(value, list):
-        items = [item for each in lists for item in _items(each)]
+        items = [item for kind in lists for item in _items(kind)]
         if (
             all(type(item) in (int, str) for item in value) or not items
         ):  # the common case, and long: nothing to convert
@@ -140,29 +140,29 @@ def _wants_list(value: Any, kinds: list[Any], listed: bool) -> bool:
     """Return whether only a list can be meant, of which `value` is the one item."""
     items = [
         item
-        for each in kinds
-        if listed and isinstance(each, inspect.ListType)
-        for item in _items(each)
+        for kind in kinds
+        if listed and isinstance(kind, inspect.ListType)
+        for item in _items(kind)
     ]
     return _takes(value, items) and not _takes(value, kinds)
 
 
 def _takes(value: Any, kinds: list[Any]) -> bool:
     """Return whether one of the types may hold such a value, lists aside."""
-    return any(isinstance(value, _TAKES.get(type(each), ())) for each in kinds)
+    return any(isinstance(value, _TAKES.get(type(kind), ())) for kind in kinds)
 
 
 def _items(kind: Any) -> list[Any]:
-    each = kind.item_types if isinstance(kind, inspect.TupleType) else [kind.item_type]
-    return [member for item in each for member in _members(item)]
+    one = kind.item_types if isinstance(kind, inspect.TupleType) else [kind.item_type]
+    return [member for item in one for member in _members(item)]
 
 
 def _mapping(
     value: Mapping[Any, Any], kinds: list[Any], structs: dict[type, Any], field: str
 ) -> dict[Any, Any]:
-    fields = {each.name: each.type for struct in structs.values() for each in struct.fields}
+    fields = {kind.name: kind.type for struct in structs.values() for kind in struct.fields}
     values = next(
-        (_members(each.value_type) for each in kinds if isinstance(each, inspect.DictType)), []
+        (_members(kind.value_type) for kind in kinds if isinstance(kind, inspect.DictType)), []
     )
     converted = {}
     for given, item in value.items():

@@ -35,20 +35,20 @@ def edited(
     Requests with the same edit are edited in one call. Where that fails, each row is tried alone,
     so that only those that cannot be edited fail.
     """
-    found = _tried(code, rows, vector, numbers)
-    if found is None:
+    cat = _tried(code, rows, vector, numbers)
+    if cat is None:
         alone = (
             (_tried(code, row, vector, numbers) for row in rows.split(1))
             if len(rows) > 1
             else [None]
         )
-        found = torch.cat(
+        cat = torch.cat(
             [
                 torch.full_like(row, float("nan")) if new is None else new
                 for row, new in zip(rows.split(1), alone, strict=True)
             ]
         )
-    return found if strength == 1.0 else rows + strength * (found - rows)
+    return cat if strength == 1.0 else rows + strength * (cat - rows)
 
 
 def _tried(

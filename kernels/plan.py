@@ -98,8 +98,8 @@ def does_of(
     family = EVERY[PLACE[name]]
     if family.ranked:
         return lowrank(*numbers, *tensors)
-    first, *others = tensors
-    return Does(torch.stack([first if family.scale is None else first * scale, *others]), numbers)
+    first, *rest = tensors
+    return Does(torch.stack([first if family.scale is None else first * scale, *rest]), numbers)
 
 
 def lowrank(

@@ -91,11 +91,11 @@ def _lowrank(
     for entry in entries.unique().tolist():
         terms = slice(entry, entry + 2 * int(scalars[entry, rank]))
         rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
-        mine = (entries == entry).nonzero().flatten()
-        theirs = rows.index_select(0, mine)
+        indices = (entries == entry).nonzero().flatten()
+        foreign = rows.index_select(0, indices)
         # W·s − R·s is (W − R)·s, where no two large numbers are taken from each other.
-        wanted = torch.addmm(scalars[terms][::2, bias], theirs, (weight - rotation).t())
-        rows.index_copy_(0, mine, theirs.addmm_(wanted * scalars[entry, strength], rotation))
+        needed = torch.addmm(scalars[terms][::2, bias], foreign, (weight - rotation).t())
+        rows.index_copy_(0, indices, foreign.addmm_(needed * scalars[entry, strength], rotation))
     return rows, None
 
 
@@ -128,8 +128,8 @@ def _clamp(
     change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
     if bool(outside.all()):
         return rows.addcmul_(change, direction), None
-    mine = outside.flatten().nonzero().flatten()
-    return rows.index_add_(0, mine, change[mine] * direction[mine]), outside.flatten()
+    indices = outside.flatten().nonzero().flatten()
+    return rows.index_add_(0, indices, change[indices] * direction[indices]), outside.flatten()
 
 
 def _feature(
@@ -146,9 +146,9 @@ def _feature(
     room = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
     gap = target - torch.where(reading > threshold, reading, 0.0)
     changed = ~((gap == 0) | ((gap.abs() <= room) & (room < math.inf))).flatten()
-    mine = changed.nonzero().flatten()
+    indices = changed.nonzero().flatten()
     return rows.index_add_(
-        0, mine, (strength * gap * spread)[mine] * _vectors(entries[mine] + 3, pool)
+        0, indices, (strength * gap * spread)[indices] * _vectors(entries[indices] + 3, pool)
     ), changed
 
 
@@ -172,14 +172,14 @@ def _installed(
     """One call for all rows of an entry."""
     new = rows.clone()
     for entry in entries.unique().tolist():
-        mine = (entries == entry).nonzero().flatten()
+        indices = (entries == entry).nonzero().flatten()
         strength, first, second, code = scalars[entry, : len(INSTALLED.numbers)].tolist()
         new.index_copy_(
             0,
-            mine,
+            indices,
             installed.edited(
                 int(code),
-                rows.index_select(0, mine),
+                rows.index_select(0, indices),
                 pool[entry].float(),
                 strength,
                 (first, second),
@@ -366,10 +366,10 @@ def _edit_listed(
     applied = entries.any(0)  # [n, depth]
     count = int(applied.count_nonzero())
     if count < applied.numel():
-        here = (
+        indices = (
             applied.any(1).nonzero().flatten()
         )  # the plan lists a token at all sites that one of the step's rows edits
-        tokens, entries = tokens.index_select(0, here), entries.index_select(1, here)
+        tokens, entries = tokens.index_select(0, indices), entries.index_select(1, indices)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
         _edit(hidden, stream, tokens, entries, pool, scalars)
@@ -425,10 +425,10 @@ def _mark(
     after: torch.Tensor,
 ) -> None:
     """Mark in `broken` which of these tokens' rows are not finite `before` or `after` the edits."""
-    found = broken[tokens]
+    result = broken[tokens]
     bad, worse = (torch.isfinite(rows).all(1).logical_not_() for rows in (before, after))
-    marks = torch.zeros_like(found).masked_fill_(worse, site).masked_fill_(bad, -site)
-    broken[tokens] = torch.where(found == 0, marks, found)
+    marks = torch.zeros_like(result).masked_fill_(worse, site).masked_fill_(bad, -site)
+    broken[tokens] = torch.where(result == 0, marks, result)
 
 
 def _finite(rows: torch.Tensor) -> bool:
@@ -473,22 +473,22 @@ def _edit(
 ) -> None:
     """`entries`: `[families, n, depth]` of the tokens `[n]`."""
     named = [
-        (family, mine)
-        for family, mine, count in zip(
+        (family, entry)
+        for family, entry, count in zip(
             EVERY, entries, entries.flatten(1).count_nonzero(1).tolist(), strict=False
         )
         if count
     ]
     if any(family.effect == "rewrite" for family, _ in named):
-        live = [(family, _live(family, mine, scalars)) for family, mine in named]
-        left = (
+        live = [(family, _live(family, entry, scalars)) for family, entry in named]
+        indices = (
             _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
         )
-        tokens = tokens.index_select(0, left)
-        named = [(family, mine.index_select(0, left)) for family, mine in live]
-    for family, mine in named:
+        tokens = tokens.index_select(0, indices)
+        named = [(family, entry.index_select(0, indices)) for family, entry in live]
+    for family, entry in named:
         if family.effect == "shift":
-            _shift(family, stream, tokens, mine, pool, scalars)
+            _shift(family, stream, tokens, entry, pool, scalars)
 
 
 def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
@@ -518,7 +518,7 @@ def _rewrite(
     """
     done = torch.zeros(len(tokens), dtype=torch.bool)
     read = (
-        torch.stack([mine.any(1) for family, mine in live if family.effect == "rewrite"])
+        torch.stack([own.any(1) for family, own in live if family.effect == "rewrite"])
         .any(0)
         .nonzero()
         .flatten()
@@ -564,17 +564,17 @@ def _rewritten(
     `entries`: `[n, depth]`; `acted`, bool `[n]`, becomes true for the rows that change.
     """
     for entry in entries.unbind(1):
-        mine = entry.nonzero().flatten()
-        if len(mine) == len(entry):
+        indices = entry.nonzero().flatten()
+        if len(indices) == len(entry):
             rows, changed = formula(rows, entry, pool, scalars)
-        elif len(mine):
+        elif len(indices):
             new, changed = formula(
-                rows.index_select(0, mine), entry.index_select(0, mine), pool, scalars
+                rows.index_select(0, indices), entry.index_select(0, indices), pool, scalars
             )
-            rows.index_copy_(0, mine, new)
+            rows.index_copy_(0, indices, new)
         else:
             continue
-        acted[mine if changed is None else mine[changed]] = True
+        acted[indices if changed is None else indices[changed]] = True
     return rows
 
 
@@ -589,9 +589,11 @@ def _total(
         (len(entries), pool.shape[1]), -0.0, dtype=torch.float32
     )  # −0 + v is v, regardless of v's sign
     for entry in entries.unbind(1):
-        mine = entry.nonzero().flatten()
-        if len(mine):
-            total.index_add_(0, mine, formula(entry.index_select(0, mine), pool, scalars).float())
+        indices = entry.nonzero().flatten()
+        if len(indices):
+            total.index_add_(
+                0, indices, formula(entry.index_select(0, indices), pool, scalars).float()
+            )
     return total
 
 

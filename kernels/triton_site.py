@@ -125,10 +125,10 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         for term in range(rank):
             rotation = _vector(vectors + 2 * term * WIDTH, lanes, inside)
             weight = _vector(vectors + (2 * term + 1) * WIDTH, lanes, inside)
-            wanted = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum(
+            needed = tl.load(scalars + 2 * term * _SCALARS + _BIAS) + tl.sum(
                 (weight - rotation) * row, 0
             )
-            new += tl.load(scalars) * wanted * rotation
+            new += tl.load(scalars) * needed * rotation
         row = new
     elif FAMILY == _ADD_MATCHED:
         row += tl.load(scalars) * tl.sqrt_rn(tl.sum(row * row, 0)) * _vector(vectors, lanes, inside)
@@ -141,8 +141,8 @@ def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH
         component = tl.sum(row * direction, 0)
         # also where the component is not a number
         changed = ((component >= low) & (component <= high)) == 0
-        wanted = tl.minimum(tl.maximum(component, low), high)
-        row = tl.where(changed, row + tl.load(scalars) * (wanted - component) * direction, row)
+        needed = tl.minimum(tl.maximum(component, low), high)
+        row = tl.where(changed, row + tl.load(scalars) * (needed - component) * direction, row)
     elif FAMILY == _FEATURE:
         # In numbers alone: another row would cost registers.
         centre = tl.full([], 0.0, tl.float32)
@@ -439,7 +439,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     # unused where there is no pair
                     hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
                     loaded += 1
-                hidden_row, row, found = _visit(
+                hidden_row, row, result = _visit(
                     hidden,
                     stream,
                     hidden_row,
@@ -466,7 +466,7 @@ def _sites(  # type: ignore[no-untyped-def]
                     WIDTH=WIDTH,
                     BLOCK=BLOCK,
                 )
-                mark = tl.where(mark != 0, mark, found)  # the first site counts
+                mark = tl.where(mark != 0, mark, result)  # the first site counts
         if mark != 0:  # noqa: SIM102 -- Triton has no short-circuit
             if tl.load(broken + token) == 0:
                 tl.store(broken + token, mark)

@@ -114,7 +114,7 @@ def read_entries(
     """
     for line in _lines(store, index):
         if jobs is not None and (
-            (found := _JOB.search(line)) is None or found[1].decode(errors="replace") not in jobs
+            (match := _JOB.search(line)) is None or match[1].decode(errors="replace") not in jobs
         ):
             continue
         try:

@@ -120,9 +120,9 @@ class FileStore:
         try:
             with os.scandir(self.path(folder) if folder else self.root) as entries:
                 return sorted(
-                    f"{folder}{each.name}{'/' if each.is_dir() else ''}"
-                    for each in entries
-                    if not each.name.startswith(".")
+                    f"{folder}{entry.name}{'/' if entry.is_dir() else ''}"
+                    for entry in entries
+                    if not entry.name.startswith(".")
                 )
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -564,10 +564,10 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
     """Raises NotInPlaceError unless the file with this device and inode is at `path`."""
     try:
-        found = _identity(os.stat(path))
+        result = _identity(os.stat(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotInPlaceError(f"{path.name} was deleted while being written") from error
-    if found != identity:
+    if result != identity:
         raise NotInPlaceError(f"{path.name} was replaced while being written")
 
 
@@ -611,10 +611,10 @@ def _directories(root: Path, files: Iterable[Path]) -> list[Path]:
     """Every directory from the files' parents up to `root` and root's own parent: a new entry may
     sit in each.
     """
-    found: dict[Path, None] = {root: None, root.parent: None}
+    directories: dict[Path, None] = {root: None, root.parent: None}
     for file in files:
         for parent in file.parents:
             if parent == root:
                 break
-            found[parent] = None
-    return list(found)
+            directories[parent] = None
+    return list(directories)

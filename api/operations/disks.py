@@ -45,9 +45,9 @@ class Disks:
         needed |= (
             {"outbox"} if any(job.captures) or any(job.steering) or job.sweep is not None else set()
         )
-        found = await self.troubles() if needed else {}
-        for name in sorted(needed & found.keys()):
-            raise MidstreamError("unavailable", found[name])
+        result = await self.troubles() if needed else {}
+        for name in sorted(needed & result.keys()):
+            raise MidstreamError("unavailable", result[name])
 
     def _look(self) -> dict[str, str]:
         with self._lock:

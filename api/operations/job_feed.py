@@ -124,9 +124,9 @@ class Subscriber:
         self.woken.clear()
         sent = self._audience.after(self._position) if self._position >= 0 else None
         if sent is None:
-            found = await self._feed.newest(self._audience, count)
-            self._position = found.position
-            return found.events(count)
+            newest = await self._feed.newest(self._audience, count)
+            self._position = newest.position
+            return newest.events(count)
         self._position += len(sent)
         return sent
 
@@ -171,12 +171,12 @@ class JobFeed:
         changed since then is kept.
         """
         async with audience.reading:
-            found = audience.newest
+            result = audience.newest
             if (
-                found is None
-                or found.count < count
-                or time.monotonic() > found.until
-                or audience.after(found.position) is None
+                result is None
+                or result.count < count
+                or time.monotonic() > result.until
+                or audience.after(result.position) is None
             ):
                 position, rows = audience.end, []
                 names = await newest(self._ledger, audience.tenant, count)
@@ -185,9 +185,9 @@ class JobFeed:
                         to_json(job)
                         for job in await read_jobs(self._ledger, names[start : start + BATCH])
                     ]
-                found = audience.newest = Newest(rows, count, position)
+                result = audience.newest = Newest(rows, count, position)
                 self._forget_lists()
-            return found
+            return result
 
     def _forget_lists(self) -> None:
         """Keep the latest lists, as many as there is room for."""
@@ -197,9 +197,9 @@ class JobFeed:
             for audience in self._audiences.values()
             if audience.newest is not None
         ]
-        for found, audience in sorted(kept, key=lambda pair: -pair[0].until):
-            room -= found.bytes
-            if room < 0 or time.monotonic() > found.until:
+        for result, audience in sorted(kept, key=lambda pair: -pair[0].until):
+            room -= result.bytes
+            if room < 0 or time.monotonic() > result.until:
                 audience.newest = None
 
     def _hear(self, job_id: str) -> None:

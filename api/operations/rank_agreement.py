@@ -60,13 +60,13 @@ SHARED = {
 
 def _differences(ranks: list[RankSteering]) -> list[str]:
     """Describe how the ranks of one stage differ; empty when they agree."""
-    found = [f"rank {rank.rank} has no checksum" for rank in ranks if not rank.checksum]
+    differences = [f"rank {rank.rank} has no checksum" for rank in ranks if not rank.checksum]
     for name, words in SHARED.items():
         values = {rank.rank: getattr(rank, name) for rank in ranks}
         if any(value != values[ranks[0].rank] for value in values.values()):
-            told = ", ".join(f"rank {rank} {_shown(value)}" for rank, value in values.items())
-            found.append(f"the ranks differ in {words}: {told}")
-    return found
+            listing = ", ".join(f"rank {rank} {_shown(value)}" for rank, value in values.items())
+            differences.append(f"the ranks differ in {words}: {listing}")
+    return differences
 
 
 def _shown(value: object) -> str:

@@ -120,7 +120,7 @@ class ServiceFigures:
         if "://" in self._settings.artifacts:
             return None, None
         try:
-            found = shutil.disk_usage(self._settings.artifacts)
+            result = shutil.disk_usage(self._settings.artifacts)
         except OSError:  # not on this machine, or not made yet
             return None, None
-        return found.free, found.total
+        return result.free, result.total

@@ -74,14 +74,14 @@ async def follow(
             continue
         if over or context.closing or time.monotonic() >= deadline:
             return
-        left = min(last_sign + PING_S, deadline) - time.monotonic()
-        if left <= 0:
+        remaining = min(last_sign + PING_S, deadline) - time.monotonic()
+        if remaining <= 0:
             yield EventBatch()
             last_sign = time.monotonic()
             # Looked at before the events are read again, so that none slips between the two.
             over = (await context.patiently(lambda: context.ledger.view(job_id))).state in TERMINAL
         else:
-            await context.or_closing(context.watcher.stirred(job_id, after, left), held_key)
+            await context.or_closing(context.watcher.stirred(job_id, after, remaining), held_key)
 
 
 def encode(event: Event) -> bytes:

@@ -63,20 +63,20 @@ def measured(
                 f"{hook} have {width}"
             )
             raise MidstreamError("invalid_request", detail, field="module")
-        found: tuple[Values, Values] = ([], [])
+        result: tuple[Values, Values] = ([], [])
         try:
             for block in blocks(part, chosen.start, len(chosen)):
                 numbers = np.asarray(
                     widened(block.view(np.dtype(DTYPES[dtype].raw)), dtype), np.float32
                 )
-                for values, more in zip(found, of_rows(numbers, vector), strict=True):
+                for values, more in zip(result, of_rows(numbers, vector), strict=True):
                     values += more
         except (OSError, EOFError) as error:
             raise MidstreamError(
                 "capture_failed", f"the rows of {hook}.{layer} cannot be read: {error}"
             ) from error
-        norms.append(found[0])
-        cosines.append(found[1] if vector is not None else None)
+        norms.append(result[0])
+        cosines.append(result[1] if vector is not None else None)
     must_be_there(store, blobs[0].place.job)
     return Measured(blobs[0].header.manifest, width, norms, cosines)
 

@@ -137,17 +137,17 @@ def usage(outputs: Sequence[Output], n: int = 1) -> Usage:
 
 
 def extras(
-    result: JobResult, wanted: bool, settled: bool, readings: Iterable[str] = ()
+    result: JobResult, needed: bool, settled: bool, readings: Iterable[str] = ()
 ) -> dict[str, Any]:
     """`capture_results` and `determinism` if requested, and `readings` by their fields.
 
     Agreement is undecided until all ranks have reported.
     """
-    found = {field: getattr(result, field) or [] for field in readings}
-    if not wanted:
-        return found
+    results = {field: getattr(result, field) or [] for field in readings}
+    if not needed:
+        return results
     return {
-        **found,
+        **results,
         "capture_results": result.capture_results,
         "determinism": result.determinism if settled else None,
     }
@@ -157,15 +157,15 @@ def _stop_reason(output: Output) -> int | str | None:
     return None if isinstance(output.stop_reason, UnsetType) else output.stop_reason
 
 
-def shown(token: TokenLogprob, wanted: Wanted) -> str:
+def shown(token: TokenLogprob, needed: Wanted) -> str:
     """Return how log-probabilities name a token."""
-    return f"token_id:{token.token_id}" if wanted.tokens_as_ids else token.token
+    return f"token_id:{token.token_id}" if needed.tokens_as_ids else token.token
 
 
-def prompt_texts(prompt: Prompted, wanted: Wanted) -> list[str]:
+def prompt_texts(prompt: Prompted, needed: Wanted) -> list[str]:
     """Return how log-probabilities name the tokens of a prompt; its first has none itself."""
-    first = f"token_id:{prompt.token_ids[0]}" if wanted.tokens_as_ids else prompt.first
-    return [first if token is None else shown(token, wanted) for token in prompt.logprobs or []]
+    first = f"token_id:{prompt.token_ids[0]}" if needed.tokens_as_ids else prompt.first
+    return [first if token is None else shown(token, needed) for token in prompt.logprobs or []]
 
 
 def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
@@ -177,44 +177,44 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _completion_choice(output: Output, wanted: Wanted) -> CompletionChoice:
+def _completion_choice(output: Output, needed: Wanted) -> CompletionChoice:
     news = news_of(output)
-    choice = _completion_delta(output.index, news, wanted)
-    ids = news.prompt.token_ids if wanted.token_ids and news.prompt else UNSET
+    choice = _completion_delta(output.index, news, needed)
+    ids = news.prompt.token_ids if needed.token_ids and news.prompt else UNSET
     return CompletionChoice(
         index=output.index,
         text=choice.text,
         logprobs=choice.logprobs,
         finish_reason=output.finish_reason,
         stop_reason=_stop_reason(output),
-        token_ids=output.token_ids if wanted.token_ids else UNSET,
+        token_ids=output.token_ids if needed.token_ids else UNSET,
         prompt_token_ids=ids,
         prompt_logprobs=_prompt_logprobs(news.prompt),
     )
 
 
-def _completion_delta(index: int, news: News, wanted: Wanted) -> CompletionChoice:
+def _completion_delta(index: int, news: News, needed: Wanted) -> CompletionChoice:
     text, logprobs, prompt = news.text, news.logprobs, news.prompt
-    if wanted.prompt_alone:
+    if needed.prompt_alone:
         text, logprobs = "", []
-    if wanted.echo and prompt is not None and not wanted.token_ids:
+    if needed.echo and prompt is not None and not needed.token_ids:
         text = prompt.text + text
-    before = prompt if wanted.echo else None
+    before = prompt if needed.echo else None
     return CompletionChoice(
         index=index,
         text=text,
         logprobs=None
-        if wanted.logprobs is None
-        else _completion_logprobs(logprobs, wanted, before, news.offset),
+        if needed.logprobs is None
+        else _completion_logprobs(logprobs, needed, before, news.offset),
         finish_reason=None,
-        token_ids=news.ids if wanted.token_ids else UNSET,
+        token_ids=news.ids if needed.token_ids else UNSET,
         prompt_token_ids=prompt.token_ids
-        if prompt is not None and (wanted.token_ids or wanted.echo)
+        if prompt is not None and (needed.token_ids or needed.echo)
         else UNSET,
     )
 
 
-def _completion_finish(output: Output, wanted: Wanted) -> CompletionChoice:
+def _completion_finish(output: Output, needed: Wanted) -> CompletionChoice:
     return CompletionChoice(
         index=output.index,
         text="",
@@ -225,7 +225,7 @@ def _completion_finish(output: Output, wanted: Wanted) -> CompletionChoice:
 
 
 def _completion_logprobs(
-    generated: Sequence[TokenLogprob], wanted: Wanted, before: Prompted | None, at: int
+    generated: Sequence[TokenLogprob], needed: Wanted, before: Prompted | None, at: int
 ) -> CompletionLogprobs:
     """Return log-probabilities of the prompt's and the generated tokens.
 
@@ -233,21 +233,21 @@ def _completion_logprobs(
     """
     tokens: list[TokenLogprob | None] = [*((before.logprobs or []) if before else []), *generated]
     texts = [
-        *(prompt_texts(before, wanted) if before else []),
-        *(shown(token, wanted) for token in generated),
+        *(prompt_texts(before, needed) if before else []),
+        *(shown(token, needed) for token in generated),
     ]
     offsets = []
     for text in texts:
         offsets.append(at)
         at += len(text)
-    most = (wanted.logprobs or 0) + 1
+    most = (needed.logprobs or 0) + 1
     return CompletionLogprobs(
         tokens=texts,
         token_logprobs=[None if token is None else token.logprob for token in tokens],
         top_logprobs=[
             None
             if token is None
-            else {shown(other, wanted): other.logprob for other in _in_order(token)[:most]}
+            else {shown(other, needed): other.logprob for other in _in_order(token)[:most]}
             for token in tokens
         ],
         text_offset=offsets,
@@ -276,70 +276,70 @@ def _prompt_logprobs(prompt: Prompted | None) -> PromptLogprobs | UnsetType:
 # --------------------------------------------------------------------------------------------------
 
 
-def _chat_choice(output: Output, wanted: Wanted) -> ChatChoice:
+def _chat_choice(output: Output, needed: Wanted) -> ChatChoice:
     content: str | None = output.text
     calls: Any = UNSET
     if not isinstance(output.message, UnsetType):
         content, calls = output.message.content, output.message.tool_calls or UNSET
     return ChatChoice(
         index=output.index,
-        message=AnswerMessage(role=wanted.role, content=content, tool_calls=calls),
-        logprobs=_chat_logprobs(output.logprobs or [], wanted),
+        message=AnswerMessage(role=needed.role, content=content, tool_calls=calls),
+        logprobs=_chat_logprobs(output.logprobs or [], needed),
         finish_reason=output.finish_reason,
         stop_reason=_stop_reason(output),
-        token_ids=output.token_ids if wanted.token_ids else UNSET,
+        token_ids=output.token_ids if needed.token_ids else UNSET,
     )
 
 
-def _about_chat_prompt(output: Output, wanted: Wanted) -> dict[str, Any]:
+def _about_chat_prompt(output: Output, needed: Wanted) -> dict[str, Any]:
     prompt = output.prompt
     if isinstance(prompt, UnsetType):
         return {}
     return {
-        "prompt_token_ids": prompt.token_ids if wanted.token_ids else UNSET,
+        "prompt_token_ids": prompt.token_ids if needed.token_ids else UNSET,
         "prompt_logprobs": _prompt_logprobs(prompt),
     }
 
 
-def _chat_logprobs(tokens: Sequence[TokenLogprob], wanted: Wanted) -> ChatLogprobs | None:
+def _chat_logprobs(tokens: Sequence[TokenLogprob], needed: Wanted) -> ChatLogprobs | None:
     return (
         None
-        if wanted.logprobs is None
-        else ChatLogprobs(content=[_chat_logprob(token, wanted) for token in tokens])
+        if needed.logprobs is None
+        else ChatLogprobs(content=[_chat_logprob(token, needed) for token in tokens])
     )
 
 
-def _chat_logprob(token: TokenLogprob, wanted: Wanted) -> ChatLogprob:
+def _chat_logprob(token: TokenLogprob, needed: Wanted) -> ChatLogprob:
     top = [
         ChatLogprob(
-            token=shown(other, wanted),
+            token=shown(other, needed),
             logprob=other.logprob,
-            bytes=list(shown(other, wanted).encode()),
+            bytes=list(shown(other, needed).encode()),
         )
-        for other in _in_order(token)[: wanted.logprobs or 0]
+        for other in _in_order(token)[: needed.logprobs or 0]
     ]
     return ChatLogprob(
-        token=shown(token, wanted),
+        token=shown(token, needed),
         logprob=token.logprob,
         bytes=list(token.token.encode()),
         top_logprobs=top,
     )
 
 
-def _chat_opening(index: int, wanted: Wanted) -> ChatChunkChoice:
+def _chat_opening(index: int, needed: Wanted) -> ChatChunkChoice:
     return ChatChunkChoice(
-        index=index, delta=Delta(role=wanted.role, content=""), finish_reason=None
+        index=index, delta=Delta(role=needed.role, content=""), finish_reason=None
     )
 
 
-def _chat_delta(index: int, news: News, wanted: Wanted) -> ChatChunkChoice:
+def _chat_delta(index: int, news: News, needed: Wanted) -> ChatChunkChoice:
     calls = [_call_part(call) for call in news.calls]
     return ChatChunkChoice(
         index=index,
         delta=Delta(content=news.text or UNSET, tool_calls=calls or UNSET),
         finish_reason=None,
-        logprobs=_chat_logprobs(news.logprobs, wanted) if news.logprobs else None,
-        token_ids=news.ids if wanted.token_ids else UNSET,
+        logprobs=_chat_logprobs(news.logprobs, needed) if news.logprobs else None,
+        token_ids=news.ids if needed.token_ids else UNSET,
     )
 
 
@@ -353,7 +353,7 @@ def _call_part(call: CallDelta) -> CallPart:
     )
 
 
-def _chat_finish(output: Output, wanted: Wanted) -> ChatChunkChoice:
+def _chat_finish(output: Output, needed: Wanted) -> ChatChunkChoice:
     return ChatChunkChoice(
         index=output.index,
         delta=Delta(),
@@ -388,7 +388,7 @@ CHAT = Shape(
 
 
 def whole(
-    shape: Shape, result: JobResult, created: float, wanted: Wanted, more: dict[str, Any]
+    shape: Shape, result: JobResult, created: float, needed: Wanted, more: dict[str, Any]
 ) -> Any:
     """The answer of a request without `stream`."""
     outputs = sorted(result.outputs, key=lambda output: output.index)
@@ -397,9 +397,9 @@ def whole(
         object=shape.answer_object,
         created=int(created),
         model=result.model,
-        choices=[shape.choice(output, wanted) for output in outputs],
-        usage=usage(outputs, wanted.n),
-        **shape.about_prompt(outputs[0], wanted),
+        choices=[shape.choice(output, needed) for output in outputs],
+        usage=usage(outputs, needed.n),
+        **shape.about_prompt(outputs[0], needed),
         **more,
     )
 

@@ -31,15 +31,15 @@ class OpenBlob:
 
     def check(self, crc32: int) -> None:
         """Reads all of it. Raises DamagedBlob when it is not what was written, OSError."""
-        found = 0
+        crc = 0
         try:
             for chunk in self.read(0, self.place.bytes):
-                found = zlib_ng.crc32(chunk, found)
+                crc = zlib_ng.crc32(chunk, crc)
         except EOFError as error:
             raise DamagedBlob(str(error)) from error
-        if found != crc32:
+        if crc != crc32:
             raise DamagedBlob(
-                f"CRC32 mismatch in {self.place.bytes} bytes: {found:08x} read, {crc32:08x} written"
+                f"CRC32 mismatch in {self.place.bytes} bytes: {crc:08x} read, {crc32:08x} written"
             )
 
     def read(self, start: int, count: int) -> Iterator[bytes]:
@@ -65,18 +65,18 @@ def open_blobs(
     not what was written, `capture_failed` when the disk refuses.
     """
     handles: dict[str, Handle] = {}
-    found = []
+    result = []
     try:
         for place, crc32 in blobs:
             with explained(job, place):
                 handle = handles.get(place.key) or handles.setdefault(
                     place.key, store.open(place.key)
                 )
-                found.append(OpenBlob(handle, place, header_of(handle, place)))
-                found[-1].check(crc32)
+                result.append(OpenBlob(handle, place, header_of(handle, place)))
+                result[-1].check(crc32)
     finally:
         must_be_there(store, job)  # raises with the reason: deleted, or missing
-    return found
+    return result
 
 
 @dataclass(frozen=True)

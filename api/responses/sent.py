@@ -28,44 +28,44 @@ class Sent:
         """Another attempt says everything again."""
         self.seen = News()
 
-    def news(self, event: Event, wanted: Wanted) -> News:
+    def news(self, event: Event, needed: Wanted) -> News:
         """Return what of a `token` event the client does not have yet.
 
         Raises MidstreamError when it contradicts what it has.
         """
-        said, seen = event.data.get("delta"), self.seen
+        statement, visited = event.data.get("delta"), self.seen
         text = event.data.get("text")
-        if said is not None:
-            part = msgspec.convert(said, Said)
+        if statement is not None:
+            part = msgspec.convert(statement, Said)
             text = part.content
             for call in part.calls:
-                _note(seen.calls, call)
-        seen.text += text if isinstance(text, str) else ""
-        if wanted.tokens:
-            seen.ids += msgspec.convert(event.data.get("token_ids", []), list[int])
-            seen.logprobs += msgspec.convert(event.data.get("logprobs", []), list[TokenLogprob])
+                _note(visited.calls, call)
+        visited.text += text if isinstance(text, str) else ""
+        if needed.tokens:
+            visited.ids += msgspec.convert(event.data.get("token_ids", []), list[int])
+            visited.logprobs += msgspec.convert(event.data.get("logprobs", []), list[TokenLogprob])
         if (prompt := event.data.get("prompt")) is not None:
-            seen.prompt = msgspec.convert(prompt, Prompted)
-        return self.upto(seen, wanted)
+            visited.prompt = msgspec.convert(prompt, Prompted)
+        return self.upto(visited, needed)
 
-    def upto(self, told: News, wanted: Wanted) -> News:
-        """Return what is missing up to `told`; raises as `news` does."""
+    def upto(self, news: News, needed: Wanted) -> News:
+        """Return what is missing up to `news`; raises as `news` does."""
         has = self.has
         missing = News(
-            text=_rest(has.text, told.text),
-            calls=_rest_of_calls(has.calls, told.calls),
+            text=_rest(has.text, news.text),
+            calls=_rest_of_calls(has.calls, news.calls),
             offset=has.offset,
         )
-        if wanted.tokens:
-            missing.ids = _rest(has.ids, told.ids)
+        if needed.tokens:
+            missing.ids = _rest(has.ids, news.ids)
             # of the same tokens; other batches may round them otherwise
-            missing.logprobs = told.logprobs[len(has.logprobs) :]
-        if has.prompt is None and told.prompt is not None:
-            missing.prompt = told.prompt
-        self._has_got(missing, wanted)
+            missing.logprobs = news.logprobs[len(has.logprobs) :]
+        if has.prompt is None and news.prompt is not None:
+            missing.prompt = news.prompt
+        self._has_got(missing, needed)
         return missing
 
-    def _has_got(self, news: News, wanted: Wanted) -> None:
+    def _has_got(self, news: News, needed: Wanted) -> None:
         has = self.has
         has.text += news.text
         for call in news.calls:
@@ -73,8 +73,8 @@ class Sent:
         has.ids += news.ids
         has.logprobs += news.logprobs
         has.prompt = has.prompt or news.prompt
-        before = prompt_texts(news.prompt, wanted) if wanted.echo and news.prompt else []
-        has.offset += sum(map(len, [*before, *(shown(token, wanted) for token in news.logprobs)]))
+        before = prompt_texts(news.prompt, needed) if needed.echo and news.prompt else []
+        has.offset += sum(map(len, [*before, *(shown(token, needed) for token in news.logprobs)]))
 
 
 def _note(calls: list[CallDelta], new: CallDelta) -> None:
@@ -89,10 +89,10 @@ def _note(calls: list[CallDelta], new: CallDelta) -> None:
     )
 
 
-def _rest(has: Part, told: Part) -> Part:
-    """Return what follows in `told`. Empty if the client has as much or more."""
-    most = min(len(has), len(told))
-    if has[:most] != told[:most]:
+def _rest(has: Part, part: Part) -> Part:
+    """Return what follows in `part`. Empty if the client has as much or more."""
+    most = min(len(has), len(part))
+    if has[:most] != part[:most]:
         raise MidstreamError(
             "worker_lost",
             (
@@ -100,17 +100,17 @@ def _rest(has: Part, told: Part) -> Part:
                 "request, or set a seed"
             ),
         )
-    return told[len(has) :]
+    return part[len(has) :]
 
 
-def _rest_of_calls(has: list[CallDelta], told: list[CallDelta]) -> list[CallDelta]:
-    found = []
-    for call in told:
+def _rest_of_calls(has: list[CallDelta], call_deltas: list[CallDelta]) -> list[CallDelta]:
+    result = []
+    for call in call_deltas:
         known = has[call.index] if call.index < len(has) else CallDelta(index=call.index)
         new = {
             name: _rest(getattr(known, name), getattr(call, name))
             for name in ("id", "name", "arguments")
         }
         if any(new.values()):
-            found.append(CallDelta(index=call.index, **new))
-    return found
+            result.append(CallDelta(index=call.index, **new))
+    return result

@@ -307,7 +307,7 @@ async def get_safetensors(
 ) -> Response[Any]:
     context = context_of(request)
     _, results = await captured(context, caller_of(request), job_id)
-    wanted = None if layers is None else parse_layers(layers)
+    needed = None if layers is None else parse_layers(layers)
     entries = [entry for entry in results.files if entry.request == prompt]
     chosen_tag = tag or (tag_of(entries[0]) if entries else "")
     entries = sorted(
@@ -329,7 +329,7 @@ async def get_safetensors(
     blobs = await reading(context, job_id, entries, opened)
     sites = _chosen(
         blobs[0].header.manifest.all_sites,
-        wanted,
+        needed,
         None if hook is None else ALIASES.get(hook, hook),
     )
     if len(entries) == 1 and sites == entries[0].sites:
@@ -355,10 +355,10 @@ def _chosen(
     sites = {name: some for name, some in captured.items() if hook is None or name == hook}
     if layers is None:
         return sites
-    there = sorted({layer for some in sites.values() for layer in some})
-    if missing := layers - set(there):
+    present = sorted({layer for some in sites.values() for layer in some})
+    if missing := layers - set(present):
         raise invalid(
-            "layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, there))
+            "layers", f"layer {min(missing)} was not captured", allowed=", ".join(map(str, present))
         )
     return {
         name: kept
@@ -369,7 +369,7 @@ def _chosen(
 
 def parse_layers(text: str) -> frozenset[int]:
     """`3,7-9` → {3, 7, 8, 9}. Raises a 400 naming `layers`."""
-    wanted: list[range] = []
+    ranges: list[range] = []
     for part in text.split(","):
         match = _LAYERS.fullmatch(part.strip())
         if match is None:
@@ -381,8 +381,8 @@ def parse_layers(text: str) -> frozenset[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if not 0 <= last - first < MAX_LAYER_SPAN:
             raise invalid("layers", f"the range {part[:40]!r} is empty or too long")
-        wanted.append(range(first, last + 1))
-    return frozenset(joined(wanted))
+        ranges.append(range(first, last + 1))
+    return frozenset(joined(ranges))
 
 
 ROUTES = [list_captures, get_manifest, delete_captures, get_file, get_safetensors]

@@ -93,7 +93,7 @@ async def _answer(
         parsed = await anyio.to_thread.run_sync(
             with_lens_args, parsed, body, context.settings.vllm_lens_mib
         )
-    created, wanted = now(), openai_shapes.wanted_of(body)
+    created, needed = now(), openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller_of(request))
@@ -122,7 +122,7 @@ async def _answer(
             model=parsed.model,
             created=created,
             choices=choices,
-            wanted=wanted,
+            wanted=needed,
             caller=caller_of(request),
             until=until,
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -162,7 +162,7 @@ async def _answer(
         )
     released(request, outcome)
     return Response(
-        openai_shapes.whole(shape, result, created, wanted, more), status_code=200, headers=headers
+        openai_shapes.whole(shape, result, created, needed, more), status_code=200, headers=headers
     )
 
 

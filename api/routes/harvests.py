@@ -168,11 +168,11 @@ async def delete_harvest(harvest_id: HarvestId, request: JsonRequest) -> None:
     await context_of(request).harvests.forget(harvest_id)
 
 
-async def _ask(request: JsonRequest, harvest_id: str, wanted: Wanted) -> HarvestView:
+async def _ask(request: JsonRequest, harvest_id: str, needed: Wanted) -> HarvestView:
     context = context_of(request)
     await _seen(request, harvest_id)
-    view = await context.harvests.ask(harvest_id, wanted)
-    if wanted != "run":
+    view = await context.harvests.ask(harvest_id, needed)
+    if needed != "run":
         for job in view.jobs:
             await context.tell_worker(await context.ledger.view(job))
     return view

@@ -139,8 +139,8 @@ async def put_tenant(
     context = context_of(request)
     for index, source in enumerate(data.harvest_sources or []):
         if not roots_of(context.settings, [source]):
-            there = ", ".join(roots_of(context.settings)) or "nothing"
-            allowed = f"one of the setting harvest_sources, or a folder below one: {there}"
+            present = ", ".join(roots_of(context.settings)) or "nothing"
+            allowed = f"one of the setting harvest_sources, or a folder below one: {present}"
             raise invalid(
                 f"harvest_sources[{index}]", f"{source!r} is not open to harvests", allowed=allowed
             )

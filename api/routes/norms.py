@@ -115,7 +115,7 @@ async def get_norms(
         )
     name, entries = _entries_of(job_id, results.files, prompt, tag)
     hooks = list(
-        dict.fromkeys(there for entry in entries for there, some in entry.sites.items() if some)
+        dict.fromkeys(key for entry in entries for key, some in entry.sites.items() if some)
     )
     if not hooks:
         raise MidstreamError(
@@ -143,8 +143,8 @@ async def get_norms(
         )
 
     with context.measured.of(caller.tenant):
-        found = await reading(context, job_id, entries, read, context.measuring)
-    manifest = found.manifest
+        result = await reading(context, job_id, entries, read, context.measuring)
+    manifest = result.manifest
     listed = rows(manifest)
     ids = [manifest.token_ids[place] for place in listed]
     return CaptureNorms(
@@ -155,7 +155,7 @@ async def get_norms(
         hook=site,
         at=manifest.at,
         dtype=manifest.dtype,
-        width=found.width,
+        width=result.width,
         hooks=hooks,
         requests=sorted({entry.request for entry in results.files if tag_of(entry) == name}),
         prompt_tokens=manifest.prompt_tokens,
@@ -165,9 +165,9 @@ async def get_norms(
         token_ids=ids,
         tokens=await _read_tokens(context, model, ids),
         layers=chosen,
-        norms=found.norms,
+        norms=result.norms,
         module=module,
-        cosines=None if module is None else found.cosines,
+        cosines=None if module is None else result.cosines,
     )
 
 
@@ -178,8 +178,8 @@ def _entries_of(
 
     Raises a 404 naming `request` or `tag`.
     """
-    there = [entry for entry in files if entry.request == prompt]
-    if not there:
+    present = [entry for entry in files if entry.request == prompt]
+    if not present:
         known = as_ranges(sorted({entry.request for entry in files}), most=8) or None
         raise MidstreamError(
             "not_found",
@@ -187,12 +187,12 @@ def _entries_of(
             field="request",
             allowed=known,
         )
-    name = tag or tag_of(there[0])
+    name = tag or tag_of(present[0])
     entries = sorted(
-        (entry for entry in there if tag_of(entry) == name), key=lambda entry: entry.pp
+        (entry for entry in present if tag_of(entry) == name), key=lambda entry: entry.pp
     )
     if not entries:
-        tags = ", ".join(dict.fromkeys(map(tag_of, there)))
+        tags = ", ".join(dict.fromkeys(map(tag_of, present)))
         raise MidstreamError(
             "not_found",
             f"job {job_id} has no capture under the tag {tag!r}",
@@ -202,26 +202,26 @@ def _entries_of(
     return name, entries
 
 
-def _hook(asked: str | None, hooks: Sequence[str]) -> str:
+def _hook(request: str | None, hooks: Sequence[str]) -> str:
     """Raises a 400 naming `hook`."""
-    if asked is None:
+    if request is None:
         return USUAL if USUAL in hooks else hooks[0]
-    hook = str(ALIASES.get(asked, asked))
+    hook = str(ALIASES.get(request, request))
     if hook not in hooks:
-        raise invalid("hook", f"{asked!r} was not captured", allowed=", ".join(hooks))
+        raise invalid("hook", f"{request!r} was not captured", allowed=", ".join(hooks))
     return hook
 
 
-def _layers(asked: str | None, there: list[int]) -> list[int]:
+def _layers(request: str | None, present: list[int]) -> list[int]:
     """Raises a 400 naming `layers`."""
-    if asked is None:
-        return there
-    wanted = parse_layers(asked)
-    if missing := wanted - set(there):
+    if request is None:
+        return present
+    layers = parse_layers(request)
+    if missing := layers - set(present):
         raise invalid(
-            "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(there, most=8)
+            "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(present, most=8)
         )
-    return sorted(wanted)
+    return sorted(layers)
 
 
 def _check_bounds(entries: Sequence[FileEntry], layers: int, rows: int) -> None:
@@ -267,14 +267,14 @@ async def _vectors(
             f"module {name!r} has no vector at layer {at}",
             allowed=as_ranges(sorted(tensors), most=8),
         )
-    wanted = {
+    vectors = {
         layer: tensors[at] if at is not None else tensors[layer]
         for layer in layers
         if at is not None or layer in tensors
     }
-    found = await tensors_of(context, name, wanted.values(), field="module")
-    read = {key: to_numpy(tensor).astype(np.float32) for key, tensor in found.items()}
-    return {layer: read[tensor] for layer, tensor in wanted.items()}
+    result = await tensors_of(context, name, vectors.values(), field="module")
+    read = {key: to_numpy(tensor).astype(np.float32) for key, tensor in result.items()}
+    return {layer: read[tensor] for layer, tensor in vectors.items()}
 
 
 def _tensors(module: Module, hook: str) -> dict[int, str]:
@@ -282,11 +282,11 @@ def _tensors(module: Module, hook: str) -> dict[int, str]:
     `hook` before others.
     """
     entries = [entry for entry in module.entries if FAMILY[entry.family].tensors == ("vector",)]
-    found: dict[int, str] = {}
+    tensors: dict[int, str] = {}
     for entry in sorted(entries, key=lambda entry: entry.hook != hook):
         for layer in entry.layers:
-            found.setdefault(layer, entry.tensors[0])
-    return found
+            tensors.setdefault(layer, entry.tensors[0])
+    return tensors
 
 
 async def _read_tokens(context: AppContext, model: str, ids: Sequence[int]) -> list[str] | None:

@@ -169,22 +169,22 @@ def page_files() -> dict[str, PageFile]:
 
 
 def _page_file(request: JsonRequest, name: str) -> Response[bytes]:
-    if (found := page_files().get(name)) is None:
+    if (result := page_files().get(name)) is None:
         raise MidstreamError(
             "not_found",
             f"the page has no file {shortened(name)!r}",
             allowed="the files that / loads",
         )
-    headers = {**PAGE_HEADERS, "ETag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
-        return Response(b"", status_code=304, headers=headers, media_type=found.media_type)
+    headers = {**PAGE_HEADERS, "ETag": result.etag}
+    if request.headers.get("if-none-match") == result.etag:
+        return Response(b"", status_code=304, headers=headers, media_type=result.media_type)
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(
-            found.packed,
+            result.packed,
             headers={**headers, "Content-Encoding": "gzip"},
-            media_type=found.media_type,
+            media_type=result.media_type,
         )
-    return Response(found.raw, headers=headers, media_type=found.media_type)
+    return Response(result.raw, headers=headers, media_type=result.media_type)
 
 
 @get("/page/{path:path}", include_in_schema=False, sync_to_thread=True)
@@ -197,19 +197,19 @@ def front(request: JsonRequest) -> Response[bytes]:
     """The live page for browsers; for everything else what is here and where, as JSON."""
     if "text/html" in request.headers.get("accept", ""):
         return _page_file(request, "index.html")
-    found = {
+    result = {
         "name": "midstream",
         "version": __version__,
         "links": {name: url for name, (url, _) in links(context_of(request).settings).items()},
     }
     return Response(
-        to_json(found), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"}
+        to_json(result), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"}
     )
 
 
 def links(settings: Settings) -> dict[str, tuple[str, str]]:
     """Name → URL and one line about it."""
-    found = {
+    result = {
         "docs": ("/schema", "all operations of the API"),
         "swagger": ("/schema/swagger", "the same, with a form to try out calls"),
         "openapi": ("/schema/openapi.json", "the OpenAPI document"),
@@ -223,13 +223,13 @@ def links(settings: Settings) -> dict[str, tuple[str, str]]:
             "127.0.0.1" if settings.flower_host in ("0.0.0.0", "::", "") else settings.flower_host
         )
         host = f"[{host}]" if ":" in host else host
-        found["flower"] = (
+        result["flower"] = (
             f"http://{host}:{settings.flower_port}",
             "the task queue, if Flower is running; the address is valid on the server's machine",
         )
     if settings.grafana_url:
-        found["grafana"] = (settings.grafana_url, "dashboards")
-    return found
+        result["grafana"] = (settings.grafana_url, "dashboards")
+    return result
 
 
 ROUTES = [front, page_asset, asset]

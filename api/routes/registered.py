@@ -135,10 +135,10 @@ def routes_of(kind: Kind) -> list[Any]:
     async def one(name: Name, request: JsonRequest, model: Model = None) -> kind.made:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(model)
-        found = await registry(context).get(info.name, name)
-        if found is None:
+        result = await registry(context).get(info.name, name)
+        if result is None:
             raise await missing(context, info.name, name)
-        return found
+        return result
 
     async def forget(name: Name, request: JsonRequest, model: Model = None) -> None:
         context = context_of(request)

@@ -72,7 +72,7 @@ async def log_out(request: JsonRequest) -> Response[None]:
     if (visit := await visit_of(request)) is not None:
         await context.sessions.end(visit.caller.session, visit.session.key)
         context.key_watch.end(visit.caller.session)
-    gone = Cookie(
+    cookie = Cookie(
         COOKIE,
         value="",
         path="/",
@@ -81,7 +81,7 @@ async def log_out(request: JsonRequest) -> Response[None]:
         secure=_secure(request, context),
         max_age=0,
     )
-    return Response(None, status_code=204, cookies=[gone], headers=NO_STORE)
+    return Response(None, status_code=204, cookies=[cookie], headers=NO_STORE)
 
 
 def _secure(request: JsonRequest, context: AppContext) -> bool:

@@ -355,7 +355,7 @@ def _reports(accounts: Sequence[Account], caller: Caller) -> list[WorkerSteering
             report,
             detail="",
             refusal="",
-            applied=[msgspec.structs.replace(told, message="") for told in report.applied],
+            applied=[msgspec.structs.replace(reported, message="") for reported in report.applied],
             ranks=[
                 msgspec.structs.replace(rank, modules=_own(rank.modules, caller.tenant))
                 for rank in report.ranks
@@ -387,13 +387,13 @@ async def get_dynamic(request: JsonRequest, model: Model = None) -> Dynamic:
     if model is not None:
         await context.model(model)
     asks, accounts = await answers_of_ranks(context, model, ANSWER_S)
-    caller, found = caller_of(request), agreement(accounts, asks)
-    if "admin" not in caller.scopes and found.detail:  # it may name modules of other tenants
-        found = msgspec.structs.replace(
-            found,
+    caller, structs = caller_of(request), agreement(accounts, asks)
+    if "admin" not in caller.scopes and structs.detail:  # it may name modules of other tenants
+        structs = msgspec.structs.replace(
+            structs,
             detail="some ranks or workers do not agree; callers with scope admin see the details",
         )
-    return Dynamic(workers=_reports(accounts, caller), determinism=found)
+    return Dynamic(workers=_reports(accounts, caller), determinism=structs)
 
 
 async def answers_of_ranks(
@@ -407,10 +407,10 @@ async def answers_of_ranks(
         asks = await ask_all(context, model)
         return asks, await fresh(context, model, asks, seconds)
 
-    found: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
+    result: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
         ("ranks", model, seconds), look
     )
-    return found
+    return result
 
 
 async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:

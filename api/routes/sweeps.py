@@ -150,9 +150,9 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
 async def get_sweep(job_id: JobId, request: JsonRequest) -> SweepView:
     context = context_of(request)
     view = seen(caller_of(request), await context.ledger.view(job_id))
-    asked, result, last_event = await Sweeps(context.ledger).standing(job_id)
+    requested, result, last_event = await Sweeps(context.ledger).standing(job_id)
     await context.ledger.written()
-    return SweepView(job=view, request=asked, result=result, last_event=last_event)
+    return SweepView(job=view, request=requested, result=result, last_event=last_event)
 
 
 ROUTES = [post_sweep, post_sweep_plan, get_sweep]

@@ -80,10 +80,10 @@ async def redeliver(delivery_id: DeliveryId, request: JsonRequest) -> Delivery:
 
 async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
     """Raises `not_found`, also for another tenant's."""
-    found = await WebhookOutbox(context_of(request).ledger).delivery(delivery_id)
-    if not caller_of(request).sees(found.tenant):
+    delivery = await WebhookOutbox(context_of(request).ledger).delivery(delivery_id)
+    if not caller_of(request).sees(delivery.tenant):
         raise not_found(delivery_id)
-    return found
+    return delivery
 
 
 @get(

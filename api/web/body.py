@@ -126,20 +126,20 @@ class JsonRequest(Request[Any, Any, Any]):
                 field="Content-Type",
                 allowed=allowed,
             )
-        wanted = self.route_handler.parsed_data_field
+        needed = self.route_handler.parsed_data_field
         body = await self.body()
         if "idempotency-key" in self.headers:
             query = f"?{self.url.query}" if self.url.query else ""
-            asked = hashlib.sha256(f"{self.url.path}{query}".encode() + b"\0")
-            asked.update(body)
-            self._asked = asked.hexdigest()
+            request = hashlib.sha256(f"{self.url.path}{query}".encode() + b"\0")
+            request.update(body)
+            self._asked = request.hexdigest()
         call = CURRENT.get()
         if call is not None and len(body) <= MAX_KEPT_BODY:
             call.body = body
         # it may be large, and what is made of it is larger
         self._body = self._connection_state.body = b""
         try:
-            return from_json(body, wanted.annotation if wanted else Any)
+            return from_json(body, needed.annotation if needed else Any)
         except problems.UNREADABLE as error:
             raise problems.malformed(error) from error
 

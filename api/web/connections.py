@@ -44,16 +44,20 @@ class Connections:
         return Connection(self, **uvicorn)
 
 
-def _within_files(wanted: int) -> int:
+def _within_files(requested: int) -> int:
     """Raise the soft limit of files, and return the number of connections that this process may
     open.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + SPARE + FILES
+    needed = requested + SPARE + FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - SPARE - FILES))
+    return (
+        requested
+        if soft == resource.RLIM_INFINITY
+        else max(1, min(requested, soft - SPARE - FILES))
+    )
 
 
 class Connection(HttpToolsProtocol):
@@ -171,22 +175,22 @@ class Connection(HttpToolsProtocol):
         """End the connection whose deadline has passed, unless we have paused reading or enough of
         a body has arrived for more time.
         """
-        asked = self.cycle is None or not self.cycle.waiting_for_100_continue
-        if self.flow.read_paused or not asked:
+        request = self.cycle is None or not self.cycle.waiting_for_100_continue
+        if self.flow.read_paused or not request:
             self._body = min(self._body, 0)
             self._await(self._common.body_s)
             return
         if (
             self._body > 0
             and (
-                left := self._since
+                remaining := self._since
                 + self._common.body_s
                 + self._body / BODY_BYTES_PER_S
                 - self.loop.time()
             )
             > 0
         ):
-            self._timer = self.loop.call_later(left, self._late)
+            self._timer = self.loop.call_later(remaining, self._late)
             return
         if self._head == 0 and self._body < 0:
             self.transport.close()

@@ -102,21 +102,23 @@ class KeyWatch:
         """Ends when no call is open."""
         while True:
             await asyncio.sleep(KNOWN_S)
-            asked = set(self._held)
-            if not asked:
+            request = set(self._held)
+            if not request:
                 return
             try:
-                keys = await self._stored.valid({key for key, _ in asked if key})
-                sessions = await self._sessions.valid({session for _, session in asked if session})
+                keys = await self._stored.valid({key for key, _ in request if key})
+                sessions = await self._sessions.valid(
+                    {session for _, session in request if session}
+                )
             except MidstreamError as error:
                 # while Redis is unreachable, no key can be revoked either
                 log.debug(
                     "cannot check the keys of held calls (count: %d); will retry: %s",
-                    len(asked),
+                    len(request),
                     error,
                 )
                 continue
-            for held_by in asked:
+            for held_by in request:
                 if (held_by[0] and held_by[0] not in keys) or (
                     held_by[1] and held_by[1] not in sessions
                 ):

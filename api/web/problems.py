@@ -181,22 +181,22 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     if error.status_code >= HTTP_500_INTERNAL_SERVER_ERROR:
         return on_any_error(request, error)
     kind = _KIND_OF_STATUS.get(error.status_code, "invalid_request")
-    found = MidstreamError(kind, error.detail or kind.replace("_", " "))
+    problem = MidstreamError(kind, error.detail or kind.replace("_", " "))
     if kind == "not_found":
-        found = MidstreamError(
+        problem = MidstreamError(
             kind,
             f"no such path: {shortened(request.url.path)}",
             allowed="the paths listed at /schema",
         )
     elif kind == "method_not_allowed":
-        found = MidstreamError(
+        problem = MidstreamError(
             kind,
             f"{request.method} is not supported at {shortened(request.url.path)}",
             allowed=(error.headers or {}).get("allow"),
         )
     elif isinstance(error, ValidationException):
-        found = _parameter(request, error)
-    return answer(request, found.problem(instance=request.url.path), dict(error.headers or {}))
+        problem = _parameter(request, error)
+    return answer(request, problem.problem(instance=request.url.path), dict(error.headers or {}))
 
 
 def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
@@ -232,10 +232,10 @@ def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     """
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
-    found = MidstreamError(
+    problem = MidstreamError(
         "internal", f"the server failed on this request; see its log under {number}"
     )
-    return answer(request, found.problem(instance=request.url.path))
+    return answer(request, problem.problem(instance=request.url.path))
 
 
 def on_os_error(request: Request[Any, Any, Any], error: OSError) -> Response[bytes]:

@@ -26,12 +26,12 @@ IPV6_NETWORK = 64
 def network_of(address: str) -> str:
     """Return what is counted as one client: an IPv4 address, or the network of an IPv6 address."""
     try:
-        found = ipaddress.ip_address(address)
+        result = ipaddress.ip_address(address)
     except ValueError:
         return address[:100]
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
-        return str(ipaddress.ip_network((found.packed, IPV6_NETWORK), strict=False))
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    if isinstance(result, ipaddress.IPv6Address) and result.ipv4_mapped is None:
+        return str(ipaddress.ip_network((result.packed, IPV6_NETWORK), strict=False))
+    return str(getattr(result, "ipv4_mapped", None) or result)
 
 
 class WrongKeys:

@@ -27,7 +27,7 @@ def allowed(text: str) -> list[str]:
     return [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
 
 
-def store_of(settings: Settings, wanted: str | None) -> str:
+def store_of(settings: Settings, needed: str | None) -> str:
     """The URI under which harvests are made.
 
     Raises a 400 for one that the operator does not allow.
@@ -37,16 +37,16 @@ def store_of(settings: Settings, wanted: str | None) -> str:
         if settings.artifacts.startswith("s3://")
         else str(settings.harvest_root)
     )
-    there = allowed(settings.harvest_stores) or [own]
-    if wanted is None:
-        return there[0]
-    if wanted.rstrip("/") not in there:
+    present = allowed(settings.harvest_stores) or [own]
+    if needed is None:
+        return present[0]
+    if needed.rstrip("/") not in present:
         raise invalid(
             "store",
-            f"{wanted!r} is not a store for harvests",
-            allowed=", ".join(there) + " (setting harvest_stores)",
+            f"{needed!r} is not a store for harvests",
+            allowed=", ".join(present) + " (setting harvest_stores)",
         )
-    return wanted.rstrip("/")
+    return needed.rstrip("/")
 
 
 def roots_of(settings: Settings, own: Sequence[str] | None = None) -> list[str]:
@@ -58,7 +58,7 @@ def roots_of(settings: Settings, own: Sequence[str] | None = None) -> list[str]:
         return everybodys
     return [
         root
-        for root in (each.rstrip("/") for each in own)
+        for root in (item.rstrip("/") for item in own)
         if any(_inside(root, outer) for outer in everybodys)
     ]
 
@@ -112,15 +112,15 @@ def _files(store: ArtifactStore, path: str) -> list[str]:
             return [path]
     except FileNotFoundError:
         return []
-    found: list[str] = []
+    files: list[str] = []
     folders = [path + "/"]
     while folders:
         for key in store.children(folders.pop()):
             store.check(key.rstrip("/"))
-            (folders if key.endswith("/") else found).append(key)
-            if len(found) + len(folders) > MAX_FILES:
+            (folders if key.endswith("/") else files).append(key)
+            if len(files) + len(folders) > MAX_FILES:
                 raise ValueError(f"it has more than {MAX_FILES} files")
-    return sorted(found, key=_natural)
+    return sorted(files, key=_natural)
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
@@ -140,16 +140,16 @@ def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], Form
         )
         kind: Format = source.format
     else:
-        kinds = sorted({found for found in formats.values() if found is not None})
+        kinds = sorted({result for result in formats.values() if result is not None})
         if len(kinds) != 1:
-            said = (
+            text = (
                 f"has files of several formats: {', '.join(kinds)}"
                 if kinds
                 else "has no file with a known ending"
             )
             raise invalid(
                 "source.format",
-                f"{source.path!r} {said}",
+                f"{source.path!r} {text}",
                 allowed=f"jsonl, parquet or arrow; by their endings {', '.join(ENDINGS)}",
             )
         (kind,) = kinds

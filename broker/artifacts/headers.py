@@ -59,12 +59,12 @@ def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> lis
     """
 
     def read(group: Sequence[Place]) -> list[Header]:
-        found = []
+        result = []
         with explained(job, group[0]), store.open(group[0].key) as handle:
             for place in group:
                 with explained(job, place):
-                    found.append(header_of(handle, place))
-        return found
+                    result.append(header_of(handle, place))
+        return result
 
     groups = [list(group) for _, group in itertools.groupby(places, key=lambda place: place.key)]
     try:
@@ -84,7 +84,7 @@ def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, Bl
     Raises MidstreamError: `gone` when they were deleted, `capture_damaged` or `capture_failed` for
     a manifest that cannot be read.
     """
-    found: list[tuple[str, BlobEntry]] = []
+    blob_entries: list[tuple[str, BlobEntry]] = []
     try:
         listed = [
             key for key in store.children(f"{tag}/{job}/") if key.endswith(".json")
@@ -96,7 +96,7 @@ def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, Bl
     for index in listed:
         folder, _, name = index.rpartition("/")
         try:
-            found += [
+            blob_entries += [
                 (f"{folder}/{entry.file}", entry) for entry in read_entries(store, index, {job})
             ]
         except FileNotFoundError:
@@ -110,7 +110,7 @@ def find_entries(store: ArtifactStore, job: str, tag: str) -> list[tuple[str, Bl
                 "capture_failed", f"the manifest {name} cannot be read: {error}"
             ) from error
     must_be_there(store, job)
-    return found
+    return blob_entries
 
 
 def must_be_there(store: ArtifactStore, job: str) -> None:
@@ -152,8 +152,12 @@ def header_of(handle: Handle, place: Place) -> Header:
     header = read_header(lambda start, count: handle.read(place.offset + start, count), size)
     if size < place.bytes:
         raise DamagedBlob(f"it is truncated: {size} of {place.bytes} bytes")
-    found = header.manifest
-    if (found.job, found.request, found.tag or place.tag) != (place.job, place.request, place.tag):
+    manifest = header.manifest
+    if (manifest.job, manifest.request, manifest.tag or place.tag) != (
+        place.job,
+        place.request,
+        place.tag,
+    ):
         # The owner is not named: it may be another tenant's job.
         detail = (
             f"no rows of request {place.request} of job {place.job} start at byte {place.offset}"

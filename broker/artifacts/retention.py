@@ -53,11 +53,11 @@ class Usage:
         if not self._quota:
             return
         with self._lock:
-            wanted = sum(sizes)
+            needed = sum(sizes)
             self._measure(self._due)
-            if self._used + wanted + spare > self._quota:
+            if self._used + needed + spare > self._quota:
                 self._measure(self._due_if_full)
-            if self._used + wanted + spare > self._quota:
+            if self._used + needed + spare > self._quota:
                 raise MidstreamError(
                     "quota_exceeded",
                     (
@@ -66,7 +66,7 @@ class Usage:
                     ),
                     allowed="delete captures, or raise the quota",
                 )
-            self._used += wanted
+            self._used += needed
 
     def left(self) -> int | None:
         """Bytes of the quota that are not used; None: no quota."""
@@ -142,11 +142,11 @@ def _segments(
 ) -> Iterator[str]:
     """Yield those that may hold blobs of the jobs: all, where the store does not know."""
     if isinstance(store, Referring):
-        found: set[str] = set()
+        segments: set[str] = set()
         for job in jobs:
             with _noted(failed, [job]):
-                found.update(store.segments(job))
-        yield from sorted(found)
+                segments.update(store.segments(job))
+        yield from sorted(segments)
         return
     for tag in tags:
         yield from (
@@ -191,15 +191,15 @@ def _entries(store: ArtifactStore, segment: str, jobs: frozenset[str]) -> list[B
 
     A line that is damaged hides what follows it from those that it names, and from no one else.
     """
-    found = []
+    entries = []
     try:
         for entry in read_entries(store, index_of(segment), jobs):
-            found.append(entry)
+            entries.append(entry)
     except DamagedBlob as error:
         if len(jobs) > 1:
             return [entry for job in jobs for entry in _entries(store, segment, frozenset([job]))]
         _tell_damage(store, segment, error)
-    return found
+    return entries
 
 
 def _count(store: ArtifactStore, segment: str) -> int:

@@ -132,13 +132,13 @@ def _columns(manifest: Manifest) -> int:
 
 def _sites(blobs: Sequence[Blob]) -> Sites:
     """Return the sites of all stages, in the order of a forward pass."""
-    found: dict[str, set[int]] = {}
+    sites: dict[str, set[int]] = {}
     for _, manifest in blobs:
         for hook, layers in manifest.sites.items():
-            found.setdefault(hook, set()).update(layers)
+            sites.setdefault(hook, set()).update(layers)
     return {
-        cast(Hook, hook): sorted(found[hook])
-        for hook in sorted(found, key=lambda hook: FORWARD.index(cast(Hook, hook)))
+        cast(Hook, hook): sorted(sites[hook])
+        for hook in sorted(sites, key=lambda hook: FORWARD.index(cast(Hook, hook)))
     }
 
 

@@ -69,8 +69,8 @@ def _written_file(directory: Path) -> Path:
     names.
     """
     for manifest in directory.glob("*/*.manifest"):
-        if found := _INCREMENT.findall(manifest.read_text()):
-            return manifest.parent / str(found[-1])
+        if matches := _INCREMENT.findall(manifest.read_text()):
+            return manifest.parent / str(matches[-1])
     return directory / "appendonly.aof"
 
 
@@ -91,8 +91,8 @@ def _analyze(path: Path, check: str) -> tuple[int, int | None]:
     done = subprocess.run(
         [check, str(path)], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    found = _ANALYZED.search(done.stdout.decode(errors="replace"))
-    return (int(found[1]), int(found[2])) if found else (path.stat().st_size, None)
+    match = _ANALYZED.search(done.stdout.decode(errors="replace"))
+    return (int(match[1]), int(match[2])) if match else (path.stat().st_size, None)
 
 
 def _is_cut_off(data: mmap.mmap, start: int) -> bool:
@@ -106,12 +106,12 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
     at = start
     while at < end:
         for pattern in _of_command(data, at, end):
-            found = pattern.match(data, at, end)
-            if found is None:
+            match = pattern.match(data, at, end)
+            if match is None:
                 return end - at < _HEADER_BYTES and _begins_header(bytes(data[at:end]))
-            at = found.end()
+            at = match.end()
             if pattern is _LENGTH:
-                value_end = at + int(found[1])
+                value_end = at + int(match[1])
                 if value_end + 2 > end:  # it ends within the value, or within what closes it
                     return _COMMAND.search(data, at, end) is None
                 if data[value_end : value_end + 2] != b"\r\n":
@@ -122,8 +122,8 @@ def _is_cut_off(data: mmap.mmap, start: int) -> bool:
 
 def _of_command(data: mmap.mmap, at: int, end: int) -> "list[re.Pattern[bytes]]":
     """The patterns of the headers of a command."""
-    found = _COUNT.match(data, at, end)
-    return [_COUNT, *[_LENGTH] * (int(found[1]) if found and int(found[1]) < 1 << 20 else 0)]
+    match = _COUNT.match(data, at, end)
+    return [_COUNT, *[_LENGTH] * (int(match[1]) if match and int(match[1]) < 1 << 20 else 0)]
 
 
 def _begins_header(rest: bytes) -> bool:

@@ -61,19 +61,19 @@ class Hosts:
         """
         self._open = not asks
         self._any = not self._open and not settings.allowed_hosts
-        ours = (host, urlsplit(settings.public_url).hostname or "")
-        self._names = named(settings) | {name.lower() for name in ours if name}
+        own = (host, urlsplit(settings.public_url).hostname or "")
+        self._names = named(settings) | {name.lower() for name in own if name}
         # A service off loopback may be called by its address (Prometheus finds containers that
         # way), and no page can rebind an address.
         self._addresses = not is_loopback(host)
-        others = {
+        names = {
             name
             for name in self._names
             if not (is_loopback(name) or (self._addresses and _is_address(name)))
         }
         shown = ["localhost", "127.0.0.1", "[::1]", *(["any address"] if self._addresses else [])]
         self._allowed = ", ".join(
-            [*shown, *sorted(f"[{name}]" if ":" in name else name for name in others)]
+            [*shown, *sorted(f"[{name}]" if ":" in name else name for name in names)]
         )
 
     def allows(self, hosts: list[str]) -> bool:

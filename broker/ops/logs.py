@@ -47,7 +47,7 @@ _SECRETS = re.compile(
 def redacted(text: str) -> str:
     """`text` without what looks like a secret of ours."""
     return _SECRETS.sub(
-        lambda found: next(part for part in found.groups() if part is not None) + "***", text
+        lambda result: next(part for part in result.groups() if part is not None) + "***", text
     )
 
 
@@ -129,7 +129,7 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         ids = " ".join(f"{name}={value}" for name, value in about(record).items())
         line = _CONTROL.sub(
-            lambda found: repr(found[0])[1:-1], super().formatMessage(record)
+            lambda result: repr(result[0])[1:-1], super().formatMessage(record)
         ).replace("\n", "\n    ")
         return f"{line} [{ids}]" if ids else line
 

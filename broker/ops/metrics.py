@@ -408,17 +408,17 @@ class StoreReadings(Collector):
             item for source in self.sources for counts in source() for item in counts.items()
         ):
             of.setdefault(operation, []).append(calls)
-        for operation, each in sorted(of.items()):
-            outcomes = sum((Tally(calls.outcomes) for calls in each), Tally())
+        for operation, one in sorted(of.items()):
+            outcomes = sum((Tally(calls.outcomes) for calls in one), Tally())
             for outcome, count in sorted(outcomes.items()):
                 requests.add_metric((operation, outcome), count)
-            retries.add_metric((operation,), sum(calls.retries for calls in each))
-            size.add_metric((operation,), sum(calls.bytes for calls in each))
-            counts = accumulate(map(sum, zip(*(calls.buckets for calls in each), strict=True)))
+            retries.add_metric((operation,), sum(calls.retries for calls in one))
+            size.add_metric((operation,), sum(calls.bytes for calls in one))
+            counts = accumulate(map(sum, zip(*(calls.buckets for calls in one), strict=True)))
             buckets = [
                 (bound, float(count)) for bound, count in zip(self._BOUNDS, counts, strict=True)
             ]
-            seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in each))
+            seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in one))
         return iter(families)
 
     def _families(

@@ -43,14 +43,14 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
     """
     private_folder(path.parent)
     try:
-        found = path.read_text().strip()
+        text = path.read_text().strip()
     except FileNotFoundError:
-        found = ""
-    if not found:
+        text = ""
+    if not text:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write((found := make()) + "\n")
+            file.write((text := make()) + "\n")
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
-    return found
+    return text

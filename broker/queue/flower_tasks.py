@@ -77,14 +77,14 @@ class MissedEnds:
         unfinished = self._unfinished()
         for task_id in unfinished.keys() & over.keys():
             self._tell(unfinished.pop(task_id), over[task_id])
-        asked = self._in_turn(list(unfinished))
-        if asked:
-            found = await asyncio.to_thread(
-                standings, self._client, [job_of_task(task_id)[0] for task_id in asked]
+        in_turn = self._in_turn(list(unfinished))
+        if in_turn:
+            result = await asyncio.to_thread(
+                standings, self._client, [job_of_task(task_id)[0] for task_id in in_turn]
             )
             self._over = {
                 task_id: standing
-                for task_id, standing in zip(asked, found, strict=True)
+                for task_id, standing in zip(in_turn, result, strict=True)
                 if standing.state in TERMINAL
             }
 
@@ -92,15 +92,15 @@ class MissedEnds:
         """Tasks whose end is still to be reported, by id; excludes those put back whose job
         continued in a later task.
         """
-        found = {
+        result = {
             task_id: task
             for task_id, task in self._events.tasks.data.items()
             if task.state not in READY_STATES and task_id.startswith(JOB_PREFIX)
         }
-        self._last_attempts = self._known_attempts() if found else {}
+        self._last_attempts = self._known_attempts() if result else {}
         return {
             task_id: task
-            for task_id, task in found.items()
+            for task_id, task in result.items()
             if task.state != RETRY or not self._is_followed(task_id)
         }
 

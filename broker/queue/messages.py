@@ -79,7 +79,7 @@ def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) ->
     The body is JSON text, which kombu does not decode (`body_encoding`).
     """
     return {
-        "body": _PLACEHOLDER.sub(lambda found: f"@{found[1] or found[2]}@", json.dumps(body)),
+        "body": _PLACEHOLDER.sub(lambda result: f"@{result[1] or result[2]}@", json.dumps(body)),
         "content-encoding": "utf-8",
         "content-type": "application/json",
         "headers": headers,
@@ -90,7 +90,7 @@ def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) ->
 def _expression(template: dict[str, Any]) -> str:
     """A Lua concatenation of the template's JSON and the values that are filled in."""
     parts, end, text = [], 0, json.dumps(template)
-    for found in _PLACEHOLDER.finditer(text):
-        parts += [f"[==[{text[end : found.start()]}]==]", f"of.{found[1] or found[2]}"]
-        end = found.end()
+    for result in _PLACEHOLDER.finditer(text):
+        parts += [f"[==[{text[end : result.start()]}]==]", f"of.{result[1] or result[2]}"]
+        end = result.end()
     return " .. ".join([*parts, f"[==[{text[end:]}]==]"])

@@ -92,9 +92,11 @@ class QoS(kombu_redis.QoS):
     def append(self, message: Any, delivery_tag: str) -> None:
         if delivery_tag not in self.channel.noted:
             info = message.delivery_info
-            told, self._acknowledged = self._acknowledged, []
+            acknowledged, self._acknowledged = self._acknowledged, []
             self.channel.take_along(
-                delivery_tag, dumps([message._raw, info["exchange"], info["routing_key"]]), told
+                delivery_tag,
+                dumps([message._raw, info["exchange"], info["routing_key"]]),
+                acknowledged,
             )
         kombu_virtual.QoS.append(self, message, delivery_tag)
 
@@ -194,12 +196,14 @@ class Channel(kombu_redis.Channel):
 
     def _brpop_read(self, **options: Any) -> Any:
         free = (
-            AT_ONCE if (left := self.qos.can_consume_max_estimate()) is None else min(left, AT_ONCE)
+            AT_ONCE
+            if (remaining := self.qos.can_consume_max_estimate()) is None
+            else min(remaining, AT_ONCE)
         )
         self._room = 0 if self._closing else free - 1
         self._along = []
         try:
-            found = super()._brpop_read(**options)
+            result = super()._brpop_read(**options)
         finally:
             self._room = 0
         along, self._along = self._along, []
@@ -211,7 +215,7 @@ class Channel(kombu_redis.Channel):
                 self.connection._deliver(message, name.decode().rsplit(self.sep, 1)[0])
             finally:
                 self.noted.discard(tag)
-        return found
+        return result
 
     def close(self) -> None:
         if self._qos is not None:

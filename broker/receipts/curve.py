@@ -315,8 +315,8 @@ def new_keys(role: Role, name: str, folder: Path) -> tuple[Path, Path]:
                 f"{file} already exists: remove it first, or use another name",
                 field="name",
             )
-    there, kept = zmq.curve_keypair()
-    for file, key, mode in ((private, kept, 0o600), (public, there, 0o644)):
+    present, kept = zmq.curve_keypair()
+    for file, key, mode in ((private, kept, 0o600), (public, present, 0o644)):
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
             out.write(key + b"\n")
     return private, public

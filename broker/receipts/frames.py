@@ -86,12 +86,12 @@ class FrameError(ValueError):
 class ProtocolMismatch(FrameError):
     """The other side speaks another version of the protocol."""
 
-    def __init__(self, theirs: int, refusal: Refusal | None = None):
+    def __init__(self, foreign: int, refusal: Refusal | None = None):
         super().__init__(
-            f"the peer uses relay protocol {theirs}, but this side uses {PROTOCOL} "
+            f"the peer uses relay protocol {foreign}, but this side uses {PROTOCOL} "
             f"(midstream {__version__})"
         )
-        self.theirs = theirs
+        self.theirs = foreign
         self.refusal = refusal  # when the frame said why
 
 

@@ -295,10 +295,10 @@ class Outbox:
         return prune
 
     def _start_new_epoch(self) -> None:
-        found = self._store.opened_at
+        result = self._store.opened_at
         last = self._persist(self._store.restart_epoch)
         with self._changed:
-            self._acked, self._shift, self._aging = 0, self._shift + found, None
+            self._acked, self._shift, self._aging = 0, self._shift + result, None
             self._changed.notify_all()
         self._sender.renumbered(last)
 

@@ -261,13 +261,13 @@ class Store:
 
     def read(self, after: int, limit: int) -> list[Row]:
         """Up to `limit` committed rows with `seq > after`, ascending; numbers may be missing."""
-        found = self._reader.execute(
+        result = self._reader.execute(
             "SELECT seq, job, crc, payload FROM receipts WHERE seq > ? ORDER BY seq LIMIT ?",
             (after, limit),
         )
         return [
             Row(seq, job, payload if zlib.crc32(payload) == crc else None)
-            for seq, job, crc, payload in found
+            for seq, job, crc, payload in result
         ]
 
     def jobs_of(self, first: int, last: int) -> list[str]:
@@ -285,10 +285,10 @@ class Store:
 
     def formers(self) -> list[Former]:
         """Epochs whose losses must still be reported to the relay."""
-        found = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
+        result = self._reader.execute("SELECT epoch, last, jobs FROM former ORDER BY rowid")
         return [
             Former(epoch, last, msgspec.msgpack.decode(jobs, type=list[tuple[int, str]]))
-            for epoch, last, jobs in found
+            for epoch, last, jobs in result
         ]
 
     def close(self) -> None:
@@ -380,7 +380,7 @@ class Store:
             part = self.path.with_name(self.path.name + tail)
             if part.exists():
                 part.rename(part.with_name(part.name + suffix))
-        told = (
+        report = (
             f"epoch {known.epoch} ended at {known.last}"
             if known
             else "its contents are unknown: its jobs will time out"
@@ -390,7 +390,7 @@ class Store:
             self.path,
             damage,
             suffix,
-            told,
+            report,
         )
 
     def _held(self) -> list[tuple[int, str]]:

@@ -338,12 +338,12 @@ class Relay:
                 with client.pipeline(transaction=False) as pipe:
                     pipe.mget([mark_key(*stream) for stream in streams])
                     barrier.ask(pipe)
-                    found, *answers = pipe.execute()
+                    result, *answers = pipe.execute()
                 if barrier.passed(*answers) and (
                     self._replicas is None or self._replicas.suffice(barrier.holders)
                 ):
                     return {
-                        stream: int(mark or 0) for stream, mark in zip(streams, found, strict=True)
+                        stream: int(mark or 0) for stream, mark in zip(streams, result, strict=True)
                     }
                 if self._stopping or time.monotonic() >= deadline:
                     self._complain(

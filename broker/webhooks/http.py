@@ -107,7 +107,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         except ValueError:
             pass
         try:
-            return [ip_address(found) for found in await self._resolve(host, port)]
+            return [ip_address(result) for result in await self._resolve(host, port)]
         except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"cannot resolve {host}: {error}") from error
 
@@ -193,10 +193,10 @@ class Poster:
 
     async def _look_up(self, host: str, port: int) -> Sequence[str]:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
+        threads = await loop.run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
-        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+        return list(dict.fromkeys(str(address[0]) for *_, address in threads))
 
 
 def _why(error: BaseException) -> str:

@@ -207,10 +207,10 @@ class WebhookOutbox:
     @reachable
     async def delivery(self, delivery_id: str) -> Delivery:
         """Raises not_found."""
-        [found] = await self._read([delivery_id])
-        if found is None:
+        [result] = await self._read([delivery_id])
+        if result is None:
             raise not_found(delivery_id)
-        return found
+        return result
 
     @reachable
     async def deliveries(
@@ -227,12 +227,12 @@ class WebhookOutbox:
         for a cursor that is not ours.
         """
         score, last = views.parse_cursor(cursor)
-        found: list[Delivery] = []
+        result: list[Delivery] = []
         scanned = 0
         while scanned < PAGE_SCAN:
             chunk = await self._older(tenant, job, score, last)
             if not chunk:
-                return DeliveryPage(deliveries=found)
+                return DeliveryPage(deliveries=result)
             for (name, created), known in zip(
                 chunk, await self._read([name for name, _ in chunk]), strict=True
             ):
@@ -242,11 +242,13 @@ class WebhookOutbox:
                     and tenant in (None, known.tenant)
                     and (state is None or known.state == state)
                 ):
-                    if len(found) == limit:
-                        return DeliveryPage(deliveries=found, next=views.format_cursor(score, last))
-                    found.append(known)
+                    if len(result) == limit:
+                        return DeliveryPage(
+                            deliveries=result, next=views.format_cursor(score, last)
+                        )
+                    result.append(known)
                 score, last = created, name
-        return DeliveryPage(deliveries=found, next=views.format_cursor(score, last))
+        return DeliveryPage(deliveries=result, next=views.format_cursor(score, last))
 
     async def _older(
         self, tenant: str | None, job: str | None, score: float, last: str
@@ -259,21 +261,21 @@ class WebhookOutbox:
             rows = sorted(zip(await self._times(ids), ids, strict=True), reverse=True)
             return [(name, at) for at, name in rows if (at, name) < (score, last)][:PAGE_CHUNK]
         index = "ms:hook-index" if tenant is None else f"ms:hook-index:{tenant}"
-        found: list[tuple[str, float]] = []
+        result: list[tuple[str, float]] = []
         offset = 0
         while (
-            len(found) < PAGE_CHUNK
+            len(result) < PAGE_CHUNK
         ):  # those of one and the same time are ordered by id: skip those already given
             rows = await self._redis.zrevrangebyscore(
                 index, score, "-inf", start=offset, num=PAGE_CHUNK, withscores=True
             )
             offset += len(rows)
-            found += [
+            result += [
                 (name.decode(), at) for name, at in rows if at < score or name.decode() < last
             ]
             if len(rows) < PAGE_CHUNK:
                 break
-        return found[:PAGE_CHUNK]
+        return result[:PAGE_CHUNK]
 
     async def _times(self, ids: Iterable[str]) -> list[float]:
         async with self._redis.pipeline(transaction=False) as pipe:

@@ -18,18 +18,18 @@ WISHING = frozenset({429, 503})
 
 
 def due_again(
-    tries: int, at: float, asked: float = 0.0, chance: random.Random | None = None
+    tries: int, at: float, request: float = 0.0, chance: random.Random | None = None
 ) -> float | None:
     """When to send again after `tries` attempts (at least 1) of which the last ended at `at`; None:
     that was the last rung.
 
-    `asked`: seconds that the receiver asked to be left alone, at least. `at` and the answer in
+    `request`: seconds that the receiver asked to be left alone, at least. `at` and the answer in
     seconds since the epoch.
     """
     if tries >= len(LADDER_S):
         return None
     pause = LADDER_S[tries] * (1.0 + JITTER * (chance or random).random())
-    return at + max(pause, asked)
+    return at + max(pause, request)
 
 
 def retry_after(status: int, header: str | None, at: float) -> float:

@@ -46,8 +46,8 @@ class WebhookSecrets:
         `own`: for `key` alone, which then has secrets apart from its tenant's for good.
         """
         if key and (own or await self._own(tenant, key)):
-            found = await self._turn(_owner(tenant, key), keep_former_s, heir_of=tenant)
-            return SecretList(of="key", secrets=found)
+            result = await self._turn(_owner(tenant, key), keep_former_s, heir_of=tenant)
+            return SecretList(of="key", secrets=result)
         return SecretList(of="tenant", secrets=await self._turn(tenant, keep_former_s))
 
     @reachable
@@ -60,7 +60,7 @@ class WebhookSecrets:
     ) -> list[Secret]:
         at = now()
         fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
-        found = await self._script(
+        result = await self._script(
             args=pack(
                 at,
                 owner=owner,
@@ -70,10 +70,10 @@ class WebhookSecrets:
                 keep=keep,
             )
         )
-        known = [Secret(secret=found[0].decode(), created=float(found[1]))]
-        if found[2] is not None and float(found[4]) > at:
+        known = [Secret(secret=result[0].decode(), created=float(result[1]))]
+        if result[2] is not None and float(result[4]) > at:
             known.append(
-                Secret(secret=found[2].decode(), created=float(found[3]), until=float(found[4]))
+                Secret(secret=result[2].decode(), created=float(result[3]), until=float(result[4]))
             )
         return known
 

@@ -54,10 +54,10 @@ def clock_of(settings: Settings) -> Callable[[], float]:
 
     For tests, `MIDSTREAM_FAULT=webhooks:clock=FILE` moves it on by the seconds that the file holds.
     """
-    found = _CLOCK.search(settings.fault)
-    if found is None:
+    match = _CLOCK.search(settings.fault)
+    if match is None:
         return now
-    file = Path(found[1])
+    file = Path(match[1])
     return lambda: now() + float((file.exists() and file.read_text()) or 0)
 
 
@@ -109,7 +109,7 @@ class Sender:
 
     async def run(self) -> None:
         """Run until cancelled. An unreachable Redis or any other failure is logged and retried."""
-        housekeeping, away = 0.0, False
+        housekeeping, unreachable = 0.0, False
         while True:
             lent = 0
             try:
@@ -117,11 +117,11 @@ class Sender:
                 if time.monotonic() >= housekeeping:
                     housekeeping = time.monotonic() + HOUSEKEEPING_S
                     await self.housekeeping()
-                    away = False
+                    unreachable = False
             except MidstreamError as error:
-                if not away:  # once, not every `POLL_S`
+                if not unreachable:  # once, not every `POLL_S`
                     log.warning("webhooks suspended: %s", error.detail)
-                away = True
+                unreachable = True
             except Exception:
                 # Whatever it was, the other deliveries still need the next round.
                 log.exception("a round of webhooks failed; next one in %s s", POLL_S)
@@ -195,14 +195,14 @@ class Sender:
         """One attempt, signed with these, and its note."""
         at, started = self._outbox.clock(), time.monotonic()
         crash_point("webhook.lent")
-        state, status, error, asked = await self._attempt(loan, at, secrets)
+        state, status, error, request = await self._attempt(loan, at, secrets)
         crash_point("webhook.sent")
         attempt = DeliveryAttempt(
             at=at, status=status, error=error, seconds=round(time.monotonic() - started, 6)
         )
         again = None
         if state == "pending":
-            again = due_again(loan.tries + 1, self._outbox.clock(), asked, self._chance)
+            again = due_again(loan.tries + 1, self._outbox.clock(), request, self._chance)
             state = "failed" if again is None else "pending"
         metrics.WEBHOOK_ATTEMPTS.labels("retried" if state == "pending" else state).inc()
         log.log(  # of the URL only the host: what follows may be a password

@@ -85,7 +85,7 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
     """
     inner: list[str | None] = []
     if isinstance(address, IPv6Address):
-        inner = [refusal(each, allow_private) for each in embedded(address)]
+        inner = [refusal(item, allow_private) for item in embedded(address)]
         if METADATA in inner:
             return METADATA
         if address in _NAT64:
@@ -98,27 +98,27 @@ def refusal(address: Address, allow_private: bool = False) -> str | None:
         if getattr(address, kind):
             return what
     if isinstance(address, IPv4Address):
-        found = next((what for network, what in _EXTRA_V4.items() if address in network), None)
-        return found or (None if address.is_global else "not public")
+        result = next((what for network, what in _EXTRA_V4.items() if address in network), None)
+        return result or (None if address.is_global else "not public")
     if address.scope_id is not None:
         return "link-local"
     if address not in _GLOBAL_V6:
         return "not public"
-    found = next((what for network, what in _EXTRA_V6.items() if address in network), None)
-    return found or next((why for why in inner if why), None)
+    result = next((what for network, what in _EXTRA_V6.items() if address in network), None)
+    return result or next((why for why in inner if why), None)
 
 
 def embedded(address: IPv6Address) -> list[IPv4Address]:
     """The IPv4 addresses embedded in an IPv6 address, to which its packets may be forwarded."""
     value = int(address)
-    found = [
+    result = [
         ((value >> shift) ^ mask) & 0xFFFFFFFF
         for network, shift, mask in _EMBEDDING
         if address in network
     ]
     if (value >> 32) & 0xFFFFFFFF in _ISATAP:
-        found.append(value & 0xFFFFFFFF)
-    return [IPv4Address(each) for each in found]
+        result.append(value & 0xFFFFFFFF)
+    return [IPv4Address(item) for item in result]
 
 
 def url_fault(url: str, allow_private: bool) -> str | None:

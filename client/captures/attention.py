@@ -51,33 +51,33 @@ def pattern(
     """
     chosen, places = heads_of(kind, heads), np.asarray(positions, dtype=np.int64)
     key_heads = _key_heads(queries, keys, kind)
-    wanted = np.arange(len(places)) if rows is None else _rows_at(places, rows)
-    lows = _lowest(places[wanted], kind)
-    _complete(places, places[wanted], lows)
-    shape = len(chosen), len(wanted), len(places)
+    needed = np.arange(len(places)) if rows is None else _rows_at(places, rows)
+    lows = _lowest(places[needed], kind)
+    _complete(places, places[needed], lows)
+    shape = len(chosen), len(needed), len(places)
     if (size := 4 * math.prod(shape)) > MAX_BYTES:
         detail = (
             f"{shape[0]} heads × {shape[1]} queries × {shape[2]} keys are {size >> 20} MiB; "
             f"the limit is {MAX_BYTES >> 20} MiB"
         )
         raise invalid("head", detail, allowed="fewer heads, or the queries of fewer positions")
-    found = np.zeros(shape, dtype=np.float32)
+    result = np.zeros(shape, dtype=np.float32)
     step = max(1, _BLOCK_BYTES // (8 * max(len(places), 1)))
     for at, head in enumerate(chosen):
         columns = slice(head * kind.head_dim, (head + 1) * kind.head_dim)
         shared = head * key_heads // kind.heads
         of_keys = keys[:, shared * kind.head_dim : (shared + 1) * kind.head_dim].astype(np.float64)
-        for start in range(0, len(wanted), step):
+        for start in range(0, len(needed), step):
             block = slice(start, start + step)
-            of_queries = queries[wanted[block], columns].astype(np.float64)
-            found[at, block] = _softmax(
+            of_queries = queries[needed[block], columns].astype(np.float64)
+            result[at, block] = _softmax(
                 _scores(
-                    of_queries, of_keys, kind, head, places, places[wanted[block]], lows[block]
+                    of_queries, of_keys, kind, head, places, places[needed[block]], lows[block]
                 ),
                 kind,
                 head,
             )
-    return found
+    return result
 
 
 def _scores(
@@ -126,8 +126,8 @@ def _lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
 
 def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None:
     """Raises MidstreamError unless every key that a query sees is among `places`."""
-    there = np.searchsorted(places, queries, side="right") - np.searchsorted(places, lows)
-    lacking = np.flatnonzero(there < queries - lows + 1)
+    present = np.searchsorted(places, queries, side="right") - np.searchsorted(places, lows)
+    lacking = np.flatnonzero(present < queries - lows + 1)
     if not len(lacking):
         return
     query, low = int(queries[lacking[0]]), int(lows[lacking[0]])
@@ -147,8 +147,8 @@ def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None
 
 def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     """int64 `[rows]`: where each position is among `places`."""
-    there = {place: row for row, place in enumerate(places.tolist())}
-    missing = [row for row in rows if row not in there]
+    present = {place: row for row, place in enumerate(places.tolist())}
+    missing = [row for row in rows if row not in present]
     if missing or not len(rows):
         detail = (
             f"positions {as_ranges(missing, _SHOWN_RANGES)} were not captured"
@@ -158,7 +158,7 @@ def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
         raise MidstreamError(
             "not_found", detail, field="queries", allowed=as_ranges(places.tolist(), _SHOWN_RANGES)
         )
-    return np.array([there[row] for row in rows])
+    return np.array([present[row] for row in rows])
 
 
 def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> int:
@@ -203,7 +203,7 @@ def mixed(
                 f"{width}"
             ),
         )
-    found = np.zeros((count, kind.heads * width), dtype=np.float32)
+    result = np.zeros((count, kind.heads * width), dtype=np.float32)
     for head, given in patterns.items():
         pattern = np.asarray(given, dtype=np.float64)
         if pattern.shape != (count, count):
@@ -224,7 +224,7 @@ def mixed(
                 ),
             )
         shared = head * key_heads // kind.heads
-        found[:, head * width : (head + 1) * width] = pattern @ values[
+        result[:, head * width : (head + 1) * width] = pattern @ values[
             :, shared * width : (shared + 1) * width
         ].astype(np.float64)
-    return found
+    return result

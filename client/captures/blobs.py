@@ -145,14 +145,14 @@ class Blob:
             return None
         try:
             with place.store.open(index_of(place.key)) as handle:
-                told = msgspec.json.decode(handle.read(0, handle.size), type=_Promise)
+                report = msgspec.json.decode(handle.read(0, handle.size), type=_Promise)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
             raise MidstreamError(
                 "capture_damaged", f"the manifest beside {place.path} cannot be read: {error}"
             ) from error
-        return told.bytes, told.crc32
+        return report.bytes, report.crc32
 
 
 def gone(what: Path | str) -> MidstreamError:
@@ -178,16 +178,16 @@ def find(source: ArtifactStore | Path, job: str | None, tag: str | None) -> list
         return _loose(store, folder) + list(_in_segments(store, above, name))
     if job is None:
         raise invalid("job", "a store holds captures of many jobs: name one")
-    found: list[Place] = []
+    places: list[Place] = []
     if isinstance(source, Path):
         store, name = _within(source, 1)
         if name and tag in (None, name):
-            found += _of_tag(store, name, job)
+            places += _of_tag(store, name, job)
         source = open_store(source.absolute())
     for folder in source.children():
         if folder.endswith("/") and tag in (None, folder[:-1]):
-            found += _of_tag(source, folder[:-1], job)
-    return found
+            places += _of_tag(source, folder[:-1], job)
+    return places
 
 
 def expand(places: Iterable[Place], job: str | None) -> list[Place]:
@@ -196,13 +196,13 @@ def expand(places: Iterable[Place], job: str | None) -> list[Place]:
 
     Raises MidstreamError for a segment whose manifest is missing or cannot be read.
     """
-    found: list[Place] = []
+    result: list[Place] = []
     for place in places:
         if place.store is None or not place.in_segment or place.bytes is not None:
-            found.append(place)
+            result.append(place)
             continue
         try:
-            found += _of_segment(place.store, index_of(place.key), job)
+            result += _of_segment(place.store, index_of(place.key), job)
         except FileNotFoundError as error:
             try:
                 place.store.stat(place.key)
@@ -216,7 +216,7 @@ def expand(places: Iterable[Place], job: str | None) -> list[Place]:
                     "unknown"
                 ),
             ) from error
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 def _of_tag(store: ArtifactStore, tag: str, job: str) -> list[Place]:

@@ -62,27 +62,25 @@ def _sites(
         if name not in captured:
             raise invalid("hooks", f"{given!r} was not captured", allowed=", ".join(captured))
     if isinstance(hooks, Mapping):
-        wanted = {
+        sites = {
             name: _layers(hooks[cast(HookName, given)], captured[name])
             for name, given in names.items()
         }
     else:  # at some hooks more layers may have been captured than at others
         everywhere = _layers(layers, sorted({layer for name in names for layer in captured[name]}))
-        wanted = {
-            name: [layer for layer in captured[name] if layer in everywhere] for name in names
-        }
-    return {name: kept for name, kept in wanted.items() if kept}
+        sites = {name: [layer for layer in captured[name] if layer in everywhere] for name in names}
+    return {name: kept for name, kept in sites.items() if kept}
 
 
-def _layers(wanted: LayerSelector, there: list[int]) -> list[int]:
-    if wanted == "all":
-        return there
+def _layers(layer_selector: LayerSelector, present: list[int]) -> list[int]:
+    if layer_selector == "all":
+        return present
     try:
-        chosen = resolve_layers(plain(wanted, LayerSelector), there[-1] + 1)
+        chosen = resolve_layers(plain(layer_selector, LayerSelector), present[-1] + 1)
     except SelectorError as error:
-        raise invalid("layers", str(error), allowed=str(there)) from error
-    if missing := set(chosen) - set(there):
-        raise invalid("layers", f"layer {min(missing)} was not captured", allowed=str(there))
+        raise invalid("layers", str(error), allowed=str(present)) from error
+    if missing := set(chosen) - set(present):
+        raise invalid("layers", f"layer {min(missing)} was not captured", allowed=str(present))
     return chosen
 
 

@@ -39,8 +39,8 @@ def routing_at(kinds: Sequence[RoutingKind], layer: int) -> RoutingKind:
 
 
 def _at(kinds: Sequence[Kind], layer: int, does: str) -> Kind:
-    found = [kind for kind in kinds if layer in kind.layers]
-    if not found:
+    result = [kind for kind in kinds if layer in kind.layers]
+    if not result:
         known = as_ranges(number for kind in kinds for number in kind.layers)
         detail = (
             f"it is not recorded how layer {layer} {does}: it does not, or an older version "
@@ -52,13 +52,13 @@ def _at(kinds: Sequence[Kind], layer: int, does: str) -> Kind:
             field="layer",
             allowed=f"layers {known}" if known else "no layers here",
         )
-    if len(found) > 1:
+    if len(result) > 1:
         raise MidstreamError("ranks_disagree", f"ranks disagree on how layer {layer} {does}")
-    return found[0]
+    return result[0]
 
 
-def _readable(version: int, ours: int, does: str) -> None:
-    if version > ours:
+def _readable(version: int, own: int, does: str) -> None:
+    if version > own:
         raise MidstreamError(
             "version_mismatch",
             f"a newer version of Midstream recorded how {does}",

@@ -103,14 +103,14 @@ class Attention:
                 f"no query has a key for {behaviour!r}",
                 allowed=", ".join(self.behaviours()) or "no behaviour",
             )
-        found = []
+        result = []
         for layer, pattern in self.patterns.items():
             shares = (pattern[:, having] * keys[having]).sum(axis=2).mean(axis=1)
-            found += [
+            result += [
                 HeadScore(layer, head, float(share))
                 for head, share in zip(self.heads[layer], shares, strict=True)
             ]
-        return sorted(found, key=lambda each: -each.score)
+        return sorted(result, key=lambda item: -item.score)
 
     def behaviours(self) -> list[Behaviour]:
         """Return those that some query of this prompt has keys for."""
@@ -138,8 +138,8 @@ class Attention:
 
 
 def _back(positions: np.ndarray, by: int) -> np.ndarray:
-    apart: np.ndarray = positions[:, None] - positions[None, :] == by
-    return apart
+    separate: np.ndarray = positions[:, None] - positions[None, :] == by
+    return separate
 
 
 def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:

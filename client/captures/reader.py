@@ -74,12 +74,12 @@ class _Request:
     @property
     def missing(self) -> list[str]:
         """Tensors that belong to the capture and are in no blob."""
-        wanted = [
+        needed = [
             (hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers
         ]
         return [
             f"{hook}.{layer}"
-            for hook, layer in wanted
+            for hook, layer in needed
             if not _all_columns(self.sites.get((hook, layer), []))
         ]
 
@@ -110,12 +110,12 @@ class _Request:
         """Position → token id, ascending: those that every stage holds (under overload each may
         have dropped others).
         """
-        first, *others = self.blobs
-        asked = _asked(first)
+        first, *rest = self.blobs
+        request = _asked(first)
         shared = _tokens(first)
-        for other in others:
+        for other in rest:
             tokens = _tokens(other)
-            if _asked(other) != asked or any(
+            if _asked(other) != request or any(
                 tokens[position] != shared[position] for position in tokens.keys() & shared.keys()
             ):
                 raise MidstreamError(
@@ -344,13 +344,13 @@ class CaptureReader:
 
     def hooks(self, request: int = 0) -> list[str]:
         """The hook points that were captured, in the order in which a forward meets them."""
-        found = {hook for hook, _ in self._of(request).sites}
-        return [hook for hook in FORWARD if hook in found] + sorted(found - set(FORWARD))
+        result = {hook for hook, _ in self._of(request).sites}
+        return [hook for hook in FORWARD if hook in result] + sorted(result - set(FORWARD))
 
     def layers(self, request: int = 0, hook: str | None = None) -> list[int]:
         """Ascending layers captured at `hook`, over all stages."""
         chosen = self._hook(hook, request)
-        return sorted(layer for found, layer in self._of(request).sites if found == chosen)
+        return sorted(layer for result, layer in self._of(request).sites if result == chosen)
 
     def positions(self, request: int = 0) -> list[int]:
         """Absolute token positions of the rows; row i of every array is `positions[i]`."""
@@ -420,10 +420,10 @@ class CaptureReader:
         self, layer: int, hook: str | None, request: int, read: Callable[[Blob, str], np.ndarray]
     ) -> np.ndarray:
         """The rows of one site, the columns of all ranks side by side."""
-        found, blobs, name = self._tensor(layer, hook, request)
+        result, blobs, name = self._tensor(layer, hook, request)
         parts = []
         for blob in blobs:
-            array, rows = read(blob, name), found.rows(blob)
+            array, rows = read(blob, name), result.rows(blob)
             parts.append(array if rows is None else array[rows])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
@@ -497,8 +497,8 @@ class CaptureReader:
             if queries is None
             else [place if place >= 0 else manifest.prompt_tokens + place for place in queries]
         )
-        found = self.array(layer, "q", request), self.array(layer, "k", request)
-        return pattern(*found, usable(kind, layer), self.positions(request), heads=head, rows=rows)
+        result = self.array(layer, "q", request), self.array(layer, "k", request)
+        return pattern(*result, usable(kind, layer), self.positions(request), heads=head, rows=rows)
 
     def attention_kind(self, layer: int, request: int = 0) -> AttentionKind:
         """Return how a layer turns queries and keys into patterns.
@@ -570,34 +570,34 @@ class CaptureReader:
         """Return what is missing: requests, stages, tensors, dropped positions; and the capture's
         status from the API.
         """
-        found = []
+        result = []
         if self.status not in ("", "ok"):
-            found.append(
+            result.append(
                 Check(Path(self.job), 0, 0, ok=False, detail=_told(self.status, self.detail))
             )
         if why := self._missing_requests():
-            found.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
+            result.append(Check(Path(self.job), 0, 0, ok=False, detail=why))
         for number, request in self._requests.items():
             path = request.blobs[0].place.path
             if why := request.incomplete():
-                found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+                result.append(Check(path, 0, 0, ok=False, detail=why, request=number))
             if dropped := request.dropped:
                 why = (
                     f"request {number}: positions dropped under overload: "
                     f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
                 )
-                found.append(Check(path, 0, 0, ok=False, detail=why, request=number))
-        return found
+                result.append(Check(path, 0, 0, ok=False, detail=why, request=number))
+        return result
 
     def _missing_requests(self) -> str:
         """Return which requests are there when some are missing; empty when none is."""
-        there = list(self._requests)
-        if len(there) >= self._expected:
+        present = list(self._requests)
+        if len(present) >= self._expected:
             return ""
-        ranges = as_ranges(there, _SHOWN_RANGES)
+        ranges = as_ranges(present, _SHOWN_RANGES)
         return (
             f"job {self.job} captured {self._expected} requests, but files exist for only "
-            f"{len(there)}: {ranges}"
+            f"{len(present)}: {ranges}"
         )
 
     def _of(self, request: int) -> _Request:
@@ -608,10 +608,10 @@ class CaptureReader:
                 field="request",
                 allowed=str(list(self._requests)),
             )
-        found = self._requests[request]
-        if not self._partial and (why := found.incomplete()):
+        result = self._requests[request]
+        if not self._partial and (why := result.incomplete()):
             raise MidstreamError("capture_failed", why, allowed=_PARTIAL)
-        return found
+        return result
 
     def _hook(self, hook: str | None, request: int) -> str:
         if hook is not None:
@@ -624,10 +624,10 @@ class CaptureReader:
     def _tensor(
         self, layer: int, hook: str | None, request: int
     ) -> tuple[_Request, list[Blob], str]:
-        found, chosen = self._of(request), self._hook(hook, request)
+        result, chosen = self._of(request), self._hook(hook, request)
         if layer < 0:
-            layer = _from_the_end(layer, found.manifest)
-        blobs = found.sites.get((chosen, layer))
+            layer = _from_the_end(layer, result.manifest)
+        blobs = result.sites.get((chosen, layer))
         if not blobs:
             layers, hooks = self.layers(request, chosen), self.hooks(request)
             allowed = str(layers) if layers else f"hooks {', '.join(hooks)}"
@@ -637,7 +637,7 @@ class CaptureReader:
                 field="layer",
                 allowed=allowed,
             )
-        return found, blobs, f"{chosen}.{layer}"
+        return result, blobs, f"{chosen}.{layer}"
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:
@@ -663,8 +663,8 @@ def _from_the_end(layer: int, manifest: Manifest) -> int:
 
 def _last_whole(attempts: dict[int, list[Blob]]) -> _Request:
     """The last attempt that is whole; if none is, the last."""
-    found = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
-    return next((request for request in found if not request.missing), found[0])
+    requests = [_Request(attempts[attempt]) for attempt in sorted(attempts, reverse=True)]
+    return next((request for request in requests if not request.missing), requests[0])
 
 
 def _told(status: str, detail: str) -> str:

@@ -67,17 +67,17 @@ def samples(
     """Return what each row of `matrix(readers, …, rows=rows)` is: its job, its request and its
     token position.
     """
-    found = []
+    result = []
     for reader, request in _each(readers):
         positions = reader.positions(request)
         if rows == "mean":
-            found.append(Sample(reader.job, request, None))
+            result.append(Sample(reader.job, request, None))
         else:
-            found += [
+            result += [
                 Sample(reader.job, request, positions[index])
                 for index in _indices(reader, request, rows)
             ]
-    return found
+    return result
 
 
 def _each(

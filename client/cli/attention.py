@@ -74,40 +74,40 @@ def attention(
     )
     if prompt is not None:
         with connect(url) as client:
-            found = client.attention(
+            result = client.attention(
                 prompt, layers=chosen, heads=of_heads, model=model or only_model(client)
             )
     else:
         with open_capture(str(source), url) as reader:
-            found = attention_of(reader, chosen, of_heads, request)
-    panels = named(found, show_) if show_ else show.panels_of(found, behaviour=behaviour)  # type: ignore[arg-type]
+            result = attention_of(reader, chosen, of_heads, request)
+    panels = named(result, show_) if show_ else show.panels_of(result, behaviour=behaviour)  # type: ignore[arg-type]
     if json_:
-        print(to_json(_facts(found)).decode())
+        print(to_json(_facts(result)).decode())
     else:
-        out.print(show.report(found, panels))
-        out.print(f"job: {found.job}", style="dim", markup=False, soft_wrap=True)
+        out.print(show.report(result, panels))
+        out.print(f"job: {result.job}", style="dim", markup=False, soft_wrap=True)
     if figure_ is not None:
-        figure(found, figure_, panels)
+        figure(result, figure_, panels)
         if not json_:
             out.print(f"drawn: {figure_}", markup=False, soft_wrap=True)
 
 
-def _facts(found: Attention) -> dict[str, Any]:
+def _facts(attention: Attention) -> dict[str, Any]:
     """For programs: tokens, and every head's scores."""
     scores = {
-        behaviour: [each._asdict() for each in found.scores(behaviour)]
-        for behaviour in found.behaviours()
+        behaviour: [score._asdict() for score in attention.scores(behaviour)]
+        for behaviour in attention.behaviours()
     }
     return {
-        "job": found.job,
-        "positions": found.positions,
-        "tokens": found.tokens,
-        "absent": found.absent,
+        "job": attention.job,
+        "positions": attention.positions,
+        "tokens": attention.tokens,
+        "absent": attention.absent,
         "scores": scores,
     }
 
 
-def named(found: Attention, texts: Sequence[str]) -> list[show.Panel]:
+def named(attention: Attention, texts: Sequence[str]) -> list[show.Panel]:
     """`5.3`, layer and head, of each text.
 
     Raises MidstreamError naming `--show`, or the heads that there are.
@@ -117,6 +117,6 @@ def named(found: Attention, texts: Sequence[str]) -> list[show.Panel]:
         layer, dot, head = text.partition(".")
         if not (dot and layer.isdecimal() and head.isdecimal()):
             raise invalid("--show", f"{text!r} is not LAYER.HEAD", allowed="such as 5.3")
-        found.of(int(layer), int(head))
+        attention.of(int(layer), int(head))
         panels.append((int(layer), int(head)))
     return panels

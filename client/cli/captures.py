@@ -63,9 +63,9 @@ def capture_show(
                 markup=False,
             )
     out.print(f"files: {reader.files[0].parent}", markup=False, soft_wrap=True)
-    if others := [name for name in reader.tags if name != reader.tag]:
+    if names := [name for name in reader.tags if name != reader.tag]:
         out.print(
-            f"tag {reader.tag}; other captures: --tag {', '.join(others)}",
+            f"tag {reader.tag}; other captures: --tag {', '.join(names)}",
             markup=False,
             soft_wrap=True,
         )
@@ -76,12 +76,12 @@ def capture_verify(source: Source, job: Job = None, tag: Tag = None, url: Url = 
     """Recompute every CRC32 and check that no request, stage, site or position is missing; exits
     non-zero if a check fails.
     """
-    found = open_capture(source, url, job, tag, partial=True).verify()
-    out.print(show.checks(found))
-    wrong = [check for check in found if not check.ok]
+    result = open_capture(source, url, job, tag, partial=True).verify()
+    out.print(show.checks(result))
+    wrong = [check for check in result if not check.ok]
     if wrong:
         raise MidstreamError(
-            "capture_failed", f"{len(wrong)} of {len(found)} checks failed: {wrong[0].detail}"
+            "capture_failed", f"{len(wrong)} of {len(result)} checks failed: {wrong[0].detail}"
         )
 
 
@@ -119,11 +119,11 @@ def capture_export(
     """Write chosen rows into one file for other programs."""
     reader = open_capture(source, url, job, tag, partial)
     chosen = None if layers is None else options.parse_layers(layers)
-    wanted = options.read_hooks(hooks, chosen) if hooks else ()
+    needed = options.read_hooks(hooks, chosen) if hooks else ()
     names = export(
         reader,
         target,
-        hooks=wanted,
+        hooks=needed,
         layers="all" if chosen is None else chosen,
         requests=request or (),
     )

@@ -34,7 +34,7 @@ def curve_new(
         raise invalid("role", f"unknown role {role!r}", allowed="relay, worker")
     private, public = new_keys(roles[role], name, folder)
     if role == "relay":
-        said = [
+        text = [
             (
                 "the relay",
                 (
@@ -45,9 +45,9 @@ def curve_new(
             ("every worker", f"MIDSTREAM_CURVE_SERVER_KEY_FILE={public}"),
         ]
     else:
-        said = [
+        text = [
             (f"worker {name}", f"MIDSTREAM_WORKER_ID={name} MIDSTREAM_CURVE_SECRET_FILE={private}"),
             ("the relay", f"{public} in its MIDSTREAM_CURVE_CLIENTS_DIR"),
         ]
-    for whom, what in said:
+    for whom, what in text:
         print(f"{whom}: {what}")

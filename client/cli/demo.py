@@ -436,8 +436,8 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
         f"{summary.cells} cells, each confirmed by every rank{took}; {summary.skipped} skipped",
     )
     knows = [
-        each is not None and each.value * sign > 0
-        for each, sign in ((pair.source, 1), (pair.base, -1))
+        item is not None and item.value * sign > 0
+        for item, sign in ((pair.source, 1), (pair.base, -1))
     ]
     verdict.check(
         all(knows), "unpatched, the model answers Paris for one prompt and Rome for the other"
@@ -448,15 +448,15 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
         f"the last token in the last layer recovers {values[-1, -1]:.0%}",
     )
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
-    found, late = values[layer, column], values[-1, column]
+    value, late = values[layer, column], values[-1, column]
     early = (
-        f"earlier, at the subject: “{grid.names[column]}” alone recovers {found:.0%} in "
+        f"earlier, at the subject: “{grid.names[column]}” alone recovers {value:.0%} in "
         f"layer {layer}, {late:.0%} in the last"
     )
-    verdict.check(found >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
+    verdict.check(value >= LEAST_AT_THE_SUBJECT and late <= MOST_WHEN_READ, early)
     floor = pair.noise_floor
     verdict.check(
-        floor is not None and floor < found,
+        floor is not None and floor < value,
         f"noise floor, from patches of a prompt with its own rows: {floor or 0:.2g}",
     )
 
@@ -464,11 +464,11 @@ def _patch(client: Client, model: str, folder: Path, console: Console, verdict: 
 def _ask_the_ranks(client: Client, console: Console, verdict: Verdict) -> None:
     """Query the ranks, as `midstream dynamic` does."""
     console.print("\n  [dim]$ midstream dynamic[/]")
-    found = client.dynamic(MODEL_NAME)
-    for worker in found.workers:
+    result = client.dynamic(MODEL_NAME)
+    for worker in result.workers:
         _line(console, show_steering.worker_line(worker))
-        console.print(show_steering.ranks(worker, found.determinism))
-    verdict.check(found.determinism.consistent, show_steering.agreement_line(found))
+        console.print(show_steering.ranks(worker, result.determinism))
+    verdict.check(result.determinism.consistent, show_steering.agreement_line(result))
 
 
 def _shift(plain: CaptureReader, steered: CaptureReader, direction: np.ndarray) -> Shift:

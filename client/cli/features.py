@@ -49,9 +49,9 @@ def features(
         {} if model is None else {"model": model}
     )
     with connect(url) as client:
-        asked = [options.parse_features(each, "--sae") for each in sae]
-        most = {each["sae"]: each.get("top_k", top_k) for each in asked}
-        found = client.features_of(
+        request = [options.parse_features(value, "--sae") for value in sae]
+        most = {value["sae"]: value.get("top_k", top_k) for value in request}
+        result = client.features_of(
             prompt,
             most,
             positions=options.parse_positions(positions),
@@ -60,6 +60,6 @@ def features(
             **fields,
         )
     if json_:
-        print(to_json([each.reading for each in found.values()]).decode())
+        print(to_json([value.reading for value in result.values()]).decode())
     else:
-        out.print(*(render.table(each, most[name]) for name, each in found.items()), sep="\n")
+        out.print(*(render.table(value, most[name]) for name, value in result.items()), sep="\n")

@@ -217,27 +217,27 @@ def harvest_verify(
     """
     from ..harvest import verify
 
-    found = verify(uri)
+    result = verify(uri)
     if json_:
         print(
             to_json(
                 {
-                    "shards": found.shards,
-                    "rows": found.rows,
-                    "bytes": found.bytes,
-                    "faults": found.faults,
+                    "shards": result.shards,
+                    "rows": result.rows,
+                    "bytes": result.bytes,
+                    "faults": result.faults,
                 }
             ).decode()
         )
     else:
-        size, verdict = f"{found.bytes / 2**20:,.1f} MiB", "ok" if found.ok else "damaged"
+        size, verdict = f"{result.bytes / 2**20:,.1f} MiB", "ok" if result.ok else "damaged"
         out.print(
-            f"{found.shards:,} shards, {found.rows:,} rows, {size}: {verdict}",
+            f"{result.shards:,} shards, {result.rows:,} rows, {size}: {verdict}",
             markup=False,
             highlight=False,
         )
-    if not found.ok:
-        raise MidstreamError("capture_damaged", "; ".join(found.faults[:5]))
+    if not result.ok:
+        raise MidstreamError("capture_damaged", "; ".join(result.faults[:5]))
 
 
 def _print(view: HarvestView, json_: bool) -> None:

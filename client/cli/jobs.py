@@ -214,7 +214,7 @@ def submit(
             fields["patch"] = options.parse_patches(patch or [])
             fields["probes"] = options.parse_probes(probe or [])
             fields["lens"] = options.parse_lens(lens) if lens else None
-            fields["features"] = [options.parse_features(each) for each in features or []]
+            fields["features"] = [options.parse_features(item) for item in features or []]
             fields |= handling
             fields["capture"] = options.parse_capture(
                 layers=layers,
@@ -381,15 +381,15 @@ def print_result(client: Client, result: JobResult) -> None:
     )
     if captures.status != "not_requested" and not read_only:
         returned = sum(len(report.rows) for report in captures.consumers)
-        there = (
+        text = (
             f"{jobs.count(len(captures.files), 'file')}, "
             f"{jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
         )
         if returned:
-            there = (
-                f"{there}; " if captures.files else ""
+            text = (
+                f"{text}; " if captures.files else ""
             ) + f"{jobs.size(returned)} in the response"
-        out.print(f"captures {jobs.coloured(captures.status)}: {there}")
+        out.print(f"captures {jobs.coloured(captures.status)}: {text}")
         if captures.detail:
             out.print(captures.detail, style="dim", markup=False, soft_wrap=True)
         if returned:

@@ -147,8 +147,8 @@ def keys_generate() -> None:
 def keys_list(json_: AsJson = False, url: Url = None) -> None:
     """List the keys of all tenants."""
     with connect(url) as client:
-        found = client.api_keys()
-    print_list(found, found, _keys, "keys", json_)
+        api_keys = client.api_keys()
+    print_list(api_keys, api_keys, _keys, "keys", json_)
 
 
 @keys_app.command("revoke")
@@ -166,10 +166,10 @@ def keys_revoke(
             out.print(f"{key_id} revoked", markup=False)
 
 
-def _keys(found: Sequence[KeyView]) -> Table:
+def _keys(key_views: Sequence[KeyView]) -> Table:
     """Each key with its tenant below its name."""
     made = jobs.table("keys", "id", "name, tenant", "scopes", "created", "expires")
-    for key in found:
+    for key in key_views:
         expires = (
             "never"
             if key.expires is None
@@ -249,9 +249,9 @@ def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = No
     """Show a tenant's limits and current usage."""
     with connect(url) as client:
         if name is not None and name not in (known := [view.name for view in client.tenants()]):
-            meant = suggestion(name, known)
+            suggested = suggestion(name, known)
             detail = f"unknown tenant {name!r}: it has neither keys nor limits of its own" + (
-                f"; {meant}" if meant else ""
+                f"; {suggested}" if suggested else ""
             )
             raise MidstreamError("not_found", detail, allowed=", ".join(known) or None)
         _show([client.tenant(name)], json_)
@@ -261,20 +261,20 @@ def tenants_show(name: TenantOption = None, json_: AsJson = False, url: Url = No
 def tenants_list(json_: AsJson = False, url: Url = None) -> None:
     """List the tenants that have keys or limits of their own."""
     with connect(url) as client:
-        found = client.tenants()
+        tenants = client.tenants()
     if json_:
-        print(to_json(found).decode())
-    elif found:
-        _show(found, False)
+        print(to_json(tenants).decode())
+    elif tenants:
+        _show(tenants, False)
     else:
         out.print("no tenants", style="dim")
 
 
-def _show(found: Sequence[TenantView], as_json: bool) -> None:
+def _show(tenant_views: Sequence[TenantView], as_json: bool) -> None:
     if as_json:
-        print(to_json(found[0]).decode())
+        print(to_json(tenant_views[0]).decode())
         return
-    for view in found:
+    for view in tenant_views:
         usage, limits = view.usage, view.limits
         out.print(f"tenant {view.name}: used / limit", style="bold", markup=False)
         out.print(

@@ -88,8 +88,8 @@ def lens(
         {} if model is None else {"model": model}
     )
     with connect(url) as client:
-        named = [int(each) if each.isdecimal() else each for each in token or []]
-        found = client.lens(
+        named = [int(item) if item.isdecimal() else item for item in token or []]
+        result = client.lens(
             prompt,
             layers=options.parse_layers(layers),
             positions=options.parse_positions(positions),
@@ -102,13 +102,13 @@ def lens(
             **fields,
         )
         if json_:
-            print(to_json(client.result(found.job).lens).decode())
+            print(to_json(client.result(result.job).lens).decode())
         else:
-            out.print(render.table(found))
-            if found.named:
-                out.print(render.named_table(found))
+            out.print(render.table(result))
+            if result.named:
+                out.print(render.named_table(result))
     if figure is not None:
-        render.figure(found, figure)
+        render.figure(result, figure)
 
 
 @tuned_app.command("register")

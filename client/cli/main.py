@@ -46,14 +46,14 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            found = [
+            result = [
                 f"midstream {name} {args[0]}"
                 for name, group in self.commands.items()
                 if args[0] in getattr(group, "commands", ())
             ]
-            if found:
+            if result:
                 ctx.fail(
-                    f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, found))}?"
+                    f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, result))}?"
                 )
         return super().resolve_command(ctx, args)
 
@@ -69,8 +69,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Checkpoints.")
 app.add_typer(model_app, name="model")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(needed: bool) -> None:
+    if needed:
         print(f"midstream {__version__}")
         raise typer.Exit
 
@@ -204,9 +204,11 @@ def version(url: Url = None) -> None:
     print(f"midstream {__version__}")
     address = discovery.find_url(url, sure=False)
     try:
-        found = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
+        headers = httpx.get(f"{address}/healthz", timeout=3.0).headers.get(VERSION_HEADER)
         print(
-            f"server {found} at {address}" if found else f"the server at {address} is not Midstream"
+            f"server {headers} at {address}"
+            if headers
+            else f"the server at {address} is not Midstream"
         )
     except httpx.TransportError:
         print(f"no server at {address}")

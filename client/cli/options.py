@@ -235,9 +235,9 @@ def _parse_steer(text: str) -> tuple[str, dict[str, Any]]:
         entry["hook"] = hook
     for name, value in given.items():
         if name not in names:
-            meant = suggestion(name, names)
+            suggested = suggestion(name, names)
             why = f"{called} {'takes' if refers else 'is'} no {name!r}: use {', '.join(names)}"
-            raise _unreadable(text, why + (f"; {meant}" if meant else ""))
+            raise _unreadable(text, why + (f"; {suggested}" if suggested else ""))
         if value:
             try:
                 entry[name] = _READ[name](value)
@@ -312,7 +312,7 @@ PROBE = "NAME[:ACTION] | NAME:steer:MODULE[:SCALE]"
 
 def parse_probes(texts: Sequence[str]) -> list[dict[str, Any]]:
     """`probes` of a request. Raises a problem for a text of another form."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for text in texts:
         name, *rest = text.split(":")
         use: dict[str, Any] = {"probe": name, "action": rest[0] if rest and rest[0] else "none"}
@@ -328,8 +328,8 @@ def parse_probes(texts: Sequence[str]) -> list[dict[str, Any]]:
             ) from None
         if len(rest) > 3:
             raise invalid("--probe", f"{text!r} has {len(rest) + 1} parts", allowed=PROBE)
-        found.append(use)
-    return found
+        result.append(use)
+    return result
 
 
 # --- Patches
@@ -430,10 +430,10 @@ def read_prompts(path: Path) -> list[str]:
     """One prompt a line, or a JSON list of texts."""
     text = path.read_text()
     if text.lstrip().startswith("["):
-        found = json.loads(text)
-        if not all(isinstance(entry, str) for entry in found):
+        result = json.loads(text)
+        if not all(isinstance(entry, str) for entry in result):
             raise invalid("file", f"{path}: a JSON file of prompts must be a list of texts")
-        return list(found)
+        return list(result)
     return [line for line in text.splitlines() if line.strip()]
 
 
@@ -510,12 +510,12 @@ def with_handling(command: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(name, kind, default=None, annotation=option.kind)
         for name, option in HANDLING.items()
     ]
-    found = [
-        each
+    result = [
+        item
         for name, parameter in own.parameters.items()
-        for each in (options if name == "handling" else [parameter])
+        for item in (options if name == "handling" else [parameter])
     ]
-    takes_options.__signature__ = own.replace(parameters=found)  # type: ignore[attr-defined]
+    takes_options.__signature__ = own.replace(parameters=result)  # type: ignore[attr-defined]
     return takes_options
 
 

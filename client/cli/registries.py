@@ -42,8 +42,8 @@ class Registry(Generic[T]):
 
         def list_(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
             with connect(url) as client:
-                found = self.every(client, model)
-            print_list(found, found, self.listed, self.things, json_)
+                result = self.every(client, model)
+            print_list(result, result, self.listed, self.things, json_)
 
         def show(name: name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
             with connect(url) as client:

@@ -67,8 +67,8 @@ def _look(ask: Callable[[], Status], url: str, before: Status) -> tuple[Status, 
     try:
         status = ask()
     except MidstreamError as error:
-        seen = time.strftime("%H:%M:%S", time.localtime(before.at))
-        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {seen}")
+        visited = time.strftime("%H:%M:%S", time.localtime(before.at))
+        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {visited}")
     return status, show_status.status(status, url, before)
 
 
@@ -130,16 +130,17 @@ def doctor(
         or (stack.url if data_dir and stack else "")
         or discovery.find_url(None, settings, sure=False)
     )
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for finding in examine(settings, settings.redis_url or own_redis_url(data), address):
-        found.append(finding)
+        findings.append(finding)
         if not json_:
             out.print(show_status.findings([finding]))
     counts = {
-        level: sum(finding.level == level for finding in found) for level in ("ok", "warn", "fail")
+        level: sum(finding.level == level for finding in findings)
+        for level in ("ok", "warn", "fail")
     }
     if json_:
-        print(to_json([finding._asdict() for finding in found]).decode())
+        print(to_json([finding._asdict() for finding in findings]).decode())
     else:
         out.print(f"ok: {counts['ok']}, warnings: {counts['warn']}, failures: {counts['fail']}")
     raise typer.Exit(1 if counts["fail"] else 0)

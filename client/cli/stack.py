@@ -66,9 +66,9 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
     elif stack is None:
         out.print(f"no stack is running on {data}", markup=False, soft_wrap=True)
         if alive:
-            left = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
+            listing = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
             out.print(
-                f"left over from a killed `midstream up`: {left}; `midstream down` stops them",
+                f"left over from a killed `midstream up`: {listing}; `midstream down` stops them",
                 markup=False,
                 soft_wrap=True,
             )
@@ -182,10 +182,10 @@ def logs(
         raise MidstreamError("not_found", f"no logs in {folder}")
     for name in names or ():
         if name not in files:
-            meant = suggestion(name, files)
+            suggested = suggestion(name, files)
             raise MidstreamError(
                 "not_found",
-                f"no log of {name!r}" + (f"; {meant}" if meant else ""),
+                f"no log of {name!r}" + (f"; {suggested}" if suggested else ""),
                 allowed=", ".join(files),
             )
     chosen = {name: files[name] for name in (names or files)}
@@ -210,8 +210,8 @@ def logs(
             handle.close()
 
 
-def _print_lines(name: str, wide: int, found: Iterable[str]) -> None:
-    for line in found:
+def _print_lines(name: str, wide: int, result: Iterable[str]) -> None:
+    for line in result:
         print(f"{name:<{wide}} | {line.rstrip()}" if wide else line.rstrip(), flush=True)
 
 
@@ -239,12 +239,14 @@ def down(
     data = _folder(data_dir)
     stack = discovery.running(data)
     if stack is None:
-        left = [
+        names = [
             name
             for name, (pid, born) in discovery.processes_of(discovery.written(data)).items()
             if end_leftover(pid, born)
         ]
-        ended = f"; stopped leftovers of a killed `midstream up`: {', '.join(left)}" if left else ""
+        ended = (
+            f"; stopped leftovers of a killed `midstream up`: {', '.join(names)}" if names else ""
+        )
         out.print(f"no stack is running on {data}{ended}", markup=False, soft_wrap=True)
         return
     _signal(stack)

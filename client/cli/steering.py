@@ -111,16 +111,18 @@ def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None
     Exits non-zero if they disagree.
     """
     with connect(url) as client:
-        found = client.dynamic(model)
+        result = client.dynamic(model)
     if json_:
-        print(to_json(found).decode())
+        print(to_json(result).decode())
     else:
-        for worker in found.workers:
+        for worker in result.workers:
             out.print(steering.worker_line(worker), soft_wrap=True)
-            out.print(steering.ranks(worker, found.determinism))
-        out.print(steering.agreement_line(found), soft_wrap=True)
-    if not found.determinism.consistent:
-        raise MidstreamError("ranks_disagree", found.determinism.detail or "the ranks do not agree")
+            out.print(steering.ranks(worker, result.determinism))
+        out.print(steering.agreement_line(result), soft_wrap=True)
+    if not result.determinism.consistent:
+        raise MidstreamError(
+            "ranks_disagree", result.determinism.detail or "the ranks do not agree"
+        )
 
 
 def _print_global(view: GlobalView, as_json: bool) -> None:

@@ -281,12 +281,14 @@ def _request(
         raise invalid(f"--{next(iter(own))}", "is not valid with --pairs, whose file contains it")
     if pairs is None and "clean" not in own:
         raise invalid("--clean", "is required unless --pairs, --body or --job is given")
-    asked: list[dict[str, Any]] = _read(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
+    request: list[dict[str, Any]] = (
+        _read(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
+    )
     if spans:
         columns = [parse_span(text) for text in spans]
-        asked = [{**each, "spans": columns} for each in asked]
+        request = [{**item, "spans": columns} for item in request]
     return sweeps.sweep_request(
-        None, {"model": given.pop("model", None) or only_model(), "pairs": asked, **given}
+        None, {"model": given.pop("model", None) or only_model(), "pairs": request, **given}
     )
 
 
@@ -341,7 +343,7 @@ def parse_path(
         ends["receivers"] = (
             receivers
             if receivers == "logits"
-            else [_end("--receivers", each) for each in receivers.split(",")]
+            else [_end("--receivers", item) for item in receivers.split(",")]
         )
     return ends | held
 

@@ -71,18 +71,18 @@ def webhooks_show(
 ) -> None:
     """Show a webhook and all its attempts."""
     with connect(url) as client:
-        found = client.delivery(delivery_id)
+        delivery = client.delivery(delivery_id)
     if json_:
-        print(to_json(found).decode())
+        print(to_json(delivery).decode())
         return
     out.print(
-        f"{found.id}  {found.event}  {jobs.coloured(found.state)}\nto "
-        f"{escape(found.url)}\nof {found.job}"
+        f"{delivery.id}  {delivery.event}  {jobs.coloured(delivery.state)}\nto "
+        f"{escape(delivery.url)}\nof {delivery.job}"
     )
-    if found.attempts:
-        out.print(attempts(found.attempts))
-    if found.next_attempt is not None:
-        out.print(f"again in {max(found.next_attempt - time.time(), 0):.0f} s", style="dim")
+    if delivery.attempts:
+        out.print(attempts(delivery.attempts))
+    if delivery.next_attempt is not None:
+        out.print(f"again in {max(delivery.next_attempt - time.time(), 0):.0f} s", style="dim")
 
 
 @webhooks_app.command("redeliver")
@@ -176,13 +176,13 @@ def webhooks_enable(
     out.print(f"{receiver} is enabled", markup=False)
 
 
-def deliveries(found: Iterable[Delivery]) -> Table:
+def deliveries(result: Iterable[Delivery]) -> Table:
     """Each webhook with its receiver below it: both are long, and a terminal may have 80
     columns.
     """
     shown = jobs.table("Webhooks", "id", "state", "tries", "last")
     shown.columns[0].no_wrap = True
-    for delivery in found:
+    for delivery in result:
         last = delivery.attempts[-1] if delivery.attempts else None
         named = f"{delivery.id}\n→ {escape(delivery.url)}"
         shown.add_row(

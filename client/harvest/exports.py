@@ -85,13 +85,13 @@ def to_hidden_states(
             field="positions",
         )
     hook = hook or harvest.sites[0][0]
-    wanted = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
-    for layer in wanted:
+    needed = list(layers) if layers is not None else harvest.manifest.sites.get(hook, [])
+    for layer in needed:
         harvest.site(hook, layer)
     made: list[Path] = []
     for unit in harvest.units:
         shards = [shard for shard in harvest.shards if shard.unit is unit]
-        made += _documents(harvest, shards, target, hook, wanted)
+        made += _documents(harvest, shards, target, hook, needed)
     return made
 
 
@@ -116,13 +116,13 @@ def _documents(
         shard.close()
     order = np.lexsort((positions, documents))
     for document in np.unique(documents):
-        mine = order[documents[order] == document]
+        own = order[documents[order] == document]
         path = target / f"{document:09d}.safetensors"
         _save(
             path,
-            np.ascontiguousarray(states[mine]),
-            token_ids[mine],
-            generated[mine].astype(np.int64),
+            np.ascontiguousarray(states[own]),
+            token_ids[own],
+            generated[own].astype(np.int64),
         )
         yield path
 

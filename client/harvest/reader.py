@@ -129,9 +129,9 @@ class Shard:
     def _read(self, opened: _Opened, name: str, start: int, stop: int | None) -> np.ndarray:
         tensor = opened.tensors[name]
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
-        each = tensor.length // tensor.shape[0] if tensor.shape[0] else 0
+        item = tensor.length // tensor.shape[0] if tensor.shape[0] else 0
         return tensor_bits(
-            opened.handle.read(tensor.start + start * each, max(0, stop - start) * each), tensor
+            opened.handle.read(tensor.start + start * item, max(0, stop - start) * item), tensor
         )
 
 
@@ -187,10 +187,10 @@ class Harvest:
             site for site in self.sites if hook in (None, site[0]) and layer in (None, site[1])
         ]
         if len(fitting) != 1:
-            said = "several sites" if fitting else f"no {hook or 'site'} of layer {layer}"
+            text = "several sites" if fitting else f"no {hook or 'site'} of layer {layer}"
             raise MidstreamError(
                 "not_found",
-                f"the harvest has {said}: name hook and layer",
+                f"the harvest has {text}: name hook and layer",
                 allowed=shown(self.sites),
             )
         return fitting[0]
@@ -216,19 +216,21 @@ class Harvest:
     ) -> tuple[Keys, np.ndarray]:
         """A document's keys and rows of a site, by position. Empty where it has none."""
         at = self.site(hook, layer)
-        found: list[tuple[Keys, np.ndarray]] = []
+        result: list[tuple[Keys, np.ndarray]] = []
         for shard in self.shards:
             if shard.unit.first <= document < shard.unit.first + shard.unit.documents:
                 keys = self._touch(shard).keys()
-                mine = np.flatnonzero(keys.documents == document)
-                if len(mine):
-                    found.append((Keys(*[part[mine] for part in keys]), shard.rows(*at)[mine]))
-        if not found:
+                indices = np.flatnonzero(keys.documents == document)
+                if len(indices):
+                    result.append(
+                        (Keys(*[part[indices] for part in keys]), shard.rows(*at)[indices])
+                    )
+        if not result:
             empty = np.zeros(0, np.int64)
             return Keys(empty, empty, empty), np.zeros((0, self.manifest.widths[at[0]]), np.float32)
-        keys = Keys(*[np.concatenate([each[0][part] for each in found]) for part in range(3)])
+        keys = Keys(*[np.concatenate([item[0][part] for item in result]) for part in range(3)])
         order = np.argsort(keys.positions, kind="stable")
-        return Keys(*[part[order] for part in keys]), np.concatenate([rows for _, rows in found])[
+        return Keys(*[part[order] for part in keys]), np.concatenate([rows for _, rows in result])[
             order
         ]
 
@@ -242,18 +244,18 @@ class Harvest:
         read: Callable[[Shard, int, int], np.ndarray],
     ) -> np.ndarray:
         numbers = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
-        wanted = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
-        wanted = np.where(wanted < 0, wanted + len(self), wanted)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
+        needed = np.atleast_1d(np.asarray(numbers, dtype=np.int64))
+        needed = np.where(needed < 0, needed + len(self), needed)
+        if len(needed) and not (needed.min() >= 0 and needed.max() < len(self)):
             raise IndexError(
-                f"row {int(wanted.max())} is out of range: the harvest has {len(self)} rows"
+                f"row {int(needed.max())} is out of range: the harvest has {len(self)} rows"
             )
-        of = np.searchsorted(self._firsts, wanted, side="right") - 1
+        of = np.searchsorted(self._firsts, needed, side="right") - 1
         parts, order = [], []
         for number in np.unique(of).tolist():
             shard = self._touch(self.shards[number])
             places = np.flatnonzero(of == number)
-            inside = wanted[places] - shard.first
+            inside = needed[places] - shard.first
             low, high = int(inside.min()), int(inside.max()) + 1
             parts.append(read(shard, low, high)[inside - low])
             order.append(places)
@@ -300,10 +302,10 @@ def read_manifest(store: ArtifactStore) -> HarvestManifest:
             f"{store.uri} has no {MANIFEST}: it is no harvest, or one that is not complete",
         ) from error
     try:
-        if (found := msgspec.json.decode(data).get("format")) != FORMAT:
+        if (result := msgspec.json.decode(data).get("format")) != FORMAT:
             raise MidstreamError(
                 "capture_damaged",
-                f"{store.uri} has the format {found!r}; this version reads {FORMAT!r}",
+                f"{store.uri} has the format {result!r}; this version reads {FORMAT!r}",
             )
         return from_json(data, HarvestManifest)
     except (msgspec.DecodeError, AttributeError) as error:

@@ -96,9 +96,9 @@ class RowDataset(IterableDataset[Any]):
                 len(shards)
             )
             shards = [shards[place] for place in order]
-        mine = shards[self.replica :: self.replicas][worker::workers]
+        own = shards[self.replica :: self.replicas][worker::workers]
         size = self.mixed if self.seed is not None else 1
-        return [mine[at : at + size] for at in range(0, len(mine), size)]
+        return [own[at : at + size] for at in range(0, len(own), size)]
 
     def _batches(self, group: Sequence[Shard], number: int, skip: int) -> Iterator[Any]:
         tensors = {site_name(*site): _rows(group, site) for site in self.sites}

@@ -97,7 +97,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         site = site_of(key, self.card)
         if site not in self.sites:
             kinds = ", ".join(
-                name for name in BLOCK if any(each.name == name for each in self.sites)
+                name for name in BLOCK if any(item.name == name for item in self.sites)
             )
             raise MidstreamError(
                 "not_found",
@@ -146,7 +146,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
                 "0 has no layers below it",
                 allowed=f"1 to {self.card.num_layers}; None or -1: all",
             )
-        return np.stack([self[activation_name, each, sublayer_type] for each in range(count)])
+        return np.stack([self[activation_name, item, sublayer_type] for item in range(count)])
 
     def accumulated_resid(
         self,
@@ -166,10 +166,10 @@ class ActivationCache(Mapping[str, np.ndarray]):
             raise invalid("apply_ln", _LN, allowed="False")
         last, count = self.card.num_layers, self._layers(layer, self.card.num_layers)
         parts: dict[str, Key] = {}
-        for each in range(min(count + 1, last)):
-            parts[f"{each}_pre"] = ("resid_pre", each)
-            if (incl_mid and each < count) or (mlp_input and each == count):
-                parts[f"{each}_mid"] = ("resid_mid", each)
+        for item in range(min(count + 1, last)):
+            parts[f"{item}_pre"] = ("resid_pre", item)
+            if (incl_mid and item < count) or (mlp_input and item == count):
+                parts[f"{item}_mid"] = ("resid_mid", item)
         if count == last:
             parts["final_post"] = ("resid_post", last - 1)
         return self._stacked(parts, pos_slice, return_labels)
@@ -198,11 +198,11 @@ class ActivationCache(Mapping[str, np.ndarray]):
             raise invalid("mode", f"{mode!r} is not known", allowed="all, attn, mlp")
         count = self._layers(layer, self.card.num_layers)
         parts: dict[str, Key] = {"embed": ("resid_pre", 0)} if incl_embeds else {}
-        for each in range(count + 1 if mlp_input and count < self.card.num_layers else count):
+        for item in range(count + 1 if mlp_input and count < self.card.num_layers else count):
             if mode != "mlp":
-                parts[f"{each}_attn_out"] = ("attn_out", each)
-            if mode != "attn" and each < count:
-                parts[f"{each}_mlp_out"] = ("mlp_out", each)
+                parts[f"{item}_attn_out"] = ("attn_out", item)
+            if mode != "attn" and item < count:
+                parts[f"{item}_mlp_out"] = ("mlp_out", item)
         return self._stacked(parts, pos_slice, return_labels)
 
     def _stacked(self, parts: Mapping[str, Key], pos_slice: Any, labels: bool) -> Any:

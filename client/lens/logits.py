@@ -62,16 +62,16 @@ class Predictions:
         """Asks for what is not known: the tokens that some place lacks, of the places that lack
         any, in as few requests as hold them.
         """
-        wanted = dict.fromkeys(places)
+        needed = dict.fromkeys(places)
         lacking = {
             place: [token for token in tokens if token not in self._known.get(place, {})]
-            for place in wanted
+            for place in needed
         }
-        missing = list(dict.fromkeys(token for each in lacking.values() for token in each))
+        missing = list(dict.fromkeys(token for value in lacking.values() for token in value))
         for start in range(0, len(missing), MAX_LENS_TOKENS):
             part = missing[start : start + MAX_LENS_TOKENS]
             self._fetch(
-                [place for place, each in lacking.items() if not set(part).isdisjoint(each)],
+                [place for place, value in lacking.items() if not set(part).isdisjoint(value)],
                 1,
                 part,
             )
@@ -131,7 +131,7 @@ class Logits:
 
     def __getitem__(self, key: Any) -> Any:
         keys = list(key) if isinstance(key, tuple) else [key]
-        dots = [number for number, each in enumerate(keys) if each is Ellipsis]
+        dots = [number for number, item in enumerate(keys) if item is Ellipsis]
         if len(dots) > 1 or len(keys) - len(dots) > self.ndim:
             raise IndexError(f"too many indices: the shape is {list(self.shape)}")
         for at in dots:
@@ -172,11 +172,11 @@ class Logits:
         """float32 `[places…, ids…]`."""
         where, tokens = self._where(places), ids.ravel().tolist()
         self._known.need(where, tokens)
-        found = np.array(
+        result = np.array(
             [[self._known.value(place, token) for token in tokens] for place in where],
             dtype=np.float32,
         )
-        shaped = self._given(found).reshape((*places.shape, *ids.shape))
+        shaped = self._given(result).reshape((*places.shape, *ids.shape))
         return shaped[()]
 
     def _given(self, logprobs: np.ndarray) -> np.ndarray:
@@ -189,10 +189,10 @@ class Logits:
             raise invalid("k", f"{k} is out of range", allowed=f"1 to {MAX_LENS_TOP}")
         where = self._where(self._places)
         self._known.need_top(where, k)
-        found = [self._known.top(place, k) for place in where]
+        tops = [self._known.top(place, k) for place in where]
         shape = *self._places.shape, k
-        values = self._given(np.array([each[1] for each in found], dtype=np.float32)).reshape(shape)
-        return values, np.array([each[0] for each in found], dtype=np.int64).reshape(shape)
+        values = self._given(np.array([item[1] for item in tops], dtype=np.float32)).reshape(shape)
+        return values, np.array([item[0] for item in tops], dtype=np.int64).reshape(shape)
 
     def argmax(self, dim: int = -1) -> Any:
         """The most likely token: int64 `[…]`."""
@@ -248,8 +248,8 @@ class Logits:
             ]
             for number, prompt in enumerate(prompts)
         ]
-        found = np.array(losses, dtype=np.float32)
-        return found if per_token else np.float32(found.mean())
+        result = np.array(losses, dtype=np.float32)
+        return result if per_token else np.float32(result.mean())
 
 
 _ALLOWED = "token ids, as in logits[0, -1, [10, 20]]; or logits[0, -1].topk(k)"

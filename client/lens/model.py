@@ -77,7 +77,7 @@ class Config:
 
 
 def _config(card: Card) -> Config:
-    heads = next((each for each in card.attention if each.heads), None)
+    heads = next((item for item in card.attention if item.heads), None)
     query, key, neurons = (
         next((card.inside[h] for h in hooks if h in card.inside), None)
         for hooks in (("q", "z"), ("k", "v"), ("mlp_act",))
@@ -265,7 +265,7 @@ class HookedModel:
         if return_type == "str" or (return_type == "input" and run.is_text):
             texts = [self.client.detokenize(self.card.id, tokens).prompt for tokens in whole]
             return texts[0] if run.is_single else texts
-        return np.array(whole, dtype=np.int64) if len({len(each) for each in whole}) == 1 else whole
+        return np.array(whole, dtype=np.int64) if len({len(item) for item in whole}) == 1 else whole
 
     # --- Tokens -----------------------------------------------------------------------------------
 
@@ -344,28 +344,28 @@ class HookedModel:
 
 
 def _texts(input: Any) -> list[Any]:
-    found = [input] if isinstance(input, str) else list(input)
-    if not found:
+    result = [input] if isinstance(input, str) else list(input)
+    if not result:
         raise invalid("input", "is empty", allowed="a prompt, or a list of prompts")
-    return found
+    return result
 
 
 def _token_ids(input: Any) -> list[list[int]]:
     """Convert `[pos]` or `[batch, pos]` token ids. Raises MidstreamError."""
     try:
-        found = np.asarray(input.detach().cpu() if is_torch(input) else input)
+        result = np.asarray(input.detach().cpu() if is_torch(input) else input)
     except ValueError:
         raise invalid(
             "input",
             "prompts differ in length: nothing is padded",
             allowed="prompts of one length, or one at a time",
         ) from None
-    if found.dtype.kind not in "iu" or found.ndim not in (1, 2) or not found.size:
+    if result.dtype.kind not in "iu" or result.ndim not in (1, 2) or not result.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
         raise invalid(
-            "input", f"is {type(input).__name__} of shape {list(found.shape)}", allowed=allowed
+            "input", f"is {type(input).__name__} of shape {list(result.shape)}", allowed=allowed
         )
-    return [[int(token) for token in row] for row in np.atleast_2d(found)]
+    return [[int(token) for token in row] for row in np.atleast_2d(result)]
 
 
 def _one(prompts: list[list[int]], field: str) -> list[int]:
@@ -380,7 +380,7 @@ def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
     Raises MidstreamError: for a Python function; for a name that is not an activation; and where
     edits of one row are written in another order than that in which they are applied.
     """
-    found: dict[str, Any] = {"steering": [], "patch": [], "patterns": {}}
+    result: dict[str, Any] = {"steering": [], "patch": [], "patterns": {}}
     last: dict[Site, Op] = {}
     for number, pair in enumerate(hooks):
         at = f"fwd_hooks[{number}]"
@@ -416,13 +416,13 @@ def edits_of(hooks: Sequence[Hook], card: Card) -> dict[str, Any]:
                 )
             last[site] = op
             if op.kind == "pattern":
-                found["patterns"] |= {
+                result["patterns"] |= {
                     (site.layer, head): pattern for head, pattern in op.patterns.items()
                 }
             for entry in op.entries(site, card, at):
                 if op.kind != "pattern":
-                    found[op.kind].append(entry)
-    return found
+                    result[op.kind].append(entry)
+    return result
 
 
 class _Run:
@@ -442,7 +442,7 @@ class _Run:
         self.is_text = self.is_single or (
             isinstance(input, list | tuple)
             and bool(input)
-            and all(isinstance(each, str) for each in input)
+            and all(isinstance(item, str) for item in input)
         )
         if reserved := sorted(
             {"model", "prompts", "prompt", "steering", "patch", "capture", "lens", "sampling"}

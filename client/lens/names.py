@@ -164,7 +164,7 @@ def site_of(key: Key, card: Card, field: str = "name") -> Site:
         raise invalid(
             field,
             f"no activation is called {name[:80]!r}",
-            allowed=", ".join(each for each in BLOCK if card.has(each)),
+            allowed=", ".join(item for item in BLOCK if card.has(item)),
         )
     if not -card.num_layers <= layer < card.num_layers:
         raise invalid(
@@ -190,36 +190,36 @@ def _absent(name: str) -> str:
 Filter = None | str | Sequence[Key] | Callable[[str], bool]
 
 
-def chosen(wanted: Filter, card: Card, field: str = "names_filter") -> list[Site]:
+def chosen(needed: Filter, card: Card, field: str = "names_filter") -> list[Site]:
     """The activations that a filter names, in the order of a forward.
 
     Raises MidstreamError as `site_of` does, and where there is none.
     """
-    if wanted is None:
+    if needed is None:
         return card.sites()
-    if callable(wanted):
-        found = [site for site in card.sites() if wanted(site.full)]
+    if callable(needed):
+        sites = [site for site in card.sites() if needed(site.full)]
     else:
-        keys: Iterable[Key] = [wanted] if isinstance(wanted, str) or _is_pair(wanted) else wanted  # type: ignore[list-item]
+        keys: Iterable[Key] = [needed] if isinstance(needed, str) or _is_pair(needed) else needed  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
-        found = [site for site in card.sites() if site in named]
-    if not found:
+        sites = [site for site in card.sites() if site in named]
+    if not sites:
         raise invalid(
             field,
             "names no activation",
             allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block",
         )
-    return found
+    return sites
 
 
-def _is_pair(wanted: Any) -> bool:
-    return isinstance(wanted, tuple) and len(wanted) in (2, 3) and _is_number(wanted[1])
+def _is_pair(needed: Any) -> bool:
+    return isinstance(needed, tuple) and len(needed) in (2, 3) and _is_number(needed[1])
 
 
 def hooks_of(sites: Iterable[Site]) -> dict[Hook, list[int]]:
     """The hook points and layers that must be captured for these."""
-    found: dict[Hook, set[int]] = {}
+    result: dict[Hook, set[int]] = {}
     for site in sites:
         for hook in BLOCK[site.name]:
-            found.setdefault(hook, set()).add(site.layer)
-    return {hook: sorted(found[hook]) for hook in FORWARD if hook in found}
+            result.setdefault(hook, set()).add(site.layer)
+    return {hook: sorted(result[hook]) for hook in FORWARD if hook in result}

@@ -108,20 +108,20 @@ def _as_rows(values: np.ndarray, shape: tuple[int, ...], of_head: bool, at: str)
 def _array(values: Any, name: str) -> np.ndarray:
     """float32. Raises MidstreamError for anything but finite numbers."""
     try:
-        found = np.asarray(
+        result = np.asarray(
             values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32
         )
     except (TypeError, ValueError) as error:
         raise invalid(name, f"is not an array of numbers: {error}") from error
-    if found.ndim == 0 or not found.size:
+    if result.ndim == 0 or not result.size:
         raise invalid(
             name,
-            f"has the shape {list(found.shape)}",
+            f"has the shape {list(result.shape)}",
             allowed="one row, or rows for several positions",
         )
-    if not np.isfinite(found).all():
+    if not np.isfinite(result).all():
         raise invalid(name, "holds values that are not finite")
-    return found
+    return result
 
 
 def positions_of(pos: Any) -> Any:
@@ -142,14 +142,14 @@ def positions_of(pos: Any) -> Any:
         }
     if isinstance(pos, str | Mapping):
         return pos
-    found = [pos] if np.ndim(pos) == 0 else list(pos)
-    if not all(hasattr(each, "__index__") for each in found):
+    result = [pos] if np.ndim(pos) == 0 else list(pos)
+    if not all(hasattr(item, "__index__") for item in result):
         raise invalid(
             "pos",
             f"{str(pos)[:80]!r} names no tokens",
             allowed="a position, a list of them, a slice, or a name such as all_prompt",
         )
-    return [int(each) for each in found]
+    return [int(item) for item in result]
 
 
 def _op(
@@ -264,7 +264,7 @@ def patch(
         if source_pos is None
         else source_pos
         if np.ndim(source_pos) == 0
-        else [int(each) for each in source_pos]  # type: ignore[union-attr]
+        else [int(source_po) for source_po in source_pos]  # type: ignore[union-attr]
     )
     source = {"prompt": prompt or 0, **({} if places is None else {"position": places})}
     made = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
@@ -276,10 +276,10 @@ def attend(patterns: Mapping[int, Any]) -> Op:
 
     `patterns`: head → `[query, key]` over the tokens of the prompt, see `Client.patch_attention`.
     """
-    found = {int(head): _array(pattern, "ops.attend") for head, pattern in patterns.items()}
-    if not found:
+    result = {int(head): _array(pattern, "ops.attend") for head, pattern in patterns.items()}
+    if not result:
         raise invalid("patterns", "is empty", allowed="a pattern for one head or more")
-    return Op("pattern", "attend", -1, patterns=found)
+    return Op("pattern", "attend", -1, patterns=result)
 
 
 def _mask(dims: Any) -> dict[str, Any]:

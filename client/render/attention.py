@@ -39,9 +39,9 @@ def panels_of(
     if len(attention.panels) <= most:
         return attention.panels
     if behaviour is not None:
-        return [(each.layer, each.head) for each in attention.scores(behaviour)[:most]]
+        return [(score.layer, score.head) for score in attention.scores(behaviour)[:most]]
     ranked = [
-        [(each.layer, each.head) for each in attention.scores(name)]
+        [(score.layer, score.head) for score in attention.scores(name)]
         for name in attention.behaviours()
     ]
     mixed = dict.fromkeys(panel for of_rank in zip(*ranked, strict=True) for panel in of_rank)
@@ -79,8 +79,8 @@ class Maps:
             maps = [coarse(pattern, merged) for pattern in self._patterns[first : first + beside]]
             for line in range(cells):
                 rows = [
-                    Text.assemble(*(self._cell(value, wide, colour) for value in each[line]))
-                    for each in maps
+                    Text.assemble(*(self._cell(value, wide, colour) for value in item[line]))
+                    for item in maps
                 ]
                 name = set_cell_size(names[line * merged], label)
                 yield Text.assemble((name, "dim"), " ", Text(" " * _GAP).join(rows), no_wrap=True)
@@ -117,11 +117,11 @@ def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
     size = -(-len(pattern) // merged) * merged
     padded = np.zeros((size, size), dtype=np.float32)
     padded[: len(pattern), : pattern.shape[1]] = pattern
-    found: np.ndarray = padded.reshape(size // merged, merged, size // merged, merged).max(
+    result: np.ndarray = padded.reshape(size // merged, merged, size // merged, merged).max(
         axis=(1, 3)
     )
-    found[np.triu_indices(len(found), 1)] = np.nan
-    return found
+    result[np.triu_indices(len(result), 1)] = np.nan
+    return result
 
 
 def strongest(attention: Attention, most: int = 3) -> Table:
@@ -131,8 +131,8 @@ def strongest(attention: Attention, most: int = 3) -> Table:
         scores = attention.scores(behaviour)[:most]
         shown.add_row(
             behaviour,
-            ", ".join(f"{each.layer}.{each.head}" for each in scores),
-            ", ".join(f"{each.score:.2f}" for each in scores),
+            ", ".join(f"{score.layer}.{score.head}" for score in scores),
+            ", ".join(f"{score.score:.2f}" for score in scores),
         )
     return shown
 

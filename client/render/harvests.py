@@ -32,10 +32,10 @@ def harvest(view: HarvestView) -> str:
     counts = f"{view.documents:,} documents, {view.tokens:,} tokens, {view.rows:,} rows"
     lines.append(f"{counts}, {size(view.bytes)} in {view.shards:,} shards")
     if view.units:
-        left = "" if view.left_s is None else f", about {_time(view.left_s)} left"
+        remaining = "" if view.left_s is None else f", about {_time(view.left_s)} left"
         lines.append(
             f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), "
-            f"{view.tokens_s:,.0f} tokens/s{left}"
+            f"{view.tokens_s:,.0f} tokens/s{remaining}"
         )
     if view.error is not None:
         lines.append(f"error: {view.error.detail}")

@@ -87,7 +87,7 @@ def _draw(grid: Grid, title: list[str]) -> "Figure":
     size = float(np.clip(0.75 * 72 * height / max(rows, 1), 3.0, 8.0))
     axes[0].set_yticks(np.arange(rows) + 0.5, grid.names, fontsize=size)
     axes[0].invert_yaxis()
-    values = np.concatenate([each.ravel() for each in grid.values.values()])
+    values = np.concatenate([value.ravel() for value in grid.values.values()])
     bar = drawn.colorbar(
         mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02
     )

@@ -86,7 +86,7 @@ def lens_figure(lens: "Lens") -> Any:
     pointer.
     """
     module = plotly()
-    found = [
+    result = [
         [
             "<br>".join(
                 f"{_text(repr(lens.word(token)))} {np.exp(logprob):.1%}"
@@ -101,7 +101,7 @@ def lens_figure(lens: "Lens") -> Any:
         z=np.exp(lens.logprobs[:, :, 0]),
         x=names,
         y=lens.layers,
-        text=found,
+        text=result,
         zmin=0,
         zmax=1,
         colorscale="Viridis",

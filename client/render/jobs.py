@@ -301,12 +301,12 @@ def capture(reader: CaptureReader) -> Table:
     return shown
 
 
-def checks(found: Sequence[Check]) -> Table:
+def checks(result: Sequence[Check]) -> Table:
     """Return what is wrong, and then what is right as far as there is room."""
     shown = table(
         "Files compared with their manifests", "file", "request", "bytes", "crc32", "verdict"
     )
-    for check in sorted(found, key=lambda check: check.ok)[:TABLE_ROWS]:
+    for check in sorted(result, key=lambda check: check.ok)[:TABLE_ROWS]:
         verdict = "[green]correct[/]" if check.ok else f"[red]wrong: {escape(check.detail)}[/]"
         # of a long name, whose end distinguishes it from others
         segment = check.path.suffix == ".seg"
@@ -316,8 +316,8 @@ def checks(found: Sequence[Check]) -> Table:
         # none where something is missing
         numbers = (size(check.bytes), f"{check.crc32:08x}") if check.bytes else ("", "")
         shown.add_row(name, str(check.request), *numbers, verdict)
-    right = sum(check.ok for check in found)
-    shown.caption = f"{right} of {len(found)} correct"
+    right = sum(check.ok for check in result)
+    shown.caption = f"{right} of {len(result)} correct"
     return shown
 
 

@@ -88,10 +88,11 @@ def named_table(lens: Lens, place: int = -1) -> Table:
 def listed(lenses: Sequence[TunedLens]) -> Table:
     """One line per tuned lens."""
     drawn = columns("Tuned lenses", "name", "reads", "layers", "bytes", "path")
-    for each in lenses:
+    for lense in lenses:
         drawn.add_row(
             *map(
-                escape, (each.name, each.hook, as_ranges(each.layers), size(each.bytes), each.path)
+                escape,
+                (lense.name, lense.hook, as_ranges(lense.layers), size(lense.bytes), lense.path),
             )
         )
     return drawn

@@ -96,7 +96,7 @@ def measured(metrics: Metrics) -> Table:
 
 def scores(result: JobResult) -> Table:
     """One line per prompt, probe and label."""
-    steered = any(each.gate is not None for each in result.probes)
+    steered = any(probe.gate is not None for probe in result.probes)
     shown = table(
         "Scores",
         "prompt",
@@ -107,21 +107,21 @@ def scores(result: JobResult) -> Table:
         "crossed at",
         *(["steered at"] if steered else []),
     )
-    for each in result.probes:
-        where = [_steered_at(each)] if steered else []
-        for label, score in each.scores.items():
-            crossed = str(each.crossed.get(label, "")) + (
-                " (stopped)" if each.stopped and label in each.crossed else ""
+    for probe in result.probes:
+        where = [_steered_at(probe)] if steered else []
+        for label, score in probe.scores.items():
+            crossed = str(probe.crossed.get(label, "")) + (
+                " (stopped)" if probe.stopped and label in probe.crossed else ""
             )
             shown.add_row(
                 *map(
                     escape,
                     (
-                        str(each.request),
-                        each.probe,
+                        str(probe.request),
+                        probe.probe,
                         label,
                         f"{score:.4f}",
-                        str(each.positions),
+                        str(probe.positions),
                         crossed,
                         *where,
                     ),

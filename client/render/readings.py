@@ -15,22 +15,22 @@ PROMPTS = 4
 
 def tokens(result: JobResult) -> list[int]:
     """Return the tokens whose texts the tables need, ascending."""
-    found = set(known_tokens(result.lens or []))
-    return sorted(found.union(*(reading.token_ids for reading in result.features or [])))
+    results = set(known_tokens(result.lens or []))
+    return sorted(results.union(*(reading.token_ids for reading in result.features or [])))
 
 
 def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]:
     """`words`: token id → its text."""
     many = len(result.outputs) > 1
     readings = [
-        (each.request, lens.table(lens_of(each, result.id, words)))
-        for each in result.lens or []
-        if each.request < PROMPTS
+        (item.request, lens.table(lens_of(item, result.id, words)))
+        for item in result.lens or []
+        if item.request < PROMPTS
     ]
     readings += [
-        (each.request, features.table(Features(result.id, each, words)))
-        for each in result.features or []
-        if each.request < PROMPTS
+        (item.request, features.table(Features(result.id, item, words)))
+        for item in result.features or []
+        if item.request < PROMPTS
     ]
     for request, drawn in sorted(readings, key=lambda reading: reading[0]):
         yield f"{drawn.title}, prompt {request}" if many else str(drawn.title)

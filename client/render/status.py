@@ -81,16 +81,16 @@ def _head(now: Status, url: str) -> Text:
 
 
 def _alive(name: str, alive: bool, more: str) -> Text:
-    found = Text(f"{name} ")
-    found.append("alive" if alive else "not seen", style="green" if alive else "bold red")
-    return found.append(f", {more}" if alive else "")
+    text = Text(f"{name} ")
+    text.append("alive" if alive else "not seen", style="green" if alive else "bold red")
+    return text.append(f", {more}" if alive else "")
 
 
 def _table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], remaining: int = 1
 ) -> Table:
-    """The first `left` columns contain names, which are truncated to fit; the others numbers, which
-    are not.
+    """The first `remaining` columns contain names, which are truncated to fit; the others numbers,
+    which are not.
     """
     made = Table(
         title=f"\n{title}",
@@ -101,7 +101,7 @@ def _table(
         padding=(0, 1, 0, 0),
     )
     for place, column in enumerate(columns):
-        if place < left:
+        if place < remaining:
             made.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
         else:
             widest = max([len(column), *[len(row[place]) for row in rows]])
@@ -138,7 +138,7 @@ def _queues(queues: Iterable[QueueStatus]) -> Table:
                 str(sum(queue.waiting.values())),
             ]
         )
-    return _table("queues", ["model", "waiting", "priority", "sent", "waiting"], rows, left=2)
+    return _table("queues", ["model", "waiting", "priority", "sent", "waiting"], rows, remaining=2)
 
 
 def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
@@ -192,12 +192,12 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def findings(found: Iterable[Finding]) -> Table:
+def findings(result: Iterable[Finding]) -> Table:
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     made.add_column(no_wrap=True, min_width=4)
     made.add_column(no_wrap=True, min_width=_ABOUT)
     made.add_column(overflow="fold")
-    for finding in found:
+    for finding in result:
         text = Text(finding.found)
         if finding.advice:
             text.append(f"\n→ {finding.advice}", style="bold" if finding.level == "fail" else "")

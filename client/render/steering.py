@@ -124,14 +124,16 @@ def worker_line(worker: WorkerSteering) -> str:
     state = f"[{_STATES[worker.state]}]{worker.state}[/]" + (
         f" ({escape(worker.detail)})" if worker.detail else ""
     )
-    found = (
+    result = (
         f", {count(worker.desyncs, 'desync')} found, {worker.resyncs} repaired"
         if worker.desyncs
         else ""
     )
     waits = f"{count(worker.waiting, 'request')} wait{'s' if worker.waiting == 1 else ''} for rows"
     versions = f"desired state {worker.version}, global {worker.global_version}"
-    return f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{found}"
+    return (
+        f"{escape(worker.worker)} of {escape(worker.model)}: {state}, {versions}, {waits}{result}"
+    )
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
@@ -139,7 +141,7 @@ def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
 
     In the queues are receipts, and bytes of rows.
     """
-    apart = {
+    separate = {
         stage.pp
         for stage in agreement.stages
         if stage.worker == worker.worker and not stage.consistent
@@ -172,7 +174,7 @@ def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
             str(rank.requests),
             queues,
         )
-        shown.add_row(*cells, style="red" if rank.pp in apart else None)
+        shown.add_row(*cells, style="red" if rank.pp in separate else None)
     return shown
 
 

@@ -118,7 +118,7 @@ def _strongest_columns(grid: Grid) -> list[int]:
     if len(grid.labels) <= _ROWS:
         return list(range(len(grid.labels)))
     reach = np.max(
-        [np.nan_to_num(np.abs(each)).max(axis=0) for each in grid.effects.values()], axis=0
+        [np.nan_to_num(np.abs(effect)).max(axis=0) for effect in grid.effects.values()], axis=0
     )
     return sorted(np.argsort(-reach, kind="stable")[:_ROWS].tolist())
 
@@ -176,8 +176,8 @@ def findings(result: SweepResult, pair: int | None = None, count: int = 5) -> Re
     """Strongest cells, baselines, notes, and what has no value and why."""
     parts: list[RenderableType] = [strongest(result, pair, count)]
     parts += [Text(line, style="dim") for line in _baselines(result)]
-    for number, each in enumerate(result.pairs):
-        parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in each.notes]
+    for number, item in enumerate(result.pairs):
+        parts += [Text(f"note{_of(result, number)}: {note}", style="yellow") for note in item.notes]
     parts += [Text(line, style="yellow") for line in without_value(result)]
     return Group(*parts)
 
@@ -192,7 +192,7 @@ def _baselines(result: SweepResult) -> Iterator[str]:
         for name, baseline in (("patched prompt", pair.base), ("source prompt", pair.source)):
             if baseline is None:
                 continue
-            said = [
+            baselines = [
                 f"log P({text.strip()}) = {logprob:.2f}"
                 for text, logprob in (
                     (pair.answer, baseline.logprob),
@@ -202,7 +202,7 @@ def _baselines(result: SweepResult) -> Iterator[str]:
             ]
             yield (
                 f"{name}{_of(result, number)}, without a patch: "
-                f"{', '.join(said) or f'{result.metric} {baseline.value:.3g}'}"
+                f"{', '.join(baselines) or f'{result.metric} {baseline.value:.3g}'}"
             )
 
 
@@ -210,10 +210,10 @@ def without_value(result: SweepResult) -> list[str]:
     """Return how many cells were skipped or failed, by reason, with an example."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for each in result.skipped:
-        counts[each.reason] += len(each.layers)
-        label = written(result.pairs[each.pair].labels[each.column])
-        examples.setdefault(each.reason, f"{each.hook} at “{label}”{_of(result, each.pair)}")
+    for item in result.skipped:
+        counts[item.reason] += len(item.layers)
+        label = written(result.pairs[item.pair].labels[item.column])
+        examples.setdefault(item.reason, f"{item.hook} at “{label}”{_of(result, item.pair)}")
     shown = counts.most_common(_REASONS)
     lines = [
         f"{count(cells, 'cell')} without a value: {reason} (such as {examples[reason]})"

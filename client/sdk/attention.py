@@ -163,11 +163,11 @@ class AttentionCalls(CaptureCalls):
         and the job itself. Raises what `attention_patches` and the jobs raise.
         """
         patches: list[PatchSpec] = []
-        for layer, wanted in by_layer(patterns, fields).items():
+        for layer, value in by_layer(patterns, fields).items():
             with await self.capture(
                 await self.run(
                     **({"progress": False} | values_fields(prompt, layer, patches, fields))
                 )
             ) as reader:
-                patches = [*patches, *attention_patches(reader, wanted)]
+                patches = [*patches, *attention_patches(reader, value)]
         return await self.run(**patched_fields(prompt, patches, fields))

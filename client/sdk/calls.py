@@ -94,9 +94,9 @@ class stream(Generic[P, T]):
                 cast(AsyncGenerator[T, None], function(client._awaited, *args, **options))
             )
 
-        asked = signature(function)
-        (kind,) = get_args(asked.return_annotation)
-        vars(blocking)["__signature__"] = asked.replace(
+        request = signature(function)
+        (kind,) = get_args(request.return_annotation)
+        vars(blocking)["__signature__"] = request.replace(
             return_annotation=GenericAlias(Iterator, kind)
         )
         self._awaiting, self._blocking = function, blocking

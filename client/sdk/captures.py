@@ -85,9 +85,9 @@ class CaptureCalls(JobCalls, TokenCalls):
     ) -> CaptureReader:
         manifest = await self._ask(Call("GET", wire.capture_path(job_id)), wire.Manifest)
         download.check(manifest, job_id, partial)
-        found = download.in_place(manifest, job_id) if folder is None else None
-        if found:
-            return download.reader(manifest, job_id, found, tag, partial)
+        result = download.in_place(manifest, job_id) if folder is None else None
+        if result:
+            return download.reader(manifest, job_id, result, tag, partial)
         target = download.target_folder(folder)
         paths: list[Path] = []
         for file in manifest.files:

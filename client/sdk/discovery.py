@@ -144,10 +144,10 @@ def _same(stack: Stack) -> None:
     """
     try:
         answer = httpx.get(f"{stack.url}/healthz", timeout=ASK_S)
-        found = from_json(answer.content, Health).instance
+        instance = from_json(answer.content, Health).instance
     except (httpx.HTTPError, msgspec.DecodeError):
         return
-    if found != stack.instance:
+    if instance != stack.instance:
         raise ServerUnreachable(
             f"the stack at {stack.url} is not the one on {stack.data}: `midstream status` "
             "shows which stack is running"
@@ -173,7 +173,7 @@ _LISTEN = "0A"
 
 def _listeners() -> list[tuple[int, int, int]]:
     """(port, uid, inode) of every listening TCP socket of this machine."""
-    found = []
+    listeners = []
     for name in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
@@ -181,15 +181,17 @@ def _listeners() -> list[tuple[int, int, int]]:
             continue
         for words in map(str.split, lines):
             if words[3] == _LISTEN:
-                found.append((int(words[1].rpartition(":")[2], 16), int(words[7]), int(words[9])))
-    return found
+                listeners.append(
+                    (int(words[1].rpartition(":")[2], 16), int(words[7]), int(words[9]))
+                )
+    return listeners
 
 
 def owner_of(port: int) -> int | None:
     """The user whose process listens on a port; None when no process does, or when its owner is
     unknown.
     """
-    return next((uid for found, uid, _ in _listeners() if found == port), None)
+    return next((uid for result, uid, _ in _listeners() if result == port), None)
 
 
 def ports_of(pid: int) -> list[int]:

@@ -81,10 +81,10 @@ def _fields(
         if isinstance(saes, Mapping)
         else dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
     )
-    asked = [
+    fields = [
         wire.given(sae=sae, positions=positions, top_k=top_k, at=at) for sae, top_k in most.items()
     ]
-    return {"features": asked, **one_prompt(prompt, max_tokens, sampling)}
+    return {"features": fields, **one_prompt(prompt, max_tokens, sampling)}
 
 
 def _tokens(result: JobResult) -> list[int]:
@@ -98,8 +98,8 @@ def _tokens(result: JobResult) -> list[int]:
 
 
 def _found(result: JobResult, texts: httpx.Response) -> dict[str, Features]:
-    found = words(_tokens(result), texts)
-    return {reading.sae: Features(result.id, reading, found) for reading in result.features or []}
+    results = words(_tokens(result), texts)
+    return {reading.sae: Features(result.id, reading, results) for reading in result.features or []}
 
 
 class FeatureCalls(JobCalls):

@@ -107,13 +107,13 @@ class JobCalls(Calls):
         )
         etag, state, patience = "", "queued", wire.Patience()
         while True:
-            left = (
+            remaining = (
                 wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
             )
-            if left <= 0:
+            if remaining <= 0:
                 raise TimeoutError(f"job {job_id} is still {state} after {timeout} s")
             try:
-                response = await self._send(poll(job_id, etag, left))
+                response = await self._send(poll(job_id, etag, remaining))
                 if response.status_code != 304:
                     view = wire.decode(response, JobView)
                     if wire.is_over(view):
@@ -230,14 +230,14 @@ class JobCalls(Calls):
         **openai: Any,
     ) -> Answer:
         """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
-        ours = {
+        own = {
             "steering": steering,
             "patch": patch,
             "capture": capture,
             "capture_wait": capture_wait,
         }
         body = wire.openai_body(
-            CompletionRequest, {"model": model, "prompt": prompt, **openai, **ours}
+            CompletionRequest, {"model": model, "prompt": prompt, **openai, **own}
         )
         return await self._held("/v1/completions", body)
 
@@ -260,7 +260,7 @@ class JobCalls(Calls):
         `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the
         text of the last user message.
         """
-        ours = {
+        own = {
             "steering": steering,
             "patch": patch,
             "capture": capture,
@@ -268,7 +268,7 @@ class JobCalls(Calls):
         }
         body = wire.openai_body(
             ChatRequest,
-            {"model": model, "messages": with_images(messages, images), **openai, **ours},
+            {"model": model, "messages": with_images(messages, images), **openai, **own},
         )
         return await self._held("/v1/chat/completions", body)
 

@@ -85,14 +85,14 @@ def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None
 
 def known_tokens(readings: Sequence[LensReading]) -> list[int]:
     """All token ids in these, ascending."""
-    found: set[int] = set()
+    result: set[int] = set()
     for reading in readings:
-        found.update(
+        result.update(
             reading.token_ids,
             reading.named_tokens,
             *(row for layer in reading.top_tokens for row in layer),
         )
-    return sorted(found)
+    return sorted(result)
 
 
 def _fields(

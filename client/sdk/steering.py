@@ -40,26 +40,26 @@ CHANGE_S = 120.0
 _MODULES, _GLOBAL, _DYNAMIC = "/v1/steering/modules", "/v1/steering/global", "/v1/steering/dynamic"
 
 
-def entries_of(wanted: Wanted) -> list[SteeringSpec]:
+def entries_of(needed: Wanted) -> list[SteeringSpec]:
     """The entries in whatever was given, tensors packed.
 
     Raises MidstreamError naming the field, FileNotFoundError.
     """
-    is_entry = isinstance(wanted, Mapping) and wanted.keys() <= set(SteeringSpec.__struct_fields__)
-    if is_entry or not isinstance(wanted, str | Path | Mapping):
-        return wire.pack_steering(cast(Steering | Sequence[Steering], wanted))
+    is_entry = isinstance(needed, Mapping) and needed.keys() <= set(SteeringSpec.__struct_fields__)
+    if is_entry or not isinstance(needed, str | Path | Mapping):
+        return wire.pack_steering(cast(Steering | Sequence[Steering], needed))
     from ...storage.formats.module_files import of_sites
     from .. import vectors
 
     try:
-        if isinstance(wanted, Mapping):
+        if isinstance(needed, Mapping):
             return of_sites(
-                {site: packed(values, f"steering.{site}") for site, values in wanted.items()}
+                {site: packed(values, f"steering.{site}") for site, values in needed.items()}
             )
-        return vectors.read(wanted)
+        return vectors.read(needed)
     except ValueError as error:
         raise invalid(
-            "steering", str(error) if isinstance(wanted, Mapping) else f"{wanted}: {error}"
+            "steering", str(error) if isinstance(needed, Mapping) else f"{needed}: {error}"
         ) from error
 
 
@@ -74,12 +74,12 @@ def _module(method: str, name: str, model: str | None, body: Any = None) -> Call
     )
 
 
-def _register(name: str, wanted: Wanted, model: str | None, description: str) -> Call:
+def _register(name: str, needed: Wanted, model: str | None, description: str) -> Call:
     return _module(
         "PUT",
         name,
         None,
-        ModuleRequest(steering=entries_of(wanted), model=model, description=description),
+        ModuleRequest(steering=entries_of(needed), model=model, description=description),
     )
 
 
@@ -101,11 +101,11 @@ def _written(answer: httpx.Response, path: str | Path, format: str | None) -> st
         raise invalid("format", str(error)) from error
 
 
-def _set(wanted: Wanted, model: str | None) -> Call:
+def _set(needed: Wanted, model: str | None) -> Call:
     return Call(
         "PUT",
         _GLOBAL,
-        body=GlobalRequest(steering=entries_of(wanted), model=model),
+        body=GlobalRequest(steering=entries_of(needed), model=model),
         timeout=CHANGE_S,
     )
 

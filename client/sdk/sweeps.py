@@ -127,8 +127,8 @@ class SweepCalls(JobCalls):
         """
         try:
             if progress is not None:
-                async for each in self.sweep_events(job_id):
-                    progress(each)
+                async for sweep_event in self.sweep_events(job_id):
+                    progress(sweep_event)
             await self.wait(job_id)
             return _grid(await self.result(job_id))
         except (KeyboardInterrupt, asyncio.CancelledError) as interrupt:
@@ -147,6 +147,6 @@ class SweepCalls(JobCalls):
         """
         async with aclosing(self.events(job_id, after)) as events:
             async for event in events:
-                each = sweep_event(event)
-                if each is not None:
-                    yield each
+                item = sweep_event(event)
+                if item is not None:
+                    yield item

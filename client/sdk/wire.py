@@ -240,16 +240,16 @@ def id_of(job: JobLike) -> str:
 
     Raises MidstreamError for anything else.
     """
-    found = next(
+    result = next(
         (given for name in ("id", "job") if isinstance(given := getattr(job, name, None), str)), job
     )
-    if not isinstance(found, str) or not found:
+    if not isinstance(result, str) or not result:
         raise invalid(
             "job",
             f"{type(job).__name__} does not identify a job",
             allowed="a job's id, or what submit, run, completion or job returned",
         )
-    return found
+    return result
 
 
 def of_model(model: str | None) -> dict[str, str | int | float]:

@@ -172,34 +172,34 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "redis eviction", "maxmemory-policy is noeviction")
-    if gone := int(info["evicted_keys"]):
+    if removed := int(info["evicted_keys"]):
         yield Finding(
             "fail",
             "redis eviction",
-            f"keys evicted since its start: {gone}; jobs are lost",
+            f"keys evicted since its start: {removed}; jobs are lost",
             "resubmit the missing jobs",
         )
     if not limit:
         yield Finding("ok", "redis memory", f"{used / 2**20:.0f} MiB used, no limit (maxmemory 0)")
         return
     share = used / limit
-    said = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%})"
+    text = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%})"
     if share >= settings.redis_fill_limit:
         yield Finding(
             "fail",
             "redis memory",
-            f"{said}: submissions are answered with 503",
+            f"{text}: submissions are answered with 503",
             "raise maxmemory, or let results expire sooner (result_ttl_s)",
         )
     elif share >= MEMORY_WARN:
         yield Finding(
             "warn",
             "redis memory",
-            said,
+            text,
             f"submissions are rejected at {settings.redis_fill_limit:.0%}: raise maxmemory",
         )
     else:
-        yield Finding("ok", "redis memory", said)
+        yield Finding("ok", "redis memory", text)
 
 
 def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Finding]:
@@ -253,19 +253,19 @@ def _config(client: Any, name: str) -> str | None:
     import redis
 
     try:
-        found = client.config_get(name)
+        result = client.config_get(name)
     except redis.ResponseError:  # ACL: no permission
         return None
-    return str(found.get(name)) if name in found else None
+    return str(result.get(name)) if name in result else None
 
 
 def _clock(about: str, ahead: float, warn: float = SKEW_WARN_S) -> Finding:
     level: Level = "fail" if abs(ahead) > SKEW_FAIL_S else "warn" if abs(ahead) > warn else "ok"
-    said = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    text = f"{abs(ahead):.2f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
     return Finding(
         level,
         about,
-        said,
+        text,
         "" if level == "ok" else "leases and deadlines depend on clocks: run NTP on both machines",
     )
 
@@ -313,13 +313,13 @@ def _api(url: str, headers: dict[str, str]) -> Iterator[Finding]:
 
 
 def _version(about: str, version: str, more: str = "") -> Finding:
-    said = f"version {version}{' ' + more if more else ''}"
+    text = f"version {version}{' ' + more if more else ''}"
     if version == __version__:
-        return Finding("ok", about, said)
+        return Finding("ok", about, text)
     return Finding(
         "warn",
         about,
-        f"{said}; this one is {__version__}",
+        f"{text}; this one is {__version__}",
         "run one version everywhere: see the notes on upgrades",
     )
 
@@ -362,11 +362,11 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
             f"at {status.relay.url}, receipts accepted: {status.relay.received}",
         )
     else:
-        found = "not seen for 15 s: captures and interventions wait for it, then time out"
+        result = "not seen for 15 s: captures and interventions wait for it, then time out"
         yield Finding(
             "fail",
             "relay",
-            found,
+            result,
             "start it (`python -m midstream.broker.relay`), and check its log",
         )
     if status.callbacks.alive:
@@ -380,7 +380,7 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
         )
         yield Finding("ok", "callbacks", f"alive{ago}")
     else:
-        found = (
+        result = (
             "the reaper has not completed a pass recently: lost messages and dead workers' "
             "jobs are not recovered, "
             "and webhooks are not sent"
@@ -388,7 +388,7 @@ def _parts(status: Status, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "fail",
             "callbacks",
-            found,
+            result,
             "start it (`python -m midstream.broker.callbacks`), and check its log",
         )
     pending, overdue = status.callbacks.webhooks_pending, status.callbacks.webhooks_overdue_s
@@ -438,14 +438,14 @@ def _workers(status: Status, settings: Settings) -> Iterator[Finding]:
         if ahead > SKEW_WARN_S or ahead < -(settings.lease_s + SKEW_WARN_S):
             yield _clock(f"{about} clock", ahead)
         if stats.last_desync_at is not None and status.at - stats.last_desync_at < DESYNC_WARN_S:
-            said = (
+            text = (
                 f"its ranks have disagreed (count: {stats.desyncs}), most recently "
                 f"{(status.at - stats.last_desync_at) / 60:.0f} min ago"
             )
             yield Finding(
                 "warn",
                 about,
-                f"{said}: {stats.last_desync}",
+                f"{text}: {stats.last_desync}",
                 "the affected jobs were retried; if it recurs, suspect the hardware",
             )
         if stats.outbox > OUTBOX_WARN:
@@ -566,18 +566,18 @@ def _models(url: str, headers: dict[str, str]) -> Iterator[Finding]:
                 "start the worker with the setting certify=true",
             )
             continue
-        found = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven']) or 'no hook'}"
+        text = f"certified in {made['seconds']:.1f} s: {', '.join(made['proven']) or 'no hook'}"
         if made.get("unproven"):
-            found += f"; served unproven: {', '.join(made['unproven'])}"
+            text += f"; served unproven: {', '.join(made['unproven'])}"
         if made["absent"]:
             yield Finding(
                 "warn",
                 about,
-                f"{found}; not served: {reasons}",
+                f"{text}; not served: {reasons}",
                 "see docs/architectures.md, and the worker's log",
             )
         else:
-            yield Finding("ok", about, f"{found}; absent: {reasons}" if reasons else found)
+            yield Finding("ok", about, f"{text}; absent: {reasons}" if reasons else text)
 
 
 def _disk(data: Path) -> Iterator[Finding]:
@@ -710,9 +710,9 @@ def _keys(url: str, headers: dict[str, str]) -> Iterator[Finding]:
         if is_loopback(urlsplit(url).hostname or ""):
             yield Finding("ok", "keys", "not required; the address is loopback")
         else:
-            found = f"{url} requires no keys: anyone who can reach it has full access"
+            text = f"{url} requires no keys: anyone who can reach it has full access"
             yield Finding(
-                "fail", "keys", found, "`midstream keys create`, then unset MIDSTREAM_AUTH"
+                "fail", "keys", text, "`midstream keys create`, then unset MIDSTREAM_AUTH"
             )
     elif we == 401:
         yield Finding(

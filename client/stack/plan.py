@@ -58,29 +58,29 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def facts(found: "Plan") -> dict[str, Any]:
+def facts(plan: "Plan") -> dict[str, Any]:
     """For machines."""
     model = {
         name: value
-        for name, value in found.model._asdict().items()
+        for name, value in plan.model._asdict().items()
         if name not in ("variant", "linears", "inside")
     }
     return {
         "model": model,
-        "hooks": found.hooks,
-        "layers": found.layers,
-        "ring_rows": found.ring.rows if found.ring else 0,
-        "step_s": found.step_s,
-        "memory": [part._asdict() for part in found.memory],
-        "work": [{**work._asdict(), "cost": vars(work.cost)} for work in found.work],
-        "streams": [stream._asdict() for stream in found.streams],
-        "limits": found.limits,
+        "hooks": plan.hooks,
+        "layers": plan.layers,
+        "ring_rows": plan.ring.rows if plan.ring else 0,
+        "step_s": plan.step_s,
+        "memory": [part._asdict() for part in plan.memory],
+        "work": [{**work._asdict(), "cost": vars(work.cost)} for work in plan.work],
+        "streams": [stream._asdict() for stream in plan.streams],
+        "limits": plan.limits,
     }
 
 
-def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
+def lines(plan: "Plan", tokens_per_second: float) -> Iterator[str]:
     """For people: tables in Markdown."""
-    model = found.model
+    model = plan.model
     weights = (
         f", {model.parameters * model.weight_bytes / (1 << 30):.1f} GiB quantised"
         if model.weight_bytes
@@ -91,26 +91,26 @@ def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
         f"{model.architecture}: {model.layers} layers × {model.hidden_size}, "
         f"{model.dtype}, {parameters}"
     )
-    yield f"hooks: {', '.join(found.hooks)}"
+    yield f"hooks: {', '.join(plan.hooks)}"
     yield ""
     yield "Memory of each rank, at most:"
     yield ""
     rows = [
-        [part.name, part.where, _mib(part.bytes), part.about, part.setting] for part in found.memory
+        [part.name, part.where, _mib(part.bytes), part.about, part.setting] for part in plan.memory
     ]
     for where in ("GPU", "host"):
-        if total := sum(part.bytes for part in found.memory if part.where == where):
+        if total := sum(part.bytes for part in plan.memory if part.where == where):
             rows.append(["**total**", where, _mib(total), "", ""])
     yield from _table(["part", "in", "MiB", "holds", "setting"], rows)
-    if found.work:
+    if plan.work:
         yield ""
         yield (
             "Added to a decode step, estimated for an H200, where stock vLLM takes "
-            f"{found.step_s * 1e3:.1f} ms:"
+            f"{plan.step_s * 1e3:.1f} ms:"
         )
         yield ""
         rows = [
-            [work.hooks, work.step, str(work.cost.launches), *_cost(work)] for work in found.work
+            [work.hooks, work.step, str(work.cost.launches), *_cost(work)] for work in plan.work
         ]
         yield from _table(
             ["hooks", "step", "launches", "MB on the GPU", "MB to the host", "ms", "share"], rows
@@ -123,13 +123,13 @@ def lines(found: "Plan", tokens_per_second: float) -> Iterator[str]:
     yield ""
     rows = [
         [stream.captured, f"{stream.token_bytes / 1024:.0f}", f"{stream.bytes_per_s / 1e6:.0f}"]
-        for stream in found.streams
+        for stream in plan.streams
     ]
     yield from _table(["captured", "KiB per token", "MB/s"], rows)
     yield ""
     yield "Limits:"
     yield ""
-    yield from (f"- {limit}" for limit in found.limits)
+    yield from (f"- {limit}" for limit in plan.limits)
 
 
 def _cost(work: "Work") -> list[str]:

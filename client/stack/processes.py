@@ -201,7 +201,7 @@ def _root_cause(lines: Sequence[str]) -> str:
     """The end of the first traceback that vLLM logged: the exception, with the statement that
     raised it if it has no message.
     """
-    logged = [found[1] for line in lines if (found := _LOGGED_ERROR.search(line))]
+    logged = [match[1] for line in lines if (match := _LOGGED_ERROR.search(line))]
     for number, text in enumerate(logged):
         if (raised := _RAISED.match(text)) is None:
             continue
@@ -279,23 +279,23 @@ def holders(path: Path) -> list[int]:
     alone.
     """
     try:
-        wanted = path.stat()
+        needed = path.stat()
     except OSError:
         return []
-    return [pid for pid in _others() if _has_open(pid, wanted)]
+    return [pid for pid in _others() if _has_open(pid, needed)]
 
 
 def marked(value: str) -> list[int]:
     """Pids of other processes whose environment has `MARK` with this value."""
     line = f"{MARK}={value}".encode()
-    found = []
+    result = []
     for pid in _others():
         try:
             if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(pid)
+                result.append(pid)
         except OSError:  # it is gone, or another account's
             continue
-    return found
+    return result
 
 
 def _others() -> list[int]:
@@ -306,12 +306,12 @@ def _others() -> list[int]:
     ]
 
 
-def _has_open(pid: int, wanted: os.stat_result) -> bool:
+def _has_open(pid: int, needed: os.stat_result) -> bool:
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                found = os.stat(entry.path)
-                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                result = os.stat(entry.path)
+                if (result.st_dev, result.st_ino) == (needed.st_dev, needed.st_ino):
                     return True
     except OSError:  # it is gone, or another account's
         return False

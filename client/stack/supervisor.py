@@ -235,10 +235,10 @@ class Supervisor:
         except MidstreamError:
             # Redis is unreachable just now: the hint is not worth failing the start
             return
-        here = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
+        local = f"MIDSTREAM_DATA_DIR={shlex.quote(str(self.data))} " if self._own_redis else ""
         redis_url = "-" if self._own_redis else shlex.quote(redacted(self.settings.redis_url))
         self._say(
-            f"no API key exists; create the first one: {here}midstream keys create first "
+            f"no API key exists; create the first one: {local}midstream keys create first "
             f"--scope admin --redis-url {redis_url}"
         )
 
@@ -418,10 +418,10 @@ class Supervisor:
         What it wrote down, and what it had no time to write down: its children carry a mark, and
         Redis, which removes its environment, holds the lock of its folder.
         """
-        left = read_state(self.data).get("processes", {})
+        state = read_state(self.data).get("processes", {})
         for name in (*STOP_ORDER, "redis"):
-            if name in left:
-                yield name, *left[name]
+            if name in state:
+                yield name, *state[name]
         for pid in marked(str(self.data)):
             yield "a process", pid, birth(pid)
         for pid in holders(self.data / "redis" / "redis.lock"):
@@ -575,7 +575,7 @@ def child_environment(settings: Settings) -> dict[str, str]:
     # what lies in the working directory is no module of theirs, nor of the processes they start
     environment |= {"PYTHONSAFEPATH": "1"}
     environment |= {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if all(Path(each).is_dir() for each in (settings.model, settings.draft_model) if each):
+    if all(Path(item).is_dir() for item in (settings.model, settings.draft_model) if item):
         # everything is there: a hub that does not answer must not hold up the start
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
@@ -609,18 +609,18 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _decided_port(name: str, host: str, wanted: int, say: Say) -> int:
-    if not wanted:
+def _decided_port(name: str, host: str, needed: int, say: Say) -> int:
+    if not needed:
         return free_port(host)
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, wanted))
+            probe.bind((host, needed))
         except OSError as error:
             port = free_port(host)
-            say(f"{name} {wanted} is not available ({error.strerror}): using {port}")
+            say(f"{name} {needed} is not available ({error.strerror}): using {port}")
             return port
-    return wanted
+    return needed
 
 
 def _port_of(redis_url: str) -> int:

@@ -304,27 +304,27 @@ class _Study(Generic[C]):
             )
         pairs = []
         for number, pair in enumerate(last.pairs):
-            found = result.pairs[number]
+            results = result.pairs[number]
             numbers = (
-                range(len(found.labels))
+                range(len(results.labels))
                 if columns is None
-                else [_column(found.labels, wanted) for wanted in columns]
+                else [_column(results.labels, column) for column in columns]
             )
-            places = _places(found, numbers)
+            places = _places(results, numbers)
             if not places:
                 raise invalid("columns", f"none of them could be patched in pair {number}")
             own: dict[str, Any] = {
                 "spans": None,
                 "positions": sorted({other if turned else place for place, other in places}),
             }
-            if any(found.sources) and "alignment" not in fields:
+            if any(results.sources) and "alignment" not in fields:
                 clean_first = result.direction == "noise"
                 own["alignment"] = [
                     (place, other) if clean_first else (other, place) for place, other in places
                 ]
             pairs.append(msgspec.structs.replace(pair, **own))
         axis = _closer_axis(result, columns)
-        asked = (
+        request = (
             _fields(last)
             | axis
             | {
@@ -335,7 +335,7 @@ class _Study(Generic[C]):
         )
         return pairs, {
             name: value
-            for name, value in asked.items()
+            for name, value in request.items()
             if name not in ("model", "pairs", "positions")
         } | fields
 
@@ -377,10 +377,10 @@ class _Study(Generic[C]):
         `region`: a `Region`, or a cell of `top()`: its hook, its tokens, and the layers around it.
         `fields`: what else should be otherwise than in this study's sweep.
         """
-        pairs, asked = self._closer(region, hooks, layers, columns, fields)
+        pairs, request = self._closer(region, hooks, layers, columns, fields)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
-        return await study._swept(progress, **asked)
+        return await study._swept(progress, **request)
 
     async def _swept(
         self,
@@ -472,25 +472,25 @@ def _closer_axis(result: SweepResult, columns: Sequence[str | int] | None) -> di
         )
     if result.axis not in HEAD_AXES:
         return {"axis": "position"}
-    found = result.pairs[0]
+    pair = result.pairs[0]
     numbers = (
-        range(len(found.labels))
+        range(len(pair.labels))
         if columns is None
-        else [_column(found.labels, wanted) for wanted in columns]
+        else [_column(pair.labels, column) for column in columns]
     )
-    return {"axis": "head_position", "heads": sorted({found.heads[number] for number in numbers})}
+    return {"axis": "head_position", "heads": sorted({pair.heads[number] for number in numbers})}
 
 
-def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
+def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
     """Position in the patched prompt → whose row is written there, ascending.
 
     Raises MidstreamError where that is not one.
     """
     places: dict[int, int] = {}
     # of an ablation there is no other prompt
-    sources = found.sources if any(found.sources) else found.positions
-    for column in columns if found.positions else ():
-        for place, other in zip(found.positions[column], sources[column], strict=True):
+    sources = pair_result.sources if any(pair_result.sources) else pair_result.positions
+    for column in columns if pair_result.positions else ():
+        for place, other in zip(pair_result.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
                 raise invalid(
                     "columns",
@@ -500,21 +500,21 @@ def _places(found: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
     return sorted(places.items())
 
 
-def _column(labels: list[str], wanted: str | int) -> int:
+def _column(labels: list[str], needed: str | int) -> int:
     """The number of a column by its label or number."""
-    if isinstance(wanted, int):
-        if -len(labels) <= wanted < len(labels):
-            return wanted % len(labels)
-        raise invalid("columns", f"no column {wanted}", allowed=f"0 to {len(labels) - 1}")
-    found = [
-        number for number, label in enumerate(labels) if wanted in (label, grids.written(label))
+    if isinstance(needed, int):
+        if -len(labels) <= needed < len(labels):
+            return needed % len(labels)
+        raise invalid("columns", f"no column {needed}", allowed=f"0 to {len(labels) - 1}")
+    numbers = [
+        number for number, label in enumerate(labels) if needed in (label, grids.written(label))
     ]
-    if len(found) != 1:
-        detail = f"{len(found)} columns are called {wanted!r}" + (
-            ": give the column's number" if found else ""
+    if len(numbers) != 1:
+        detail = f"{len(numbers)} columns are called {needed!r}" + (
+            ": give the column's number" if numbers else ""
         )
         raise invalid("columns", detail, allowed=", ".join(map(repr, labels)))
-    return found[0]
+    return numbers[0]
 
 
 @contextmanager

@@ -91,17 +91,17 @@ def write(
     Raises ValueError, OSError.
     """
     suffix = Path(path).suffix
-    wanted = format or next(
+    needed = format or next(
         (name for name, suffixes in FORMATS.items() if suffix in suffixes), None
     )
-    if wanted is None:
+    if needed is None:
         raise ValueError(
             f"the suffix {suffix!r} is of no format; valid: {', '.join(FORMATS)}, given as "
             "the format"
         )
-    raw = to_bytes(specs, wanted, model)
+    raw = to_bytes(specs, needed, model)
     Path(path).write_bytes(raw)
-    return wanted
+    return needed
 
 
 def to_bytes(specs: Sequence[SteeringSpec], format: str, model: str = "") -> bytes:
@@ -200,10 +200,10 @@ def _of_names(arrays: Mapping[str, Array]) -> list[SteeringSpec]:
     layers = {name: match for name in arrays if (match := _LAYER.fullmatch(name))}
     if not arrays or len(layers) < len(arrays):
         return module_files.of_sites({name: array.tensor() for name, array in arrays.items()})
-    found = sorted((int(match["layer"]), arrays[name]) for name, match in layers.items())
-    if len({layer for layer, _ in found}) < len(found):
+    result = sorted((int(match["layer"]), arrays[name]) for name, match in layers.items())
+    if len({layer for layer, _ in result}) < len(result):
         raise ValueError("it names a layer twice")
-    return [SteeringSpec(layers=layer, vector=_flat(array).tensor()) for layer, array in found]
+    return [SteeringSpec(layers=layer, vector=_flat(array).tensor()) for layer, array in result]
 
 
 def _bare(arrays: Mapping[str, Array]) -> SteeringSpec:
@@ -246,10 +246,10 @@ def _loreft(arrays: Mapping[str, Array]) -> SteeringSpec:
 def _of_json(raw: bytes) -> list[SteeringSpec]:
     try:
         check_json(raw)
-        found = msgspec.json.decode(raw)
+        result = msgspec.json.decode(raw)
     except (msgspec.DecodeError, TooManyValues, UnicodeDecodeError) as error:
         raise ValueError(f"it is not JSON that is read here: {error}") from error
-    return _of_lens(found if isinstance(found, list) else [found])
+    return _of_lens(result if isinstance(result, list) else [result])
 
 
 def _of_lens(vectors: list[Any]) -> list[SteeringSpec]:
@@ -287,18 +287,18 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
         if layers is None or layers == "all":
             return specs
         present = {layer for spec in specs if isinstance(layer := spec.layers, int)}
-        wanted = _numbers(layers)
+        numbers = _numbers(layers)
     except SelectorError as error:
         raise ValueError(f"layers: {error}") from error
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")
     if isinstance(layers, int | list) and (
-        missing := [layer for layer in wanted if layer not in present]
+        missing := [layer for layer in numbers if layer not in present]
     ):
         raise ValueError(
             f"it has no layer {missing[0]}; it has {', '.join(map(str, sorted(present)))}"
         )
-    chosen = [spec for spec in specs if spec.layers in wanted]
+    chosen = [spec for spec in specs if spec.layers in numbers]
     if not chosen:
         raise ValueError(
             f"it has none of the layers {layers}; it has {', '.join(map(str, sorted(present)))}"
@@ -307,10 +307,10 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
 
 
 def _numbers(layers: LayerSelector) -> list[int]:
-    found = resolve_layers(layers, 2 * MAX_LAYER)
-    if found[-1] >= MAX_LAYER:
+    result = resolve_layers(layers, 2 * MAX_LAYER)
+    if result[-1] >= MAX_LAYER:
         raise ValueError("layers: a file's are counted from 0")
-    return found
+    return result
 
 
 def _given(spec: SteeringSpec, layers: LayerSelector | None) -> list[SteeringSpec]:
@@ -367,10 +367,11 @@ def _check_plain(index: int, spec: SteeringSpec, format: str) -> None:
 
 
 def _layers(spec: SteeringSpec) -> list[int] | None:
-    found = [spec.layers] if isinstance(spec.layers, int) else spec.layers
+    result = [spec.layers] if isinstance(spec.layers, int) else spec.layers
     return (
-        found
-        if isinstance(found, list) and all(isinstance(layer, int) and layer >= 0 for layer in found)
+        result
+        if isinstance(result, list)
+        and all(isinstance(layer, int) and layer >= 0 for layer in result)
         else None
     )
 

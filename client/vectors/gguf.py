@@ -100,8 +100,8 @@ def read(raw: bytes) -> list[SteeringSpec]:
             f"and {_MAX_KEYS}"
         )
     metadata = {reader.text(): reader.value(reader.number("I")) for _ in range(keys)}
-    if (found := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
-        raise ValueError(f"its general.architecture is {found!r:.80}; valid: {_ARCHITECTURE!r}")
+    if (result := metadata.get("general.architecture", _ARCHITECTURE)) != _ARCHITECTURE:
+        raise ValueError(f"its general.architecture is {result!r:.80}; valid: {_ARCHITECTURE!r}")
     places = [_place(reader) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 16:

@@ -23,10 +23,10 @@ def read_npy(raw: bytes) -> Array:
         raise ValueError(f"it is not a numpy file: {error}") from error
     if dtype.kind not in "fiu":
         raise ValueError(f"it holds {dtype}; valid: numbers")
-    left = len(raw) - stream.tell()
-    if min(shape, default=1) < 1 or left != math.prod(shape) * dtype.itemsize:
+    remaining = len(raw) - stream.tell()
+    if min(shape, default=1) < 1 or remaining != math.prod(shape) * dtype.itemsize:
         raise ValueError(
-            f"its header says {dtype} of shape {list(shape)!r:.80}, but {left} bytes follow"
+            f"its header says {dtype} of shape {list(shape)!r:.80}, but {remaining} bytes follow"
         )
     values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(
         shape, order="F" if fortran else "C"
@@ -37,13 +37,13 @@ def read_npy(raw: bytes) -> Array:
 def read_npz(raw: bytes) -> dict[str, Array]:
     """Name → array. Raises ValueError naming the member."""
     archive = opened(raw, stored=False)
-    found = {}
+    result = {}
     for name in archive.sizes:
         try:
-            found[name.removesuffix(".npy")] = read_npy(member(archive, name))
+            result[name.removesuffix(".npy")] = read_npy(member(archive, name))
         except ValueError as error:
             raise ValueError(f"{name!r:.80}: {error}") from error
-    return found
+    return result
 
 
 def write_npz(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -65,13 +65,13 @@ def arm(fault: str, data_dir: str | Path) -> None:
     Raises SettingsError for a point that there is not.
     """
     global _armed, _folder
-    found = _FAULT.search(fault)
-    if found is not None and found[1] not in CRASH_POINTS:
+    match = _FAULT.search(fault)
+    if match is not None and match[1] not in CRASH_POINTS:
         raise SettingsError(
-            f"MIDSTREAM_FAULT={fault}: unknown crash point {found[1]!r}; valid: "
+            f"MIDSTREAM_FAULT={fault}: unknown crash point {match[1]!r}; valid: "
             f"{', '.join(CRASH_POINTS)}"
         )
-    _armed, _folder = found[1] if found else "", Path(data_dir).resolve() / FOLDER
+    _armed, _folder = match[1] if match else "", Path(data_dir).resolve() / FOLDER
 
 
 def crash_point(name: str) -> None:

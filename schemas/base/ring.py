@@ -66,7 +66,7 @@ def plan_queue(
         return size_mib << 20
     if ring is None or not accelerator:
         return QUEUE_BYTES
-    wanted = max(QUEUE_BYTES, QUEUE_STEPS * ring.size // ring.halves)
+    needed = max(QUEUE_BYTES, QUEUE_STEPS * ring.size // ring.halves)
     return (
-        min(wanted, max(QUEUE_BYTES, host_bytes // (QUEUE_SHARE * ranks))) if host_bytes else wanted
+        min(needed, max(QUEUE_BYTES, host_bytes // (QUEUE_SHARE * ranks))) if host_bytes else needed
     )

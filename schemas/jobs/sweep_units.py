@@ -25,11 +25,11 @@ def nodes_of(pair: StoredPair) -> list[Node]:
     """Return what must be asked to know the log-probability of answer and foil; the first is the
     prompt itself.
     """
-    wanted: dict[tuple[int, ...], set[int]] = {(): set()}
+    needed: dict[tuple[int, ...], set[int]] = {(): set()}
     for continuation in (pair.answer, pair.foil):
         for place, token in enumerate(continuation):
-            wanted.setdefault(tuple(continuation[:place]), set()).add(token)
-    return [Node(prefix, tuple(sorted(token_ids))) for prefix, token_ids in wanted.items()]
+            needed.setdefault(tuple(continuation[:place]), set()).add(token)
+    return [Node(prefix, tuple(sorted(token_ids))) for prefix, token_ids in needed.items()]
 
 
 class Units:
@@ -113,12 +113,12 @@ class Units:
 
     def cell(self, number: int) -> Unit | None:
         """The unit of this number if it is a cell."""
-        left = number - self.first_cell
-        if left < 0:
+        remaining = number - self.first_cell
+        if remaining < 0:
             return None
-        left, column = divmod(left, self._sweep.num_columns)
-        left, layer = divmod(left, len(self._sweep.layers))
-        pair, hook = divmod(left, len(self._sweep.hooks))
+        remaining, column = divmod(remaining, self._sweep.num_columns)
+        remaining, layer = divmod(remaining, len(self._sweep.layers))
+        pair, hook = divmod(remaining, len(self._sweep.hooks))
         return Unit(number, "cell", pair, hook, layer, column)
 
     def patched(self, unit: Unit) -> tuple[list[int], list[tuple[int, int]]]:

@@ -21,12 +21,13 @@ Kind = TypeVar("Kind", bound=LayerKind)
 
 def grouped(kinds: Iterable[Kind]) -> list[Kind]:
     """With layers of the same kind joined."""
-    found: dict[bytes, tuple[Kind, list[int]]] = {}
+    result: dict[bytes, tuple[Kind, list[int]]] = {}
     for kind in kinds:
         key = msgspec.msgpack.encode(msgspec.structs.replace(kind, layers=[]))
-        found.setdefault(key, (kind, []))[1].extend(kind.layers)
+        result.setdefault(key, (kind, []))[1].extend(kind.layers)
     joined = [
-        msgspec.structs.replace(kind, layers=sorted(set(layers))) for kind, layers in found.values()
+        msgspec.structs.replace(kind, layers=sorted(set(layers)))
+        for kind, layers in result.values()
     ]
     return sorted(joined, key=lambda kind: kind.layers)
 

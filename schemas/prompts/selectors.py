@@ -265,10 +265,10 @@ def resolve_layers(
         return list(range(num_layers))
     if isinstance(selector, str):
         return joined(_layer_range(part.strip(), num_layers, thing) for part in selector.split(","))
-    wanted = [selector] if isinstance(selector, int) else selector
-    if not wanted:
+    needed = [selector] if isinstance(selector, int) else selector
+    if not needed:
         raise SelectorError(f"no {thing} given: give at least one")
-    return sorted({_layer(layer, num_layers, thing) for layer in wanted})
+    return sorted({_layer(layer, num_layers, thing) for layer in needed})
 
 
 def parts_of(selector: LayerSelector | DimensionSelector | None) -> int:
@@ -284,9 +284,9 @@ def joined(ranges: Iterable[range]) -> list[int]:
     """
     numbers: list[int] = []
     reached = -sys.maxsize
-    for found in sorted(ranges, key=lambda found: found.start):
-        numbers += range(max(found.start, reached), found.stop)
-        reached = max(reached, found.stop)
+    for result in sorted(ranges, key=lambda result: result.start):
+        numbers += range(max(result.start, reached), result.stop)
+        reached = max(reached, result.stop)
     return numbers
 
 
@@ -313,7 +313,7 @@ def _layer(layer: int, num_layers: int, thing: str) -> int:
 
 
 def resolve_sites(
-    wanted: Mapping[HookName, LayerSelector],
+    layer_selectors: Mapping[HookName, LayerSelector],
     num_layers: int,
     hooks: Sequence[str] = HOOKS,
     absent: Mapping[str, str] | None = None,
@@ -326,7 +326,7 @@ def resolve_sites(
     """
     named: dict[Hook, HookName] = {}
     sites: dict[Hook, list[int]] = {}
-    for name, layers in wanted.items():
+    for name, layers in layer_selectors.items():
         hook = resolve_hook(name)
         if hook in named:
             raise SelectorError(
@@ -363,7 +363,7 @@ def no_text(span: Span) -> list[int]:
 
 
 def resolve_positions(
-    asked: RequestedPositions,
+    requested_positions: RequestedPositions,
     prompt_tokens: int,
     find: SpanFinder = no_text,
     images: Sequence[ImageRef] = (),
@@ -375,22 +375,24 @@ def resolve_positions(
     SelectorError for a position outside `[-prompt_tokens, prompt_tokens)`, a span that is not
     there, an empty list or range, or a range in a list that does not end in the prompt.
     """
-    if asked == "image":
+    if requested_positions == "image":
         return _of_images(Span(image="all"), images, "")
-    if isinstance(asked, str):
-        return asked
-    if isinstance(asked, Span) and asked.image is not None:
-        return _of_images(asked, images, ".image")
-    if isinstance(asked, Span):
+    if isinstance(requested_positions, str):
+        return requested_positions
+    if isinstance(requested_positions, Span) and requested_positions.image is not None:
+        return _of_images(requested_positions, images, ".image")
+    if isinstance(requested_positions, Span):
         return (
-            _window(asked, prompt_tokens, "") if asked.is_range else sorted(_span(asked, find, ""))
+            _window(requested_positions, prompt_tokens, "")
+            if requested_positions.is_range
+            else sorted(_span(requested_positions, find, ""))
         )
-    if not asked:
+    if not requested_positions:
         raise SelectorError("no position given: give at least one")
     positions: set[int] = set()
     ranges: list[range] = []
     texts: set[tuple[str | None, int | None]] = set()
-    for index, item in enumerate(asked):
+    for index, item in enumerate(requested_positions):
         if isinstance(item, Span):
             if item.image is not None:
                 positions.update(_of_images(item, images, f"[{index}].image"))
@@ -575,5 +577,9 @@ def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
         else:
             ranges.append([number, number])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most]]
-    left = len(ranges) - len(shown)
-    return ", ".join([*shown, f"and {left} more range{'s' if left > 1 else ''}"] if left else shown)
+    remaining = len(ranges) - len(shown)
+    return ", ".join(
+        [*shown, f"and {remaining} more range{'s' if remaining > 1 else ''}"]
+        if remaining
+        else shown
+    )

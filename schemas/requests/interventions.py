@@ -181,8 +181,8 @@ class Intervention:
 
     def shapes(self, rank: int, hidden_size: int) -> list[list[int]]:
         """The shapes of its tensors, in their order."""
-        found = map(TENSORS.__getitem__, self.tensors)
-        return [[rank] * field.ranked + [hidden_size] * field.wide for field in found]
+        result = map(TENSORS.__getitem__, self.tensors)
+        return [[rank] * field.ranked + [hidden_size] * field.wide for field in result]
 
 
 _REPLACE_SOURCE = (

@@ -316,12 +316,12 @@ class StoredCapture(Record, omit_defaults=True):
 
     def split(self, inside: Mapping[str, RowShape]) -> "list[StoredCapture]":
         """One capture for each bank that its hooks are in. `inside`: as `ModelInfo.inside`."""
-        found = []
+        result = []
         for bank, sites in banks_of(self.sites).items():
             row = None if bank == RESIDUAL else inside[next(iter(sites))]
             beside = {hook: layers for hook, layers in self.sites.items() if hook not in sites}
-            found.append(msgspec.structs.replace(self, sites=sites, row=row, beside=beside))
-        return found
+            result.append(msgspec.structs.replace(self, sites=sites, row=row, beside=beside))
+        return result
 
     def stored_size(self, hidden_size: int) -> int:
         """Elements of a row as it is stored, of all ranks together."""
@@ -494,8 +494,8 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     named = [entry.positions for entry in (*spec.global_steering, *spec.steering)] + [
         capture.positions for capture in spec.captures
     ]
-    first = min((lowest_position(each, spec.prompt_tokens) for each in named), default=0)
-    return first, max((end_position(each, spec.prompt_tokens) for each in named), default=0)
+    first = min((lowest_position(item, spec.prompt_tokens) for item in named), default=0)
+    return first, max((end_position(item, spec.prompt_tokens) for item in named), default=0)
 
 
 #: This many rows of the ranks' steering table may edit *one token* for its request, and as many
@@ -552,11 +552,11 @@ def dims_name(dims: str) -> str:
 
 def dims_named(name: str) -> list[range]:
     """The inverse of `dims_name`. Raises ValueError for an invalid name."""
-    found = []
+    result = []
     for part in name.removeprefix(DIMS_PREFIX).split(","):
         first, _, last = part.partition("-")
-        found.append(range(int(first), int(last or first) + 1))
-    return found
+        result.append(range(int(first), int(last or first) + 1))
+    return result
 
 
 def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
@@ -616,18 +616,18 @@ def columns_of(rows: list[SteeringRow]) -> list[int]:
         # Of each place of the bank: the listed positions of the rows there, and whether a row there
         # names others than listed ones.
         listed, open_ended = places.setdefault(row.bank, ([], []))
-        mine = set(row.positions) if isinstance(row.positions, list) else None
+        own = set(row.positions) if isinstance(row.positions, list) else None
         meets = [
             place
             for place in range(len(listed))
-            if mine is None or open_ended[place] or mine & listed[place]
+            if own is None or open_ended[place] or own & listed[place]
         ]
         place = meets[-1] + 1 if meets else 0
         if place == len(listed):
             listed.append(set())
             open_ended.append(False)
-        listed[place] |= mine or set()
-        open_ended[place] = open_ended[place] or mine is None
+        listed[place] |= own or set()
+        open_ended[place] = open_ended[place] or own is None
         columns.append(place)
     return columns
 

@@ -176,9 +176,9 @@ class GlobalSteering(Record):
         """
         cut = [(entry, cut_positions(entry.positions, prompt_tokens)) for entry in self.entries]
         return [
-            entry.stored(resolve_positions(asked, prompt_tokens))
-            for entry, asked in cut
-            if asked != []
+            entry.stored(resolve_positions(request, prompt_tokens))
+            for entry, request in cut
+            if request != []
         ]
 
     def standing_rows(self) -> list[SteeringRow]:

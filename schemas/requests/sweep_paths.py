@@ -100,7 +100,8 @@ class StoredPath(Record):
         if self.sender is not None:
             return SweepPath(sender=_end(self.sender), frozen=self.frozen)
         return SweepPath(
-            receivers=[_end(each) for each in self.receivers] or "logits", frozen=self.frozen
+            receivers=[_end(receiver) for receiver in self.receivers] or "logits",
+            frozen=self.frozen,
         )
 
 

@@ -75,8 +75,8 @@ _INDEX = re.compile(r"\[.*?\]")
 
 def suggestion(word: str, names: Iterable[str]) -> str:
     """A `did you mean` hint with the closest name; empty if no name is close to `word`."""
-    found = get_close_matches(word[:100], list(names), n=1)
-    return f"did you mean {found[0]!r}?" if found else ""
+    close_matches = get_close_matches(word[:100], list(names), n=1)
+    return f"did you mean {close_matches[0]!r}?" if close_matches else ""
 
 
 def unknown(word: str, names: Iterable[str]) -> str:
@@ -95,15 +95,15 @@ def refusal(
     detail, path = misfit(error)
     dot = "." if prefix and path and not path.startswith("[") else ""
     field = f"{prefix}{dot}{path}" or whole
-    if found := _PATTERN.match(detail):
-        detail = f"does not match the pattern {found['form']}"
+    if match := _PATTERN.match(detail):
+        detail = f"does not match the pattern {match['form']}"
     if field is None:
         return MidstreamError("invalid_request", f"the body: {detail}")
     names: tuple[str, ...] = ()
-    if found := _ANOTHER_NAME.match(detail):
+    if match := _ANOTHER_NAME.match(detail):
         names = NAMES.get(_INDEX.sub("", field), ())
-        meant = suggestion(found["name"], (*names, *ALIASES) if names == EVERY else names)
-        detail = "; ".join(part for part in (shortened(detail), meant) if part)
+        suggested = suggestion(match["name"], (*names, *ALIASES) if names == EVERY else names)
+        detail = "; ".join(part for part in (shortened(detail), suggested) if part)
     elif detail == NO_FIELD:
         names = fields_at(kind, path.rpartition(".")[0])
         detail = unknown(path.rpartition(".")[2], names)
@@ -116,16 +116,16 @@ def fields_at(kind: Any, path: str) -> tuple[str, ...]:
     """
     if kind is None:
         return ()
-    found = structs_in(msgspec.inspect.type_info(kind))
+    inners = structs_in(msgspec.inspect.type_info(kind))
     for step in _INDEX.sub("", path).split(".") if path else ():
-        found = [
+        inners = [
             inner
-            for each in found
-            for field in each.fields
+            for item in inners
+            for field in item.fields
             if field.name == step
             for inner in structs_in(field.type)
         ]
-    return tuple(dict.fromkeys(field.name for each in found for field in each.fields))
+    return tuple(dict.fromkeys(field.name for item in inners for field in item.fields))
 
 
 def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
@@ -135,6 +135,6 @@ def structs_in(info: Any) -> list[msgspec.inspect.StructType]:
     if isinstance(info, msgspec.inspect.StructType):
         return [info]
     if isinstance(info, msgspec.inspect.UnionType):
-        return [found for each in info.types for found in structs_in(each)]
+        return [result for item in info.types for result in structs_in(item)]
     inner = getattr(info, "item_type", None) or getattr(info, "value_type", None)
     return [] if inner is None else structs_in(inner)

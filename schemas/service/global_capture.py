@@ -79,13 +79,13 @@ def captures_of(
     Raises MidstreamError("internal") for a spec that does not fit the model: the worker checked it
     when it started.
     """
-    found: list[StoredCapture | None] = []
+    stored_captures: list[StoredCapture | None] = []
     try:
         sites = resolve_sites(spec.wanted, model.num_layers, model.hooks, model.absent)
         for tokens in lengths:
             positions = cut_positions(spec.positions, tokens)
             if positions == []:
-                found.append(None)
+                stored_captures.append(None)
                 continue
             capture = StoredCapture(
                 sites=sites,
@@ -97,12 +97,12 @@ def captures_of(
                 layout=spec.layout,
                 consumers=spec.consumers,
             )
-            found.append(capture)
+            stored_captures.append(capture)
     except SelectorError as error:
         raise MidstreamError(
             "internal", f"global capture does not fit the model: {error}"
         ) from error
-    return found
+    return stored_captures
 
 
 def step_rows(
@@ -148,10 +148,10 @@ def parse_hooks(text: str, layers: LayerSelector = "all") -> dict[HookName, Laye
     for part in _BEFORE_HOOK.split(text.strip()):
         hook, _, own = (word.strip() for word in part.partition(":"))
         if hook not in HOOK_NAMES:
-            meant = suggestion(hook, HOOK_NAMES)
+            suggested = suggestion(hook, HOOK_NAMES)
             known = f"write hook:layers;hook:layers, with hooks {', '.join(EVERY)}"
             raise ValueError(
-                f"{hook[:40]!r} is not a hook: {known}" + (f"; {meant}" if meant else "")
+                f"{hook[:40]!r} is not a hook: {known}" + (f"; {suggested}" if suggested else "")
             )
         if hook in hooks:
             raise ValueError(

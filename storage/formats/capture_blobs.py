@@ -192,10 +192,10 @@ def _place(name: str, raw: msgspec.Raw, start: int, item_bytes: Mapping[str, int
         raise DamagedBlob(
             f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}"
         )
-    (first, last), wanted = entry.data_offsets, item_bytes[entry.dtype] * math.prod(entry.shape)
-    if last - first != wanted:
+    (first, last), needed = entry.data_offsets, item_bytes[entry.dtype] * math.prod(entry.shape)
+    if last - first != needed:
         raise DamagedBlob(
             f"{shortened(name)} has {last - first} bytes; its shape {entry.shape} of "
-            f"{entry.dtype} needs {wanted}"
+            f"{entry.dtype} needs {needed}"
         )
-    return TensorPlace(name, entry.dtype, entry.shape, start + first, wanted)
+    return TensorPlace(name, entry.dtype, entry.shape, start + first, needed)

@@ -91,15 +91,15 @@ def read(folder: Path) -> LoraContent:
 
 def raw_files(folder: Path) -> tuple[bytes, bytes]:
     """The bytes of config and weights. Raises LoraError for one that is missing or too large."""
-    found = []
+    result = []
     for name, limit in ((CONFIG, MAX_LORA_CONFIG), (WEIGHTS, MAX_LORA_BYTES)):
         try:
             if (size := (folder / name).stat().st_size) > limit:
                 raise LoraError(f"{name} has {size} bytes; the limit is {limit}")
-            found.append((folder / name).read_bytes())
+            result.append((folder / name).read_bytes())
         except OSError as error:
             raise LoraError(f"{name} cannot be read: {error.strerror}") from error
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def digest_of(config: bytes, weights: bytes) -> str:
@@ -155,13 +155,13 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
             raise LoraError(f"{WEIGHTS}: {module} has only lora_{next(iter(sides))}")
         rank = _rank(content.config, module)
         ranks.append(rank)
-        wanted = {"A": [rank, fits.inputs], "B": [fits.outputs, rank]}
+        needed = {"A": [rank, fits.inputs], "B": [fits.outputs, rank]}
         for side, shape in sides.items():
-            if shape != wanted[side]:
+            if shape != needed[side]:
                 raise LoraError(
                     f"{WEIGHTS}: lora_{side} of {module} has the shape "
                     f"{shape}; rank {rank} on this "
-                    f"model needs {wanted[side]}: "
+                    f"model needs {needed[side]}: "
                     "it was trained on another base model, or its rank is another one"
                 )
     if max(ranks) > support.max_rank:
@@ -230,18 +230,18 @@ def _rank(config: Mapping[str, Any], module: str) -> int:
 def _find(module: str, support: LoraSupport) -> tuple[str, LoraModule]:
     """The module's name without its layer's number, and what the model has there."""
     general, layer = general_name(module)
-    there = support.modules.get(general)
-    if there is None:
+    modules = support.modules.get(general)
+    if modules is None:
         raise LoraError(
             f"{WEIGHTS}: this model has no {module} that an adapter may change; it has "
             f"{', '.join(sorted(support.modules))}"
         )
-    for each in there:
-        if layer is None or layer in _numbers(each.layers):
-            return general, each
+    for item in modules:
+        if layer is None or layer in _numbers(item.layers):
+            return general, item
     raise LoraError(
         f"{WEIGHTS}: this model has no {module}; its layers are "
-        f"{', '.join(each.layers for each in there)}"
+        f"{', '.join(item.layers for item in modules)}"
     )
 
 
@@ -255,22 +255,22 @@ def _numbers(ranges: str) -> set[int]:
 
 def general_name(module: str) -> tuple[str, int | None]:
     """(Name with `*` for the first number, that number or None)."""
-    found = _NUMBER.search(module)
+    match = _NUMBER.search(module)
     return (
         (module, None)
-        if found is None
-        else (f"{module[: found.start()]}.*.{module[found.end() :]}", int(found[1]))
+        if match is None
+        else (f"{module[: match.start()]}.*.{module[match.end() :]}", int(match[1]))
     )
 
 
-def joined(some: Sequence[LoraModule], others: Sequence[LoraModule]) -> list[LoraModule]:
+def joined(some: Sequence[LoraModule], lora_modules: Sequence[LoraModule]) -> list[LoraModule]:
     """Entries of one module, of ranks that have other layers, or the same."""
     layers: dict[tuple[int, int], set[int]] = {}
-    for each in (*some, *others):
-        layers.setdefault((each.inputs, each.outputs), set()).update(_numbers(each.layers))
+    for item in (*some, *lora_modules):
+        layers.setdefault((item.inputs, item.outputs), set()).update(_numbers(item.layers))
     return [
-        LoraModule(inputs=inputs, outputs=outputs, layers=as_ranges(found))
-        for (inputs, outputs), found in layers.items()
+        LoraModule(inputs=inputs, outputs=outputs, layers=as_ranges(value))
+        for (inputs, outputs), value in layers.items()
     ]
 
 

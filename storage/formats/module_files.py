@@ -67,7 +67,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
         metadata = _metadata(raw)
     except (safetensors.SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"it is not a safetensors file: {error}") from error
-    tensors = {name: _tensor(name, found) for name, found in read}
+    tensors = {name: _tensor(name, result) for name, result in read}
     if not tensors:
         raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
     specs = (
@@ -178,14 +178,14 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
                 f"{len(entries) - 1}"
             )
         of_entry[int(match["index"])][match["field"]] = _fitting(key, match["field"], tensor)
-    for index, found in of_entry.items():
-        if not found:
+    for index, value in of_entry.items():
+        if not value:
             raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
     _same_width(
         {
             f"{index}.{field}": tensor
-            for index, found in of_entry.items()
-            for field, tensor in found.items()
+            for index, value in of_entry.items()
+            for field, tensor in value.items()
             if TENSORS[field].wide
         }
     )
@@ -240,13 +240,13 @@ def _value(name: str, text: str) -> Any:
             ) from not_json
 
 
-def _tensor(name: str, found: Mapping[str, Any]) -> Tensor:
-    if found["dtype"] not in _DTYPE_OF:
+def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
+    if fields["dtype"] not in _DTYPE_OF:
         raise ValueError(
-            f"{_quoted(name)} has dtype {found['dtype']}; valid: {', '.join(_DTYPE_OF)}"
+            f"{_quoted(name)} has dtype {fields['dtype']}; valid: {', '.join(_DTYPE_OF)}"
         )
     return Tensor(
-        dtype=_DTYPE_OF[found["dtype"]], shape=list(found["shape"]), data=bytes(found["data"])
+        dtype=_DTYPE_OF[fields["dtype"]], shape=list(fields["shape"]), data=bytes(fields["data"])
     )
 
 

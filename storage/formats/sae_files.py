@@ -266,41 +266,41 @@ def _check_members(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> No
 def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
     """Hook and layer that the config names."""
     named = metadata.get("hook_name", metadata.get("hook_point"))
-    found = _HOOK_NAME.fullmatch(str(named))
-    if found is None or found["hook"] not in _PLACES:
+    match = _HOOK_NAME.fullmatch(str(named))
+    if match is None or match["hook"] not in _PLACES:
         valid = ", ".join(f"blocks.<layer>.{name}" for name in _PLACES)
         raise _wrong("hook_name", named, valid)
-    layer = int(found["layer"])
+    layer = int(match["layer"])
     for member in ("hook_layer", "hook_point_layer"):
         if metadata.get(member) not in (None, layer):
             raise _wrong(member, metadata[member], f"{layer}, as hook_name says")
-    return _PLACES[found["hook"]], layer
+    return _PLACES[match["hook"]], layer
 
 
 def _check_tensors(form: SaeForm, file: TensorFile, name: str) -> None:
-    wanted: dict[str, list[int]] = {
+    needed: dict[str, list[int]] = {
         "W_enc": [form.d_in, form.d_sae],
         "W_dec": [form.d_sae, form.d_in],
         "b_dec": [form.d_in],
     }
-    wanted |= {each: [form.d_sae] for each in PER_FEATURE[form.architecture]}
-    there = {_general(tensor): shape for tensor, shape in file.shapes.items()}
-    for tensor, shape in wanted.items():
-        if tensor not in there:
+    needed |= {item: [form.d_sae] for item in PER_FEATURE[form.architecture]}
+    present = {_general(tensor): shape for tensor, shape in file.shapes.items()}
+    for tensor, shape in needed.items():
+        if tensor not in present:
             raise SaeError(
-                f"{name} has no tensor {tensor}; {form.architecture} has {', '.join(wanted)}"
+                f"{name} has no tensor {tensor}; {form.architecture} has {', '.join(needed)}"
             )
-        if there[tensor] != shape:
+        if present[tensor] != shape:
             raise SaeError(
-                f"{name}: {tensor} has the shape {there[tensor]}; d_in {form.d_in} and d_sae "
+                f"{name}: {tensor} has the shape {present[tensor]}; d_in {form.d_in} and d_sae "
                 f"{form.d_sae} need {shape}"
             )
-    for tensor in there.keys() - wanted.keys():
+    for tensor in present.keys() - needed.keys():
         if tensor != "scaling_factor" or not (tensor_of(file, tensor) == 1).all():
             # ones in files of former versions
             raise SaeError(
                 f"{name}: the tensor {tensor!r} is not served; {form.architecture} has "
-                f"{', '.join(wanted)}"
+                f"{', '.join(needed)}"
             )
 
 
@@ -336,7 +336,7 @@ def size_of(form: SaeForm) -> int:
 
 def tensor_of(file: TensorFile, name: str) -> np.ndarray:
     """By SAELens' name, float32. Raises TensorFileError for numbers that are not finite."""
-    tensor = file.read(next(there for there in file.shapes if _general(there) == name))
+    tensor = file.read(next(shape for shape in file.shapes if _general(shape) == name))
     bad = tensor.size - int(np.count_nonzero(np.isfinite(tensor)))
     if bad:
         raise TensorFileError(
@@ -385,8 +385,8 @@ def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) 
     length = (
         float(np.linalg.norm(row.astype(np.float64))) if form.rescale_acts_by_decoder_norm else 1.0
     )
-    found: np.ndarray = (row / length).astype(np.float32)
-    return found
+    result: np.ndarray = (row / length).astype(np.float32)
+    return result
 
 
 def check_ruled(form: SaeForm) -> None:
@@ -427,7 +427,7 @@ def check_on(
             tensors_of(content.form, file)
     except (SaeError, TensorFileError) as error:
         raise MidstreamError("invalid_request", str(error), field="path") from error
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for field, given, named in (("hook", hook, content.hook), ("layer", layer, content.layer)):
         if given is None and named is None:
             raise invalid(field, f"is required: {GEMMA_SCOPE} does not name it")
@@ -437,20 +437,20 @@ def check_on(
                 f"is {given}, but the SAE was trained on {field} {named}",
                 allowed=f"{named}, or omit it",
             )
-        found[field] = named if given is None else given
-    if found["hook"] not in (served := [hook for hook in HOOKS if hook in hooks]):
+        result[field] = named if given is None else given
+    if result["hook"] not in (served := [hook for hook in HOOKS if hook in hooks]):
         raise invalid(
             "hook",
-            f"autoencoders of {found['hook']} are not served on this model",
+            f"autoencoders of {result['hook']} are not served on this model",
             allowed=", ".join(served),
         )
-    if found["layer"] >= num_layers:
+    if result["layer"] >= num_layers:
         raise invalid(
-            "layer", f"this model has no layer {found['layer']}", allowed=f"0 to {num_layers - 1}"
+            "layer", f"this model has no layer {result['layer']}", allowed=f"0 to {num_layers - 1}"
         )
     if content.form.d_in != hidden_size:
         detail = f"d_in is {content.form.d_in}: the SAE was trained on another model"
         raise invalid(
             "path", detail, allowed=f"an SAE whose d_in is {hidden_size}, this model's hidden size"
         )
-    return Registrable(content, found["hook"], found["layer"])
+    return Registrable(content, result["hook"], result["layer"])

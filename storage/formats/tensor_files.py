@@ -191,8 +191,8 @@ def opened(path: Path, most: int, tensors: int = _TENSORS) -> Iterator[TensorFil
 
 def _state(file: io.BufferedReader) -> tuple[int, int, int]:
     """Bytes, inode and time of the last change."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_ino, found.st_mtime_ns
+    result = os.fstat(file.fileno())
+    return result.st_size, result.st_ino, result.st_mtime_ns
 
 
 def _check_shape(file: str, name: str, shape: list[int]) -> None:

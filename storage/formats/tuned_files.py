@@ -49,7 +49,7 @@ def layers_of(file: TensorFile, num_layers: int, hidden_size: int) -> list[int]:
 
     Raises TensorFileError for a file that is no tuned lens of such a model.
     """
-    found: dict[int, set[str]] = {}
+    result: dict[int, set[str]] = {}
     for name, shape in file.shapes.items():
         match = _NAME.fullmatch(name)
         if match is None:
@@ -62,20 +62,20 @@ def layers_of(file: TensorFile, num_layers: int, hidden_size: int) -> list[int]:
             raise TensorFileError(
                 f"{FILE}: {name}: this model has no layer {layer}; valid: 0 to {num_layers - 1}"
             )
-        wanted = [hidden_size] * (2 if part == "weight" else 1)
-        if shape != wanted:
+        needed = [hidden_size] * (2 if part == "weight" else 1)
+        if shape != needed:
             raise TensorFileError(
-                f"{FILE}: {name} has the shape {shape}; this model needs {wanted}"
+                f"{FILE}: {name} has the shape {shape}; this model needs {needed}"
             )
-        found.setdefault(layer, set()).add(part)
-    for layer, parts in found.items():
+        result.setdefault(layer, set()).add(part)
+    for layer, parts in result.items():
         if len(parts) != 2:
             raise TensorFileError(
                 f"{FILE}: layer {layer} has only {parts.pop()}; valid: weight and bias"
             )
-    if not found:
+    if not result:
         raise TensorFileError(f"{FILE} has no tensors")
-    return sorted(found)
+    return sorted(result)
 
 
 def check_on(folder: Path, num_layers: int, hidden_size: int) -> tuple[str, list[int], int]:

@@ -374,7 +374,7 @@ def test_a_stream_that_has_lost_events_is_not_continued(redis_url: str) -> None:
             with pytest.raises(EventsLost):
                 await ledger.emit(job.id, 1, 4, Event(event="output", data={"index": 4}, attempt=1))
             with pytest.raises(EventsLost):
-                await ledger.store_outputs(job.id, 1, outputs(), said=3)
+                await ledger.store_outputs(job.id, 1, outputs(), text=3)
             assert await ledger.events(job.id) == before
             assert (await ledger.view(job.id)).state is State.RUNNING
 

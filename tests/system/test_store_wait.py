@@ -84,11 +84,15 @@ def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(redis_u
             for each in (job, other):
                 await ledger.submit(each, {})
             assert (
-                await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+                await ledger.claim(
+                    job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
+                )
                 is None
             )
             assert (
-                await ledger.claim(other.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+                await ledger.claim(
+                    other.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
+                )
                 is not None
             )
             view = await ledger.view(job.id)
@@ -108,12 +112,16 @@ def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: str) -
             await claimed(ledger, running, ranks=1)
             await ledger.submit(queued, {})
             refuse(redis_url, running, artifact_wait_s=0.05)
-            await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+            await ledger.claim(
+                queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
+            )
             await asyncio.sleep(0.1)
             claim = await ledger.claim(running.id, WORKER, BOOT, 1, IDENTITY)
             assert claim is not None
             refuse(redis_url, running, 2, artifact_wait_s=0.05)
-            await ledger.claim(queued.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+            await ledger.claim(
+                queued.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
+            )
             for job in (running, queued):
                 view = await ledger.view(job.id)
                 assert view.state is State.FAILED
@@ -130,7 +138,9 @@ def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(redis_url: str) -
             reaper = Reaper(ledger, ledger.settings)
             job = make_job(capture=True, expires=now() + 3)
             await ledger.submit(job, {})
-            await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, away="it cannot be reached")
+            await ledger.claim(
+                job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached"
+            )
             assert (await reaper.sweep(now() + 1)).late == []
             assert (await reaper.sweep(now() + 4)).late == [job.id]
 
@@ -143,11 +153,15 @@ def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> Non
             job, cancelled = make_job(), make_job()
             await claimed(ledger, job, ranks=1)
             await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
-            assert await ledger.release(job.id, 1, away="it cannot be reached") is State.QUEUED
+            assert (
+                await ledger.release(job.id, 1, unreachable="it cannot be reached") is State.QUEUED
+            )
             assert await sent(ledger) == [], "it has no message before it is due"
             assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is not None
             await asyncio.sleep(0.1)
-            assert await ledger.release(job.id, 2, away="it cannot be reached") is State.FAILED
+            assert (
+                await ledger.release(job.id, 2, unreachable="it cannot be reached") is State.FAILED
+            )
             view = await ledger.view(job.id)
             assert view.error is not None
             assert view.error.type == "urn:midstream:intervention_failed"
@@ -155,7 +169,7 @@ def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> Non
             await claimed(ledger, cancelled, ranks=1)
             await ledger.request_cancel(cancelled.id)
             assert (
-                await ledger.release(cancelled.id, 1, away="it cannot be reached")
+                await ledger.release(cancelled.id, 1, unreachable="it cannot be reached")
                 is State.CANCELLED
             )
 

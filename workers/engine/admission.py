@@ -170,14 +170,14 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
             raise self._crowded_out(demand)
 
     def _check_size(self, demand: frozenset[RowDemand]) -> None:
-        for needed, there, setting in (
+        for needed, present, setting in (
             (len(demand), self._rows, "steering_rows"),
             (_entries(demand), self._entries, "steering_entries"),
         ):
-            if needed > there:
+            if needed > present:
                 detail = (
                     f"the request needs {needed} {setting.replace('_', ' ')}, but the engine has "
-                    f"{there} (setting {setting})"
+                    f"{present} (setting {setting})"
                 )
                 raise MidstreamError("intervention_failed", detail)
 
@@ -274,12 +274,12 @@ class FairTurns:
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """Hold the turn for the block."""
         if self._held:
-            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(tenant, deque()).append(mine)
+            own: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(tenant, deque()).append(own)
             try:
-                await mine
+                await own
             except asyncio.CancelledError:
-                if mine.done() and not mine.cancelled():
+                if own.done() and not own.cancelled():
                     self._pass_on()  # it was our turn in the same instant
                 raise
         self._held = True
@@ -293,12 +293,12 @@ class FairTurns:
         while self._waiting:
             tenant = next(iter(self._waiting))
             queue = self._waiting.pop(tenant)
-            mine = queue.popleft()
+            own = queue.popleft()
             if queue:
                 self._waiting[tenant] = queue  # behind the others
-            if not mine.done():
+            if not own.done():
                 self._held = True
-                mine.set_result(None)
+                own.set_result(None)
                 return
 
 

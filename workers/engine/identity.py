@@ -21,8 +21,8 @@ BOOT = uuid.uuid4().hex
 
 def with_worker_id(settings: Settings) -> Settings:
     """The settings with `worker_id` filled in: stable over restarts, a plain file and node name."""
-    wanted = settings.worker_id or f"{socket.gethostname()}-{settings.served_model}"
-    return msgspec.structs.replace(settings, worker_id=re.sub(r"[^A-Za-z0-9_.-]", "-", wanted))
+    needed = settings.worker_id or f"{socket.gethostname()}-{settings.served_model}"
+    return msgspec.structs.replace(settings, worker_id=re.sub(r"[^A-Za-z0-9_.-]", "-", needed))
 
 
 class WorkerLock:

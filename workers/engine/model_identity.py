@@ -130,7 +130,7 @@ class FileDigests:
 
     def _contents(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
         began, read, fresh = time.time(), 0, False
-        found = []
+        contents = []
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hash") as pool:
             for name, file in files.items():
                 place, stat = str(file.resolve()), _stat(file)
@@ -146,13 +146,13 @@ class FileDigests:
                         )
                     if max(stat[1:3]) / 1e9 < began - _FRESH_S:
                         self._known[place], fresh = known, True
-                found.append((name, known[1]))
+                contents.append((name, known[1]))
         if fresh:
             self._keep()
             logger.info(
                 "hashed %.1f GB of the checkpoint in %.1f s", read / 1e9, time.time() - began
             )
-        return found
+        return contents
 
     def _keep(self) -> None:
         """Write what is known of files that are still there.

@@ -125,9 +125,9 @@ def stand_in() -> None:
     """
     install()
     folder = str(Path(__file__).parent / "plugin")
-    found = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    if folder not in found:
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *found])
+    parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if folder not in parts:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *parts])
     if folder not in sys.path:
         # which `multiprocessing` hands on to the processes that it spawns, in place of theirs
         sys.path.append(folder)

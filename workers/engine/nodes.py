@@ -123,9 +123,9 @@ class Worker:
         logged = False
         while True:
             try:
-                found = self.start()
-                if found is not None and found.boot != after:
-                    return found
+                result = self.start()
+                if result is not None and result.boot != after:
+                    return result
             except redis.RedisError as error:
                 if not is_absence(error):
                     raise
@@ -136,8 +136,8 @@ class Worker:
 
     def is_over(self, boot: str) -> bool:
         """Return whether that start has ended: another one began, or its sign of life is gone."""
-        found = self.start()
-        if found is None or found.boot != boot:
+        result = self.start()
+        if result is None or result.boot != boot:
             return True
         now = time.monotonic()
         if self._client.get(f"ms:alive:{self._settings.worker_id}") == boot.encode():

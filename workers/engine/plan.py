@@ -131,9 +131,9 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> Model:
     """
     text = {**config, **config.get("text_config", {})}
     text |= {
-        ours: text[theirs]
-        for theirs, ours in _SPELLINGS.items()
-        if text.get(theirs) is not None and ours not in text
+        value: text[key]
+        for key, value in _SPELLINGS.items()
+        if text.get(key) is not None and value not in text
     }
     text = _ASSUMED | text
     architecture = (config.get("architectures") or [""])[0]
@@ -242,7 +242,7 @@ def plan(
     machine = machine or Machine()
     eager = settings.enforce_eager if settings.enforce_eager is not None else not gpu
     hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
-    there = [hook for hook in model.inside.hooks if hook in inside]
+    present = [hook for hook in model.inside.hooks if hook in inside]
     layers = -(-model.layers // settings.pipeline_parallel_size)
     ring = None
     if gpu or not eager:
@@ -276,7 +276,7 @@ def plan(
     )
     return Plan(
         model,
-        [*hooks, *there],
+        [*hooks, *present],
         layers,
         ring,
         shape.step_s(machine),
@@ -288,7 +288,7 @@ def plan(
         ],
         _work(shape, hooks, settings, machine) if gpu and not eager else [],
         _streams(model, hooks, tokens_per_second),
-        _limits(model, settings, [*hooks, *there], layers, ring, queue, tokens_per_second),
+        _limits(model, settings, [*hooks, *present], layers, ring, queue, tokens_per_second),
     )
 
 
@@ -323,7 +323,7 @@ def buffers(
     entries = 1 + settings.steering_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     ring_rows = ring.rows * ring.halves if ring else 0
-    found = {
+    result = {
         "ring": (
             ring_rows * width,
             "rows captured in one step" + (", in two halves" if ring and ring.halves > 1 else ""),
@@ -356,7 +356,7 @@ def buffers(
         "counts": (sites * COUNTS * 4, "what each site did", "hooks"),
     }
     return [
-        Memory(name, size, where, about, setting) for name, (size, about, setting) in found.items()
+        Memory(name, size, where, about, setting) for name, (size, about, setting) in result.items()
     ]
 
 
@@ -367,14 +367,14 @@ def _inside(
 
     As `buffers`, summed.
     """
-    found = []
+    result = []
     for bank, count in sites.items():
         width = model.inside.width(bank, settings.tensor_parallel_size) * ITEM_BYTES[model.dtype]
         rows, *tables = buffers(width, settings, count, ring, gpu=gpu)
         named = ", ".join(hook for hook in BANKS[bank] if hook in model.inside.hooks)
-        found.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
+        result.append(rows._replace(name=f"{bank}: ring", about=f"the same for {named}"))
         total = sum(part.bytes for part in tables)
-        found.append(
+        result.append(
             Memory(
                 f"{bank}: tables",
                 total,
@@ -383,7 +383,7 @@ def _inside(
                 "hooks",
             )
         )
-    return found
+    return result
 
 
 def _adapters(model: Model, settings: Settings, layers: int, *, gpu: bool) -> list[Memory]:
@@ -470,7 +470,7 @@ def _work(
     sets: dict[str, Collection[Hook]] = {f"{len(hooks)} hooks": hooks}
     if len(hooks) > 1:
         sets |= {hook: (hook,) for hook in hooks if hook == "post_block"}
-    found = []
+    result = []
     for name, installed in sets.items():
         for case, (edited, captured) in CASES.items():
             if not {*edited, *captured} <= {*installed}:
@@ -485,8 +485,8 @@ def _work(
                 configurations=rows,
                 machine=machine,
             )
-            found.append(Work(name, case, cost, cost.seconds / shape.step_s(machine)))
-    return found
+            result.append(Work(name, case, cost, cost.seconds / shape.step_s(machine)))
+    return result
 
 
 def _streams(model: Model, hooks: Collection[Hook], tokens_per_second: float) -> list[Stream]:
@@ -514,11 +514,11 @@ def _limits(
     tokens_per_second: float,
 ) -> list[str]:
     """Return what a user or the operator meets first, in sentences that begin with the setting."""
-    found, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
+    result, sites, tokens = [], len(hooks) * layers, settings.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens
         if whole < layers:
-            found.append(
+            result.append(
                 f"capture_buffer_mib: a step of {tokens} tokens captures at most {whole} of "
                 f"{layers} layers at one hook; a prompt captured "
                 f"at more of them is computed in steps of fewer tokens ({ring.rows // layers} "
@@ -526,25 +526,25 @@ def _limits(
             )
         else:
             all_of = min(whole // layers, len(hooks))
-            found.append(
+            result.append(
                 f"capture_buffer_mib: a step of {tokens} tokens captures every layer at "
                 f"{all_of} of {len(hooks)} hooks"
             )
         together = ring.rows // (sites * (1 + settings.speculative_tokens))
         if together < 1:
-            found.append(
+            result.append(
                 f"capture_buffer_mib: a request captures at most {ring.rows} of the {sites} "
                 "sites; requests for more are rejected"
             )
         elif together < settings.max_num_seqs:
-            found.append(
+            result.append(
                 f"capture_buffer_mib: requests that capture all {sites} sites: at most "
                 f"{together} at a time; others wait "
                 f"(max_num_seqs {settings.max_num_seqs})"
             )
     positions = (settings.capture_window_mib << 20) // (model.layers * model.row_bytes)
     long = settings.capture_memory_mib // settings.capture_window_mib
-    found.append(
+    result.append(
         "capture_memory_mib: requests that capture every layer at one hook at more "
         f"than {positions} positions "
         f"(capture_window_mib): at most {long} at a time; others wait"
@@ -555,33 +555,33 @@ def _limits(
         "spill": "rows go to files",
         "drop": "rows are dropped",
     }[settings.capture_overload]
-    found.append(
+    result.append(
         f"capture_queue_mib: every layer at one hook fills the queue in {seconds:.1f} s "
         f"if nothing is written; then {after}"
     )
     if settings.steering_rows <= settings.max_num_seqs:
-        found.append(
+        result.append(
             f"steering_rows: {settings.steering_rows} configurations do not exceed "
             f"max_num_seqs ({settings.max_num_seqs}): requests "
             "with configurations of their own cannot be prepared while others run"
         )
-    found.append(
+    result.append(
         f"steering_entries: {settings.steering_entries} vectors at a time; a lowrank of "
         f"rank {MAX_RANK} takes {2 * MAX_RANK} of them, so "
         f"at most {settings.steering_entries // (2 * MAX_RANK)} such lowranks fit"
     )
     if asked_hooks(settings.hooks)[1]:
-        found.append(
+        result.append(
             "hooks: hooks inside attention and MLP are counted in memory, and not in work "
             "per step or bytes to the disk"
         )
     memory = settings.memory_limit_kib * 1024 // model.row_bytes
-    found.append(
+    result.append(
         f"memory_limit_kib: a response holds at most {memory} rows of one prompt (consumer memory)"
     )
     if memory < 1:
-        found[-1] = (
+        result[-1] = (
             f"memory_limit_kib: a row has {model.row_bytes} bytes, more than a response may "
             "hold (consumer memory)"
         )
-    return found
+    return result

@@ -22,20 +22,20 @@ class Inside(NamedTuple):
         """
         return self.widths[bank] // min(ranks, self.ranks[bank])
 
-    def ring_width(self, asked: Sequence[str]) -> int:
+    def ring_width(self, request: Sequence[str]) -> int:
         """Elements that a ring row has in all banks together.
 
         All that were named count, as where the engine is started.
         """
         return sum(
             self.widths[bank]
-            for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in asked)}
+            for bank in {RESIDUAL, *(BANK[hook] for hook in INSIDE if hook in request)}
         )
 
-    def sites(self, asked: Sequence[str], layers: int) -> dict[str, int]:
+    def sites(self, request: Sequence[str], layers: int) -> dict[str, int]:
         """Bank → sites of that many layers, of the hooks that were named and exist."""
         counts = {
-            bank: layers * sum(hook in asked and hook in self.hooks for hook in hooks)
+            bank: layers * sum(hook in request and hook in self.hooks for hook in hooks)
             for bank, hooks in BANKS.items()
         }
         return {bank: count for bank, count in counts.items() if count}

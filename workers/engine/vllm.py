@@ -145,14 +145,14 @@ class VllmEngine(RankControl):
             await asyncio.to_thread(check_drafter, settings)
             refuse_gguf(settings.model)
             check_folder(settings)
-            asked, images = await asyncio.to_thread(configured, settings)
-            asked.scheduler_config.scheduler_cls = scheduler_class(asked)
-            check(asked)
-            check_drafts(asked, settings)
-            quantisation = quantisation_of(asked)
+            request, images = await asyncio.to_thread(configured, settings)
+            request.scheduler_config.scheduler_cls = scheduler_class(request)
+            check(request)
+            check_drafts(request, settings)
+            quantisation = quantisation_of(request)
             if quantisation.name:
-                check_kernels(asked, quantisation.name)
-            config = asked.model_config
+                check_kernels(request, quantisation.name)
+            config = request.model_config
             adapter = describe(
                 config.architectures[0], config.hf_config, config.max_model_len
             )  # before any process of the engine starts, for a clear error
@@ -179,13 +179,13 @@ class VllmEngine(RankControl):
                 config.trust_remote_code,
                 jobs=max(2, settings.worker_concurrency // 2),
             )
-            asked.additional_config = plane.layout()
+            request.additional_config = plane.layout()
             plane.export()
             if settings.nodes > 1:
                 await asyncio.to_thread(nodes.publish, settings, plane)
                 self._followers = nodes.Followers(settings, BOOT, self._lose)
             self._llm = await asyncio.to_thread(
-                AsyncLLM.from_vllm_config, asked, disable_log_stats=True
+                AsyncLLM.from_vllm_config, request, disable_log_stats=True
             )
             self.tokenizer = await asyncio.to_thread(bundle_of, config)
             if await asyncio.to_thread(identity_of, settings, config) != identity:
@@ -194,21 +194,21 @@ class VllmEngine(RankControl):
                     "engine_failed",
                     f"files of {config.model} changed while the engine loaded them: start it again",
                 )
-            found = [
-                msgspec.convert(each, Found) for each in await self._call("midstream_found", ())
+            result = [
+                msgspec.convert(item, Found) for item in await self._call("midstream_found", ())
             ]
-            if refused := next((each.refused for each in found if each.refused), ""):
+            if refused := next((item.refused for item in result if item.refused), ""):
                 await asyncio.to_thread(self._llm.shutdown)
                 raise UnsupportedArchitectureError(refused)
-            extensions = agreed([each.extensions for each in found])
-            absent = {hook: why for each in found for hook, why in each.absent.items()}
+            extensions = agreed([item.extensions for item in result])
+            absent = {hook: why for item in result for hook, why in item.absent.items()}
             absent |= {
                 hook: "the setting hooks leaves it out"
-                for hook in found[0].hooks
+                for hook in result[0].hooks
                 if plane.hooks and hook not in plane.hooks
             }
-            hooks = [hook for hook in hooks if all(hook in each.hooks for each in found)]
-            shapes = _shapes(found, absent)
+            hooks = [hook for hook in hooks if all(hook in item.hooks for item in result)]
+            shapes = _shapes(result, absent)
         except (MidstreamError, SettingsError):  # their own words
             raise
         except Exception as error:
@@ -217,10 +217,10 @@ class VllmEngine(RankControl):
                 "engine_failed", f"the engine did not start: {_why(error, built, settings)}"
             ) from error
         readings = {
-            kind: next((each.readings[kind] for each in found if each.readings[kind]), "")
-            for kind in found[0].readings
+            kind: next((item.readings[kind] for item in result if item.readings[kind]), "")
+            for kind in result[0].readings
         }
-        self.enters = all(each.enters for each in found)
+        self.enters = all(item.enters for item in result)
         self._item_bytes: int = config.dtype.itemsize
         self._row_bytes: int = config.get_hidden_size() * self._item_bytes
         self._step_rows = StepRows(plane.step_rows)
@@ -256,7 +256,7 @@ class VllmEngine(RankControl):
             readings=readings | {"features": served(settings)},
             extensions=extensions,
             absent=absent,
-            attention=grouped(kind for each in found for kind in each.attention),
+            attention=grouped(kind for item in result for kind in item.attention),
             multimodal=config.is_multimodal_model,
             caveats=plane.caveats,
             quantization=quantisation.name,
@@ -569,12 +569,12 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
     `built`: what a rank kept.
     """
     reason = built or build_errors.reason_of(error)
-    ours = in_our_settings(reason)
-    if ours != reason or not (
+    own = in_our_settings(reason)
+    if own != reason or not (
         built
         or isinstance(error, AttributeError | AssertionError | KeyError | TypeError | IndexError)
     ):
-        return ours
+        return own
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
@@ -624,14 +624,14 @@ def _hooks(settings: Settings) -> tuple[list[str], list[str]]:
         raise SettingsError(f"hooks: {error}") from error
 
 
-def _shapes(found: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
+def _shapes(result: Sequence[Found], absent: dict[str, str]) -> dict[str, RowShape]:
     """Hook inside → its rows, of those that all ranks have.
 
     For others, `absent` gets the reason.
     """
     shapes = {}
-    for hook in dict.fromkeys(hook for each in found for hook in each.inside):
-        of_ranks = {each.inside.get(hook) for each in found}
+    for hook in dict.fromkeys(hook for item in result for hook in item.inside):
+        of_ranks = {item.inside.get(hook) for item in result}
         if len(of_ranks) == 1 and (shape := of_ranks.pop()) is not None:
             shapes[hook] = shape
         else:

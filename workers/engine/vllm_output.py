@@ -54,9 +54,9 @@ def _merged(
     last: all scores are needed.
     """
     scores = [
-        each
+        item
         for output in (self, following)
-        for each in (output.kv_transfer_params or {}).get(SCORES, ())
+        for item in (output.kv_transfer_params or {}).get(SCORES, ())
     ]
     merge(self, following, aggregate)
     if scores:
@@ -93,16 +93,18 @@ class Parts:
             self._logprobs = (self._logprobs or []) + logprobs
         if self._prompt is not None and self._prompt.logprobs is None and output.prompt_logprobs:
             # later deltas have none
-            found = _prompt_logprobs(output.prompt_token_ids or [], output.prompt_logprobs)
-            self._prompt = msgspec.structs.replace(self._prompt, logprobs=found)
+            prompt_logprobs = _prompt_logprobs(
+                output.prompt_token_ids or [], output.prompt_logprobs
+            )
+            self._prompt = msgspec.structs.replace(self._prompt, logprobs=prompt_logprobs)
         if not output.finished and not part.token_ids and not part.text:
             return None
-        said = None
+        text = None
         if self._reader is not None and self._stream:
-            said = self._reader.read(part.text, part.token_ids, output.finished)
+            text = self._reader.read(part.text, part.token_ids, output.finished)
         prompt, self._begun = None if self._begun else self._prompt, True
         progress = Progress(
-            self._request, part.text, list(part.token_ids), None, scores, said, logprobs, prompt
+            self._request, part.text, list(part.token_ids), None, scores, text, logprobs, prompt
         )
         if not output.finished:
             return progress
@@ -142,13 +144,13 @@ class Parts:
 
     def _scores(self, output: RequestOutput) -> list[Scored]:
         """Return those that are new: a preempted request computes some again."""
-        found = [
-            Scored(*each)
-            for each in (output.kv_transfer_params or {}).get(SCORES, ())
-            if each[0] > self._scored
+        scores = [
+            Scored(*item)
+            for item in (output.kv_transfer_params or {}).get(SCORES, ())
+            if item[0] > self._scored
         ]
-        self._scored = max((each.position for each in found), default=self._scored)
-        return found
+        self._scored = max((item.position for item in scores), default=self._scored)
+        return scores
 
 
 def _logprobs(part: CompletionOutput) -> list[TokenLogprob]:

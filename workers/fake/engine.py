@@ -70,11 +70,11 @@ class FakeEngine(RankControl):
         self.ranks = FakeRanks(settings, self.faults, self._die, installed)
 
     async def start(self) -> None:
-        if (found := self.faults.get("start")) is not None:
-            raise MidstreamError("engine_failed", found["reason"])
-        if (found := self.faults.get("slow_start")) is not None:
+        if (faults := self.faults.get("start")) is not None:
+            raise MidstreamError("engine_failed", faults["reason"])
+        if (faults := self.faults.get("slow_start")) is not None:
             # In a thread, where a real engine is built: nothing can interrupt that.
-            await asyncio.to_thread(time.sleep, float(found["seconds"]))
+            await asyncio.to_thread(time.sleep, float(faults["seconds"]))
         await self.ranks.start()
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -110,8 +110,8 @@ class FakeEngine(RankControl):
     ) -> AsyncGenerator[Progress, None]:
         steering = [*spec.global_steering, *spec.steering] if spec is not None else []
         async with self._rows.admitted(row_wish(spec)), self._slots, self._stepping():
-            if (found := self.faults.get("generate")) is not None and int(
-                found["request"]
+            if (faults := self.faults.get("generate")) is not None and int(
+                faults["request"]
             ) == ask.request:
                 raise MidstreamError(
                     "intervention_failed", f"rank 0 rejected prompt {ask.request}: injected fault"
@@ -157,8 +157,8 @@ class FakeEngine(RankControl):
         if self._reason:
             raise MidstreamError("engine_failed", self._reason)
         self._tokens += 1
-        if (found := self.faults.get("engine_dies")) is not None and self._tokens >= int(
-            found["tokens"]
+        if (faults := self.faults.get("engine_dies")) is not None and self._tokens >= int(
+            faults["tokens"]
         ):
             self._die(f"the fake engine died after {self._tokens} tokens")
             raise MidstreamError("engine_failed", self._reason)
@@ -219,7 +219,7 @@ class _Writing:
         sampling = self._ask.sampling
         self.token_ids.append(self._dice.roll())
         self._text += self._decode(self.token_ids[-1:])
-        ends = [found for stop in sampling.stop if (found := self._text.find(stop)) >= 0]
+        ends = [result for stop in sampling.stop if (result := self._text.find(stop)) >= 0]
         if ends:
             self._text, self.finish_reason = self._text[: min(ends)], "stop"
         elif self.token_ids[-1] in sampling.stop_token_ids:

@@ -37,8 +37,8 @@ def expected_divergence(
     """Return the divergence between the expectations behind two prompts under their edits, nats:
     0 where they are the same.
     """
-    told = [to_msgpack((list(token_ids), sorted(edits))) for token_ids, edits in (first, second)]
-    return 0.0 if told[0] == told[1] else (zlib.crc32(b"".join(told)) % 4_999 + 1) / 1000
+    report = [to_msgpack((list(token_ids), sorted(edits))) for token_ids, edits in (first, second)]
+    return 0.0 if report[0] == report[1] else (zlib.crc32(b"".join(report)) % 4_999 + 1) / 1000
 
 
 def own_row(
@@ -134,8 +134,8 @@ class FakeGrades:
     def _row(self, row: RunRow) -> np.ndarray:
         rows, positions = self._rows(row.key, row.hook, row.layer)
         if row.position is not None:
-            found: np.ndarray = rows[positions.index(row.position)]
-            return found
+            result: np.ndarray = rows[positions.index(row.position)]
+            return result
         chosen = rows[[positions.index(place) for place in row.mean]] if row.mean else rows
         mean: np.ndarray = chosen.astype(np.float64).mean(0).astype(np.float32)
         return mean

@@ -48,19 +48,19 @@ class FakeFaults:
 
     def rank(self, name: str) -> int | None:
         """The rank that has the fault."""
-        found = self._known.get(name)
-        return int(found["rank"]) if found is not None else None
+        result = self._known.get(name)
+        return int(result["rank"]) if result is not None else None
 
     def strikes(self, name: str, rank: int) -> bool:
         """Return whether the fault happens on this rank now. Counts against `times`."""
-        found = self._known.get(name)
-        if found is None or int(found.get("rank", rank)) != rank or found.get("times") == "0":
+        result = self._known.get(name)
+        if result is None or int(result.get("rank", rank)) != rank or result.get("times") == "0":
             return False
-        if found.get("after", "0") != "0":
-            found["after"] = str(int(found["after"]) - 1)
+        if result.get("after", "0") != "0":
+            result["after"] = str(int(result["after"]) - 1)
             return False
-        if "times" in found:
-            found["times"] = str(int(found["times"]) - 1)
+        if "times" in result:
+            result["times"] = str(int(result["times"]) - 1)
         return True
 
 
@@ -155,10 +155,10 @@ class FakeRank:
     def midstream_commit_global(self, steering: dict[str, Any]) -> Answer:
         if self._faults.strikes("commit", self.rank):
             return False, "injected fault"
-        wanted = _global(steering)
-        self._former, self.current = self.current, wanted
+        needed = _global(steering)
+        self._former, self.current = self.current, needed
         self._fold(
-            "global_set" if wanted.entries else "global_clear", wanted.version, wanted.digest
+            "global_set" if needed.entries else "global_clear", needed.version, needed.digest
         )
         return _FINE
 

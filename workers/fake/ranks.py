@@ -192,8 +192,8 @@ class FakeRanks:
         """The next-token grades of the last stage's first rank, and why every rank fails the
         request; empty if none does.
         """
-        if (found := self._faults.get("refuse")) is not None and int(
-            found["request"]
+        if (faults := self._faults.get("refuse")) is not None and int(
+            faults["request"]
         ) == finished.spec.request:
             return [], "injected fault"
         try:
@@ -250,9 +250,9 @@ class FakeRanks:
         if not probes:
             return None
         watch, positions = Watch(finished.spec.key, probes), len(finished.fed)
-        for mine in watch.kind.columns:
-            scores = np.arange(positions)[:, None] + np.arange(len(mine))
-            watch.put(0, np.array(mine), scores.astype(np.float32))
+        for column in watch.kind.columns:
+            scores = np.arange(positions)[:, None] + np.arange(len(column))
+            watch.put(0, np.array(column), scores.astype(np.float32))
         return watch
 
     def _gates(self, finished: _Finished, pp: int) -> Gates | None:
@@ -280,9 +280,9 @@ class FakeRanks:
         for capture in finished.spec.captures:
             share = set(self._stages[pp].tolist())
             sites = {
-                str(hook): mine
+                str(hook): own
                 for hook, layers in capture.sites.items()
-                if (mine := [layer for layer in layers if layer in share])
+                if (own := [layer for layer in layers if layer in share])
             }
             if sites and not capture.scored:
                 builds.append(partial(self._build, finished, capture, sites, rank, pp))

@@ -50,14 +50,14 @@ class FakeReadings:
                 )
             except ReadingError as error:
                 return Outcome(error=str(error))
-        wanted = capture.capture.reading
-        if isinstance(wanted, StoredFeatures):
-            return Outcome(rows=to_msgpack(_features(capture, wanted)))
-        assert isinstance(wanted, StoredLens)
+        reading = capture.capture.reading
+        if isinstance(reading, StoredFeatures):
+            return Outcome(rows=to_msgpack(_features(capture, reading)))
+        assert isinstance(reading, StoredLens)
         ((hook, layers),) = capture.sites.items()
         tokens = np.array(capture.token_ids, dtype=np.int64)
         first = (tokens[None] + np.array(layers)[:, None] + 1) % VOCABULARY
-        places = np.arange(wanted.top_k)
+        places = np.arange(reading.top_k)
         part = LensPart(
             capture=capture.spec.captures.index(capture.capture),
             shard=0,
@@ -66,36 +66,36 @@ class FakeReadings:
             layers=layers,
             positions=capture.positions,
             token_ids=capture.token_ids,
-            named=wanted.tokens,
+            named=reading.tokens,
             top=((first[..., None] + places) % VOCABULARY).astype("<i4").tobytes(),
-            logits=np.broadcast_to(-places.astype("<f4"), (*first.shape, wanted.top_k)).tobytes(),
+            logits=np.broadcast_to(-places.astype("<f4"), (*first.shape, reading.top_k)).tobytes(),
             total=np.zeros(first.shape, dtype="<f4").tobytes(),
-            named_logits=np.full((*first.shape, len(wanted.tokens)), -5.0, dtype="<f4").tobytes(),
-            above=np.full((*first.shape, len(wanted.tokens)), 4, dtype="<i4").tobytes(),
+            named_logits=np.full((*first.shape, len(reading.tokens)), -5.0, dtype="<f4").tobytes(),
+            above=np.full((*first.shape, len(reading.tokens)), 4, dtype="<i4").tobytes(),
         )
         return Outcome(rows=to_msgpack(part))
 
 
-def _features(capture: FinishedCapture, wanted: StoredFeatures) -> FeaturesPart:
+def _features(capture: FinishedCapture, stored_features: StoredFeatures) -> FeaturesPart:
     """Feature n + i of token n has the activation 1 / (i + 1); all but the first half of what was
     asked for are inactive.
     """
     ((hook, (layer,)),) = capture.sites.items()
-    places, count = np.arange(wanted.top_k), len(capture.positions)
-    there = places < -(-wanted.top_k // 2)
+    places, count = np.arange(stored_features.top_k), len(capture.positions)
+    present = places < -(-stored_features.top_k // 2)
     tokens = np.array(capture.token_ids, dtype="<i4").reshape(count, 1)
     return FeaturesPart(
         capture=capture.spec.captures.index(capture.capture),
-        sae=wanted.sae.name,
-        digest=wanted.sae.digest,
+        sae=stored_features.sae.name,
+        digest=stored_features.sae.digest,
         hook=hook,  # type: ignore[arg-type]
         layer=layer,
         positions=capture.positions,
         token_ids=capture.token_ids,
-        indices=np.where(there, tokens + places, -1).astype("<i4").tobytes(),
+        indices=np.where(present, tokens + places, -1).astype("<i4").tobytes(),
         activations=np.broadcast_to(
-            np.where(there, 1 / (places + 1), 0).astype("<f4"), (count, wanted.top_k)
+            np.where(present, 1 / (places + 1), 0).astype("<f4"), (count, stored_features.top_k)
         ).tobytes(),
-        active=np.full(count, there.sum(), dtype="<i4").tobytes(),
+        active=np.full(count, present.sum(), dtype="<i4").tobytes(),
         errors=np.full(count, 0.25, dtype="<f4").tobytes(),
     )

@@ -71,9 +71,9 @@ class Attempts:
         worker: str,
         boot: str,
         engine_died: asyncio.Event,
-        away: Callable[[], str] = lambda: "",
+        unreachable: Callable[[], str] = lambda: "",
     ):
-        """`away`: why the artifact store takes nothing; empty while it does."""
+        """`unreachable`: why the artifact store takes nothing; empty while it does."""
         self._ledger = ledger
         self._engine = engine
         self._reconciler = reconciler
@@ -81,7 +81,7 @@ class Attempts:
         self._worker = worker
         self._boot = boot
         self._engine_died = engine_died
-        self._away = away
+        self._away = unreachable
         self._running: dict[str, Attempt] = {}
         #: Cancelled and not known here: perhaps the ledger's answer to their claim is on its way.
         self._unwanted: deque[str] = deque(maxlen=UNWANTED)
@@ -181,11 +181,11 @@ class Attempts:
         does.
         """
         while True:
-            left = patience - time.monotonic()
-            lease = await self._reconciler.lease(min(left, ELSEWHERE_S))
+            remaining = patience - time.monotonic()
+            lease = await self._reconciler.lease(min(remaining, ELSEWHERE_S))
             if (
                 lease is not None
-                or left <= ELSEWHERE_S
+                or remaining <= ELSEWHERE_S
                 or self._engine_died.is_set()
                 or await self._another_serves()
             ):
@@ -252,7 +252,7 @@ class Attempts:
                 self._engine.info.identity,
                 global_version=global_steering.version,
                 everyone=bool(global_steering.entries),
-                away=self._away(),
+                unreachable=self._away(),
             )
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
@@ -407,11 +407,11 @@ class Attempts:
         ask = prompt_request(
             attempt.job, request, attempt.number, attempt.progress.span.traceparent, files
         )
-        with attempt.progress.prompt(request, len(ask.token_ids)) as told:
+        with attempt.progress.prompt(request, len(ask.token_ids)) as report:
             async with aclosing(attempt.submit(self._engine, ask)) as stream:
                 async for progress in stream:
                     attempt.check()
-                    told.heard(len(progress.token_ids))
+                    report.heard(len(progress.token_ids))
                     output = progress.finished
                     for event in (
                         score_events(progress, attempt.job, attempt.number)
@@ -471,7 +471,7 @@ class Attempts:
         if ending is AttemptOutcome.STORE_AWAY:
             job_id, number = attempt.job.id, attempt.number
             await patiently(
-                lambda: self._ledger.release(job_id, number, away=attempt.detail),
+                lambda: self._ledger.release(job_id, number, unreachable=attempt.detail),
                 f"release of {job_id}",
             )
         if ending is AttemptOutcome.BUSY:
@@ -554,7 +554,7 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     """Return what the user's probes gave for tokens that are on their way: one event for each
     token.
     """
-    mine = [
+    own = [
         (probe, start)
         for probe, start in zip(job.probes, label_starts(job.probes), strict=True)
         if not probe.watching
@@ -563,20 +563,21 @@ def score_events(progress: Progress, job: Job, attempt: int) -> list[Event]:
     def by_label(values: Sequence[float]) -> dict[str, dict[str, float]]:
         return {
             probe.name: dict(zip(probe.content.labels, values[start:], strict=False))
-            for probe, start in mine
+            for probe, start in own
         }
 
-    told = (
+    report = (
         TokenScores(
             index=progress.request,
-            position=each.position,
-            scores=by_label(each.scores),
-            aggregates=by_label(each.aggregates),
+            position=score.position,
+            scores=by_label(score.scores),
+            aggregates=by_label(score.aggregates),
         )
-        for each in progress.scores
+        for score in progress.scores
     )
     return [
-        Event(event="score", data=msgspec.structs.asdict(each), attempt=attempt) for each in told
+        Event(event="score", data=msgspec.structs.asdict(score), attempt=attempt)
+        for score in report
     ]
 
 

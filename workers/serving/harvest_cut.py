@@ -119,14 +119,14 @@ def _sampled(
     documents = np.concatenate([documents for documents, _ in keys] or [np.zeros(0, np.int64)])
     positions = np.concatenate([positions for _, positions in keys] or [np.zeros(0, np.int64)])
     chosen = sampled(harvest.positions.seed, documents, positions, harvest.positions.sample)
-    found, at = [], 0
+    result, at = [], 0
     for ids, spans, mask in made:
         places = np.flatnonzero(mask)
         fewer = np.zeros(len(ids), bool)
         fewer[places[chosen[at : at + len(places)]]] = True
         at += len(places)
-        found.append((ids, spans, fewer))
-    return found
+        result.append((ids, spans, fewer))
+    return result
 
 
 def keys_of(places: np.ndarray, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
@@ -172,7 +172,7 @@ def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -
     """
     if tokens < 0:
         return list(documents)
-    found = []
+    result = []
     for document in documents:
         ids = (
             document.token_ids[: harvest.max_length]
@@ -181,6 +181,6 @@ def within(documents: Sequence[Document], harvest: StoredHarvest, tokens: int) -
         )
         if tokens <= 0:
             break
-        found.append(Document(document.number, ids[:tokens]))
+        result.append(Document(document.number, ids[:tokens]))
         tokens -= fed(document, harvest)
-    return found
+    return result

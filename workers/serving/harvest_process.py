@@ -268,12 +268,12 @@ class Server:
         """Raises MemoryError, which ends the process."""
         try:
             if request.opening is not None:
-                told = request.opening
+                report = request.opening
                 self._sources[request.harvest] = HarvestSource(
-                    told.harvest,
-                    told.bundle,
-                    Settings(harvest_sources=told.roots),
-                    told.vocabulary,
+                    report.harvest,
+                    report.bundle,
+                    Settings(harvest_sources=report.roots),
+                    report.vocabulary,
                     self._show,
                 )
                 while len(self._sources) > OPEN:

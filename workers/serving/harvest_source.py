@@ -68,13 +68,13 @@ class HarvestSource:
     def plan(self) -> HarvestPlan:
         """The units of the whole source. Raises MidstreamError naming file and place."""
         files: list[SourceFile] = []
-        found = (
+        result = (
             self._units(files) if self._source.lines is None else self._grouped(self._source.lines)
         )
         units = list(
-            found
+            result
             if self._harvest.max_tokens is None
-            else self._limited(files, found, self._harvest.max_tokens)
+            else self._limited(files, result, self._harvest.max_tokens)
         )
         size = max(min(PART_UNITS, -(-len(units) // 4)), -(-len(units) // MOST_PARTS), 1)
         return HarvestPlan(files=files, units=units, parts=-(-len(units) // size))
@@ -101,9 +101,9 @@ class HarvestSource:
         for unit in units:
             within = msgspec.structs.replace(unit, tokens=tokens)
             documents = self._documents(files[unit.file] if files else None, within)
-            here = sum(fed(document, self._harvest) for document in documents)
-            yield unit if here < tokens else within
-            tokens -= here
+            local = sum(fed(document, self._harvest) for document in documents)
+            yield unit if local < tokens else within
+            tokens -= local
             if tokens <= 0:
                 return
 

@@ -35,17 +35,17 @@ def parquet_values(handle: Handle, mapped: bool, field: str, start: int) -> Iter
     for number in range(meta.num_row_groups):
         group = meta.row_group(number)
         if first + group.num_rows > start:
-            each = sum(
+            item = sum(
                 group.column(at).total_uncompressed_size
                 for at, name in enumerate(names)
                 if name == field
             ) // max(1, group.num_rows)
-            if each > MAX_DOCUMENT_BYTES:
+            if item > MAX_DOCUMENT_BYTES:
                 raise ValueError(
-                    f"the values of row group {number} (from row {first} on) have {each:,} bytes "
+                    f"the values of row group {number} (from row {first} on) have {item:,} bytes "
                     f"each{TOO_LARGE}"
                 )
-            rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, each)))
+            rows = max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, item)))
             at = first
             for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=[field]):
                 yield from _values(batch.column(0), at, max(0, start - at))

@@ -59,20 +59,20 @@ class Tokens:
 
         Raises MidstreamError naming the document.
         """
-        left = tokens if tokens >= 0 else MAX_INT64
+        rest = tokens if tokens >= 0 else MAX_INT64
 
         def remaining() -> int:
-            return left
+            return rest
 
         for number, ids in self._encoded(values, remaining):
             document = Document(number, ids)
-            yield from within([document], self._harvest, left)
-            left -= fed(document, self._harvest)
-            if left <= 0:
+            yield from within([document], self._harvest, rest)
+            rest -= fed(document, self._harvest)
+            if rest <= 0:
                 return
 
     def _encoded(
-        self, values: Iterable[Value], left: Callable[[], int]
+        self, values: Iterable[Value], remaining: Callable[[], int]
     ) -> Iterator[tuple[int, np.ndarray]]:
         texts: list[tuple[int, str]] = []
         size = 0
@@ -89,7 +89,7 @@ class Tokens:
             elif len(made) <= SLICE:
                 texts, size = [(number, made)], len(made)
             else:
-                yield number, self._sliced(made, min(left(), self._longest))
+                yield number, self._sliced(made, min(remaining(), self._longest))
         yield from self._together(texts)
 
     @property
@@ -135,14 +135,14 @@ class Tokens:
                 break
             following = self._slice(text, end - OVERLAP, size)
             if (seam := _seam(piece, following, end - OVERLAP + MARGIN, end - MARGIN)) is not None:
-                mine, other = seam
+                own, other = seam
                 start, rest = end - OVERLAP, following.after(other)
             else:
-                mine = int(np.searchsorted(piece.ends, end - MARGIN))
-                start = int(piece.ends[mine - 1])
+                own = int(np.searchsorted(piece.ends, end - MARGIN))
+                start = int(piece.ends[own - 1])
                 rest = self._slice(text, start, size)
-            parts.append(piece.ids[:mine])
-            count += mine
+            parts.append(piece.ids[:own])
+            count += own
             piece = rest
         return np.concatenate(parts)[:most]
 
@@ -248,13 +248,13 @@ def _seam(first: _Slice, second: _Slice, low: int, high: int) -> tuple[int, int]
     have the same tokens.
     """
     begin, stop = np.searchsorted(first.starts, [low, high])
-    for mine in range(int(begin), int(stop) - AGREED):
-        other = int(np.searchsorted(second.starts, first.starts[mine]))
-        ours, theirs = slice(mine, mine + AGREED), slice(other, other + AGREED)
+    for own in range(int(begin), int(stop) - AGREED):
+        other = int(np.searchsorted(second.starts, first.starts[own]))
+        own_values, foreign = slice(own, own + AGREED), slice(other, other + AGREED)
         if (
-            (mine == 0 or first.ends[mine - 1] <= first.starts[mine])
-            and np.array_equal(first.starts[ours], second.starts[theirs])
-            and np.array_equal(first.ids[ours], second.ids[theirs])
+            (own == 0 or first.ends[own - 1] <= first.starts[own])
+            and np.array_equal(first.starts[own_values], second.starts[foreign])
+            and np.array_equal(first.ids[own_values], second.ids[foreign])
         ):
-            return mine, other
+            return own, other
     return None

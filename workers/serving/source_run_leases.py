@@ -102,15 +102,15 @@ class SourceRunLeases:
         try:
             await self._engine.hold_runs(keys, locate)
         except MidstreamError as error:
-            meant = sorted(
+            suggested = sorted(
                 name
                 for name, job in names.items()
                 if name != job and f" {job}." in f" {error.detail}"
             )
-            if isinstance(error, Quarantined) or not meant:
+            if isinstance(error, Quarantined) or not suggested:
                 raise
             raise MidstreamError(
-                error.kind, f"run {', '.join(map(repr, meant))}: {error.detail}"
+                error.kind, f"run {', '.join(map(repr, suggested))}: {error.detail}"
             ) from error
 
     async def _locate(self, key: str) -> RunFiles:

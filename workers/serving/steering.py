@@ -174,7 +174,7 @@ class SteeringReconciler:
 
     async def run(self) -> str:
         """Run until cancelled; returns, with the reason, only if the engine must be abandoned."""
-        away = False
+        unreachable = False
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.steering_poll_s):
@@ -183,16 +183,16 @@ class SteeringReconciler:
             looked, self._looked = self._looked, asyncio.Event()
             try:
                 await self._look()
-                away = False
+                unreachable = False
             except ResyncFailed as error:
                 return str(error)
             except Quarantined as error:
                 self.quarantine(error.detail)
             except MidstreamError as error:
                 if error.kind == UNAVAILABLE:
-                    if not away:
+                    if not unreachable:
                         logger.warning("cannot poll global steering, Redis unreachable: %s", error)
-                    away = True
+                    unreachable = True
                 elif error.kind == "engine_failed":
                     # whether the engine is dead is found elsewhere
                     logger.warning("the ranks do not respond: %s", error)
@@ -216,11 +216,11 @@ class SteeringReconciler:
             trouble.lasting for trouble in self._troubles.values()
         )
         retry = open_ends and time.monotonic() - self._retried >= RETRY_S
-        seen = look.version, look.proposal, look.committed
-        news = self._seen != seen
+        visited = look.version, look.proposal, look.committed
+        news = self._seen != visited
         if news or retry:
             await self._follow()
-            self._seen = seen
+            self._seen = visited
         due = time.monotonic() - self._compared >= COMPARE_S
         if news or retry or due or look.ask != self._asked:
             ranks = self.ranks = await self._engine.steering_status()
@@ -288,9 +288,9 @@ class SteeringReconciler:
             self._serve()
         await self._say()
 
-    async def _reconcile_modules(self, wanted: dict[str, Module]) -> None:
-        for name in [*(self._modules.keys() - wanted.keys()), *wanted]:
-            module, former = wanted.get(name), self._modules.get(name)
+    async def _reconcile_modules(self, modules: dict[str, Module]) -> None:
+        for name in [*(self._modules.keys() - modules.keys()), *modules]:
+            module, former = modules.get(name), self._modules.get(name)
             digest = module.digest if module is not None else ""
             trouble = self._troubles.get(name)
             if (former is not None and digest == former.digest) or (
@@ -308,7 +308,7 @@ class SteeringReconciler:
         self._troubles = {
             name: trouble
             for name, trouble in self._troubles.items()
-            if name in wanted or name in self._modules
+            if name in modules or name in self._modules
         }
 
     async def _set_module(self, name: str, module: Module | None) -> None:
@@ -333,35 +333,37 @@ class SteeringReconciler:
         # a change that one rank refused is an action on the others, taken back or not
         self._compared = float("-inf")
 
-    async def _reconcile_global(self, wanted: GlobalSteering) -> str:
+    async def _reconcile_global(self, global_steering: GlobalSteering) -> str:
         """Return why it is not applied; empty when it is."""
-        if (wanted.version, wanted.digest) == (
+        if (global_steering.version, global_steering.digest) == (
             self._global.steering.version,
             self._global.steering.digest,
         ):
             return ""
         try:
-            await self._hold(wanted.tensors)
+            await self._hold(global_steering.tensors)
             try:
-                await self._check(wanted)
-                self._last = await self._engine.commit_global(wanted)
+                await self._check(global_steering)
+                self._last = await self._engine.commit_global(global_steering)
             except BaseException:
-                await self._engine.release_vectors(wanted.tensors, pinned=True)
+                await self._engine.release_vectors(global_steering.tensors, pinned=True)
                 raise
         except Refused as error:
             self._last, self._compared = error.answers, float("-inf")  # as for modules
             return error.detail
         self._former.append(self._global)
-        self._global = AppliedSteering(wanted)
+        self._global = AppliedSteering(global_steering)
         return ""
 
-    async def _check(self, wanted: GlobalSteering) -> None:
+    async def _check(self, global_steering: GlobalSteering) -> None:
         """Check a proposal that was made before this worker started: ranks would leave out
         entries at a layer or hook that they lack.
         """
-        answers = await self._engine.prepare_global(wanted) if wanted.entries else []
+        answers = (
+            await self._engine.prepare_global(global_steering) if global_steering.entries else []
+        )
         if why := refusals(answers):
-            raise Refused(f"global steering version {wanted.version}: {why}", answers)
+            raise Refused(f"global steering version {global_steering.version}: {why}", answers)
 
     async def _consider(self, proposal: Proposal | None) -> None:
         """Say whether the ranks could apply what is proposed; its tensors stay there until it is

@@ -32,12 +32,10 @@ def order_by_difference(
     `places`: (position in the patched prompt, position in the other one). Raises ValueError for
     rows that are not there, and OSError.
     """
-    own, others = (_rows_of(store, files, set(sites)) for files in (base, source))
+    own, rest = (_rows_of(store, files, set(sites)) for files in (base, source))
     order = {}
     for site in sites:
-        first, second = (
-            _rows(rows, site, files) for rows, files in ((own, base), (others, source))
-        )
+        first, second = (_rows(rows, site, files) for rows, files in ((own, base), (rest, source)))
         to, of = (
             [files.positions.index(place[end]) for place in places]
             for end, files in ((0, base), (1, source))
@@ -47,31 +45,31 @@ def order_by_difference(
     return order
 
 
-def _rows(found: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
+def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
     """The whole rows, whatever ranks hold their columns: `[positions, width]`."""
-    if not (parts := found.get(site)):
+    if not (parts := result.get(site)):
         raise ValueError(f"{files.key} has no rows of {site[0]} of layer {site[1]}")
     return np.concatenate([parts[start] for start in sorted(parts)], axis=1)
 
 
 def _rows_of(
-    store: ArtifactStore, files: RunFiles, wanted: set[Site]
+    store: ArtifactStore, files: RunFiles, sites: set[Site]
 ) -> dict[Site, dict[int, np.ndarray]]:
     """Site → first column → `[positions, columns]` float64."""
-    found: dict[Site, dict[int, np.ndarray]] = {}
+    result: dict[Site, dict[int, np.ndarray]] = {}
     for file in files.files:
         raw, header = _read(store, file)
         first = header.manifest.columns[0] if header.manifest.columns else 0
         for place in header.tensors.values():
-            if place.site in wanted:
+            if place.site in sites:
                 dtype = DTYPE_OF_FILE[place.dtype]
                 bits = np.frombuffer(
                     raw[place.start : place.start + place.length], DTYPES[dtype].raw
                 )
-                found.setdefault(place.site, {})[first] = (
+                result.setdefault(place.site, {})[first] = (
                     widened(bits, dtype).reshape(place.shape).astype(np.float64)
                 )
-    return found
+    return result
 
 
 def _read(store: ArtifactStore, file: RunFile) -> tuple[bytes, Header]:

@@ -223,16 +223,16 @@ class SweepRequests:
     def _first_capture(self, unit: Unit) -> StoredCapture:
         sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
         assert path is not None
-        wanted: dict[Hook, set[int]] = {}
+        needed: dict[Hook, set[int]] = {}
         if path.sender is None:
             (layer,), places = self.units.patched(unit)
             for end in path.receivers:
                 if reaches((layer, sweep.hooks[unit.hook]), (end.layer, end.hook)):
-                    wanted.setdefault(end.hook, set()).add(end.layer)
+                    needed.setdefault(end.hook, set()).add(end.layer)
             first = places[0][0]
         else:
-            wanted, first = {hook: set(sweep.layers) for hook in sweep.hooks}, 0
-        sites = {hook: sorted(wanted[hook]) for hook in sorted(wanted, key=place_of)}
+            needed, first = {hook: set(sweep.layers) for hook in sweep.hooks}, 0
+        sites = {hook: sorted(needed[hook]) for hook in sorted(needed, key=place_of)}
         return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
 
     def _split(self, capture: StoredCapture | None) -> list[StoredCapture]:
@@ -258,19 +258,19 @@ class SweepRequests:
         """Return whether its distribution is compared with the clean prompt's."""
         return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
 
-    def take_over(self, pair: int, told: Sequence[Receipt]) -> None:
+    def take_over(self, pair: int, receipts: Sequence[Receipt]) -> None:
         """The pair's base runs are an earlier attempt's, as these receipts say: perhaps of an
         engine that enters where this one does not, or the other way round.
         """
         request = self.units.request(self.units.base(pair), 0)
         files = [
             file
-            for receipt in told
+            for receipt in receipts
             if receipt.request == request
             for file in receipt.files
             if file.tag == BASE
         ]
-        there = {
+        present = {
             (hook, layer)
             for file in files
             for hook, layers in file.sites.items()
@@ -282,12 +282,12 @@ class SweepRequests:
         )
         for for_entry in (self._enters, not self._enters):
             capture = self._base_capture(pair, 0, for_entry)
-            wanted = (
+            needed = (
                 {(hook, layer) for hook, layers in capture.sites.items() for layer in layers}
                 if capture
                 else set()
             )
-            if wanted == there and positions == (
+            if needed == present and positions == (
                 len(capture.select(0, tokens, tokens)) if capture else 0
             ):
                 self._for_entry[pair] = for_entry
@@ -298,14 +298,14 @@ class SweepRequests:
 
     def runs(self, pair: int) -> list[str]:
         """Keys of the runs that the pair's patched units need."""
-        found = [
+        keys = [
             self._key(self.units.base(pair), place, BASE)
             for place in range(len(self.units.nodes[pair]))
             if self._capture(pair, place, BASE) is not None
         ]
         if self._capture(pair, 0, SOURCE) is not None:
-            found.append(self._key(self.units.source(pair), 0, SOURCE))
-        return found
+            keys.append(self._key(self.units.source(pair), 0, SOURCE))
+        return keys
 
     def control_runs(self, pair: int) -> tuple[str, str]:
         """Keys of the runs of the pair's two prompts as they are: the patched one, and the one that
@@ -336,9 +336,9 @@ class SweepRequests:
         _, request, tag = parse_key(key)
         of_it = [
             file
-            for told in receipts
-            if told.request == request
-            for file in told.files
+            for receipt in receipts
+            if receipt.request == request
+            for file in receipt.files
             if file.tag == tag
         ]
         if not of_it:
@@ -444,16 +444,16 @@ class SweepRequests:
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """Return what is captured of a base or source unit at a node; None for nothing."""
-        found = pair, place, tag
-        if found not in self._captures:
-            self._captures[found] = (
+        result = pair, place, tag
+        if result not in self._captures:
+            self._captures[result] = (
                 self._source_capture(pair) if tag == SOURCE and not place else None
             )
             if tag == BASE:
-                self._captures[found] = self._base_capture(
+                self._captures[result] = self._base_capture(
                     pair, place, self._for_entry.get(pair, self._enters)
                 )
-        return self._captures[found]
+        return self._captures[result]
 
     def _source_capture(self, pair: int) -> StoredCapture | None:
         """Only of the prompt itself: what follows it changes nothing before it."""
@@ -472,14 +472,14 @@ class SweepRequests:
 
     def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
         sweep, hooks = self._sweep, {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
-        wanted: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
+        needed: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
-            wanted[sweep.hooks[0]].update(layers)
+            needed[sweep.hooks[0]].update(layers)
             positions.update(position for position, _ in places)
-        there = any(column.places for column in sweep.pairs[pair].columns)
-        mean = there and sweep.ablation == "mean" and place == 0
+        present = any(column.places for column in sweep.pairs[pair].columns)
+        mean = present and sweep.ablation == "mean" and place == 0
         ranked = place == 0 and any(
             column.ranks is not None for column in sweep.pairs[pair].columns
         )
@@ -487,20 +487,20 @@ class SweepRequests:
             positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)
         if mean or ranked:
             for hook in sweep.hooks:
-                wanted[hook].update(sweep.layers)
+                needed[hook].update(sweep.layers)
         path = sweep.path
-        if path is not None and there:
+        if path is not None and present:
             senders = [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
             if path.sender is not None:
                 senders = [(path.sender.layer, path.sender.hook)]
             for sender in senders:
                 for hook, layers in path.frozen_sites(*sender, self._top(path)).items():
-                    wanted[hook].update(layers)
-        if there and for_entry:
+                    needed[hook].update(layers)
+        if present and for_entry:
             entered = [end.layer for end in path.receivers] if path is not None else []
-            wanted["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
+            needed["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
         sites: dict[Hook, list[int]] = {
-            hook: sorted(layers) for hook, layers in wanted.items() if layers
+            hook: sorted(layers) for hook, layers in needed.items() if layers
         }
         if not sites:
             return None

@@ -15,34 +15,34 @@ class UnverifiedUnit(Exception):
 def verdict(
     pair: StoredPair,
     nodes: Sequence[Node],
-    told: Sequence[Sequence[Receipt]],
+    report: Sequence[Sequence[Receipt]],
     world: int,
     compared: bool,
 ) -> Grades:
-    """`told`: of the request of each node the receipts of all ranks.
+    """`report`: of the request of each node the receipts of all ranks.
 
     `compared`: the first was compared with the clean prompt.
 
     Raises Unvouched.
     """
-    verified(told, world)
+    verified(report, world)
     try:
-        return grades(pair, nodes, [_graded(receipts) for receipts in told], compared)
+        return grades(pair, nodes, [_graded(receipts) for receipts in report], compared)
     except ValueError as error:
         raise UnverifiedUnit(str(error)) from error
 
 
-def verified(told: Sequence[Sequence[Receipt]], world: int) -> None:
+def verified(report: Sequence[Sequence[Receipt]], world: int) -> None:
     """Raises UnverifiedUnit unless every rank confirms each of the requests."""
-    for receipts in told:
+    for receipts in report:
         _check(receipts, world)
 
 
-def refusal(told: Sequence[Receipt]) -> str:
+def refusal(receipts: Sequence[Receipt]) -> str:
     """Return why a rank did not do all that it was asked, of the first that says so; empty when all
     that reported did.
     """
-    for receipt in told:
+    for receipt in receipts:
         if receipt.verdict != "ok":
             return f"rank {receipt.rank} (stage {receipt.pp}): {receipt.message or _short(receipt)}"
     return ""

@@ -186,8 +186,8 @@ class SweepAttempt:
         last second.
         """
         job = self._attempt.job.id
-        there = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
-        lost = [record for number, record in self._records.items() if number not in there]
+        present = await patiently(lambda: self._sweeps.records(job), f"units of {job}")
+        lost = [record for number, record in self._records.items() if number not in present]
         if lost:
             logger.warning(
                 "storing again the units that the ledger had lost (count: %d, job: %s)",
@@ -199,9 +199,11 @@ class SweepAttempt:
                 for record in lost
             )
 
-    async def _emit(self, kind: EventKind, told: SweepStart | SweepSummary) -> None:
+    async def _emit(self, kind: EventKind, sweep_start: SweepStart | SweepSummary) -> None:
         event = Event(
-            event=kind, data=from_json(to_json(told), dict[str, Any]), attempt=self._attempt.number
+            event=kind,
+            data=from_json(to_json(sweep_start), dict[str, Any]),
+            attempt=self._attempt.number,
         )
         await self._attempt.emit(self._ledger, event)
 
@@ -246,12 +248,12 @@ class SweepAttempt:
             # The next pair waits for room next to this one, which waits for nothing: so they do not
             # wait for each other.
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
-                asked = [
+                request = [
                     (await self._begin(group, unit)).kept
                     for unit in missing
                     if not self._given_up(unit)
                 ]
-                await asyncio.gather(*asked)
+                await asyncio.gather(*request)
         except MidstreamError as error:  # of loading the runs: those of requests come in a group
             reason = _of_this_alone(error)
             for unit in missing:
@@ -278,8 +280,8 @@ class SweepAttempt:
         """
         runs = self._requests.runs(pair)
         controls, cells = (
-            [unit for unit in missing if (unit.kind == "cell") == wanted]
-            for wanted in (False, True)
+            [unit for unit in missing if (unit.kind == "cell") == needed]
+            for needed in (False, True)
         )
         for start in range(0, max(len(cells), 1), FIRST_PASSES):
             batch, firsts = cells[start : start + FIRST_PASSES], []
@@ -300,12 +302,12 @@ class SweepAttempt:
                     known.append(pending)
             held = [*runs, *(self._requests.first_key(pending.unit) for pending in known)]
             async with self._holding(pair, held), asyncio.TaskGroup() as group:
-                asked = [
+                request = [
                     (await self._begin(group, pending.unit)).kept
                     for pending in known
                     if not self._given_up(pending.unit)
                 ]
-                await asyncio.gather(*asked)
+                await asyncio.gather(*request)
             for pending in known:
                 del self._firsts[pending.requests[0]]
 
@@ -315,7 +317,7 @@ class SweepAttempt:
         Raises MidstreamError for rows that cannot be read.
         """
         columns = self._sweep.pairs[pair].columns
-        most = max(each.ranks[1] if each.ranks else 0 for each in columns)
+        most = max(column.ranks[1] if column.ranks else 0 for column in columns)
         if not most or not columns[0].places:
             return
         locate, runs = self._locate(pair), self._requests.control_runs(pair)
@@ -380,7 +382,7 @@ class SweepAttempt:
         reference = self._requests.reference(pair)
         if self._sweep.metric == "kl":
             units.sort(key=lambda unit: unit != reference)  # the others are compared with it
-        asked = []
+        controls = []
         async with asyncio.TaskGroup() as group:
             for unit in units:
                 known = unit.number in self._records
@@ -395,10 +397,12 @@ class SweepAttempt:
                     pending = await self._begin(
                         group, unit, self._requests.control(unit, captures=not known)
                     )
-                    asked.append(pending)
+                    controls.append(pending)
                     if self._sweep.metric == "kl":
                         await asyncio.shield(pending.kept)
-            records = {pending.unit.number: await asyncio.shield(pending.kept) for pending in asked}
+            records = {
+                pending.unit.number: await asyncio.shield(pending.kept) for pending in controls
+            }
         for unit in units:
             record = records.get(unit.number) or self._records[unit.number]
             if record.value is None:
@@ -425,7 +429,7 @@ class SweepAttempt:
                 ) is not None and earlier.value is not None:
                     state.noise.append(state.base + earlier.value * (state.source - state.base))
             self._judge(state)
-        versions = {told.global_version for record in known for told in record.receipts} - {
+        versions = {receipt.global_version for record in known for receipt in record.receipts} - {
             self._everyone.version
         }
         if needed and versions:
@@ -501,14 +505,14 @@ class SweepAttempt:
         async def locate(key: str) -> RunFiles:
             request, sender = parse_key(key)[1], self._units.sender(pair)
             receipts = [
-                told
+                receipt
                 for unit in (
                     self._units.base(pair),
                     self._units.source(pair),
                     *([sender] if sender else []),
                 )
                 if (record := self._records.get(unit.number)) is not None
-                for told in record.receipts
+                for receipt in record.receipts
             ]
             try:
                 if request in self._firsts:
@@ -578,23 +582,23 @@ class SweepAttempt:
 
     async def _settled(self) -> list[tuple[_Pending, UnitRecord]]:
         """Return those of the finished units whose outcome is known."""
-        asked = time.monotonic()
+        monotonic = time.monotonic()
         read = [pending for pending in self._waiting if not pending.told and not pending.reason][
             :POLL_UNITS
         ]
         requests = [request for pending in read for request in pending.requests]
         job, world = self._attempt.job.id, self._engine.world
-        told = await patiently(
+        report = await patiently(
             lambda: self._sweeps.receipts(job, requests, world), f"receipts of {job}"
         )
         now = time.monotonic()
-        if now - asked > STALL_S:
+        if now - monotonic > STALL_S:
             for pending in self._waiting:
                 pending.finished = now
         late = []
         for pending in read:
-            if all(request in told for request in pending.requests):
-                pending.told = [told[request] for request in pending.requests]
+            if all(request in report for request in pending.requests):
+                pending.told = [report[request] for request in pending.requests]
                 _must_be_kept(pending.told)
             elif now - pending.finished > self._patience_s:
                 late.append(pending)
@@ -624,7 +628,9 @@ class SweepAttempt:
         unit, state = pending.unit, self._pairs[pending.unit.pair]
         if pending.first or unit.kind == "sender":
             receipts = (
-                [] if pending.first else [told for receipts in pending.told for told in receipts]
+                []
+                if pending.first
+                else [receipt for receipts in pending.told for receipt in receipts]
             )
             reason = pending.reason or self._unverified(pending)
             return UnitRecord(
@@ -680,7 +686,7 @@ class SweepAttempt:
             foil_logprob=grades.foil_logprob,
             attempt=attempt,
             neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
-            receipts=[told for receipts in pending.told for told in receipts]
+            receipts=[receipt for receipts in pending.told for receipt in receipts]
             if unit.kind in ("base", "source", "sender")
             else [],
         )
@@ -693,11 +699,11 @@ def _of_this_alone(error: MidstreamError) -> str:
     return error.detail
 
 
-def _must_be_kept(told: Sequence[Sequence[Receipt]]) -> None:
+def _must_be_kept(report: Sequence[Sequence[Receipt]]) -> None:
     """Raises StoreAway if a rank could not keep the rows because the artifact store is
     unavailable.
     """
-    for receipt in (receipt for receipts in told for receipt in receipts):
+    for receipt in (receipt for receipts in report for receipt in receipts):
         if receipt.status == "error" and receipt.kind == STORE_AWAY:
             raise StoreAway(
                 f"request {receipt.request}, rank {receipt.rank} (stage {receipt.pp}): "

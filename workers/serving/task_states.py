@@ -116,8 +116,8 @@ class Settlements:
             return  # there is no connection to send it on
         with self._lock:
             waiting = dict(self._waiting)
-        found = standings(self._client, [request.args[0] for request in waiting.values()])
-        for (task_id, request), standing in zip(waiting.items(), found, strict=True):
+        result = standings(self._client, [request.args[0] for request in waiting.values()])
+        for (task_id, request), standing in zip(waiting.items(), result, strict=True):
             if standing.state in (State.RUNNING, State.CANCELLING):
                 continue
             with self._lock:

@@ -323,9 +323,9 @@ def check_cost(
     check_number(
         [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts
     )
-    wanted = _wanted(parsed, model_state)
+    needed = _wanted(parsed, model_state)
     costs: Counter[str] = Counter()
-    for field, positions in wanted:
+    for field, positions in needed:
         numbers, items = (
             _numbers(positions),
             positions if isinstance(positions, list) else [positions],
@@ -390,20 +390,22 @@ def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, R
     """(Field, positions) of the capture, of every patch and of every edit, those of modules
     each.
     """
-    found: list[tuple[str, RequestedPositions]] = [
+    requested_positions: list[tuple[str, RequestedPositions]] = [
         (f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)
     ]
     named = [(f"steering[{index}]", spec) for index, spec in enumerate(parsed.steering)]
     for at, spec in [*named, *((gated.at, gated.spec) for gated in gated_by(parsed.probes))]:
         module = None if spec.module is None else model_state.modules.get(spec.module)
         if module is None or spec.positions is not None:
-            found += [(f"{at}.positions", spec.positions or "all")] * (
+            requested_positions += [(f"{at}.positions", spec.positions or "all")] * (
                 1 if module is None else len(module.entries)
             )
         else:
-            found += [(f"{at}.module", entry.positions) for entry in module.entries]
-    found += positions_asked(parsed)
-    return found + ([("capture.positions", parsed.capture.positions)] if parsed.capture else [])
+            requested_positions += [(f"{at}.module", entry.positions) for entry in module.entries]
+    requested_positions += positions_asked(parsed)
+    return requested_positions + (
+        [("capture.positions", parsed.capture.positions)] if parsed.capture else []
+    )
 
 
 def _selectors(
@@ -453,13 +455,13 @@ def facts_of(
     facts = []
     for prompt, from_body in zip(prompts, parsed.prompts, strict=True):
         if prompt.text is None:
-            found = codec.map_ids(prompt.token_ids)
+            result = codec.map_ids(prompt.token_ids)
         else:
-            found = codec.map_text(
+            result = codec.map_text(
                 prompt.text, prompt.token_ids, special_tokens=not from_body.is_conversation
             )
         facts.append(
-            PromptFacts(len(prompt.token_ids), found.find if found else no_text, prompt.images)
+            PromptFacts(len(prompt.token_ids), result.find if result else no_text, prompt.images)
         )
     return facts
 
@@ -540,18 +542,20 @@ def _contents(
         *model_state.features.saes.values(),
         *(wish.sae for wish in parsed.features if isinstance(wish, FeatureWish)),
     ]
-    found = {f"sae/{sae.name}": sae.digest for sae in saes}
+    contents = {f"sae/{sae.name}": sae.digest for sae in saes}
     if isinstance(parsed.lens, FittedLens):
-        found[f"tuned/{parsed.lens.found.name}"] = parsed.lens.found.digest
+        contents[f"tuned/{parsed.lens.found.name}"] = parsed.lens.found.digest
     if lora is not None:
-        found[f"lora/{lora.name}"] = lora.digest
+        contents[f"lora/{lora.name}"] = lora.digest
     for probe in probes:
-        found |= (
+        contents |= (
             {f"watching/{probe.name}": f"{probe.digest} {probe.action}"}
             if probe.watching
             else {f"probe/{probe.name}": probe.digest}
         )
-    return found | {f"{each.kind}/{each.name}": each.digest for each in model.extensions}
+    return contents | {
+        f"{extension.kind}/{extension.name}": extension.digest for extension in model.extensions
+    }
 
 
 def modules_of(parsed: ParsedRequest) -> list[str]:

@@ -40,11 +40,11 @@ class Continuation:
 
 
 async def continue_prompts(
-    wanted: Sequence[tuple[str, str | list[int], Sequence[ReadPrompt]]],
+    read_prompts: Sequence[tuple[str, str | list[int], Sequence[ReadPrompt]]],
     model: ModelInfo,
     codec: Codec,
 ) -> list[Continuation]:
-    """`wanted`: field, what follows, and behind which prompts.
+    """`read_prompts`: field, what follows, and behind which prompts.
 
     Text gets the tokens that it has behind each of them.
 
@@ -52,7 +52,7 @@ async def continue_prompts(
     the text changes the prompt's own tokens, and for token ids outside the vocabulary.
     """
     plain: list[tuple[str, str]] = []  # field, text
-    for field, value, prompts in wanted:
+    for field, value, prompts in read_prompts:
         if not value:
             raise invalid(field, "is empty: it needs at least one token")
         if isinstance(value, str):
@@ -74,7 +74,7 @@ async def continue_prompts(
             allowed=f"at most {model.max_model_len} tokens in total",
         ) from None
     made = []
-    for field, value, prompts in wanted:
+    for field, value, prompts in read_prompts:
         if isinstance(value, str):
             texts = [prompt.text for prompt in prompts if prompt.text is not None]
             behind = [

@@ -109,11 +109,11 @@ def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:
         except ValueError as error:
             raise invalid(f"{field}{getattr(error, 'at', '')}", str(error)) from error
     sites: dict[Hook, list[int]] = made["hooks"]
-    apart = [hook for hook in sites if BANK[hook] != RESIDUAL]
-    if apart and info.tp > 1:
+    hooks = [hook for hook in sites if BANK[hook] != RESIDUAL]
+    if hooks and info.tp > 1:
         raise invalid(
             "hooks",
-            f"each of {info.tp} ranks holds columns of {apart[0]}",
+            f"each of {info.tp} ranks holds columns of {hooks[0]}",
             allowed="hooks of the residual stream and its branches",
         )
     return sites

@@ -74,12 +74,12 @@ class FeatureFiles:
 
     def read(self, sae: Sae, features: Iterable[int]) -> dict[int, Rows]:
         """Raises a 400 when the files are not what was registered."""
-        wanted = dict.fromkeys(features)
-        missing = [feature for feature in wanted if (sae.digest, feature) not in self._known]
+        needed = dict.fromkeys(features)
+        missing = [feature for feature in needed if (sae.digest, feature) not in self._known]
         if missing:
-            found = self._from_files(sae, missing)
-            self._known.update({(sae.digest, feature): rows for feature, rows in found.items()})
-        rows = {feature: self._known[sae.digest, feature] for feature in wanted}
+            files = self._from_files(sae, missing)
+            self._known.update({(sae.digest, feature): rows for feature, rows in files.items()})
+        rows = {feature: self._known[sae.digest, feature] for feature in needed}
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return rows
@@ -116,18 +116,18 @@ def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[
 
     Raises a 400 naming the field of the first spec that cannot be.
     """
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for index, spec in enumerate(specs):
         if spec.sae is None:
             _no_feature(spec, f"steering[{index}]")
             continue
         _check(spec, saes[spec.sae], f"steering[{index}]")
-        found.setdefault(spec.sae, set()).add(spec.feature or 0)
-    if (count := sum(map(len, found.values()))) > MAX_FEATURES:
+        result.setdefault(spec.sae, set()).add(spec.feature or 0)
+    if (count := sum(map(len, result.values()))) > MAX_FEATURES:
         raise invalid(
             "steering", f"names {count} features", allowed=f"at most {MAX_FEATURES} that differ"
         )
-    return found
+    return result
 
 
 def _no_feature(spec: SteeringSpec, at: str) -> None:
@@ -247,24 +247,24 @@ def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
     """Three parts in the model's dtype that add up to the float32 encoder: exactly, where the dtype
     has float32's range.
     """
-    found, left = [], encoder.astype(np.float32)
+    result, remaining = [], encoder.astype(np.float32)
     for _ in range(3):
-        part = widened(narrowed(left, model.dtype), model.dtype).astype(np.float32)
-        found.append(from_numpy(part))
-        left = left - part
-    return found
+        part = widened(narrowed(remaining, model.dtype), model.dtype).astype(np.float32)
+        result.append(from_numpy(part))
+        remaining = remaining - part
+    return result
 
 
 def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, Rows]) -> None:
     """Raises a 400 for vectors beyond the model's dtype."""
     limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
-    for feature, found in rows.items():
+    for feature, value in rows.items():
         vectors: list[Any] = (
-            [found.decoder]
-            if found.rule is None
-            else [found.decoder, found.rule.encoder, found.rule.bias]
+            [value.decoder]
+            if value.rule is None
+            else [value.decoder, value.rule.encoder, value.rule.bias]
         )
-        largest = max(float(np.max(np.abs(each))) for each in vectors)
+        largest = max(float(np.max(np.abs(vector))) for vector in vectors)
         if not largest <= limit:
             raise invalid(
                 "sae",

@@ -38,21 +38,21 @@ def check_alone(spec: SteeringSpec, at: str) -> None:
 
 
 def _op(spec: SteeringSpec, bounds: Bounds) -> tuple[Extension, OpTerms]:
-    there = {
-        each.name: (each, each.op)
-        for each in bounds.model.extensions
-        if each.kind == "op" and each.op is not None
+    present = {
+        extension.name: (extension, extension.op)
+        for extension in bounds.model.extensions
+        if extension.kind == "op" and extension.op is not None
     }
-    if spec.extension not in there:
+    if spec.extension not in present:
         valid = (
-            f"valid: {', '.join(sorted(there))}"
-            if there
+            f"valid: {', '.join(sorted(present))}"
+            if present
             else f"no ops are installed for {bounds.model.name} (setting extensions)"
         )
         raise ValueError(f"unknown op {spec.extension!r}; {valid}")
-    if refused := there[spec.extension][0].refused:
+    if refused := present[spec.extension][0].refused:
         raise ValueError(f"op {spec.extension!r} is not served: {refused}")
-    return there[spec.extension]
+    return present[spec.extension]
 
 
 def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:

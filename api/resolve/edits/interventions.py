@@ -50,8 +50,8 @@ def _filled_in(spec: SteeringSpec) -> SteeringSpec:
 
 def family_of(spec: SteeringSpec) -> Intervention:
     """Return the family of a filled-in spec: its op, or the variant whose flag it sets."""
-    first, *others = VARIANTS[spec.op or "add"]
-    return next((family for family in others if getattr(spec, family.flag, None)), first)
+    first, *rest = VARIANTS[spec.op or "add"]
+    return next((family for family in rest if getattr(spec, family.flag, None)), first)
 
 
 def _layers(spec: SteeringSpec, bounds: Bounds) -> list[int]:
@@ -108,10 +108,10 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         raise ValueError(
             f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}"
         )
-    wanted = [rank, width] if TENSORS[field].wide else [rank]
-    if tensor.shape != wanted:
+    needed = [rank, width] if TENSORS[field].wide else [rank]
+    if tensor.shape != needed:
         raise ValueError(
-            f"has shape {tensor.shape}: it must be {wanted}, because {first} is {[rank, width]}"
+            f"has shape {tensor.shape}: it must be {needed}, because {first} is {[rank, width]}"
         )
 
 

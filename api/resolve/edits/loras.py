@@ -10,23 +10,23 @@ from ....schemas.jobs.models import ModelInfo
 from ....storage.formats.lora_files import check_on, folder_of
 
 
-def resolve_lora(asked: LoraRequest, model: ModelInfo, root: str) -> Lora:
+def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora:
     """Return what should be registered.
 
     Raises a 400 naming the field. Reads files: not for the event loop.
     """
     support = _support(model)
-    content, facts = check_on(folder_of(root, asked.path), support)
+    content, facts = check_on(folder_of(root, lora_request.path), support)
     return Lora(
-        name=asked.name,
+        name=lora_request.name,
         model=model.name,
         digest=content.digest,
-        path=asked.path,
+        path=lora_request.path,
         rank=facts.rank,
         modules=facts.modules,
         bytes=content.bytes,
         created=now(),
-        description=asked.description,
+        description=lora_request.description,
     )
 
 

@@ -43,18 +43,18 @@ async def find_runs(
     """The named runs that exist for the caller, also of other models, with the requested prompts of
     each.
     """
-    asked: dict[str, set[int]] = {}
+    request: dict[str, set[int]] = {}
     for spec in patch:
         if spec.source.run is not None:
-            asked.setdefault(spec.source.run, set()).add(spec.source.prompt)
+            request.setdefault(spec.source.run, set()).add(spec.source.prompt)
     runs = SourceRuns(ledger, caller)
-    found = {}
-    for name, prompts in asked.items():
+    result = {}
+    for name, prompts in request.items():
         if (run := await runs.lookup(model, name)) is not None:
-            found[name] = await _looked_at(runs, run, prompts)
+            result[name] = await _looked_at(runs, run, prompts)
         elif (foreign := await _of_another_model(ledger, runs, model, name)) is not None:
-            found[name] = _view(foreign, "ready", "", None)
-    return found
+            result[name] = _view(foreign, "ready", "", None)
+    return result
 
 
 async def _looked_at(runs: SourceRuns, run: Run, prompts: set[int]) -> RunView:

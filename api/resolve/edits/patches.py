@@ -74,16 +74,18 @@ def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
     """One per prompt: listed where they are known, since rows of listed positions share a place;
     else a name or a window.
     """
-    found: list[PositionSelector] = []
+    destinations: list[PositionSelector] = []
     for index, (selector, prompt) in enumerate(
         zip(positions_of_each(spec, bounds), bounds.prompts, strict=True)
     ):
         try:
-            found.append(_listed(selector, prompt.tokens, prompt.tokens + bounds.max_tokens - 1))
+            destinations.append(
+                _listed(selector, prompt.tokens, prompt.tokens + bounds.max_tokens - 1)
+            )
         except SelectorError as error:
             which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
             raise SelectorError(f"{which}{error}", error.at) from error
-    return found
+    return destinations
 
 
 def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelector:
@@ -101,16 +103,16 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
         )
     if not isinstance(selector, Window):
         return selector
-    there = (
+    text = (
         f"the model computes positions 0 to {end - 1} at most; the last generated token "
         "is not fed back"
     )
     if selector.start >= end:
-        raise SelectorError(f"position {selector.start} is never patched: {there}", ".start")
+        raise SelectorError(f"position {selector.start} is never patched: {text}", ".start")
     if selector.stop is None and end > tokens:
         return selector
     if selector.stop is not None and selector.stop > end:
-        raise SelectorError(f"the range stops at {selector.stop}: {there}", ".stop")
+        raise SelectorError(f"the range stops at {selector.stop}: {text}", ".stop")
     return list(range(selector.start, end if selector.stop is None else selector.stop))
 
 
@@ -281,10 +283,10 @@ def _run(patch: Patch, bounds: Bounds, model_state: ModelState) -> RunView:
     name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
     run = model_state.runs.get(name or "")
     if run is None:
-        there = " or ".join(
+        listing = " or ".join(
             filter(None, [", ".join(model_state.run_names), "the id of a job with captures"])
         )
-        raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=there)
+        raise invalid(at, f"unknown source run {name!r} of model {model.name!r}", allowed=listing)
     if run.model != model.name:
         raise invalid(
             at,
@@ -333,20 +335,20 @@ def _prompt(patch: Patch, run: RunView, bounds: Bounds) -> RunPrompt:
 def _check_captured(patch: Patch, run: RunView, prompt: RunPrompt) -> None:
     name = patch.spec.source.run
     if patch.hook not in prompt.sites:
-        there = "; ".join(
+        listing = "; ".join(
             f"{hook} {as_ranges(layers, SHOWN_RANGES)}" for hook, layers in prompt.sites.items()
         )
         raise invalid(
-            f"{patch.at}.hook", f"{patch.hook} was not captured in run {name!r}", allowed=there
+            f"{patch.at}.hook", f"{patch.hook} was not captured in run {name!r}", allowed=listing
         )
     captured = prompt.sites[patch.hook]
     if missing := sorted(set(patch.layers) - set(captured)):
-        there = as_ranges(captured, SHOWN_RANGES)
+        listing = as_ranges(captured, SHOWN_RANGES)
         raise invalid(
             f"{patch.at}.layers",
             (
                 f"layer {missing[0]} was not captured at {patch.hook} in run {name!r}, which "
-                f"has {there}"
+                f"has {listing}"
             ),
         )
 
@@ -358,30 +360,32 @@ def _rows_of(
 
     Raises a 400 at `source.position`.
     """
-    wanted, at = patch.spec.source.position, patch.source("position")
-    if isinstance(wanted, int):
+    position, at = patch.spec.source.position, patch.source("position")
+    if isinstance(position, int):
         with _field(at):
-            return {(_captured(wanted, prompt), ()): written}
+            return {(_captured(position, prompt), ()): written}
     if not isinstance(written, list):
         raise invalid(
             at,
             f"{which}is required, because the patched positions are open-ended",
             allowed="one position, whose row is written to all patched positions, or mean",
         )
-    if wanted is not None and len(wanted) != len(written):
+    if position is not None and len(position) != len(written):
         raise invalid(
             at,
-            f"{which}has length {len(wanted)}, but the number of patched positions is "
+            f"{which}has length {len(position)}, but the number of patched positions is "
             f"{len(written)}: give one for each, "
             "in ascending order",
         )
     shared: dict[int, list[int]] = {}
     for number, place in enumerate(written):
-        with _field(at if wanted is None else f"{at}[{number}]"):
+        with _field(at if position is None else f"{at}[{number}]"):
             try:
-                source = _captured(place if wanted is None else wanted[number], prompt)
+                source = _captured(place if position is None else position[number], prompt)
             except SelectorError as error:
-                raise SelectorError(f"{which}{error}" if wanted is None else str(error)) from error
+                raise SelectorError(
+                    f"{which}{error}" if position is None else str(error)
+                ) from error
         shared.setdefault(source, []).append(place)
     return {(source, ()): places for source, places in shared.items()}
 
@@ -414,17 +418,17 @@ def _mean_of(patch: Patch, prompt: RunPrompt) -> tuple[int, ...]:
 
     Raises SelectorError.
     """
-    asked = patch.spec.source.positions
-    if asked is None or asked == "all":
+    positions = patch.spec.source.positions
+    if positions is None or positions == "all":
         return ()
-    selector = resolve_positions(asked, prompt.tokens, _no_text)
+    selector = resolve_positions(positions, prompt.tokens, _no_text)
     last = prompt.positions[-1]
     if selector == "all_generated" or (isinstance(selector, Window) and selector.stop is None):
-        there = set(prompt.positions)
+        present = set(prompt.positions)
         chosen = [
             position
             for position in select(selector, 0, last + 1, prompt.tokens)
-            if position in there
+            if position in present
         ]
         if not chosen:
             raise SelectorError(
@@ -505,10 +509,10 @@ def resolve_patches(
                 f"is one mask too many: the request already has {MAX_MASKS} different ones",
                 allowed=f"at most {MAX_MASKS} different masks",
             )
-        for entries, mine in zip(
+        for entries, own in zip(
             per_prompt, SOURCES[kind](patch, bounds, model_state, blobs), strict=True
         ):
-            entries += mine if not mask else _masked(mine, mask)
+            entries += own if not mask else _masked(own, mask)
     return per_prompt
 
 
@@ -516,9 +520,9 @@ def _most_entries(patch: Patch) -> int:
     """Return how many entries it may come to, over all prompts."""
     if patch.spec.source.run is None:
         return len(patch.positions)
-    apart = not patch.spec.source.mean and not isinstance(patch.spec.source.position, int)
+    separate = not patch.spec.source.mean and not isinstance(patch.spec.source.position, int)
     return len(patch.layers) * sum(
-        len(chosen) if apart and isinstance(chosen, list) else 1 for chosen in patch.positions
+        len(chosen) if separate and isinstance(chosen, list) else 1 for chosen in patch.positions
     )
 
 

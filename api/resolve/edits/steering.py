@@ -409,24 +409,32 @@ def _anywhere(entry: SteeringTemplate) -> StoredSteering:
     return entry.stored(entry.positions)  # type: ignore[arg-type]
 
 
-def _listed(asked: RequestedPositions, model: ModelInfo) -> int:
+def _listed(requested_positions: RequestedPositions, model: ModelInfo) -> int:
     """Upper bound on the number of positions in a list. (Its ranges begin at 0 or later.)"""
-    if not isinstance(asked, list):
+    if not isinstance(requested_positions, list):
         return 0
     end = model.max_model_len
     ranges = [
         (item.start or 0, end if item.stop is None else min(item.stop, end))
-        for item in asked
+        for item in requested_positions
         if isinstance(item, Span)
     ]
-    return len(asked) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
+    return (
+        len(requested_positions) - len(ranges) + sum(max(stop - start, 0) for start, stop in ranges)
+    )
 
 
-def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
+def _check_for_everyone(requested_positions: RequestedPositions, at: str) -> None:
     """Raises a 400 for positions that need to know the prompt."""
     allowed = "a name, positions of 0 or more, or a range with `start` and `stop` of 0 or more"
-    for index, item in enumerate(asked if isinstance(asked, list) else [asked]):
-        where = f"{at}[{index}]" if isinstance(asked, list) and not at.endswith(".module") else at
+    for index, item in enumerate(
+        requested_positions if isinstance(requested_positions, list) else [requested_positions]
+    ):
+        where = (
+            f"{at}[{index}]"
+            if isinstance(requested_positions, list) and not at.endswith(".module")
+            else at
+        )
         if item == "image" or (isinstance(item, Span) and item.image is not None):
             raise invalid(
                 where,
@@ -447,7 +455,7 @@ def _check_for_everyone(asked: RequestedPositions, at: str) -> None:
                     f"{place} is a different position in each prompt: count from the beginning",
                     allowed=allowed,
                 )
-    if asked == []:
+    if requested_positions == []:
         raise invalid(at, NO_POSITION, allowed=allowed)
 
 
@@ -523,19 +531,19 @@ def _check_room(
             "positions, place entries that replace rows at the same positions next to each "
             "other, or merge directions into one lowrank",
         )
-    for wanted, taken, there, setting in (
+    for requested, taken, present, setting in (
         (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
         (needed.entries, beside.entries, model.steering_entries, "steering_entries"),
     ):
-        if there and wanted + taken > max(1, there // share):
+        if present and requested + taken > max(1, present // share):
             words = (
-                f"needs {wanted} {setting.replace('_', ' ')}{whom}; the worker has {there} "
+                f"needs {requested} {setting.replace('_', ' ')}{whom}; the worker has {present} "
                 f"(setting {setting})"
             )
             if taken:
                 words += f", of which global steering takes {taken}"
             if share > 1:
-                words += f", of which global steering may take {max(1, there // share)}"
+                words += f", of which global steering may take {max(1, present // share)}"
             raise invalid(
                 field,
                 words,

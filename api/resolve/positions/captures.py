@@ -86,8 +86,8 @@ def positions_of_each(spec: Spec | SteeringTemplate, bounds: Bounds) -> list[Pos
     resolved = []
     for index, prompt in enumerate(bounds.prompts):
         try:
-            found = resolve_positions(spec.positions, prompt.tokens, prompt.find, prompt.images)
-            resolved.append(_reachable(found, prompt.tokens + bounds.max_tokens))
+            positions = resolve_positions(spec.positions, prompt.tokens, prompt.find, prompt.images)
+            resolved.append(_reachable(positions, prompt.tokens + bounds.max_tokens))
         except SelectorError as error:
             which = f"prompt {index}: " if len(bounds.prompts) > 1 else ""
             raise SelectorError(f"{which}{error}", error.at) from error
@@ -154,11 +154,11 @@ def _all_layers(spec: SitesSpec, bounds: Bounds) -> None:
 
 
 def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
-    there = bounds.model.consumers or list(DEFAULT_CONSUMERS)
+    present = bounds.model.consumers or list(DEFAULT_CONSUMERS)
     for index, name in enumerate(spec.consumers):
-        if name not in there:
+        if name not in present:
             raise SelectorError(
-                f"unknown consumer {name!r}: the worker has {', '.join(there)}", f"[{index}]"
+                f"unknown consumer {name!r}: the worker has {', '.join(present)}", f"[{index}]"
             )
         if name in spec.consumers[:index]:
             raise SelectorError(f"{name!r} is listed twice", f"[{index}]")
@@ -216,15 +216,15 @@ def resolve_captures(
             "capture.tag",
             f"{spec.tag!r} is the tag of the operator's global capture: choose another",
         )
-    asked = [("capture", _captures(spec, bounds, "capture"))] if spec is not None else []
-    for field, captures in [*asked, *readings]:
-        for index, mine in enumerate(captures):
-            per_prompt[index].append(mine)
+    request = [("capture", _captures(spec, bounds, "capture"))] if spec is not None else []
+    for field, captures in [*request, *readings]:
+        for index, capture in enumerate(captures):
+            per_prompt[index].append(capture)
             _check_step(field, per_prompt[index], index, bounds)
     _check_memory(
         [
             ("capture.consumers" if field == "capture" else field, captures)
-            for field, captures in [*asked, *readings]
+            for field, captures in [*request, *readings]
         ],
         bounds,
     )
@@ -265,8 +265,8 @@ def _add(spec: CaptureSpec, per_prompt: Sequence[list[StoredCapture]], bounds: B
     No request is rejected because of it.
     """
     crowded = 0
-    found = captures_of(spec, bounds.model, [prompt.tokens for prompt in bounds.prompts])
-    for index, (captures, more) in enumerate(zip(per_prompt, found, strict=True)):
+    result = captures_of(spec, bounds.model, [prompt.tokens for prompt in bounds.prompts])
+    for index, (captures, more) in enumerate(zip(per_prompt, result, strict=True)):
         if more is None:
             continue
         if _fits_step([*captures, more], index, bounds):
@@ -312,15 +312,17 @@ def _drafts(model: ModelInfo) -> str:
     return f" and {model.speculative_tokens} drafts" if model.speculative_tokens else ""
 
 
-def _check_memory(asked: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds) -> None:
+def _check_memory(
+    stored_captures: Sequence[tuple[str, Sequence[StoredCapture]]], bounds: Bounds
+) -> None:
     """Raise 400 if the readings of one prompt, or of all, could exceed their memory limit.
 
-    `asked`: field → one capture per prompt.
+    `stored_captures`: field → one capture per prompt.
     """
     limit, total = bounds.model.memory_limit_kib << 10, 0
     of_prompt = [0] * len(bounds.prompts)
     most = f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting memory_limit_kib)"
-    for field, captures in asked:
+    for field, captures in stored_captures:
         way = "use 'filesystem' alone" if field == "capture.consumers" else "fewer tokens of each"
         for index, capture in enumerate(captures):
             size = _returned_bytes(capture, index, bounds)

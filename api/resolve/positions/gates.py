@@ -26,14 +26,14 @@ class Gated(NamedTuple):
     probe: str = ""  # digest; empty: not known yet
 
 
-def gated_by(asked: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = ()) -> list[Gated]:
+def gated_by(request: Sequence[str | ProbeUse], probes: Sequence[StoredProbe] = ()) -> list[Gated]:
     """`probes`: the stored ones, of which the first are those that the request names, in its
     order.
     """
-    digests = [probe.digest for probe in probes] or [""] * len(asked)
+    digests = [probe.digest for probe in probes] or [""] * len(request)
     return [
         Gated(f"probes[{index}]", SteeringSpec(module=use.module, scale=use.scale), digest)
-        for index, (use, digest) in enumerate(zip(asked, digests, strict=False))
+        for index, (use, digest) in enumerate(zip(request, digests, strict=False))
         if isinstance(use, ProbeUse) and use.action == "steer" and use.module is not None
     ]
 
@@ -51,19 +51,19 @@ def check_use(use: ProbeUse, at: str, model: ModelInfo) -> None:
                     allowed="null, or the action steer",
                 )
         return
-    others = "none, flag" if model.pp > 1 else "none, flag, stop"
+    rest = "none, flag" if model.pp > 1 else "none, flag, stop"
     if model.pp > 1:
         detail = (
             "'steer' is not served with pipeline parallelism: a stage does not have the "
             "scores of another"
         )
-        raise invalid(f"{at}.action", detail, allowed=others)
+        raise invalid(f"{at}.action", detail, allowed=rest)
     if model.speculative_tokens:
         detail = (
             "'steer' is not served with speculative decoding: a step computes tokens "
             "before the scores of those before them are known"
         )
-        raise invalid(f"{at}.action", detail, allowed=others)
+        raise invalid(f"{at}.action", detail, allowed=rest)
     if use.module is None:
         raise invalid(
             f"{at}.module",
@@ -84,8 +84,8 @@ def gated_entries(
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts]
     for number, (entry, positions) in enumerate(entries):
         for index, (prompt, own) in enumerate(zip(bounds.prompts, positions, strict=True)):
-            found = generated(own, prompt.tokens)
-            if found is None:
+            result = generated(own, prompt.tokens)
+            if result is None:
                 raise invalid(
                     f"{gated.at}.module",
                     (
@@ -100,7 +100,7 @@ def gated_entries(
                     ),
                 )
             per_prompt[index].append(
-                msgspec.structs.replace(entry, positions=found, gate=gated.probe)
+                msgspec.structs.replace(entry, positions=result, gate=gated.probe)
             )
     return per_prompt
 

@@ -121,8 +121,8 @@ def _whole(tensor: Tensor, heads: Sequence[int], shape: RowShape) -> Tensor:
         return tensor  # refused for its shape
     values: Any = to_numpy(tensor)
     columns = dimensions(heads, shape)
-    found = np.zeros((*values.shape[:-1], shape.size), np.float32)
-    found[..., columns] = (
+    result = np.zeros((*values.shape[:-1], shape.size), np.float32)
+    result[..., columns] = (
         values[..., columns] if values.shape[-1] == shape.size else np.tile(values, len(heads))
     )
-    return from_numpy(found)
+    return from_numpy(result)

@@ -71,27 +71,33 @@ def _schema(raw: msgspec.Raw | bytes, at: str) -> str:
     return to_json(schema).decode()
 
 
-def structured(asked: StructuredRequest | None, at: str) -> Structured | None:
+def structured(structured_request: StructuredRequest | None, at: str) -> Structured | None:
     """The constraint at `at`. Raises a 400 unless there is exactly one."""
-    if asked is None:
+    if structured_request is None:
         return None
-    given = [name for name in CONSTRAINTS if getattr(asked, name) is not None]
+    given = [name for name in CONSTRAINTS if getattr(structured_request, name) is not None]
     if len(given) != 1:
-        found = " and ".join(given) if given else "no constraint"
-        raise invalid(at, f"has {found}", allowed=f"exactly one of {', '.join(CONSTRAINTS)}")
-    if asked.structural_tag is not None:
-        bounded_json(asked.structural_tag.encode(), f"{at}.structural_tag")
-    if asked.grammar is not None and not asked.grammar.strip():
+        result = " and ".join(given) if given else "no constraint"
+        raise invalid(at, f"has {result}", allowed=f"exactly one of {', '.join(CONSTRAINTS)}")
+    if structured_request.structural_tag is not None:
+        bounded_json(structured_request.structural_tag.encode(), f"{at}.structural_tag")
+    if structured_request.grammar is not None and not structured_request.grammar.strip():
         raise invalid(f"{at}.grammar", "is empty")
-    if asked.regex is not None and "\0" in asked.regex:
+    if structured_request.regex is not None and "\0" in structured_request.regex:
         raise invalid(f"{at}.regex", "contains a NUL character")
-    same = {name: getattr(asked, name) for name in Structured.__struct_fields__ if name != "json"}
-    if asked.json is None:
+    same = {
+        name: getattr(structured_request, name)
+        for name in Structured.__struct_fields__
+        if name != "json"
+    }
+    if structured_request.json is None:
         return Structured(**same)
     return Structured(
         **same,
         json=_schema(
-            asked.json.encode() if isinstance(asked.json, str) else to_json(asked.json),
+            structured_request.json.encode()
+            if isinstance(structured_request.json, str)
+            else to_json(structured_request.json),
             f"{at}.json",
         ),
     )
@@ -102,15 +108,17 @@ def format_of(body: OpenAIRequest) -> Structured | None:
 
     Raises a 400 when both ask for one.
     """
-    asked = body.response_format
-    if asked is None or isinstance(asked, TextFormat):
+    response_format = body.response_format
+    if response_format is None or isinstance(response_format, TextFormat):
         return structured(body.structured_outputs, "structured_outputs")
     if body.structured_outputs is not None:
         raise invalid("structured_outputs", "is given with response_format", allowed="one of them")
-    if isinstance(asked, JsonObjectFormat):
+    if isinstance(response_format, JsonObjectFormat):
         return Structured(json_object=True)
-    assert isinstance(asked, JsonSchemaFormat)
-    return Structured(json=_schema(asked.json_schema.schema, "response_format.json_schema.schema"))
+    assert isinstance(response_format, JsonSchemaFormat)
+    return Structured(
+        json=_schema(response_format.json_schema.schema, "response_format.json_schema.schema")
+    )
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:

@@ -65,12 +65,12 @@ def placed(
     """
     if not images:
         return []
-    wanted = model.image_placeholder
+    image_placeholder = model.image_placeholder
     starts, place = [], 0
-    while place + len(wanted) <= len(ids):
-        if list(ids[place : place + len(wanted)]) == wanted:
+    while place + len(image_placeholder) <= len(ids):
+        if list(ids[place : place + len(image_placeholder)]) == image_placeholder:
             starts.append(place)
-            place += len(wanted)
+            place += len(image_placeholder)
         else:
             place += 1
     if len(starts) != len(images):
@@ -82,6 +82,6 @@ def placed(
             ),
         )
     return [
-        ImageRef(digest=digest_of(data), start=start, stop=start + len(wanted))
+        ImageRef(digest=digest_of(data), start=start, stop=start + len(image_placeholder))
         for data, start in zip(images, starts, strict=True)
     ]

@@ -127,8 +127,8 @@ class TextMap:
         count = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
         piece = np.repeat(np.arange(len(starts)), count)
         token = np.arange(len(piece)) + (first - (np.cumsum(count) - count))[piece]
-        found: list[int] = np.unique(positions[token[ends[token] > starts[piece]]]).tolist()
-        return found
+        result: list[int] = np.unique(positions[token[ends[token] > starts[piece]]]).tolist()
+        return result
 
     @cached_property
     def _tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -198,9 +198,9 @@ class Codec:
         compact: dict[str, Sequence[int]] = {}
         made = (await self.encodings(texts, special_tokens=special_tokens))[::-1]
         for text in texts:
-            found = made.pop()  # none stays next to what is made of it
+            result = made.pop()  # none stays next to what is made of it
             if text not in compact:
-                compact[text] = _compact(found.ids)
+                compact[text] = _compact(result.ids)
                 await asyncio.sleep(0)
         return [compact[text] for text in texts]
 
@@ -218,8 +218,8 @@ class Codec:
             made = await self._encodings(distinct, special_tokens, offsets)
         except TooLong as error:
             raise TooLong(texts.index(distinct[error.index]), error.tokens, error.detail) from None
-        found = dict(zip(distinct, made, strict=True))
-        return [found[text] for text in texts]
+        result = dict(zip(distinct, made, strict=True))
+        return [result[text] for text in texts]
 
     async def _encodings(
         self, texts: list[str], special_tokens: bool, offsets: bool
@@ -304,8 +304,8 @@ class Codec:
 
         where = None
         if text is not None:
-            (found,) = await self.encodings([text], special_tokens=special_tokens, offsets=True)
-            where = found_map(text, found, ids)
+            (result,) = await self.encodings([text], special_tokens=special_tokens, offsets=True)
+            where = found_map(text, result, ids)
         return await anyio.to_thread.run_sync(self.words, ids, where)
 
     async def decode(self, ids: Sequence[int]) -> tuple[str, list[str]]:
@@ -330,8 +330,8 @@ class Codec:
         if helpers is not None and (
             characters > INLINE_CHARACTERS or len(messages) > INLINE_MESSAGES
         ):
-            found, text = await helpers.encode_chat(messages, rendering, self._limit)
-            return _compact(found), text
+            result, text = await helpers.encode_chat(messages, rendering, self._limit)
+            return _compact(result), text
         text = self.render(messages, rendering)
         (ids,) = await self.encode([text], special_tokens=False)  # the template writes them itself
         return ids, text
@@ -407,11 +407,11 @@ def _compact(ids: np.ndarray) -> Sequence[int]:
     return array("i", ids.astype(np.int32, copy=False).tobytes())
 
 
-def found_map(text: str, found: Encoded, ids: Sequence[int]) -> TextMap | None:
-    """Range of each of `ids` in `text`, whose tokens were `found`; None if `ids` differ."""
-    if found.offsets is None or not np.array_equal(found.ids, np.asarray(ids)):
+def found_map(text: str, encoded: Encoded, ids: Sequence[int]) -> TextMap | None:
+    """Range of each of `ids` in `text`, whose tokens were `encoded`; None if `ids` differ."""
+    if encoded.offsets is None or not np.array_equal(encoded.ids, np.asarray(ids)):
         return None
-    return TextMap(text, found.offsets)
+    return TextMap(text, encoded.offsets)
 
 
 def _offsets(encoding: Encoding) -> np.ndarray:

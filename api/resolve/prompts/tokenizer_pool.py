@@ -92,22 +92,22 @@ class Helpers:
         Raises TooLong for a text of more than `limit` tokens; `invalid_request` when it takes too
         much processor time, `overloaded` when too many wait, `unavailable` when helpers die.
         """
-        found: list[Encoded] = []
+        result: list[Encoded] = []
         for batch in _batches(texts):
             try:
                 answer = await self._ask(
                     Ask(tokenizer, b"", batch, [], special_tokens, limit, offsets), fetch
                 )
             except TooLong as error:
-                raise TooLong(len(found) + error.index, error.tokens) from None
-            found += [
+                raise TooLong(len(result) + error.index, error.tokens) from None
+            result += [
                 Encoded(
                     np.frombuffer(ids, np.int32),
                     np.frombuffer(places, np.int32).reshape(-1, 2) if offsets else None,
                 )
                 for ids, places in zip_longest(answer.ids, answer.offsets, fillvalue=b"")
             ]
-        return found
+        return result
 
     async def encode_chat(
         self,
@@ -277,12 +277,12 @@ def answer(ask: Ask, codecs: "OrderedDict[str, Codec]") -> Answer:
         except MidstreamError as error:
             return Answer(False, [], problem=error.problem())
     ids, offsets = [], []
-    for index, found in enumerate(codec.encode_here(texts, ask.special_tokens, ask.offsets)):
-        if len(found.ids) > ask.limit:
-            return Answer(False, [], too_long=(index, len(found.ids)))
-        ids.append(found.ids.tobytes())
-        if found.offsets is not None:
-            offsets.append(found.offsets.tobytes())
+    for index, result in enumerate(codec.encode_here(texts, ask.special_tokens, ask.offsets)):
+        if len(result.ids) > ask.limit:
+            return Answer(False, [], too_long=(index, len(result.ids)))
+        ids.append(result.ids.tobytes())
+        if result.offsets is not None:
+            offsets.append(result.offsets.tobytes())
     return Answer(False, ids, texts[0] if ask.messages else "", offsets=offsets)
 
 

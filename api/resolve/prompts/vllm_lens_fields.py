@@ -191,14 +191,14 @@ def as_written(parsed: ParsedRequest) -> Iterator[None]:
     try:
         yield
     except MidstreamError as error:
-        for ours, theirs in parsed.written.items():
+        for key, value in parsed.written.items():
             if error.field is not None and (
-                error.field == ours or error.field.startswith((f"{ours}.", f"{ours}["))
+                error.field == key or error.field.startswith((f"{key}.", f"{key}["))
             ):
                 raise MidstreamError(
                     error.kind,
                     error.detail,
-                    field=theirs,
+                    field=value,
                     allowed=error.allowed,
                     retry_after=error.retry_after,
                 ) from error

@@ -18,24 +18,26 @@ from ..positions.gates import check_use
 
 
 def resolve_probe(
-    asked: ProbeRequest, name: str, model: ModelInfo
+    probe_request: ProbeRequest, name: str, model: ModelInfo
 ) -> tuple[Probe, dict[str, bytes]]:
     """Return what should be registered, and its packed tensors by content hash.
 
     Raises a 400 naming the field and what is valid.
     """
-    weight = _numbers("weight", asked.weight)
+    weight = _numbers("weight", probe_request.weight)
     weight = weight[None] if weight.ndim == 1 else weight
     width = model.hidden_size
     if weight.ndim != 2 or weight.shape[1] != width or not 1 <= len(weight) <= MAX_PROBE_LABELS:
         raise invalid(
             "weight",
-            f"has shape {asked.weight.shape}",
+            f"has shape {probe_request.weight.shape}",
             allowed=f"[k, {width}] with k from 1 to {MAX_PROBE_LABELS}, or [{width}]",
         )
     number = len(weight)
     bias = (
-        np.zeros(number, dtype=np.float32) if asked.bias is None else _numbers("bias", asked.bias)
+        np.zeros(number, dtype=np.float32)
+        if probe_request.bias is None
+        else _numbers("bias", probe_request.bias)
     )
     if bias.shape != (number,):
         raise invalid(
@@ -44,7 +46,7 @@ def resolve_probe(
             allowed=f"[{number}], a number for each label, or null",
         )
     try:
-        hook = one_hook(asked.hook, Bounds(model, []))
+        hook = one_hook(probe_request.hook, Bounds(model, []))
     except SelectorError as error:
         raise invalid("hook", str(error)) from error
     if hook not in HOOKS:
@@ -55,7 +57,7 @@ def resolve_probe(
             allowed=served,
         )
     try:
-        (layer,) = resolve_layers(asked.layer, model.num_layers)
+        (layer,) = resolve_layers(probe_request.layer, model.num_layers)
     except SelectorError as error:
         raise invalid("layer", str(error)) from error
     tensors = [from_numpy(weight), from_numpy(bias)]
@@ -63,11 +65,11 @@ def resolve_probe(
         hook=hook,
         layer=layer,
         tensors=[content_hash(tensor) for tensor in tensors],
-        labels=_labels(asked.labels, number),
-        thresholds=_thresholds(asked.thresholds, number),
-        at=asked.at,
-        aggregation=asked.aggregation,
-        decay=_decay(asked),
+        labels=_labels(probe_request.labels, number),
+        thresholds=_thresholds(probe_request.thresholds, number),
+        at=probe_request.at,
+        aggregation=probe_request.aggregation,
+        decay=_decay(probe_request),
     )
     probe = Probe(
         name=name,
@@ -77,7 +79,7 @@ def resolve_probe(
         hidden_size=width,
         bytes=sum(len(tensor.data) for tensor in tensors),
         created=now(),
-        description=asked.description,
+        description=probe_request.description,
     )
     return probe, {content_hash(tensor): to_msgpack(tensor) for tensor in tensors}
 
@@ -125,20 +127,22 @@ def _thresholds(given: float | Sequence[float | None] | None, number: int) -> li
     return thresholds
 
 
-def _decay(asked: ProbeRequest) -> float:
-    if asked.aggregation != "exponential":
-        if asked.decay is not None:
+def _decay(probe_request: ProbeRequest) -> float:
+    if probe_request.aggregation != "exponential":
+        if probe_request.decay is not None:
             raise invalid(
-                "decay", f"is not valid for aggregation {asked.aggregation!r}", allowed="null"
+                "decay",
+                f"is not valid for aggregation {probe_request.aggregation!r}",
+                allowed="null",
             )
         return 0.0
-    if asked.decay is None:
+    if probe_request.decay is None:
         raise invalid(
             "decay",
             "is required for aggregation 'exponential'",
             allowed="a number between 0 and 1, both excluded",
         )
-    return asked.decay
+    return probe_request.decay
 
 
 # --- Of a request
@@ -146,16 +150,16 @@ def _decay(asked: ProbeRequest) -> float:
 
 
 async def probes_of(
-    asked: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes, watching: Sequence[bytes]
+    request: Sequence[str | ProbeUse], model: ModelInfo, probes: Probes, watching: Sequence[bytes]
 ) -> list[StoredProbe]:
     """Return those that a request names, then those named `watching`, which score all traffic.
 
     Raises a 400 naming the field.
     """
-    uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in asked]
+    uses = [ProbeUse(probe=use) if isinstance(use, str) else use for use in request]
     if len(uses) > MAX_REQUEST_PROBES:
         raise invalid("probes", f"has {len(uses)} entries", allowed=f"up to {MAX_REQUEST_PROBES}")
-    found: list[StoredProbe] = []
+    stored_probes: list[StoredProbe] = []
     for index, use in enumerate(uses):
         at = f"probes[{index}]"
         if use.probe in (earlier.probe for earlier in uses[:index]):
@@ -174,8 +178,8 @@ async def probes_of(
             raise invalid(at, f"{use.probe!r} {why}", allowed="register it again")
         check_action(probe, use.action, f"{at}.action", model)
         check_use(use, at, model)
-        found.append(probe.stored(use.action, tokens=use.tokens))
-    return found + await probes.watching(model, watching)
+        stored_probes.append(probe.stored(use.action, tokens=use.tokens))
+    return stored_probes + await probes.watching(model, watching)
 
 
 def check_action(probe: Probe, action: str, at: str, model: ModelInfo) -> None:
@@ -204,11 +208,11 @@ def check_tokens(probes: Sequence[StoredProbe], lengths: Sequence[int]) -> None:
 
     `lengths`: tokens of each prompt at most.
     """
-    wanted = sum(len(probe.content.labels) for probe in probes if probe.tokens) * sum(lengths)
-    if wanted > MAX_PROBE_TOKENS:
+    needed = sum(len(probe.content.labels) for probe in probes if probe.tokens) * sum(lengths)
+    if needed > MAX_PROBE_TOKENS:
         raise invalid(
             "probes",
-            f"with `tokens` the job may return {wanted} scores",
+            f"with `tokens` the job may return {needed} scores",
             allowed=(
                 f"up to {MAX_PROBE_TOKENS}: fewer prompts, tokens, probes or labels, or "
                 "`tokens: false`"
@@ -224,7 +228,7 @@ def check_step(
     """
     scored = probe_captures(probes)
     tokens = 1 + model.speculative_tokens
-    most = max((sum(capture.num_sites for capture in each) for each in captures), default=0)
+    most = max((sum(capture.num_sites for capture in item) for item in captures), default=0)
     rows = tokens * (most + sum(capture.num_sites for capture in scored))
     if scored and not model.step_holds(rows):
         raise invalid(

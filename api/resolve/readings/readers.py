@@ -15,22 +15,22 @@ from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_e
 
 def _installed(bounds: Bounds) -> dict[str, tuple[Extension, ReaderTerms]]:
     return {
-        each.name: (each, each.reader)
-        for each in bounds.model.extensions
-        if each.kind == "reader" and each.reader is not None
+        extension.name: (extension, extension.reader)
+        for extension in bounds.model.extensions
+        if extension.kind == "reader" and extension.reader is not None
     }
 
 
 def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
-    there = _installed(bounds)
-    if spec.name not in there:
+    installed = _installed(bounds)
+    if spec.name not in installed:
         valid = (
-            f"valid: {', '.join(sorted(there))}"
-            if there
+            f"valid: {', '.join(sorted(installed))}"
+            if installed
             else f"no readers are installed for {bounds.model.name} (setting extensions)"
         )
         raise SelectorError(f"unknown reader {spec.name!r}; {valid}")
-    return there[spec.name]
+    return installed[spec.name]
 
 
 def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
@@ -59,9 +59,11 @@ def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
     )
     banks = banks_of(sites)
     if len(banks) > 1:
-        apart = " | ".join(", ".join(sites) for sites in banks.values())
+        listing = " | ".join(", ".join(sites) for sites in banks.values())
         raise ValueError(
-            f"rows of these hooks have different sizes: name them in readers of their own ({apart})"
+            "rows of these hooks have different sizes: name them in "
+            "readers of their own "
+            f"({listing})"
         )
     if RESIDUAL not in banks and bounds.model.tp > 1:
         raise ValueError(

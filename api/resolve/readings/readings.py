@@ -176,15 +176,15 @@ def asked(parsed: "ParsedRequest") -> dict[str, Any]:
 
 def _each(parsed: "ParsedRequest") -> list[tuple[str, str, Any]]:
     """(Field, where in the body, spec) of each reading."""
-    found = []
+    result = []
     for field, spec in asked(parsed).items():
         many = spec if isinstance(spec, list) else None
-        found += (
+        result += (
             [(field, field, spec)]
             if many is None
             else [(field, f"{field}[{index}]", one) for index, one in enumerate(many)]
         )
-    return found
+    return result
 
 
 def resolve_readings(
@@ -194,15 +194,15 @@ def resolve_readings(
 
     Raises a 400 naming the field.
     """
-    found: list[tuple[str, list[StoredCapture]]] = []
+    stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
         kind, resolve = READINGS[field]
         _check_served(kind, at, bounds.model)
         captures = resolve(spec, bounds, at)
-        if twin := next((other for other, before in found if before == captures), ""):
+        if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", allowed="omit one of them")
-        found.append((at, captures))
-    return found
+        stored_captures.append((at, captures))
+    return stored_captures
 
 
 def _check_served(kind: str, field: str, model: ModelInfo) -> None:

@@ -11,32 +11,32 @@ from ....schemas.prompts.selectors import resolve_hook
 from ....storage.formats.sae_files import check_on, folder_of, size_of
 
 
-def resolve_sae(asked: SaeRequest, model: ModelInfo, root: str) -> Sae:
+def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
     """Return what should be registered.
 
     Raises a 400 naming the field. Reads files: not for the event loop.
     """
-    hook = None if asked.hook is None else resolve_hook(asked.hook)
+    hook = None if sae_request.hook is None else resolve_hook(sae_request.hook)
     content, hook, layer = check_on(
-        folder_of(root, asked.path),
+        folder_of(root, sae_request.path),
         hook,
-        asked.layer,
+        sae_request.layer,
         model.hooks,
         model.num_layers,
         model.hidden_size,
     )
     return Sae(
-        name=asked.name,
+        name=sae_request.name,
         model=model.name,
         digest=content.digest,
-        path=asked.path,
+        path=sae_request.path,
         hook=hook,
         layer=layer,
         form=content.form,
         bytes=size_of(content.form),
         created=now(),
         trained_on=content.trained_on,
-        description=asked.description,
+        description=sae_request.description,
     )
 
 

@@ -13,34 +13,34 @@ from ....schemas.requests.lens import LENS_HOOKS, FittedLens, LensSpec, TunedLen
 from ....storage.formats.tuned_files import check_on, folder_of
 
 
-def resolve_tuned(asked: TunedLensRequest, model: ModelInfo, root: str) -> TunedLens:
+def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: str) -> TunedLens:
     """Return what should be registered.
 
     Raises a 400 naming the field. Reads the file: not for the event loop.
     """
-    hook = resolve_hook(asked.hook)
-    there = [each for each in LENS_HOOKS if each in model.hooks]
-    if hook not in there:
+    hook = resolve_hook(tuned_lens_request.hook)
+    present = [item for item in LENS_HOOKS if item in model.hooks]
+    if hook not in present:
         raise invalid(
             "hook",
-            f"{asked.hook!r} is not a hook point that a lens of this model reads",
-            allowed=", ".join(there),
+            f"{tuned_lens_request.hook!r} is not a hook point that a lens of this model reads",
+            allowed=", ".join(present),
         )
     digest, layers, size = check_on(
-        folder_of(root, asked.path), model.num_layers, model.hidden_size
+        folder_of(root, tuned_lens_request.path), model.num_layers, model.hidden_size
     )
     return TunedLens(
-        name=asked.name,
+        name=tuned_lens_request.name,
         model=model.name,
         digest=digest,
-        path=asked.path,
+        path=tuned_lens_request.path,
         hook=hook,
-        residual=asked.residual,
+        residual=tuned_lens_request.residual,
         layers=layers,
         hidden_size=model.hidden_size,
         bytes=size,
         created=now(),
-        description=asked.description,
+        description=tuned_lens_request.description,
     )
 
 

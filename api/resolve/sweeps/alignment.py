@@ -107,9 +107,9 @@ def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
             if made.clean_alone
             else (CORRUPT, made.corrupt_alone, corrupt)
         )
-        left = tokens.quoted(min(alone), max(alone) + 1)
+        remaining = tokens.quoted(min(alone), max(alone) + 1)
         made.notes.append(
-            f"alignment {how}: {left}, {_at(alone)} of the {longer} prompt, lies beyond the "
+            f"alignment {how}: {remaining}, {_at(alone)} of the {longer} prompt, lies beyond the "
             "other prompt and was left out"
         )
     return made
@@ -176,8 +176,8 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
             f"the prompts differ in too many tokens (from token {head} on) to be aligned: "
             "use `left` or `right`, or give pairs of positions"
         )
-    found = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
-    blocks = [(tag, *(head + place for place in places)) for tag, *places in found]
+    result = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
+    blocks = [(tag, *(head + place for place in places)) for tag, *places in result]
     ends = len(clean) - tail, len(corrupt) - tail
     return [
         ("equal", 0, head, 0, head),
@@ -186,9 +186,9 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
     ]
 
 
-def _matches(some: Sequence[int], others: Sequence[int]) -> int:
+def _matches(some: Sequence[int], rest: Sequence[int]) -> int:
     """Return how many pairs of equal tokens there are: what a diff looks at."""
-    counts = Counter(others)
+    counts = Counter(rest)
     return sum(count * counts[token] for token, count in Counter(some).items())
 
 
@@ -201,18 +201,18 @@ def _differences(clean: Tokens, corrupt: Tokens) -> list[str]:
     ]
     if not differ:
         return []
-    apart = differ[-1] - differ[0] >= len(differ)
+    separate = differ[-1] - differ[0] >= len(differ)
     moved = _moved(clean, corrupt, differ[0], differ[-1] + 1)
-    if not apart and not moved:
+    if not separate and not moved:
         return []
-    seen = (
+    visited = (
         f"and {moved} occurs in both at different positions"
         if moved
         else "which are not contiguous"
     )
     return [
         "the prompts are equally long and differ at positions "
-        f"{as_ranges(differ, SHOWN_RANGES)}, {seen}: they were aligned by "
+        f"{as_ranges(differ, SHOWN_RANGES)}, {visited}: they were aligned by "
         "position, which is wrong if one token was inserted and another removed "
         "elsewhere (then give the alignment as a list)"
     ]
@@ -225,10 +225,10 @@ def _moved(clean: Tokens, corrupt: Tokens, first: int, stop: int) -> str:
     middles = clean.ids[first:stop], corrupt.ids[first:stop]
     if _matches(*middles) > MOST_MATCHES:
         return ""
-    found = SequenceMatcher(None, *middles, autojunk=False).get_matching_blocks()
+    result = SequenceMatcher(None, *middles, autojunk=False).get_matching_blocks()
     return ", ".join(
         clean.quoted(first + one, first + one + size)
-        for one, other, size in found
+        for one, other, size in result
         if size and one != other
     )
 
@@ -257,13 +257,13 @@ def _listed(
                     f"[{index}][{side}]",
                 )
             resolved.append(place % total)
-        mine = resolved[0] if patched == CLEAN else resolved[1]
-        if mine in named:
+        own = resolved[0] if patched == CLEAN else resolved[1]
+        if own in named:
             raise SelectorError(
-                f"position {mine} of the {patched} prompt (the patched one) is listed twice",
+                f"position {own} of the {patched} prompt (the patched one) is listed twice",
                 f"[{index}]",
             )
-        named[mine] = index
+        named[own] = index
         made.pairs.append((resolved[0], resolved[1]))
     if not made.pairs:
         raise SelectorError(
@@ -308,7 +308,7 @@ def match_spans(
     pairs = list(zip(clean[len(clean) - length :], corrupt[len(corrupt) - length :], strict=True))
     if len(clean) == len(corrupt):
         return Matched(pairs)
-    left = (
+    remaining = (
         (CLEAN, texts[0], clean[:-length])
         if len(clean) > length
         else (CORRUPT, texts[1], corrupt[:-length])
@@ -317,17 +317,17 @@ def match_spans(
         pairs,
         note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and "
         f"{len(corrupt)} in the corrupt one: they were "
-        f"aligned from the right, and {_words(left[1], left[2])} of the {left[0]} "
-        f"prompt ({_at(left[2])}) was "
+        f"aligned from the right, and {_words(remaining[1], remaining[2])} of the {remaining[0]} "
+        f"prompt ({_at(remaining[2])}) was "
         "left out",
     )
 
 
 def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: Tokens) -> Matched:
     """A span of the clean prompt and its counterparts in the corrupt one."""
-    wanted = set(clean)
-    pairs = [(place, other) for place, other in aligned.pairs if place in wanted]
-    alone = sorted(wanted.difference(place for place, _ in pairs))
+    needed = set(clean)
+    pairs = [(place, other) for place, other in aligned.pairs if place in needed]
+    alone = sorted(needed.difference(place for place, _ in pairs))
     if not alone:
         return Matched(pairs)
     why = "; ".join(dict.fromkeys(aligned.clean_alone[place] for place in alone))
@@ -356,9 +356,9 @@ def _tokens(count: int) -> str:
 
 
 def _places(clean: range, corrupt: range) -> str:
-    told = [
+    report = [
         f"{whose} {as_ranges(places)}"
         for whose, places in ((CLEAN, clean), (CORRUPT, corrupt))
         if places
     ]
-    return ", ".join(told)
+    return ", ".join(report)

@@ -144,11 +144,11 @@ def _dims(head: int, width: int) -> str:
     return f"{head * width}-{(head + 1) * width - 1}"
 
 
-def dims_of_head(field: str, hook: Hook, asked: int, model: ModelInfo) -> tuple[int, str]:
+def dims_of_head(field: str, hook: Hook, request: int, model: ModelInfo) -> tuple[int, str]:
     """A head's number, from 0, and its dimensions of a row. Raises a 400 naming the field."""
     count, width = _heads_at(field, hook, model)
     try:
-        (head,) = resolve_layers(asked, count, "head")
+        (head,) = resolve_layers(request, count, "head")
     except SelectorError as error:
         raise invalid(field, str(error)) from error
     return head, _dims(head, width)
@@ -157,7 +157,7 @@ def dims_of_head(field: str, hook: Hook, asked: int, model: ModelInfo) -> tuple[
 def _heads_at(field: str, hook: Hook, model: ModelInfo) -> tuple[int, int]:
     """Number and size of the heads at a hook."""
     if hook not in model.inside or hook not in OF_HEADS:
-        served = [each for each in model.hooks if each in model.inside and each in OF_HEADS]
+        served = [item for item in model.hooks if item in model.inside and item in OF_HEADS]
         raise invalid(
             field,
             f"{hook} has no heads",

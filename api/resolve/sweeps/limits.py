@@ -50,12 +50,12 @@ def _check_columns(sweep: StoredSweep) -> None:
 
 
 def _check_window(sweep: StoredSweep) -> None:
-    for name, there in (("layers", len(sweep.layers)), ("positions", sweep.num_columns)):
-        if (wanted := getattr(sweep.window, name)) > there:
+    for name, present in (("layers", len(sweep.layers)), ("positions", sweep.num_columns)):
+        if (needed := getattr(sweep.window, name)) > present:
             raise invalid(
                 f"window.{name}",
-                f"{wanted} exceeds the number of {name} in the sweep",
-                allowed=f"1 to {there}",
+                f"{needed} exceeds the number of {name} in the sweep",
+                allowed=f"1 to {present}",
             )
 
 
@@ -71,10 +71,10 @@ def _check_cells(sweep: StoredSweep, settings: Settings) -> None:
         raise too_many_cells(f"{sweep.num_cells} cells ({shown})", settings.sweep_cells)
 
 
-def too_many_cells(found: str, limit: int) -> MidstreamError:
+def too_many_cells(result: str, limit: int) -> MidstreamError:
     return invalid(
         "pairs",
-        f"the sweep has {found}",
+        f"the sweep has {result}",
         allowed=f"at most {limit} (setting sweep_cells): fewer layers, hooks or positions, "
         "spans instead of single positions, "
         "or fewer pairs in one sweep",
@@ -103,7 +103,7 @@ def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
     (Cells of an ablation take less. The patches that change nothing, to see how far values scatter,
     do not.)
     """
-    each = sweep.window.layers * (
+    item = sweep.window.layers * (
         2 if sweep.mask or any(column.masked for column in sweep.pairs[0].columns) else 1
     )
     widest, window = 0, sweep.window.positions
@@ -113,13 +113,13 @@ def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
         widest = max(
             widest,
             *(
-                before[min(first + window, len(before) - 1)] - there
-                for first, there in enumerate(before)
+                before[min(first + window, len(before) - 1)] - present
+                for first, present in enumerate(before)
             ),
         )
     if sweep.path is not None:
         return _room_of_pass(sweep, num_layers)
-    return Room(widest, widest * each)
+    return Room(widest, widest * item)
 
 
 def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
@@ -142,13 +142,13 @@ def _check_room(sweep: StoredSweep, model: ModelInfo, global_steering: GlobalSte
     needed = room_of_cell(sweep, model.num_layers)
     rows = steering_rows(global_steering.at(max(len(pair.base) for pair in sweep.pairs)))
     taken = Room(len(rows), sum(row.num_vectors for row in rows))
-    for name, wanted, held, there in zip(
+    for name, requested, held, present in zip(
         Room._fields, needed, taken, (model.steering_rows, model.steering_entries), strict=True
     ):
-        if there and wanted + held > there:
+        if present and requested + held > present:
             words = (
-                f"the largest cell needs {wanted} {name} of the steering table, but the worker "
-                f"has {there} (setting steering_{name})"
+                f"the largest cell needs {requested} {name} of the steering table, but the worker "
+                f"has {present} (setting steering_{name})"
             )
             words += f", of which global steering takes {held}" if held else ""
             raise invalid(

@@ -20,51 +20,51 @@ def resolve_path(
 
     Raises a 400 naming the field.
     """
-    asked = request.path
-    if asked is None:
+    path = request.path
+    if path is None:
         return None, layers
     _check_fields(request)
-    for branch in asked.frozen:
+    for branch in path.frozen:
         if (hook := BRANCH_HOOK[branch]) not in model.hooks:
             raise invalid(
                 "path.frozen",
                 f"the model does not serve {hook}, where {branch} is held",
                 allowed=_served(model),
             )
-    if asked.sender is not None:
-        sender = _end("path.sender", asked.sender, model)
-        stored = StoredPath(frozen=asked.frozen, sender=sender)
-        found = [
+    if path.sender is not None:
+        sender = _end("path.sender", path.sender, model)
+        stored = StoredPath(frozen=path.frozen, sender=sender)
+        result = [
             layer
             for layer in layers
             if all(reaches((sender.layer, sender.hook), (layer, hook)) for hook in hooks)
         ]
         words = "a receiver is computed before the sender, or with it"
     else:
-        ends = asked.receivers if isinstance(asked.receivers, list) else []
+        ends = path.receivers if isinstance(path.receivers, list) else []
         stored = StoredPath(
-            frozen=asked.frozen,
+            frozen=path.frozen,
             receivers=[
                 _end(f"path.receivers[{index}]", end, model) for index, end in enumerate(ends)
             ],
         )
-        found = [
+        result = [
             layer for layer in layers if all(_reaches_one(layer, hook, stored) for hook in hooks)
         ]
         words = "no receiver is computed after the sender"
-    if not found:
+    if not result:
         raise invalid(
             "path",
             (f"there is no path from or to the sweep's layers ({as_ranges(layers, 8)}): {words}"),
         )
-    if request.layers != "all" and len(found) < len(layers):
-        lost = as_ranges(set(layers) - set(found), 8)
+    if request.layers != "all" and len(result) < len(layers):
+        lost = as_ranges(set(layers) - set(result), 8)
         raise invalid(
             "layers",
             f"{lost} are not on the path: {words}",
-            allowed=f"all, or some of {as_ranges(found, 8)}",
+            allowed=f"all, or some of {as_ranges(result, 8)}",
         )
-    return stored, found
+    return stored, result
 
 
 def _reaches_one(layer: int, hook: Hook, path: StoredPath) -> bool:

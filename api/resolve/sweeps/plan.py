@@ -292,15 +292,15 @@ async def _read_pairs(request: SweepRequest, model: ModelInfo, codec: Codec) -> 
     prompts = iter(await read_prompts(request.pairs, model, codec))
     patched = CORRUPT if request.ablation is None and request.direction == "denoise" else CLEAN
     pairs = []
-    for index, asked in enumerate(request.pairs):
+    for index, pair in enumerate(request.pairs):
         clean = next(prompts)
-        corrupt = None if asked.corrupt is None else next(prompts)
+        corrupt = None if pair.corrupt is None else next(prompts)
         if corrupt is not None and corrupt.ids == clean.ids:
             raise invalid(
                 f"pairs[{index}].corrupt",
                 "has the same tokens as clean, so there is nothing to compare",
             )
-        pairs.append(_Pair(f"pairs[{index}]", asked, clean, corrupt, patched))
+        pairs.append(_Pair(f"pairs[{index}]", pair, clean, corrupt, patched))
     return pairs
 
 
@@ -308,7 +308,7 @@ async def _continue_pairs(
     request: SweepRequest, pairs: Sequence[_Pair], model: ModelInfo, codec: Codec
 ) -> dict[str, Continuation]:
     """Field → answer or foil."""
-    wanted = [
+    needed = [
         (
             f"{pair.at}.{name}",
             value,
@@ -318,7 +318,7 @@ async def _continue_pairs(
         for name, value in (("answer", pair.asked.answer), ("foil", pair.asked.foil))
         if value is not None
     ]
-    made = {found.field: found for found in await continue_prompts(wanted, model, codec)}
+    made = {result.field: result for result in await continue_prompts(needed, model, codec)}
     for pair in pairs:
         answer, foil = made.get(f"{pair.at}.answer"), made.get(f"{pair.at}.foil")
         if answer is None or foil is None:
@@ -326,7 +326,7 @@ async def _continue_pairs(
         if answer.ids == foil.ids:
             raise invalid(foil.field, f"has the same tokens as the answer, {foil.text!r}")
         if all(one == other for one, other in zip(answer.ids, foil.ids, strict=False)):
-            shorter, longer = sorted((answer, foil), key=lambda found: len(found.ids))
+            shorter, longer = sorted((answer, foil), key=lambda result: len(result.ids))
             raise invalid(
                 foil.field,
                 (
@@ -381,7 +381,7 @@ def _store_pair(
         notes += _left_out(pair, [column for column in columns if not column.places])
     columns = columns_on(request, columns, parts)
     answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
-    notes += [found.note for found in (answer, foil) if found is not None and found.note]
+    notes += [result.note for result in (answer, foil) if result is not None and result.note]
     if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
         notes.append(
             "kl covers the first token after the prompt; the answer's log-probability "
@@ -429,24 +429,24 @@ def _left_out(pair: _Pair, alone: Sequence[Column]) -> list[str]:
     ]
 
 
-def _check_one_token(*found: Continuation | None) -> None:
-    for each in found:
-        if each is not None and len(each.ids) > 1:
+def _check_one_token(*continuation: Continuation | None) -> None:
+    for item in continuation:
+        if item is not None and len(item.ids) > 1:
             detail = (
-                f"{each.text!r} has {len(each.ids)} tokens, but with path the values are of the "
+                f"{item.text!r} has {len(item.ids)} tokens, but with path the values are of the "
                 "next token alone"
             )
-            raise invalid(each.field, detail, allowed="one token")
+            raise invalid(item.field, detail, allowed="one token")
 
 
 def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
     """None in an ablation, and where spans name their tokens in both prompts."""
-    told = (
+    report = (
         pair.asked.spans is not None
         and all(span.corrupt is not None for span in pair.asked.spans)
         and pair.asked.alignment is None
     )
-    if pair.corrupt is None or told:
+    if pair.corrupt is None or report:
         return None
     how: Alignment | list[tuple[int, int]] = (
         request.alignment if pair.asked.alignment is None else pair.asked.alignment
@@ -468,10 +468,10 @@ def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> I
     """A column for each position of the prompt that is patched."""
     own = pair.asked.positions is not None
     field = f"{pair.at}.positions" if own else "positions"
-    asked = request.positions if pair.asked.positions is None else pair.asked.positions
+    requested = request.positions if pair.asked.positions is None else pair.asked.positions
     whose = "" if own else f"{pair.at}: "
     counterparts = {} if aligned is None else aligned.counterparts(pair.patched)
-    for place in _resolved(asked, pair.base, field, whose):
+    for place in _resolved(requested, pair.base, field, whose):
         label = pair.base.words[place]
         if aligned is None:
             yield Column(label=label, places=[(place, NO_SOURCE)])
@@ -488,15 +488,15 @@ def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[C
         if pair.corrupt is None:
             yield Column(label=span.name, places=[(place, NO_SOURCE) for place in clean])
             continue
-        found = _matched(span, clean, pair, pair.corrupt, aligned, field)
-        if found.note:
-            notes.append(found.note)
+        result = _matched(span, clean, pair, pair.corrupt, aligned, field)
+        if result.note:
+            notes.append(result.note)
         places = (
-            found.pairs
+            result.pairs
             if pair.patched == CLEAN
-            else [(corrupt, clean) for clean, corrupt in found.pairs]
+            else [(corrupt, clean) for clean, corrupt in result.pairs]
         )
-        yield Column(label=span.name, places=sorted(places), reason=found.reason)
+        yield Column(label=span.name, places=sorted(places), reason=result.reason)
 
 
 def _matched(
@@ -510,29 +510,37 @@ def _matched(
     if span.corrupt is None:
         assert aligned is not None
         return match_span(span.name, clean, aligned, _tokens(pair.clean))
-    others = _resolved(span.corrupt, corrupt, f"{field}.corrupt")
-    return match_spans(span.name, clean, others, (_tokens(pair.clean), _tokens(corrupt)))
+    rest = _resolved(span.corrupt, corrupt, f"{field}.corrupt")
+    return match_spans(span.name, clean, rest, (_tokens(pair.clean), _tokens(corrupt)))
 
 
 def _resolved(
-    asked: RequestedPositions, prompt: ReadPrompt, field: str, whose: str = ""
+    requested_positions: RequestedPositions, prompt: ReadPrompt, field: str, whose: str = ""
 ) -> list[int]:
     """Ascending positions of the prompt. Raises a 400 naming the field for what is not in it."""
     tokens = len(prompt.ids)
-    if isinstance(asked, str) and asked not in ("all_prompt", "last_prompt"):
+    if isinstance(requested_positions, str) and requested_positions not in (
+        "all_prompt",
+        "last_prompt",
+    ):
         raise invalid(
             field,
-            f"{asked!r} selects generated tokens, but a sweep generates none",
+            f"{requested_positions!r} selects generated tokens, but a sweep generates none",
             allowed="all_prompt, last_prompt, or a list",
         )
     find: SpanFinder = no_text if prompt.where is None else prompt.where.find
     try:
         return list(
-            select(_inside(resolve_positions(asked, tokens, find), tokens), 0, tokens, tokens)
+            select(
+                _inside(resolve_positions(requested_positions, tokens, find), tokens),
+                0,
+                tokens,
+                tokens,
+            )
         )
     except SelectorError as error:
         raise invalid(
-            f"{field}{error.at}", whose + (NO_POSITION if asked == [] else str(error))
+            f"{field}{error.at}", whose + (NO_POSITION if requested_positions == [] else str(error))
         ) from error
 
 
@@ -567,13 +575,13 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
                     allowed=f"at most {limit} cells in one sweep",
                 )
             every = [
-                ("spans", asked)
+                ("spans", requested)
                 for span in pair.asked.spans
-                for asked in (span.clean, span.corrupt)
-                if asked is not None
+                for requested in (span.clean, span.corrupt)
+                if requested is not None
             ]
-        for field, asked in every:
-            total += max(_cost(asked, prompt) for prompt in (pair.clean, pair.base))
+        for field, requested in every:
+            total += max(_cost(requested, prompt) for prompt in (pair.clean, pair.base))
             if total > RESOLVE_LIMIT:
                 raise invalid(
                     f"{pair.at}.{field}",
@@ -582,10 +590,10 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
                 )
 
 
-def _cost(asked: RequestedPositions, prompt: ReadPrompt) -> int:
+def _cost(requested_positions: RequestedPositions, prompt: ReadPrompt) -> int:
     """Return the cost as `admission.check_cost` counts it."""
     characters = len(prompt.text or "")
-    items = asked if isinstance(asked, list) else [asked]
+    items = requested_positions if isinstance(requested_positions, list) else [requested_positions]
     texts = sum(isinstance(item, Span) and item.text is not None for item in items)
     named = sum(1 if isinstance(item, int) else len(prompt.ids) for item in items)
     return ENTRY_COST + named + texts * (SPAN_COST + characters // SEARCHED_CHARACTERS)

@@ -81,11 +81,11 @@ async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: 
         encoded = await codec.encodings(texts, special_tokens=True, offsets=True)
     except TooLong as error:
         raise too_long(error, prompts[error.index].field, model) from None
-    for prompt, found in zip(prompts, encoded, strict=True):
-        if not len(found.ids):
+    for prompt, result in zip(prompts, encoded, strict=True):
+        if not len(result.ids):
             raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
     return await anyio.to_thread.run_sync(
-        _made, texts, texts, [codec.as_list(found.ids) for found in encoded], encoded, codec
+        _made, texts, texts, [codec.as_list(result.ids) for result in encoded], encoded, codec
     )
 
 
@@ -124,7 +124,7 @@ def _made(
     codec: Codec,
 ) -> Read:
     made = {}
-    for key, text, tokens, found in zip(keys, texts, ids, encoded, strict=True):
-        where = found_map(text, found, tokens)
+    for key, text, tokens, result in zip(keys, texts, ids, encoded, strict=True):
+        where = found_map(text, result, tokens)
         made[key] = ReadPrompt(tokens, codec.words(tokens, where), where)
     return made

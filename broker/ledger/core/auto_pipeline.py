@@ -104,13 +104,13 @@ class PipelinedRedis(redis.asyncio.Redis):
             for _, answer in group:
                 answer.cancel()
             raise
-        for (_, answer), found in zip(group, answers, strict=True):
+        for (_, answer), result in zip(group, answers, strict=True):
             if answer.done():  # its caller was cancelled
                 continue
-            if isinstance(found, Exception):
-                answer.set_exception(found)
+            if isinstance(result, Exception):
+                answer.set_exception(result)
             else:
-                answer.set_result(found)
+                answer.set_result(result)
 
 
 def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[Piece]:

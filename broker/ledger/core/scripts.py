@@ -233,15 +233,15 @@ def _callback(job: Job) -> bytes | None:
 
 def stored_tags(job: Job) -> list[str]:
     """The tags under which the job's captures become files; the user's own first."""
-    found = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
-    found += [
+    result = [] if job.sweep is None else ["base"] if job.sweep.ablation else ["base", "source"]
+    result += [
         capture.tag
         for captures in job.captures
         for capture in captures
         if "filesystem" in capture.consumers
     ]
-    found += [spec.tag for spec in job.global_captures if "filesystem" in spec.consumers]
-    return list(dict.fromkeys(found))
+    result += [spec.tag for spec in job.global_captures if "filesystem" in spec.consumers]
+    return list(dict.fromkeys(result))
 
 
 #: A job with more characters and token ids than this is packed part by part, each part with about
@@ -368,7 +368,7 @@ def claim(
     identity: str,
     global_version: int,
     everyone: bool,
-    away: str = "",
+    unreachable: str = "",
 ) -> list[bytes]:
     """Includes a unique id that identifies the call if redis-py repeats it."""
     return pack(
@@ -381,7 +381,7 @@ def claim(
         global_version=global_version,
         everyone=everyone,
         call=secrets.token_hex(8),
-        away=away,
+        away=unreachable,
         identity=identity,
         on_model_change=settings.on_model_change,
     )
@@ -392,19 +392,19 @@ def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[
     rows = [
         (
             seq,
-            told.job,
-            told.request,
-            told.rank,
-            told.pp,
-            told.attempt,
-            told.verdict,
-            binary(to_msgpack(told)),
-            *_size_of(told.files),
-            f"{told.checksum}:{told.actions}:{told.epoch}:{told.applied}",
-            f"{told.worker}\0{told.boot}\0{told.kind}\0{told.message}",
-            any(score.flagged for score in told.scores),
+            report.job,
+            report.request,
+            report.rank,
+            report.pp,
+            report.attempt,
+            report.verdict,
+            binary(to_msgpack(report)),
+            *_size_of(report.files),
+            f"{report.checksum}:{report.actions}:{report.epoch}:{report.applied}",
+            f"{report.worker}\0{report.boot}\0{report.kind}\0{report.message}",
+            any(score.flagged for score in report.scores),
         )
-        for seq, told in receipts
+        for seq, report in receipts
     ]
     return pack(settings, receipts=rows)
 

@@ -73,7 +73,7 @@ class Captures:
         """
         score, last = views.parse_cursor(cursor)
         listed = views.listing("captures", tenant)
-        found: entries = []
+        result: entries = []
         offset = scanned = 0
         while scanned < PAGE_SCAN:
             rows = await self._redis.zrevrangebyscore(
@@ -99,15 +99,16 @@ class Captures:
                 )
                 if tag is not None and tag not in entry.tags:
                     continue
-                if len(found) == limit:
+                if len(result) == limit:
                     return CapturePage(
-                        captures=found, next=views.format_cursor(found[-1].created, found[-1].job)
+                        captures=result,
+                        next=views.format_cursor(result[-1].created, result[-1].job),
                     )
-                found.append(entry)
+                result.append(entry)
             if len(rows) < PAGE_CHUNK:
-                return CapturePage(captures=found)
+                return CapturePage(captures=result)
         name, created = rows[-1]
-        return CapturePage(captures=found, next=views.format_cursor(created, name.decode()))
+        return CapturePage(captures=result, next=views.format_cursor(created, name.decode()))
 
     @reachable
     async def owner(self, job_id: str) -> str | None:
@@ -192,16 +193,16 @@ class Captures:
     @reachable
     async def _pending(self, at: float) -> dict[str, float]:
         """The jobs whose captures are being deleted, with the time at which that began."""
-        told = {
+        report = {
             name.decode(): since
             for name, since in await self._redis.zrange("ms:deleting", 0, -1, withscores=True)
         }
         # After the ledger's list: the mark is removed first when a deletion ends. A mark without a
         # ledger entry means that Redis lost it.
-        lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in told}
+        lost = {job: at for job in await asyncio.to_thread(self.store.marks) if job not in report}
         if lost:
             await self._redis.zadd("ms:deleting", lost, nx=True)
-        return told | lost
+        return report | lost
 
     async def _forgotten(self, job_id: str, spare_leased: bool = False) -> str:
         arguments = scripts.pack(self._settings, id=job_id, spare=spare_leased)

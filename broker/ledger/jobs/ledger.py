@@ -330,7 +330,7 @@ class Ledger:
         identity: str,
         global_version: int = 0,
         everyone: bool = False,
-        away: str = "",
+        unreachable: str = "",
     ) -> Claim | None:
         """Take a queued job: running, attempt + 1, leased for `lease_s`.
 
@@ -343,13 +343,21 @@ class Ledger:
         of its own.
         `ranks`: number of receipts that each request with an intervention or a capture will get.
         `global_version`: of the global steering that this attempt will run under from start to end;
-        `everyone`: it steers something, so every request gets receipts. `away`: why this worker's
-        artifact store takes nothing: then a job whose captures go there is left to wait for it, at
-        most `artifact_wait_s`. Raises not_found; ClaimRefused while another version is desired, or
+        `everyone`: it steers something, so every request gets receipts. `unreachable`: why the
+        worker's artifact store takes nothing: a job whose captures go there then waits for it, for
+        at most `artifact_wait_s`. Raises not_found; ClaimRefused while another version is desired, or
         while the worker's ranks disagree.
         """
         arguments = scripts.claim(
-            self.settings, job_id, worker, boot, ranks, identity, global_version, everyone, away
+            self.settings,
+            job_id,
+            worker,
+            boot,
+            ranks,
+            identity,
+            global_version,
+            everyone,
+            unreachable,
         )
         outcome, *rest = await self._scripts.claim(args=arguments)
         if outcome == b"unknown":
@@ -385,24 +393,24 @@ class Ledger:
         attempt: int,
         outputs: list[Output],
         last: Event | None = None,
-        said: int = 0,
+        text: int = 0,
     ) -> State | None:
         """Store all outputs of the attempt together, and the event of the last of them.
 
-        `said`: how many events came before it.
+        `text`: how many events came before it.
 
         None: the attempt is stale or was cancelled; nothing is stored. Otherwise the state after
         it: succeeded, or running while receipts are awaited. Raises EventsLost.
         """
-        told = to_json(last) if last else None
+        report = to_json(last) if last else None
         outcome = await self._tell(
             "store",
             job_id,
             attempt,
             capture_timeout=self.settings.capture_timeout_s,
             outputs=to_msgpack(outputs),
-            said=said,
-            last=told,
+            said=text,
+            last=report,
         )
         if outcome == "behind":
             raise EventsLost(job_id)
@@ -420,18 +428,18 @@ class Ledger:
         return await self._tell("cancelled", job_id, attempt) == "cancelled"
 
     async def release(
-        self, job_id: str, attempt: int, away: str = "", later: bool = False
+        self, job_id: str, attempt: int, unreachable: str = "", later: bool = False
     ) -> State | None:
         """Give the job back: queued, failed `worker_lost` after the last attempt, or cancelled.
 
         `later`: it is handed out again after `SHELVED_S`, and the attempt does not count: it was
         not begun.
 
-        `away`: why the artifact store is unavailable; then the job waits for it, for at most
+        `unreachable`: why the artifact store is unavailable; then the job waits for it, for at most
         `artifact_wait_s` without progress, and the attempt does not count. Returns the new state;
         None if the attempt is stale.
         """
-        outcome = await self._tell("release", job_id, attempt, away=away, later=later)
+        outcome = await self._tell("release", job_id, attempt, away=unreachable, later=later)
         return None if outcome == "stale" else State(outcome)
 
     async def desync_release(self, job_id: str, attempt: int, detail: str) -> State | None:
@@ -581,12 +589,12 @@ class Ledger:
         listed = views.jobs_in(state, tenant)
         if state is State.EXPIRED:  # none is younger
             score = min(score, now() - self.settings.result_ttl_s)
-        found: list[JobView] = []
+        job_views: list[JobView] = []
         scanned = 0
-        while len(found) < limit and scanned < PAGE_SCAN:
+        while len(job_views) < limit and scanned < PAGE_SCAN:
             chunk = await self._older(score, last, listed)
             if not chunk:
-                return JobPage(jobs=found)
+                return JobPage(jobs=job_views)
             async with self.redis.pipeline(transaction=False) as pipe:
                 for name, _ in chunk:
                     pipe.hmget(f"ms:job:{name}", views.FIELDS)
@@ -600,11 +608,11 @@ class Ledger:
                     and (state is None or view.state is state)
                     and (model is None or view.model == model)
                 ):
-                    found.append(view)
-                    if len(found) == limit:
+                    job_views.append(view)
+                    if len(job_views) == limit:
                         break
         more = await self._older(score, last, listed, 1)
-        return JobPage(jobs=found, next=views.format_cursor(score, last) if more else None)
+        return JobPage(jobs=job_views, next=views.format_cursor(score, last) if more else None)
 
     async def _older(
         self, score: float, last: str, listed: str, count: int = PAGE_CHUNK
@@ -612,21 +620,21 @@ class Ledger:
         """Up to `count` (job id, creation time) of a listing after the place (score, last), newest
         first.
         """
-        found: list_[tuple[str, float]] = []
+        result: list_[tuple[str, float]] = []
         offset = 0
         while (
-            len(found) < count
+            len(result) < count
         ):  # jobs with the same time are ordered by id: skip those already returned
             rows = await self.redis.zrevrangebyscore(
                 listed, score, "-inf", start=offset, num=count, withscores=True
             )
             offset += count
-            found += [
+            result += [
                 (name.decode(), at) for name, at in rows if at < score or name.decode() < last
             ]
             if len(rows) < count:
                 break
-        return found[:count]
+        return result[:count]
 
     @reachable
     async def events(self, job_id: str, after: str = "", count: int = 1000) -> list_[Event]:

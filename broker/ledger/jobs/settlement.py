@@ -154,23 +154,23 @@ class Settler:
         `succeeded`: id, model, created and generated of each job whose last receipt this was.
         """
         at = now()
-        traced = {told.job: told.trace for _, told in batch if told.trace}
-        for told in (told for _, told in batch if told.trace):
+        traced = {report.job: report.trace for _, report in batch if report.trace}
+        for report in (report for _, report in batch if report.trace):
             traces.record(
                 "receipt",
-                told.trace,
+                report.trace,
                 began,
                 at,
-                job=told.job,
-                request=told.request,
-                rank=told.rank,
-                stage=told.pp,
-                attempt=told.attempt,
-                status=told.verdict,
-                files=len(told.files),
-                bytes=sum(file.bytes for file in told.files),
+                job=report.job,
+                request=report.request,
+                rank=report.rank,
+                stage=report.pp,
+                attempt=report.attempt,
+                status=report.verdict,
+                files=len(report.files),
+                bytes=sum(file.bytes for file in report.files),
             )
-        for score in (score for _, told in batch for score in told.scores):
+        for score in (score for _, report in batch for score in report.scores):
             metrics.PROBED.labels(score.model, score.name).inc()
             for label, value, crossed in zip(score.labels, score.score, score.crossed, strict=True):
                 metrics.PROBE_SCORE.labels(score.model, score.name, label).observe(value)

@@ -67,11 +67,11 @@ async def read_status(ledger: Ledger, held: int = 0) -> Status:
 
 
 def _counts(raw: dict[bytes, bytes]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for name, count in sorted(raw.items()):
         model, _, state = name.decode().rpartition("/")
-        found.setdefault(model, {})[state] = int(count)
-    return found
+        counts.setdefault(model, {})[state] = int(count)
+    return counts
 
 
 async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
@@ -83,12 +83,12 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
         for tenant in tenants:
             pipe.zcard(f"ms:wait:{name}:{tenant.decode()}")
         sent, *waiting = await pipe.execute()
-    found = {
+    result = {
         tenant.decode(): count for tenant, count in zip(tenants, waiting, strict=True) if count
     }
     return (
-        QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=found)
-        if sent or found
+        QueueStatus(model=model, priority=NAME_OF_STEP.get(step, step), sent=sent, waiting=result)
+        if sent or result
         else None
     )
 
@@ -134,11 +134,11 @@ def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
 
 
 def _last_desync(workers: list[WorkerInfo]) -> DesyncStatus | None:
-    found = [
+    desync_status = [
         DesyncStatus(
             worker=worker.worker, at=worker.stats.last_desync_at, detail=worker.stats.last_desync
         )
         for worker in workers
         if worker.stats is not None and worker.stats.last_desync_at is not None
     ]
-    return max(found, key=lambda desync: desync.at, default=None)
+    return max(desync_status, key=lambda desync: desync.at, default=None)

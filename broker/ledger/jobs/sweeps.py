@@ -77,13 +77,13 @@ class Sweeps:
             f"ms:ticket:{job_id}",
             [f"{request}/{rank}" for request in requests for rank in range(ranks)],
         )
-        told = {
+        report = {
             request: raw[place * ranks : (place + 1) * ranks]
             for place, request in enumerate(requests)
         }
         return {
             request: [receipt_decoder.decode(one) for one in of_it]
-            for request, of_it in told.items()
+            for request, of_it in report.items()
             if None not in of_it
         }
 

@@ -188,19 +188,19 @@ class Watcher:
             if (
                 not polled
                 and self._hearing.is_set()
-                and (heard := self._heard.get(job_id)) is not None
+                and (notice := self._heard.get(job_id)) is not None
             ):
-                current, state = heard
+                current, state = notice
                 return current if current > version and state not in quiet else None
-            found = await self._ledger.version(job_id)
-            if found is None:
+            result = await self._ledger.version(job_id)
+            if result is None:
                 raise not_found(job_id)
             return (
-                found if found != version else None
+                result if result != version else None
             )  # lower: Redis has lost its last second, and the job is in an earlier state
 
-        found = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
-        return version if found is None else found
+        result = await self._until(job_id, Waiter(quiet, stirred=False), look, timeout)
+        return version if result is None else result
 
     async def stirred(self, job_id: str, after: str, timeout: float) -> bool:
         """Return whether the job's event stream has an entry after the event id `after`; waits up
@@ -250,9 +250,9 @@ class Watcher:
                 waiter.woken.clear()
                 try:
                     async with asyncio.timeout_at(deadline):
-                        found = await look(polled)
-                    if found is not None:
-                        return found
+                        result = await look(polled)
+                    if result is not None:
+                        return result
                 except TimeoutError:
                     return None
                 except MidstreamError as error:
@@ -329,17 +329,17 @@ class Watcher:
             finally:
                 await connection.disconnect()
 
-    def _wake(self, job_id: str, told: bytes) -> None:
+    def _wake(self, job_id: str, report: bytes) -> None:
         self._messages += 1
         if self.on_change is not None:
             self.on_change(job_id)
         waiters = self._waiting.get(job_id, ())
-        if told == STIRRED:
+        if report == STIRRED:
             for waiter in waiters:
                 if waiter.stirred:
                     waiter.woken.set()
             return
-        version, _, state = told.decode().partition(" ")
+        version, _, state = report.decode().partition(" ")
         self._heard[job_id] = int(version), state
         self._heard.move_to_end(job_id)
         if len(self._heard) > REMEMBERED:

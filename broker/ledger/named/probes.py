@@ -77,10 +77,10 @@ class Probes:
     @reachable
     async def named(self, model: str, names: Sequence[bytes]) -> list[Probe]:
         """Return those of these names that exist, in this order."""
-        found = await self._redis.hmget(_key(model), names) if names else []
+        result = await self._redis.hmget(_key(model), names) if names else []
         return [
             _read(packed, name.decode())
-            for name, packed in zip(names, found, strict=True)
+            for name, packed in zip(names, result, strict=True)
             if packed is not None
         ]
 
@@ -91,15 +91,15 @@ class Probes:
         Raises MidstreamError("unavailable") for one that does not fit the model that is served now:
         no traffic may pass it unseen.
         """
-        found = await self.named(model.name, names)
-        for probe in found:
+        result = await self.named(model.name, names)
+        for probe in result:
             if (why := misfit(probe, model)) is not None:
                 detail = (
                     f"the probe {probe.name!r}, which watches all traffic, {why}: delete it or "
                     "register it again"
                 )
                 raise MidstreamError("unavailable", detail)
-        return [probe.stored(probe.watch or "none", watching=True) for probe in found]
+        return [probe.stored(probe.watch or "none", watching=True) for probe in result]
 
     @reachable
     async def names(self, model: str) -> list[str]:

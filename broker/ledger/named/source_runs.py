@@ -152,13 +152,13 @@ class SourceRuns:
             raise MidstreamError(
                 KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}"
             )
-        found = await self._blobs(run.job, run.tag, only)
-        for request, blobs in found.items():
+        result = await self._blobs(run.job, run.tag, only)
+        for request, blobs in result.items():
             if why := source_run_files.shortfall(blobs):
                 raise MidstreamError(
                     "capture_failed", f"source run {shown(run.name)}, prompt {request}: {why}"
                 )
-        return [source_run_files.run_prompt(blobs) for blobs in found.values()]
+        return [source_run_files.run_prompt(blobs) for blobs in result.values()]
 
     async def files(self, key: str) -> RunFiles:
         """The files that ranks load for a `run_key`.
@@ -249,14 +249,14 @@ class SourceRuns:
         if at < self._pruned + PRUNE_S:
             return 0
         self._pruned = at
-        gone: Runs = []
+        removed: Runs = []
         for model in await self._ledger.models():
             runs = await self._named(model.name)
             known = await self._known([run.job for run in runs]) if runs else []
-            gone += [run for run, standing in zip(runs, known, strict=True) if standing is None]
-        for run in gone:
+            removed += [run for run, standing in zip(runs, known, strict=True) if standing is None]
+        for run in removed:
             await self._forget(run)
-        return len(gone)
+        return len(removed)
 
     # ---- who holds them --------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class SourceRuns:
                 ],
             )
             for run, standing, count in zip(
-                runs, [each or DELETED for each in known], answers[: len(runs)], strict=True
+                runs, [item or DELETED for item in known], answers[: len(runs)], strict=True
             )
         ]
 
@@ -361,14 +361,15 @@ class SourceRuns:
         """
         receipts = await self._receipts(job, only)
         files = [
-            (told.request, file) for told in receipts for file in told.files if file.tag == tag
+            (receipt.request, file)
+            for receipt in receipts
+            for file in receipt.files
+            if file.tag == tag
         ]
         if not files:
-            found = await self._on_disk(job, tag)
+            disk = await self._on_disk(job, tag)
             return {
-                request: blobs
-                for request, blobs in found.items()
-                if only is None or request in only
+                request: blobs for request, blobs in disk.items() if only is None or request in only
             }
         blobs = await asyncio.to_thread(source_run_files.reported, self._store, job, files)
         by_request: dict[int, Blobs] = {}
@@ -381,13 +382,13 @@ class SourceRuns:
         and complete runs do not change.
         """
         if self._scanned[:2] == (job, tag):
-            found = self._scanned[2]
+            disk = self._scanned[2]
             await asyncio.to_thread(must_be_there, self._store, job)
-            return found
-        found = await asyncio.to_thread(source_run_files.on_disk, self._store, job, tag)
-        if found and not any(map(source_run_files.shortfall, found.values())):
-            self._scanned = job, tag, found
-        return found
+            return disk
+        disk = await asyncio.to_thread(source_run_files.on_disk, self._store, job, tag)
+        if disk and not any(map(source_run_files.shortfall, disk.values())):
+            self._scanned = job, tag, disk
+        return disk
 
     @reachable
     async def _receipts(self, job: str, only: Collection[int] | None) -> Receipts:
@@ -395,18 +396,18 @@ class SourceRuns:
         ticket = f"ms:ticket:{job}"
         if only is None:
             return [receipt_decoder.decode(raw) for raw in await self._redis.hvals(ticket)]
-        found: Receipts = []
+        receipts: Receipts = []
         for request in only:
             first = await self._redis.hget(ticket, f"{request}/0")
             if first is None:
                 return []
-            found.append(receipt_decoder.decode(first))
-            others = [f"{request}/{rank}" for rank in range(1, found[-1].world)]
-            packed = await self._redis.hmget(ticket, others) if others else []
+            receipts.append(receipt_decoder.decode(first))
+            rest = [f"{request}/{rank}" for rank in range(1, receipts[-1].world)]
+            packed = await self._redis.hmget(ticket, rest) if rest else []
             if None in packed:
                 return []
-            found += [receipt_decoder.decode(raw) for raw in packed]
-        return found
+            receipts += [receipt_decoder.decode(raw) for raw in packed]
+        return receipts
 
 
 def unknown(name: str) -> MidstreamError:

@@ -210,10 +210,10 @@ class Steering:
             info for info in await self._ledger.workers() if model is None or info.model == model
         ]
         raw = await self._redis.mget([_report(info.worker) for info in live]) if live else []
-        told = [_told(packed) for packed in raw]
+        reports = [_told(packed) for packed in raw]
         return [
             Account(info, report if report is not None and report.boot == info.boot else None)
-            for info, report in zip(live, told, strict=True)
+            for info, report in zip(live, reports, strict=True)
         ]
 
     # ---- global steering
@@ -366,8 +366,8 @@ class Steering:
             pipe.hget(_state(model), "current")
             if names:
                 pipe.hmget(_modules(model), list(names))
-            current, *found = await pipe.execute()
-        pairs = zip(names, found[0] if found else [], strict=True)
+            current, *result = await pipe.execute()
+        pairs = zip(names, result[0] if result else [], strict=True)
         modules = {
             name: await self._read(model, a_module(name), packed)
             for name, packed in pairs

@@ -34,7 +34,7 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
         for name in names:
             pipe.hmget(f"ms:job:{name}", views.FIELDS).hget(f"ms:capture:{name}", "tags")
         raw = await pipe.execute(raise_on_error=False)
-    found = []
+    result = []
     for name, values, tags in zip(names, raw[::2], raw[1::2], strict=True):
         try:
             if isinstance(values, Exception) or isinstance(tags, Exception):
@@ -45,9 +45,9 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
             view = views.view(name, values, ledger.settings)
             if view is not None:
                 listed = from_json(tags, list[str]) if tags else []
-                found.append(FeedJob(**msgspec.structs.asdict(view), tags=listed))
+                result.append(FeedJob(**msgspec.structs.asdict(view), tags=listed))
         except (KeyError, ValueError, msgspec.DecodeError) as error:
             log.warning(
                 "job %s is left out of the page's table: its record cannot be read: %r", name, error
             )
-    return found
+    return result

@@ -72,7 +72,7 @@ OF_SETTINGS: dict[str, Scope] = {"admin_key": "admin", "observe_key": "observe"}
 
 def of_settings(settings: Settings) -> dict[str, Key]:
     """The keys of the settings, by id. Raises SettingsError naming the setting."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for setting, scope in OF_SETTINGS.items():
         if not (text := getattr(settings, setting)):
             continue
@@ -85,12 +85,12 @@ def of_settings(settings: Settings) -> dict[str, Key]:
                 f"digits>_<{low} to {high} letters or digits>; "
                 "`midstream keys generate` prints one"
             )
-        if shown.id in found:
+        if shown.id in keys:
             raise SettingsError(
                 f"{name}: has the id of another setting's key: `midstream keys generate` prints "
                 "another one"
             )
-        found[shown.id] = Key(
+        keys[shown.id] = Key(
             id=shown.id,
             name=f"the setting {setting}",
             tenant=DEFAULT_TENANT,
@@ -98,7 +98,7 @@ def of_settings(settings: Settings) -> dict[str, Key]:
             sha256=shown.sha256,
             created=0.0,
         )
-    return found
+    return keys
 
 
 def is_right(shown: Shown, key: Key | None, at: float) -> bool:
@@ -162,11 +162,11 @@ class Keys:
     @reachable
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
         """Return those of these ids whose keys exist and have not expired; one round trip."""
-        asked, at = list_of_ids(key_ids), now()
-        found = await self._redis.hmget(KEYS, asked) if asked else []
+        ids, at = list_of_ids(key_ids), now()
+        result = await self._redis.hmget(KEYS, ids) if ids else []
         return {
             key_id
-            for key_id, raw in zip(asked, found, strict=True)
+            for key_id, raw in zip(ids, result, strict=True)
             if raw is not None and _holds(raw, at)
         }
 

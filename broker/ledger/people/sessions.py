@@ -86,9 +86,9 @@ class Sessions:
     @reachable
     async def valid(self, names: Iterable[str]) -> set[str]:
         """Return those of these that have not ended; one round trip."""
-        asked = list(names)
-        found = await self._redis.mget([f"{SESSION}{name}" for name in asked]) if asked else []
-        return {name for name, raw in zip(asked, found, strict=True) if raw is not None}
+        request = list(names)
+        result = await self._redis.mget([f"{SESSION}{name}" for name in request]) if request else []
+        return {name for name, raw in zip(request, result, strict=True) if raw is not None}
 
     @reachable
     async def end(self, name: str, key_id: str) -> None:

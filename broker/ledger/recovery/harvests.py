@@ -167,7 +167,7 @@ class Harvests:
             record, out = await pipe.execute()
         if not record:
             raise not_found(harvest_id)
-        return _view(_texts(record), [from_json(each, Out).job for each in out])
+        return _view(_texts(record), [from_json(item, Out).job for item in out])
 
     @reachable
     async def list(self, tenant: str | None, limit: int) -> HarvestPage:
@@ -190,12 +190,12 @@ class Harvests:
     # ---------------------------------------------------------------------------------------------
 
     @reachable
-    async def ask(self, harvest_id: str, wanted: Wanted) -> HarvestView:
+    async def ask(self, harvest_id: str, needed: Wanted) -> HarvestView:
         """Pause, resume or cancel.
 
         Raises not_found, and conflict for one that has ended, is complete or is being cancelled.
         """
-        answer = await self._change(harvest_id, ask=wanted)
+        answer = await self._change(harvest_id, ask=needed)
         if answer == "gone":
             raise not_found(harvest_id)
         if answer != "changed":
@@ -370,10 +370,10 @@ class Harvests:
             await self._end(harvest_id, "succeeded", None)
             return
         out, again, problem = await self._look(harvest_id)
-        wanted = record["wanted"]
-        if wanted != "run" or problem is not None:
-            running = [each for each in out if await self._stop(each)]
-            if problem is not None or wanted == "cancel":
+        needed = record["wanted"]
+        if needed != "run" or problem is not None:
+            running = [item for item in out if await self._stop(item)]
+            if problem is not None or needed == "cancel":
                 if not running:
                     await self._end(
                         harvest_id, "failed" if problem is not None else "cancelled", problem
@@ -397,30 +397,30 @@ class Harvests:
         raw = await self._redis.hgetall(f"ms:harvest-out:{harvest_id}")
         done = {int(part) for part in await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")}
         out, again, problem = [], {}, None
-        for each in (from_json(value, Out) for value in raw.values()):
+        for item in (from_json(value, Out) for value in raw.values()):
             try:
-                view = await self._ledger.view(each.job)
+                view = await self._ledger.view(item.job)
             except MidstreamError as error:
                 if error.kind != "not_found":
                     raise
                 view = None
             if view is not None and view.state not in TERMINAL and view.state is not State.EXPIRED:
-                out.append(each)
-            elif each.part.part in done or (
-                each.part.part < 0 and view is not None and view.state is State.SUCCEEDED
+                out.append(item)
+            elif item.part.part in done or (
+                item.part.part < 0 and view is not None and view.state is State.SUCCEEDED
             ):
-                await self._redis.hdel(f"ms:harvest-out:{harvest_id}", each.part.part)
+                await self._redis.hdel(f"ms:harvest-out:{harvest_id}", item.part.part)
             elif view is not None and view.state is State.FAILED:
-                failures = each.failures + 1
+                failures = item.failures + 1
                 lasting = view.error is not None and view.error.status < 500
                 if failures >= TRIES or lasting:
                     problem = (
                         view.error
-                        or MidstreamError("internal", f"part {each.part.part} failed").problem()
+                        or MidstreamError("internal", f"part {item.part.part} failed").problem()
                     )
-                again[each.part.part] = msgspec.structs.replace(each, failures=failures)
+                again[item.part.part] = msgspec.structs.replace(item, failures=failures)
             else:
-                again[each.part.part] = each
+                again[item.part.part] = item
         return out, again, problem
 
     async def _submit(
@@ -432,7 +432,7 @@ class Harvests:
         again: dict[int, Out],
     ) -> str:
         """Submit what there is room for; why a part has to wait, if one has."""
-        there = {each.part.part for each in out}
+        parts = {item.part.part for item in out}
         try:
             model, probes = await self._watched(harvest.model)
         except MidstreamError as error:
@@ -443,7 +443,7 @@ class Harvests:
             record,
             state,
             await self._room(harvest.model) - len(out),
-            there | again.keys(),
+            parts | again.keys(),
             await self._begun(harvest.id),
         ):
             again[part.part] = Out(job="", part=part)
@@ -453,13 +453,13 @@ class Harvests:
                 if former.job
                 else former.part
             )
-            each = Out(
+            item = Out(
                 job=job_id_of(harvest.id, part.part, part.tries),
                 part=part,
                 failures=former.failures,
             )
             try:
-                job = _job(harvest, each, model, probes)
+                job = _job(harvest, item, model, probes)
                 pinned = {name for probe in job.probes for name in probe.content.tensors}
                 await self._ledger.submit(
                     job, {}, None, pinned, {spec.tag for spec in job.global_captures}
@@ -473,11 +473,11 @@ class Harvests:
             once = {"started": repr(now())} if part.part >= 0 else {}
             if (
                 await self._change(
-                    harvest.id, wanted="run", once=once, part=part.part, out=to_json(each)
+                    harvest.id, wanted="run", once=once, part=part.part, out=to_json(item)
                 )
                 != "changed"
             ):
-                await self._stop(each)  # it was paused or cancelled meanwhile
+                await self._stop(item)  # it was paused or cancelled meanwhile
                 return ""
         return ""
 
@@ -498,12 +498,12 @@ class Harvests:
         record: Mapping[str, Any],
         state: HarvestState,
         room: int,
-        there: "set[int]",
+        present: "set[int]",
         begun: int,
     ) -> Iterable[HarvestPart]:
-        if state == "planning" and PLANS not in there:
+        if state == "planning" and PLANS not in present:
             yield HarvestPart(harvest=harvest.id, part=PLANS, role="plan")
-        elif state == "sealing" and SEALS not in there:
+        elif state == "sealing" and SEALS not in present:
             yield HarvestPart(harvest=harvest.id, part=SEALS, role="seal")
         elif state == "running":
             units, parts = int(record["units"]), int(record["parts"])

@@ -79,7 +79,7 @@ class ReaperReport:
     corrected: list[str] = field(default_factory=list)  # usage counters of tenants that were wrong
 
     def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
+        return any(getattr(self, field.name) for field in fields(self))
 
 
 class Reaper:
@@ -123,16 +123,16 @@ class Reaper:
             reply = await self._scripts.sweep(
                 args=scripts.pack(self._settings, at, id=job_id, **waits)
             )
-            found, *record = scripts.text(reply)
-            if found in ("gone", "held"):
+            result, *record = scripts.text(reply)
+            if result in ("gone", "held"):
                 continue
             model, attempt = record
-            if found == "queued":
+            if result == "queued":
                 queued[model].append(Queued(job_id, int(attempt)))
             else:
-                getattr(report, found).append(job_id)
-                log.warning("job %s, attempt %s: %s", job_id, attempt, found)
-            if found == "requeued":
+                getattr(report, result).append(job_id)
+                log.warning("job %s, attempt %s: %s", job_id, attempt, result)
+            if result == "requeued":
                 crash_point("sweeper.requeued")
         for model, jobs in queued.items():
             report.resent += await self._resend_lost(model, jobs, at)
@@ -154,13 +154,13 @@ class Reaper:
 
         Returns the requeued ids.
         """
-        told = scripts.text(
+        text = scripts.text(
             await self._scripts.release_boots(
                 args=scripts.pack(self._settings, worker=worker, boot=boot)
             )
         )
         return [
-            job_id for job_id, state in zip(told[::2], told[1::2], strict=True) if state == "queued"
+            job_id for job_id, state in zip(text[::2], text[1::2], strict=True) if state == "queued"
         ]
 
     async def _up_since(self) -> float:
@@ -189,11 +189,11 @@ class Reaper:
         waiting, read = await self._messages(queue_of(model))
         resent = []
         for job_id, attempt in jobs:
-            there = waiting.get(job_id, NOWHERE) >= attempt
+            present = waiting.get(job_id, NOWHERE) >= attempt
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
             if await self._scripts.look_again(
                 args=scripts.pack(
-                    self._settings, at, id=job_id, attempt=attempt, there=there, later=later
+                    self._settings, at, id=job_id, attempt=attempt, there=present, later=later
                 )
             ):
                 log.warning("job %s had no message in the queue: a new one was sent", job_id)
@@ -208,7 +208,7 @@ class Reaper:
         ones), and those delivered from any queue, where the message of an ended attempt may remain
         while its worker finishes.
         """
-        found: dict[str, int] = {}
+        messages: dict[str, int] = {}
         read = 0
         # Waiting first: a message delivered in between is found among the delivered ones instead of
         # being missed.
@@ -220,15 +220,15 @@ class Reaper:
                 chunk: list[bytes] = await self._redis.lrange(
                     name, start, start + MESSAGES_CHUNK - 1
                 )
-                found.update((_job_of(message)[0], ANY_ATTEMPT) for message in chunk)
+                messages.update((_job_of(message)[0], ANY_ATTEMPT) for message in chunk)
                 read += len(chunk)
                 start += MESSAGES_CHUNK
                 if len(chunk) < MESSAGES_CHUNK:
                     break
         delivered: list[bytes] = await self._redis.hvals(UNACKED)
         for job_id, attempts in map(_job_of, delivered):
-            found[job_id] = max(attempts, found.get(job_id, NOWHERE))
-        return found, read + len(delivered)
+            messages[job_id] = max(attempts, messages.get(job_id, NOWHERE))
+        return messages, read + len(delivered)
 
     async def _prune(self, at: float) -> int:
         """Drop the oldest listing entries whose records have expired; returns the number dropped
@@ -244,18 +244,20 @@ class Reaper:
             old |= await self._oldest(
                 dict.fromkeys(long, max(share, PRUNE_LIMIT // len(long))), before
             )
-        ids = sorted({job_id for found in old.values() for job_id in found})
+        ids = sorted({job_id for value in old.values() for job_id in value})
         if not ids:
             return 0
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in ids:
                 pipe.exists(f"ms:job:{job_id.decode()}")
-            gone = {
-                job_id for job_id, there in zip(ids, await pipe.execute(), strict=True) if not there
+            job_ids = {
+                job_id
+                for job_id, present in zip(ids, await pipe.execute(), strict=True)
+                if not present
             }
         pruned = 0
-        for name, found in old.items():
-            if dropped := gone.intersection(found):
+        for name, value in old.items():
+            if dropped := job_ids.intersection(value):
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for listed in (
                         name,

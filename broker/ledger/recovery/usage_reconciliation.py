@@ -48,14 +48,14 @@ class UsageReconciliation:
                     await self._scripts.list_modules(args=scripts.pack(self._settings, self._at))
                 ),
             ]
-        here = {
+        local = {
             "name": self._name,
             "which": self._left[0],
             "cursor": self._cursor,
             "many": self._slice,
         }
         self._cursor = await self._scripts.recount(
-            args=scripts.pack(self._settings, self._at, **here)
+            args=scripts.pack(self._settings, self._at, **local)
         )
         if not self._cursor:
             return []
@@ -65,8 +65,8 @@ class UsageReconciliation:
 
 
 def _differences(reply: Sequence[bytes | int]) -> list[str]:
-    told = scripts.text(reply)
+    text = scripts.text(reply)
     return [
-        f"{name}: {was} instead of {found}"
-        for name, was, found in zip(told[::3], told[1::3], told[2::3], strict=False)
+        f"{name}: {was} instead of {result}"
+        for name, was, result in zip(text[::3], text[1::3], text[2::3], strict=False)
     ]

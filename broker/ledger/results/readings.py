@@ -30,13 +30,13 @@ def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
             if made.name == READER and made.ok:
                 part = part_decoder.decode(made.rows)
                 of_one[receipt.request, part.capture, type(part)].append(part)
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for request, capture, kind in sorted(of_one, key=lambda key: key[:2]):
         field, join = JOINS[kind]
         parts = of_one[request, capture, kind]
         if (joined := join(request, parts)) is not None:
-            found.setdefault(field, []).append(joined)
-    return found
+            result.setdefault(field, []).append(joined)
+    return result
 
 
 def join_lens(request: int, parts: Sequence[LensPart]) -> LensReading | None:
@@ -93,12 +93,12 @@ def join_features(request: int, parts: Sequence[FeaturesPart]) -> FeaturesReadin
         np.frombuffer(part.indices, "<i4").reshape(count, -1) if count else np.zeros((0, 0), "<i4")
     )
     activations = np.frombuffer(part.activations, "<f4").reshape(indices.shape)
-    rows = [(mine >= 0, mine, values) for mine, values in zip(indices, activations, strict=True)]
+    rows = [(own >= 0, own, values) for own, values in zip(indices, activations, strict=True)]
     return FeaturesReading(
         **_same(part, "sae", "digest", "hook", "layer", "positions", "token_ids"),
         request=request,
-        features=[mine[there].tolist() for there, mine, _ in rows],
-        activations=[values[there].tolist() for there, _, values in rows],
+        features=[own[present].tolist() for present, own, _ in rows],
+        activations=[values[present].tolist() for present, _, values in rows],
         active=np.frombuffer(part.active, "<i4").tolist(),
         errors=np.frombuffer(part.errors, "<f4").tolist(),
     )

@@ -58,18 +58,18 @@ def grades(
     return Grades(logprob(pair.answer), logprob(pair.foil), graded[0][-1] if compared else None)
 
 
-def in_nats(metric: Metric, told: Grades) -> float:
+def in_nats(metric: Metric, grades: Grades) -> float:
     """The metric; under `recovered`, what it is a share of: the difference to the foil, or without
     one the answer's log-probability.
 
     Raises ValueError if that was not requested.
     """
-    value = told.kl if metric == "kl" else told.logprob
-    if metric == "logit_diff" or (metric == "recovered" and told.foil_logprob is not None):
+    value = grades.kl if metric == "kl" else grades.logprob
+    if metric == "logit_diff" or (metric == "recovered" and grades.foil_logprob is not None):
         value = (
             None
-            if told.logprob is None or told.foil_logprob is None
-            else told.logprob - told.foil_logprob
+            if grades.logprob is None or grades.foil_logprob is None
+            else grades.logprob - grades.foil_logprob
         )
     if value is None:
         raise ValueError(f"{metric} needs values that were not requested")

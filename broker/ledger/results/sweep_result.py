@@ -165,13 +165,13 @@ def _value(record: UnitRecord | None) -> float | None:
 
 def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
     """Mean and sample standard deviation of the values that exist."""
-    there = [value for value in values if value is not None]
-    if not there:
+    present = [value for value in values if value is not None]
+    if not present:
         return None, None
-    mean = math.fsum(there) / len(there)
-    if len(there) < 2:
+    mean = math.fsum(present) / len(present)
+    if len(present) < 2:
         return mean, None
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in there) / (len(there) - 1))
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in present) / (len(present) - 1))
 
 
 def _pair_result(
@@ -221,7 +221,7 @@ def _noise_floor(sweep: StoredSweep, records: Records, pair: int) -> float | Non
 def _skipped(sweep: StoredSweep, records: Records) -> list[Skipped]:
     """Cells known to have no value, by pair, hook, column and reason."""
     units = Units(sweep)
-    found: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
+    result: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
     for number in sorted(
         number
         for number, record in records.items()
@@ -229,10 +229,10 @@ def _skipped(sweep: StoredSweep, records: Records) -> list[Skipped]:
     ):
         cell = units.cell(number)
         assert cell is not None
-        found[cell.pair, cell.hook, cell.column, records[number].reason].append(
+        result[cell.pair, cell.hook, cell.column, records[number].reason].append(
             sweep.layers[cell.layer]
         )
     return [
         Skipped(pair=pair, hook=sweep.hooks[hook], layers=layers, column=column, reason=reason)
-        for (pair, hook, column, reason), layers in sorted(found.items())
+        for (pair, hook, column, reason), layers in sorted(result.items())
     ]

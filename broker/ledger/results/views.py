@@ -165,17 +165,17 @@ def result(
     order. `swept`: the result of a sweep.
     """
     known = facts(values)
-    told = [receipt_decoder.decode(raw) for raw in receipts]
+    report = [receipt_decoder.decode(raw) for raw in receipts]
     sweep = None
     if swept is not None:
-        told += [receipt for record in swept[1].values() for receipt in record.receipts]
+        report += [receipt for record in swept[1].values() for receipt in record.receipts]
         seconds = (
             view.generated - view.started
             if view.generated is not None and view.started is not None
             else None
         )
         sweep = sweep_result(*swept, seconds)
-    ticket = sorted(told, key=lambda told: (told.request, told.pp, told.rank))
+    ticket = sorted(report, key=lambda report: (report.request, report.pp, report.rank))
     return JobResult(
         id=view.id,
         model=view.model,
@@ -183,16 +183,16 @@ def result(
         outputs=from_msgpack(outputs, list[Output]) if outputs else [],
         capture_results=capture_results(view, known, ticket, settings),
         determinism=determinism(view, known, ticket)
-        if known.captures or view.steered or any(each.scores for each in ticket)
+        if known.captures or view.steered or any(item.scores for item in ticket)
         else None,
         attempt=view.attempt,
         sweep=sweep,
         lora=view.lora,
         **readings(ticket),
         probes=[
-            probe_result(each.request, score)
-            for each in ticket
-            for score in each.scores
+            probe_result(item.request, score)
+            for item in ticket
+            for score in item.scores
             if not score.watching
         ],
         identity=view.identity,
@@ -235,9 +235,9 @@ def capture_results(
     files = [
         FileEntry(
             path=file.path,
-            request=told.request,
-            rank=told.rank,
-            pp=told.pp,
+            request=report.request,
+            rank=report.rank,
+            pp=report.pp,
             bytes=file.bytes,
             crc32=file.crc32,
             rows=file.rows,
@@ -250,21 +250,21 @@ def capture_results(
             dropped=file.dropped,
             non_finite=file.non_finite,
         )
-        for told in ticket
-        for file in told.files
+        for report in ticket
+        for file in report.files
         if file.tag != HARVEST
     ]
     consumers = [
         ConsumerReport(
             name=made.name,
-            request=told.request,
-            pp=told.pp,
+            request=report.request,
+            pp=report.pp,
             ok=made.ok,
             message=made.message,
             rows=made.rows,
         )
-        for told in ticket
-        for made in told.consumed
+        for report in ticket
+        for made in report.consumed
         if made.name != READER
     ]
     return CaptureResults(
@@ -296,32 +296,34 @@ def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
         return f"receipts received: {view.receipts} of {view.receipts_expected}"
     if view.capture_status == "error":
         return f"the job was {view.state}"
-    return "; ".join([reason for told in ticket for reason in _shortcomings(told)] + _reuse(ticket))
+    return "; ".join(
+        [reason for report in ticket for reason in _shortcomings(report)] + _reuse(ticket)
+    )
 
 
-def _shortcomings(told: Receipt) -> Iterator[str]:
+def _shortcomings(receipt: Receipt) -> Iterator[str]:
     """Yield what a rank could not do for a request: its own message, or derived from its
     receipt.
     """
-    if told.verdict == "ok":
+    if receipt.verdict == "ok":
         return
-    where = f"request {told.request}, rank {told.rank}"
-    if told.message:
-        yield f"{where}: {told.message}"
+    where = f"request {receipt.request}, rank {receipt.rank}"
+    if receipt.message:
+        yield f"{where}: {receipt.message}"
         return
-    for file in told.files:
+    for file in receipt.files:
         if file.dropped:
             yield (
                 f"{where}: positions dropped under overload: "
                 f"{as_ranges(file.dropped, SHOWN_RANGES)} ({len(file.dropped)} in total)"
             )
-    for made in told.consumed:
+    for made in receipt.consumed:
         if not made.ok:
             yield f"{where}: consumer {made.name} failed: {made.message or 'no reason given'}"
 
 
 def _reuse(ticket: Sequence[Receipt]) -> list[str]:
-    files = [file for told in ticket for file in told.files]
+    files = [file for report in ticket for file in report.files]
     reused = sum(file.reused for file in files)
     return (
         [(f"rows computed by an earlier request: {reused} of {sum(file.rows for file in files)}")]
@@ -338,30 +340,32 @@ def determinism(view: JobView, known: Facts, ticket: Sequence[Receipt]) -> Deter
     nor as disagreeing.
     """
     stages = []
-    for pp in sorted({told.pp for told in ticket}):
-        of_stage = [told for told in ticket if told.pp == pp]
+    for pp in sorted({account.pp for account in ticket}):
+        of_stage = [account for account in ticket if account.pp == pp]
         accounts: dict[int, set[tuple[str, int, int, int]]] = {}
-        for told in of_stage:
-            accounts.setdefault(told.request, set()).add(
-                (told.checksum, told.actions, told.epoch, told.applied)
+        for account in of_stage:
+            accounts.setdefault(account.request, set()).add(
+                (account.checksum, account.actions, account.epoch, account.applied)
             )
         ranks = [
             RankReport(
-                rank=told.rank,
-                tp=told.tp,
-                request=told.request,
-                step=told.step,
-                checksum=told.checksum,
-                actions=told.actions,
-                applied=told.applied,
-                status=told.verdict,
-                message=told.message,
+                rank=account.rank,
+                tp=account.tp,
+                request=account.request,
+                step=account.step,
+                checksum=account.checksum,
+                actions=account.actions,
+                applied=account.applied,
+                status=account.verdict,
+                message=account.message,
             )
-            for told in of_stage
+            for account in of_stage
         ]
         stages.append(
             StageReport(
-                pp=pp, consistent=all(len(told) == 1 for told in accounts.values()), ranks=ranks
+                pp=pp,
+                consistent=all(len(account) == 1 for account in accounts.values()),
+                ranks=ranks,
             )
         )
     return Determinism(

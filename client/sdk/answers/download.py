@@ -61,10 +61,10 @@ def in_place(manifest: Manifest, job_id: str) -> list[Place]:
         sizes = {key: store.stat(key) for key in {file.path for file in manifest.files}}
     except (OSError, ValueError):
         return []
-    here = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
+    local = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
     return (
         [Place(store, file.path, file.offset, file.bytes, file.crc32) for file in manifest.files]
-        if here
+        if local
         else []
     )
 
@@ -143,19 +143,19 @@ class Saved:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._handle.close()
-        file, found = self._file, (self._size, self._crc)
-        if kind is not None or found != (file.bytes, file.crc32):
+        file, result = self._file, (self._size, self._crc)
+        if kind is not None or result != (file.bytes, file.crc32):
             self._partial.unlink()
         if kind is not None:
             return
-        if found != (file.bytes, file.crc32):
-            arrived, wanted = (
+        if result != (file.bytes, file.crc32):
+            arrived, needed = (
                 f"{size} bytes with CRC32 {crc:08x}"
-                for size, crc in (found, (file.bytes, file.crc32))
+                for size, crc in (result, (file.bytes, file.crc32))
             )
             raise MidstreamError(
                 "capture_damaged",
-                f"{file.name} of job {self._job} arrived as {arrived}, not {wanted}",
+                f"{file.name} of job {self._job} arrived as {arrived}, not {needed}",
             )
         described = {"job": self._job, "file": file.name, "bytes": self._size, "crc32": self._crc}
         self.path.with_suffix(".json").write_text(json.dumps(described))

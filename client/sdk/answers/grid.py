@@ -90,14 +90,14 @@ class Grid:
         if self.metric == "recovered":
             return -1.0, 1.0
         if math.isnan(self.base):
-            known = np.concatenate([each[~np.isnan(each)] for each in self.values.values()])
+            known = np.concatenate([effect[~np.isnan(effect)] for effect in self.values.values()])
             low, high = (float(known.min()), float(known.max())) if known.size else (-1.0, 1.0)
             return (low, high) if low < high else (low - 1.0, low + 1.0)
         reach = max(
             (
-                float(np.nanmax(np.abs(each)))
-                for each in self.effects.values()
-                if not np.isnan(each).all()
+                float(np.nanmax(np.abs(effect)))
+                for effect in self.effects.values()
+                if not np.isnan(effect).all()
             ),
             default=0.0,
         )
@@ -189,11 +189,11 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         )
     chosen = result.pairs if pair is None else [result.pairs[pair]]
     values = {
-        hook: np.array([_array(each, hook, result) for each in chosen]) for hook in result.hooks
+        hook: np.array([_array(value, hook, result) for value in chosen]) for hook in result.hooks
     }
-    bases = np.array([_base(result.metric, each.base) for each in chosen])
+    bases = np.array([_base(result.metric, value.base) for value in chosen])
     labels = _labels(chosen)
-    floors = [each.noise_floor for each in chosen if each.noise_floor is not None]
+    floors = [value.noise_floor for value in chosen if value.noise_floor is not None]
     return Grid(
         metric=result.metric,
         hooks=result.hooks,
@@ -201,17 +201,17 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         labels=labels,
         names=[_name(chosen, labels[column], column) for column in range(len(labels))],
         positions=_positions(chosen[0]),
-        values={hook: _mean(each) for hook, each in values.items()},
-        effects={hook: _mean(each - bases[:, None, None]) for hook, each in values.items()},
+        values={hook: _mean(value) for hook, value in values.items()},
+        effects={hook: _mean(value - bases[:, None, None]) for hook, value in values.items()},
         base=float(np.mean(known))
         if (known := bases[~np.isnan(bases)]).size
         else float("nan"),  # without one there are no values
         noise_floor=max(floors, default=None),
-        noise_probes=sum(each.noise_probes for each in chosen),
+        noise_probes=sum(value.noise_probes for value in chosen),
         axis=result.axis,
         heads=chosen[0].heads,
         neurons=chosen[0].neurons if len(chosen) == 1 else {},
-        resolution=max((_resolution(result.metric, each) for each in chosen), default=0.0),
+        resolution=max((_resolution(result.metric, value) for value in chosen), default=0.0),
     )
 
 
@@ -224,7 +224,7 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
         for skipped in result.skipped
         for layer in skipped.layers
     }
-    found = []
+    results = []
     for number, pair in enumerate(result.pairs):
         base, positions = _base(result.metric, pair.base), _positions(pair)
         for hook in result.hooks:
@@ -232,7 +232,7 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
                 zip(result.layers, pair.grids[hook], strict=True)
             ):
                 for column, value in enumerate(row):
-                    found.append(
+                    results.append(
                         {
                             "pair": number,
                             "hook": hook,
@@ -251,7 +251,7 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
                             ),
                         }
                     )
-    return found
+    return results
 
 
 def titled(hook: Hook) -> str:
@@ -360,11 +360,11 @@ def _resolution(metric: Metric, pair: PairResult) -> float:
     """The step from one float32 to the next at the largest log-probability that the metric is made
     of, in the metric's units.
     """
-    known = [each for each in (pair.base, pair.source) if each is not None]
+    known = [item for item in (pair.base, pair.source) if item is not None]
     logprobs = [
         abs(part)
-        for each in known
-        for part in (each.logprob, each.foil_logprob)
+        for item in known
+        for part in (item.logprob, item.foil_logprob)
         if part is not None
     ]
     step = float(np.spacing(np.float32(max(logprobs, default=1.0))))
@@ -374,9 +374,9 @@ def _resolution(metric: Metric, pair: PairResult) -> float:
 
 def _mean(stack: np.ndarray) -> np.ndarray:
     """Over the pairs that have a value: `[pairs, layers, columns]` → `[layers, columns]`."""
-    there = ~np.isnan(stack)
-    sums = np.where(there, stack, 0.0).sum(axis=0)
-    return np.where(there.any(axis=0), sums / np.maximum(there.sum(axis=0), 1), np.nan)
+    present = ~np.isnan(stack)
+    sums = np.where(present, stack, 0.0).sum(axis=0)
+    return np.where(present.any(axis=0), sums / np.maximum(present.sum(axis=0), 1), np.nan)
 
 
 def _positions(pair: PairResult) -> list[list[int]]:
@@ -386,17 +386,17 @@ def _positions(pair: PairResult) -> list[list[int]]:
 def _name(pairs: list[PairResult], label: str, column: int) -> str:
     """With its position if it is a token, at the same one in all pairs."""
     places = {tuple(_positions(pair)[column]) for pair in pairs}
-    (first, *others) = places
-    alone = len(first) == 1 and not others
+    (first, *rest) = places
+    alone = len(first) == 1 and not rest
     is_token = alone and all(pair.labels[column] == pair.base_tokens[first[0]] for pair in pairs)
     return f"{written(label)} {first[0]}" if is_token else written(label)
 
 
 def _labels(pairs: list[PairResult]) -> list[str]:
     """Return the labels of the columns; the first pair's, where pairs differ."""
-    found = []
+    labels = []
     for names in zip(*(pair.labels for pair in pairs), strict=True):
         different = list(dict.fromkeys(map(written, names)))
         more = "/…" if len(different) > _NAMES else ""
-        found.append(names[0] if len(different) == 1 else "/".join(different[:_NAMES]) + more)
-    return found
+        labels.append(names[0] if len(different) == 1 else "/".join(different[:_NAMES]) + more)
+    return labels

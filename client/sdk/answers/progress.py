@@ -63,8 +63,10 @@ def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
             drawn.set_description_str(
                 view.state + (f" ({view.reason})" if view.reason else ""), refresh=False
             )
-            left = "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
-            drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{left}")
+            remaining = (
+                "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
+            )
+            drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{remaining}")
 
         yield None if drawn is None else show
 
@@ -105,9 +107,9 @@ class _Cells:
         before = len(self._seen)
         if isinstance(event, SweepStart):
             self._seen |= {
-                (each.pair, each.hook, layer, each.column)
-                for each in event.skipped
-                for layer in each.layers
+                (item.pair, item.hook, layer, item.column)
+                for item in event.skipped
+                for layer in item.layers
             }
             self._drawn.total = event.total
             self._drawn.refresh()

@@ -76,14 +76,14 @@ class MapCache:
 
         `rows`: only those that have one.
         """
-        found: dict[str, tuple[JobResult, Path | None]] = {}
+        paths: dict[str, tuple[JobResult, Path | None]] = {}
         for start in range(0, len(keys), _QUERY):
             part = keys[start : start + _QUERY]
-            asked = (
+            text = (
                 f"SELECT key, value, rows FROM results WHERE key IN ({','.join('?' * len(part))})"
             )
             with self._readable():
-                answers = self._db.execute(asked, part).fetchall()
+                answers = self._db.execute(text, part).fetchall()
             for key, value, name in answers:
                 folder = (
                     self._rows / name
@@ -92,10 +92,10 @@ class MapCache:
                 )
                 try:
                     if folder is not None or not rows:
-                        found[key] = from_json(value, JobResult), folder
+                        paths[key] = from_json(value, JobResult), folder
                 except (msgspec.ValidationError, msgspec.DecodeError):
                     continue  # of another version: computed again
-        return found
+        return paths
 
     def store(self, results: Mapping[str, JobResult], rows: Path | None) -> None:
         """The results of one job, by key. `rows`: what `keep` returned."""

@@ -50,8 +50,8 @@ def operators(card: dict[str, Any], probes: Sequence[Probe]) -> dict[Named, str]
     """Return what applies to every request to the model: its extensions, and the probes that watch
     all traffic.
     """
-    found = {(each["kind"], each["name"]): each["digest"] for each in card.get("extensions", [])}
-    return found | {
+    result = {(item["kind"], item["name"]): item["digest"] for item in card.get("extensions", [])}
+    return result | {
         ("watching", probe.name): f"{probe.digest} {probe.watch}"
         for probe in probes
         if probe.watch is not None
@@ -64,8 +64,8 @@ def identity(card: dict[str, Any]) -> str:
     Raises MidstreamError("version_mismatch") where the service reports none: results could be
     anyone's.
     """
-    found = card.get("identity")
-    if not found:
+    result = card.get("identity")
+    if not result:
         raise MidstreamError(
             "version_mismatch",
             (
@@ -73,18 +73,18 @@ def identity(card: dict[str, Any]) -> str:
                 "workers first"
             ),
         )
-    return str(found)
+    return str(result)
 
 
 def used(view: JobView) -> dict[Named, str]:
     """Return what names stood for when the job was accepted, and what else applied to it."""
-    found = {("module", name): digest for name, digest in view.modules.items()} | {
+    result = {("module", name): digest for name, digest in view.modules.items()} | {
         ("run", name): job for name, job in view.runs.items()
     }
     for place, digest in view.contents.items():
         kind, _, name = place.partition("/")
-        found[kind, name] = digest
-    return found
+        result[kind, name] = digest
+    return result
 
 
 def check(view: JobView, identity: str, names: dict[Named, str], steering: int) -> None:
@@ -92,13 +92,13 @@ def check(view: JobView, identity: str, names: dict[Named, str], steering: int) 
     with other contents than `names`, or under another version of global steering. What the job does
     not report is not equal.
     """
-    found = used(view)
+    result = used(view)
     if view.identity != identity:
         raise MidstreamError(
             "conflict", f"the model {view.model!r} was changed while its prompts were computed"
         )
-    for kind, name in sorted(names.keys() | found.keys()):
-        if found.get((kind, name)) != names.get((kind, name)):
+    for kind, name in sorted(names.keys() | result.keys()):
+        if result.get((kind, name)) != names.get((kind, name)):
             raise MidstreamError(
                 "conflict",
                 (

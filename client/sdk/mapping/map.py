@@ -347,20 +347,20 @@ class _Mapping:
             and len(self._flying) + len(self._waiting) < self._in_flight
             and len(self._window) < self._room
         ):
-            wanted = min(self._size, self._room - len(self._window))
-            entries = [self._entry(prompt) for prompt in itertools.islice(self._prompts, wanted)]
-            self._exhausted = len(entries) < wanted
-            found = (
+            needed = min(self._size, self._room - len(self._window))
+            entries = [self._entry(prompt) for prompt in itertools.islice(self._prompts, needed)]
+            self._exhausted = len(entries) < needed
+            results = (
                 await self._calls._io.work(
-                    self._cache.load, [each.key for each in entries], self._keep
+                    self._cache.load, [item.key for item in entries], self._keep
                 )
                 if self._cache
                 else {}
             )
             for entry in entries:
                 self._window.append(entry)
-                if entry.key in found:
-                    result, rows = found[entry.key]
+                if entry.key in results:
+                    result, rows = results[entry.key]
                     entry.item = self._mapped(entry, result, rows, True)
                 elif entry.key in self._wanted:
                     self._wanted[entry.key].append(entry)
@@ -407,7 +407,7 @@ class _Mapping:
         return _Entry(number, prompt, plain, len(encoded), key)
 
     def _add(self, entry: _Entry) -> None:
-        if self._filling and sum(each.size for each in self._filling) + entry.size > JOB_BYTES:
+        if self._filling and sum(item.size for item in self._filling) + entry.size > JOB_BYTES:
             self._close_chunk()
         self._filling.append(entry)
         if len(self._filling) >= self._size:
@@ -514,8 +514,8 @@ class _Mapping:
         if self._cache is not None:
             await self._calls._io.work(self._cache.store, results, rows)
         for entry in chunk.entries:
-            for each in self._wanted.pop(entry.key):
-                each.item = self._mapped(each, results[entry.key], rows, False)
+            for item in self._wanted.pop(entry.key):
+                item.item = self._mapped(item, results[entry.key], rows, False)
 
     async def _rows(self, chunk: _Chunk, view: JobView) -> Path:
         assert self._cache is not None, "captures are kept only in a cache"
@@ -545,8 +545,8 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
 
     def own(values: list[Any] | None) -> list[Any] | None:
         """Return one prompt's share of a list that has equally many items for each prompt."""
-        each = len(values or []) // prompts
-        return None if values is None else values[number * each : (number + 1) * each]
+        item = len(values or []) // prompts
+        return None if values is None else values[number * item : (number + 1) * item]
 
     captures, determinism = result.capture_results, result.determinism
     files = [file for file in captures.files if file.request == number]

@@ -18,13 +18,13 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_mod
 
 def speculative_config(settings: Settings) -> dict[str, Any]:
     """vLLM's, of settings that ask for drafts."""
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "method": settings.drafter,
         "num_speculative_tokens": settings.speculative_tokens,
     }
     if settings.drafter == "ngram":
-        return asked | _NGRAMS
-    return asked | ({"model": settings.draft_model} if settings.drafter == "eagle3" else {})
+        return request | _NGRAMS
+    return request | ({"model": settings.draft_model} if settings.drafter == "eagle3" else {})
 
 
 def check_drafter(settings: Settings) -> None:
@@ -49,20 +49,20 @@ def check_drafter(settings: Settings) -> None:
                 "drafter is 'eagle3', but draft_model is empty: set it to the EAGLE-3 head's "
                 "folder or hub name"
             )
-        if not (found := checkpoint_config(head)):
+        if not (result := checkpoint_config(head)):
             raise SettingsError(f"draft_model={head!r}: no checkpoint found (no config.json)")
-        if not found.get("architectures"):
+        if not result.get("architectures"):
             raise SettingsError(
                 f"draft_model={head!r}: its config.json has no architectures, so it is no "
                 "EAGLE-3 head"
             )
-    elif found := checkpoint_config(settings.model):
+    elif result := checkpoint_config(settings.model):
         sections = [
-            found,
+            result,
             *(
-                found[name]
+                result[name]
                 for name in ("text_config", "mtp_config")
-                if isinstance(found.get(name), dict)
+                if isinstance(result.get(name), dict)
             ),
         ]
         if not any(section.get(name) for section in sections for name in _MTP_LAYERS):

@@ -74,9 +74,9 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
     if name in WRONG:
         raise SettingsError(f"refused: {WRONG[name]}")
     if name not in types:
-        known = [each for each in types if each in PROVEN or each in UNKNOWN]
-        meant = suggestion(name, [*known, *OURS]) or "docs/engine-options.md lists all"
-        raise SettingsError(f"not an option of vLLM {vllm.__version__}; {meant}")
+        known = [item for item in types if item in PROVEN or item in UNKNOWN]
+        suggested = suggestion(name, [*known, *OURS]) or "docs/engine-options.md lists all"
+        raise SettingsError(f"not an option of vLLM {vllm.__version__}; {suggested}")
 
 
 def unproven(name: str, value: Any) -> str:
@@ -95,10 +95,10 @@ def unproven(name: str, value: Any) -> str:
     if (
         entry.parts
         and isinstance(value, dict)
-        and (others := sorted(value.keys() - set(entry.parts)))
+        and (rest := sorted(value.keys() - set(entry.parts)))
     ):
         return (
-            f"the engine option {name} with {', '.join(others)} is not proven with "
+            f"the engine option {name} with {', '.join(rest)} is not proven with "
             f"Midstream, only with {', '.join(entry.parts)}"
         )
     return ""
@@ -138,15 +138,16 @@ def _members(value: Any, kind: Any) -> Any:
     """The member of an enum that text names: vLLM's command line reads names, and the enum's values
     may be import paths.
     """
-    for each in (kind, *get_args(kind)):
-        if isinstance(value, str) and isinstance(each, type) and issubclass(each, Enum):
-            if value.upper() in each.__members__:
-                return each[value.upper()]
-            meant = suggestion(value.upper(), each.__members__)
+    for item in (kind, *get_args(kind)):
+        if isinstance(value, str) and isinstance(item, type) and issubclass(item, Enum):
+            if value.upper() in item.__members__:
+                return item[value.upper()]
+            suggested = suggestion(value.upper(), item.__members__)
             raise SettingsError(
                 "; ".join(
                     filter(
-                        None, (f"{_shown(value)} is none of {', '.join(each.__members__)}", meant)
+                        None,
+                        (f"{_shown(value)} is none of {', '.join(item.__members__)}", suggested),
                     )
                 )
             )
@@ -154,26 +155,26 @@ def _members(value: Any, kind: Any) -> Any:
 
 
 def _problems(error: ValidationError, kind: Any) -> Iterator[str]:
-    for each in error.errors():
-        where = ".".join(map(str, each["loc"]))
-        text = each["msg"]
-        if each["type"] == "unexpected_keyword_argument":
+    for item in error.errors():
+        where = ".".join(map(str, item["loc"]))
+        text = item["msg"]
+        if item["type"] == "unexpected_keyword_argument":
             text = "; ".join(
                 filter(
-                    None, ("no such field", suggestion(str(each["loc"][-1]), _field_names(kind)))
+                    None, ("no such field", suggestion(str(item["loc"][-1]), _field_names(kind)))
                 )
             )
-        elif each["type"] == "string_type" and isinstance(each["input"], int | float):
-            text += f": write '\"{each['input']}\"'"
+        elif item["type"] == "string_type" and isinstance(item["input"], int | float):
+            text += f": write '\"{item['input']}\"'"
         yield f"{where}: {text}" if where else text
 
 
 def _field_names(kind: Any) -> Iterable[str]:
     return (
         field.name
-        for each in (kind, *get_args(kind))
-        if is_dataclass(each)
-        for field in fields(each)
+        for item in (kind, *get_args(kind))
+        if is_dataclass(item)
+        for field in fields(item)
     )
 
 

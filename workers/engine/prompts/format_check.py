@@ -214,35 +214,35 @@ class FormatChecker:
 # --------------------------------------------------------------------------------------------------
 
 
-def _grammar(asked: dict[str, Any]) -> tuple[str, Any]:
+def _grammar(request: dict[str, Any]) -> tuple[str, Any]:
     """The kind of a constraint and xgrammar's grammar for it, as vLLM's backend makes it; None for
     a kind that has no limits.
     """
     import xgrammar
 
-    if schema := asked.get("json"):
-        spaces = not asked.get("disable_any_whitespace")
+    if schema := request.get("json"):
+        spaces = not request.get("disable_any_whitespace")
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return "json", xgrammar.Grammar.from_json_schema(text, any_whitespace=spaces)
-    if asked.get("regex"):
-        return "regex", xgrammar.Grammar.from_regex(asked["regex"])
-    if asked.get("choice"):
+    if request.get("regex"):
+        return "regex", xgrammar.Grammar.from_regex(request["regex"])
+    if request.get("choice"):
         return "choice", xgrammar.Grammar.from_ebnf(
-            "root ::= " + " | ".join(map(json.dumps, asked["choice"]))
+            "root ::= " + " | ".join(map(json.dumps, request["choice"]))
         )
-    if asked.get("structural_tag"):
-        return "structural_tag", xgrammar.Grammar.from_structural_tag(asked["structural_tag"])
-    if asked.get("grammar"):
+    if request.get("structural_tag"):
+        return "structural_tag", xgrammar.Grammar.from_structural_tag(request["structural_tag"])
+    if request.get("grammar"):
         try:
-            return "grammar", xgrammar.Grammar.from_ebnf(asked["grammar"])
+            return "grammar", xgrammar.Grammar.from_ebnf(request["grammar"])
         except RuntimeError:
-            return "grammar", xgrammar.Grammar.from_lark(asked["grammar"])
+            return "grammar", xgrammar.Grammar.from_lark(request["grammar"])
     return "", None
 
 
-def refusal(asked: dict[str, Any], compiler: Any) -> str:
+def refusal(request: dict[str, Any], compiler: Any) -> str:
     """Return why the engine does not get the constraint, or an empty text."""
-    kind, grammar = _grammar(asked)
+    kind, grammar = _grammar(request)
     if grammar is None:
         return ""
     rules = len(json.loads(grammar.serialize_json())["rules"])

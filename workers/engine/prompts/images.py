@@ -82,19 +82,21 @@ def expanded(ask: EngineRequest, made: Any) -> EngineRequest:
 
     `made`: vLLM's, of the same prompt.
     """
-    found = align(ask.token_ids, ask.images, made)
+    result = align(ask.token_ids, ask.images, made)
     return dataclasses.replace(
         ask,
-        token_ids=found.token_ids,
+        token_ids=result.token_ids,
         steering=[
-            msgspec.structs.replace(entry, positions=found.map(entry.positions, "steering"))
+            msgspec.structs.replace(entry, positions=result.map(entry.positions, "steering"))
             for entry in ask.steering
         ],
         captures=[
-            msgspec.structs.replace(each, positions=found.map(each.positions, "capture.positions"))
-            for each in ask.captures
+            msgspec.structs.replace(
+                capture, positions=result.map(capture.positions, "capture.positions")
+            )
+            for capture in ask.captures
         ],
-        spans=[span for _, span in found.images],
+        spans=[span for _, span in result.images],
     )
 
 
@@ -130,16 +132,16 @@ def align(written: Sequence[int], images: Sequence[ImageRef], made: Any) -> Expa
     Raises MidstreamError if anything but the placeholders was changed.
     """
     token_ids, places = list(made["prompt_token_ids"]), made["mm_placeholders"].get("image", [])
-    found, end_written, end = [], 0, 0
+    result, end_written, end = [], 0, 0
     for ref, place in zip(images, places, strict=True):
         start, stop = place.offset, place.offset + place.length
         if token_ids[end:start] != list(written[end_written : ref.start]):
             raise _changed()
-        found.append((ref, ImageSpan(digest=ref.digest, start=start, stop=stop)))
+        result.append((ref, ImageSpan(digest=ref.digest, start=start, stop=stop)))
         end_written, end = ref.stop, stop
     if token_ids[end:] != list(written[end_written:]):
         raise _changed()
-    return Expansion(token_ids, len(written), found)
+    return Expansion(token_ids, len(written), result)
 
 
 def _changed() -> MidstreamError:

@@ -127,7 +127,7 @@ class ToolReader:
     def whole(self, text: str, token_ids: Sequence[int]) -> Message:
         """Return what the whole text says, where it was not read in parts."""
         self._parser.set_prompt_token_ids(self._ask.token_ids)
-        _, content, found = self._checked(
+        _, content, result = self._checked(
             lambda: self._parser.parse(
                 text, self._request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
             )
@@ -135,7 +135,7 @@ class ToolReader:
         assert self._ask.tools is not None
         calls = [
             _call(self._id(index, call.id), call.name, call.arguments)
-            for index, call in enumerate(found or [])
+            for index, call in enumerate(result or [])
         ]
         forced = self._ask.tools.named or self._ask.tools.choice == "required"
         return Message(

@@ -282,12 +282,16 @@ class _Run:
         judged = await self._access.call(
             "midstream_certify", ("judge", msgspec.to_builtins(plan, builtin_types=(bytes,)))
         )
-        judgements = [msgspec.convert(each, Judgement) for each in judged]
-        self.readings = {kind: why for each in judgements for kind, why in each.readings.items()}
-        skipped = {law: why for each in judgements for law, why in each.not_compared.items()}
+        judgements = [msgspec.convert(judgement, Judgement) for judgement in judged]
+        self.readings = {
+            kind: why for judgement in judgements for kind, why in judgement.readings.items()
+        }
+        skipped = {
+            law: why for judgement in judgements for law, why in judgement.not_compared.items()
+        }
         if not self._access.chunked:
             skipped["rows of a chunked prefill"] = "the engine does not split prefills"
-        findings = [finding for each in judgements for finding in each.findings] + list(
+        findings = [finding for judgement in judgements for finding in judgement.findings] + list(
             self._stages(judgements)
         )
         return findings, skipped
@@ -345,7 +349,7 @@ class _Run:
             rows = await self._rows_of(BASE, later, ["post_block"], self._layers[-1:])
             head = Head(
                 rows["post_block", self._layers[-1]],
-                torch.stack([_floats(each) for each in logits]),
+                torch.stack([_floats(logit) for logit in logits]),
             )
         else:
             skipped["logits = transformers'"] = (
@@ -379,7 +383,7 @@ class _Run:
             "layers": list(layers),
         }
         ranks = await self._access.call("midstream_certify", ("rows", wish))
-        return {(hook, layer): self._rows(raw) for found in ranks for hook, layer, raw in found}
+        return {(hook, layer): self._rows(raw) for rank in ranks for hook, layer, raw in rank}
 
     async def _beside(
         self, plan: Plan, everything: StoredCapture, sizes: dict[str, dict[int, float]]
@@ -476,7 +480,7 @@ class _Run:
         try:
             for _ in range(100):
                 if len(llm.output_processor.request_states) >= len(running) or any(
-                    each.done() for each in running
+                    item.done() for item in running
                 ):
                     break
                 await asyncio.sleep(0.001)
@@ -485,8 +489,8 @@ class _Run:
         try:
             return list(await asyncio.gather(*running))
         finally:
-            for each in running:
-                each.cancel()
+            for item in running:
+                item.cancel()
 
     def _groups(self) -> Iterator[list[int]]:
         """Layers that one request edits, each at its own position: as many as prompt and
@@ -579,7 +583,7 @@ class _Run:
 
     def _stages(self, judgements: Sequence[Judgement]) -> Iterator[Finding]:
         """Rows that one stage hands to the next, of the ranks that record."""
-        recording = [each.edges for each in judgements if each.edges]
+        recording = [judgement.edges for judgement in judgements if judgement.edges]
         shape = Shape(self._hooks, torch.finfo(getattr(torch, self._info.dtype)).eps)
         for held, before, after in zip(self._access.stages, recording, recording[1:], strict=False):
             layer = held[-1]
@@ -590,8 +594,8 @@ class _Run:
             if (edited := before.get(f"edited {layer}")) and (
                 entered := after.get(f"entered {layer}")
             ):
-                left, added = self._rows(edited)
-                yield judge_entered(shape, left[None], added[None], self._rows(entered), layer)
+                remaining, added = self._rows(edited)
+                yield judge_entered(shape, remaining[None], added[None], self._rows(entered), layer)
 
     def _rows(self, raw: bytes) -> torch.Tensor:
         return _floats(raw).view(-1, self._info.hidden_size)

@@ -207,7 +207,7 @@ def differences(
             if not all(bool(tensors[name].isfinite().all()) for name in STREAM_TENSORS.values()):
                 raise NotComparableError(f"transformers' own rows of layer {layer} are not finite")
             median = dtype != "float32" and reference.follows[layer]
-            for each in _of_layer(
+            for item in _of_layer(
                 layer,
                 prompt.rows,
                 tensors,
@@ -215,18 +215,20 @@ def differences(
                 FLOORS[dtype],
                 median=median,
             ):
-                known = worst.setdefault((layer, each.hook), each)
-                worst[layer, each.hook] = max(known, each, key=lambda one: one.share)
-    found = list(worst.values())
+                known = worst.setdefault((layer, item.hook), item)
+                worst[layer, item.hook] = max(known, item, key=lambda one: one.share)
+    result = list(worst.values())
     if head and logits is not None:
         count = min(logits.shape[1], head.logits.shape[1])
-        seen = [
+        parts = [
             part[:, :count] for part in (head.logits, logits, own if own is not None else logits)
         ]
-        finite = seen[0].isfinite().all(0) & seen[1].isfinite().all(0)  # a vocabulary may be padded
-        served, defined, own = (part[:, finite] for part in seen)
+        finite = parts[0].isfinite().all(0) & parts[1].isfinite().all(
+            0
+        )  # a vocabulary may be padded
+        served, defined, own = (part[:, finite] for part in parts)
         size = defined.norm(dim=-1)
-        found.append(
+        result.append(
             Difference(
                 "logits",
                 -1,
@@ -234,7 +236,7 @@ def differences(
                 max(FLOORS[dtype], TIMES * _error(own, defined, size)),
             )
         )
-    return found
+    return result
 
 
 def _of_layer(
@@ -246,7 +248,7 @@ def _of_layer(
         names = (
             [STREAM_TENSORS[hook]]
             if hook in STREAM_TENSORS
-            else [name for name, each in exact.items() if each.shape == got.shape]
+            else [name for name, value in exact.items() if value.shape == got.shape]
         )
 
         def judged(name: str, got: torch.Tensor = got, hook: Hook = hook) -> Difference:
@@ -258,7 +260,7 @@ def _of_layer(
                 hook, layer, _error(got, right, size, median=median), max(floor, TIMES * own)
             )
 
-        yield min((judged(name) for name in names), key=lambda each: each.share)
+        yield min((judged(name) for name in names), key=lambda value: value.share)
 
 
 def _error(
@@ -289,27 +291,27 @@ def longer(config: Any, length: int, limit: int) -> tuple[int, list[str]]:
     ]
 
 
-def verdict(found: Sequence[Difference]) -> Difference | None:
+def verdict(differences: Sequence[Difference]) -> Difference | None:
     """The first that differs, or None where the stream and the logits do not: laws tie the other
     hooks to the stream.
     """
-    if all(each.ok for each in found if each.hook in STREAM_TENSORS or each.hook == "logits"):
+    if all(item.ok for item in differences if item.hook in STREAM_TENSORS or item.hook == "logits"):
         return None
-    return next(each for each in found if not each.ok)
+    return next(item for item in differences if not item.ok)
 
 
 def figures(
-    found: Sequence[Difference], hooks: Sequence[str]
+    differences: Sequence[Difference], hooks: Sequence[str]
 ) -> tuple[list[LawFigure], dict[str, str]]:
     """The laws of a certificate, and those that were not compared: hooks whose tensor transformers'
     layers do not have.
     """
     laws, lacking = [], {}
     for hook in [*hooks, "logits"]:
-        of_hook = [each for each in found if each.hook == hook]
+        of_hook = [item for item in differences if item.hook == hook]
         if not of_hook:
             continue
-        law, worst = f"{hook} = transformers'", max(of_hook, key=lambda each: each.share)
+        law, worst = f"{hook} = transformers'", max(of_hook, key=lambda item: item.share)
         if hook not in STREAM_TENSORS and hook != "logits" and not worst.ok:
             lacking[law] = f"transformers' layer {worst.layer} has no tensor with these rows"
             continue

@@ -74,8 +74,8 @@ def truncation(
 
     `kinds`: of each layer; `sizes`: of each layer's float32 weights; `rest`: of all other weights.
     """
-    wanted = max(kinds.index(kind) for kind in set(kinds)) + 1
-    for kept in range(min(wanted, MOST_LAYERS), 0, -1):
+    requested = max(kinds.index(kind) for kind in set(kinds)) + 1
+    for kept in range(min(requested, MOST_LAYERS), 0, -1):
         needed = int(_LOADING * (rest + sum(sizes[:kept])))
         if needed <= limit:
             return Truncation(kept, len(set(kinds)), len(set(kinds) - set(kinds[:kept])), needed)
@@ -112,7 +112,7 @@ def _plain(module: nn.Module) -> Hashable:
     own = {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and not any(each in name for each in _NUMBERS)
+        if not name.startswith("_") and not any(item in name for item in _NUMBERS)
     }
     return tuple(
         sorted(
@@ -196,7 +196,7 @@ class Reference:
                 ),
             )
         if missing := sorted(
-            {*report["missing_keys"], *(str(each) for each in report["mismatched_keys"])}
+            {*report["missing_keys"], *(str(item) for item in report["mismatched_keys"])}
         ):
             raise NotComparableError(
                 f"transformers' class has weights that the checkpoint does not: {missing[0]}"
@@ -209,9 +209,9 @@ class Reference:
 
     def trace(self, tokens: Sequence[int], positions: Sequence[int]) -> list[Tensors]:
         """Every tensor of the layers that has a row for each token."""
-        found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
+        result: list[dict[str, torch.Tensor]] = [{} for _ in range(self.truncation.layers)]
         handles = []
-        for layer, into in zip(self._model.get_submodule(self._layers), found, strict=True):
+        for layer, into in zip(self._model.get_submodule(self._layers), result, strict=True):
             for path, module in layer.named_modules():
                 if path.count(".") < _DEPTH:
                     handles.append(
@@ -223,7 +223,7 @@ class Reference:
             self._model.get_submodule(self._layers)[-1].register_forward_hook(_stop)
         )  # after the hooks above
         self._forward(tokens, handles)
-        return list(found)
+        return list(result)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """`[rows, vocabulary]` float32, of rows `[rows, hidden]` that leave the last layer of the
@@ -279,21 +279,21 @@ def _recorder(
 
 def _class_of(architecture: str, config: Any) -> Any:
     """transformers' class. Raises NotComparableError."""
-    found = getattr(transformers, architecture, None)
-    if found is None and type(config) in AutoModelForCausalLM._model_mapping:
-        found = AutoModelForCausalLM._model_mapping[type(config)]
-    if found is None or not isinstance(
-        config, getattr(found, "config_class", None) or PretrainedConfig
+    result = getattr(transformers, architecture, None)
+    if result is None and type(config) in AutoModelForCausalLM._model_mapping:
+        result = AutoModelForCausalLM._model_mapping[type(config)]
+    if result is None or not isinstance(
+        config, getattr(result, "config_class", None) or PretrainedConfig
     ):
         raise NotComparableError(
             f"transformers {transformers.__version__} has no class {architecture} for its config"
         )
-    return found
+    return result
 
 
 def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
     """The path of the decoder layers, and the layers. Raises NotComparableError."""
-    found = [
+    result = [
         (path, module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
@@ -301,9 +301,9 @@ def _stack(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
         and len(module) == number
         and not any(word in path for word in _ENCODERS)
     ]
-    if len(found) != 1:
-        raise NotComparableError(f"transformers' model has {len(found)} lists of {number} layers")
-    return found[0]
+    if len(result) != 1:
+        raise NotComparableError(f"transformers' model has {len(result)} lists of {number} layers")
+    return result[0]
 
 
 def _without_encoders(model: nn.Module, layers: str) -> None:

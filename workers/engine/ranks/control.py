@@ -139,7 +139,7 @@ class RankControl(ABC):
         stages: dict[int, set[str]] = {}
         for status, fingerprint in zip(await self.steering_status(), prints, strict=True):
             stages.setdefault(status.pp, set()).add(fingerprint)
-        return all(len(found) == 1 for found in stages.values())
+        return all(len(stage) == 1 for stage in stages.values())
 
 
 def rank_steering(status: dict[str, Any]) -> RankSteering:
@@ -171,9 +171,9 @@ def disagreement(ranks: Sequence[RankSteering]) -> str:
         stages.setdefault(rank.pp, []).append(rank)
     for stage, members in stages.items():
         if len({(rank.epoch, rank.checksum, rank.actions) for rank in members}) > 1:
-            told = ", ".join(
+            listing = ", ".join(
                 f"rank {rank.rank}: {rank.checksum} after {rank.actions} in epoch {rank.epoch}"
                 for rank in members
             )
-            return f"the ranks of stage {stage} disagree on the actions they applied: {told}"
+            return f"the ranks of stage {stage} disagree on the actions they applied: {listing}"
     return ""

@@ -44,13 +44,13 @@ class RankSaes:
                 "the worker holds (setting sae_cache_mib)"
             )
             raise MidstreamError("invalid_request", detail, field="features")
-        wanted = {sae.digest for sae in saes}
+        digests = {sae.digest for sae in saes}
         async with self._turn:
             for sae in saes:
                 if sae.digest not in self._loaded:
-                    await self._load(sae, wanted)
-            self._held.update(wanted)
-            for digest in wanted:
+                    await self._load(sae, digests)
+            self._held.update(digests)
+            for digest in digests:
                 self._loaded.move_to_end(digest)
 
     def release(self, saes: Sequence[StoredSae]) -> None:
@@ -61,9 +61,9 @@ class RankSaes:
                 del self._held[sae.digest]
         self._freed.set()
 
-    async def _load(self, sae: StoredSae, wanted: Collection[str]) -> None:
+    async def _load(self, sae: StoredSae, needed: Collection[str]) -> None:
         folder = await asyncio.to_thread(folder_of, self._root, sae.path)
-        await self._make_room(sae.bytes, wanted)
+        await self._make_room(sae.bytes, needed)
         undo = Undo("midstream_drop_saes", ([sae.digest],))
         load = self._ranks.apply(
             f"loading sparse autoencoder {sae.name!r}",
@@ -77,8 +77,8 @@ class RankSaes:
         await unbroken(load)
         self._loaded[sae.digest] = sae.bytes
 
-    async def _make_room(self, size: int, wanted: Collection[str]) -> None:
-        """Wait until that many bytes can be loaded, and drop what no request uses, `wanted`
+    async def _make_room(self, size: int, needed: Collection[str]) -> None:
+        """Wait until that many bytes can be loaded, and drop what no request uses, `needed`
         aside.
         """
         while sum(self._loaded.values()) + size > self._budget:
@@ -86,7 +86,7 @@ class RankSaes:
                 (
                     digest
                     for digest in self._loaded
-                    if digest not in self._held and digest not in wanted
+                    if digest not in self._held and digest not in needed
                 ),
                 None,
             )

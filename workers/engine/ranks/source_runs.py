@@ -44,13 +44,13 @@ class RankRuns:
         (what other ranks took is rolled back), and Quarantined. A call that raises, or is
         cancelled, holds nothing.
         """
-        wanted = list(dict.fromkeys(keys))
-        files = {key: await locate(key) for key in wanted}  # not in our turn: it may take long
+        needed = list(dict.fromkeys(keys))
+        files = {key: await locate(key) for key in needed}  # not in our turn: it may take long
         async with self._turn:
-            while missing := [files[key] for key in wanted if key not in self._sizes]:
-                await self._make_room(sum(run.bytes for run in missing), wanted)
+            while missing := [files[key] for key in needed if key not in self._sizes]:
+                await self._make_room(sum(run.bytes for run in missing), needed)
                 await unbroken(self._load(missing[0]))
-            for key in wanted:
+            for key in needed:
                 self._held[key] += 1
                 self._sizes.move_to_end(key)
 
@@ -68,28 +68,28 @@ class RankRuns:
         self._held.clear()
         self._freed.set()
 
-    async def _make_room(self, coming: int, wanted: Sequence[str]) -> None:
-        """Wait until `coming` bytes fit together with `wanted` and held runs, then evict unused
+    async def _make_room(self, coming: int, needed: Sequence[str]) -> None:
+        """Wait until `coming` bytes fit together with `needed` and held runs, then evict unused
         runs.
         """
         while True:
-            others = sum(
-                size for key, size in self._sizes.items() if key in self._held and key not in wanted
+            rest = sum(
+                size for key, size in self._sizes.items() if key in self._held and key not in needed
             )
-            staying = others + sum(size for key, size in self._sizes.items() if key in wanted)
-            if not others or staying + coming <= self._budget:
+            staying = rest + sum(size for key, size in self._sizes.items() if key in needed)
+            if not rest or staying + coming <= self._budget:
                 break
             self._freed.clear()
             await self._freed.wait()
-        await unbroken(self._evict(coming, wanted))
+        await unbroken(self._evict(coming, needed))
 
-    async def _evict(self, coming: int, wanted: Sequence[str]) -> None:
+    async def _evict(self, coming: int, needed: Sequence[str]) -> None:
         excess = sum(self._sizes.values()) + coming - self._budget
         dropped: list[str] = []
         for key, size in self._sizes.items():
             if excess <= 0:
                 break
-            if key not in self._held and key not in wanted:
+            if key not in self._held and key not in needed:
                 dropped.append(key)
                 excess -= size
         if dropped:

@@ -44,20 +44,20 @@ class RankVectors:
         Raises MidstreamError("intervention_failed") when a rank refuses; what other ranks took is
         rolled back.
         """
-        wanted = list(dict.fromkeys(names))
+        needed = list(dict.fromkeys(names))
         # not under the lock: it may take long
-        tensors = {name: await fetch(name) for name in wanted if name not in self._sizes}
+        tensors = {name: await fetch(name) for name in needed if name not in self._sizes}
         async with self._lock:
             missing = {name: tensor for name, tensor in tensors.items() if name not in self._sizes}
-            for name in wanted:
+            for name in needed:
                 if name not in self._sizes and name not in missing:  # evicted meanwhile
                     missing[name] = await fetch(name)
             if missing:
                 await unbroken(
-                    self._send(missing, keep=set(wanted), counted=not pinned, users=users)
+                    self._send(missing, keep=set(needed), counted=not pinned, users=users)
                 )
             holders = self._pinned if pinned else self._held
-            for name in wanted:
+            for name in needed:
                 holders[name] += 1
                 self._sizes.move_to_end(name)
 

@@ -60,14 +60,14 @@ def named(setting: str) -> list[str]:
 
 def offered() -> list[Offer]:
     """Return all that is installed, trusted or not, by kind and name."""
-    found = set()
+    result = set()
     for group, kind in GROUPS.items():
         for entry in entry_points(group=group):
             if entry.dist is not None:
-                found.add(
+                result.add(
                     Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
                 )
-    return sorted(found, key=lambda offer: offer[:4])
+    return sorted(result, key=lambda offer: offer[:4])
 
 
 def trusted(packages: Sequence[str]) -> list[Offer]:
@@ -105,9 +105,9 @@ def agreed(of_ranks: Sequence[Sequence[Extension]]) -> list[Extension]:
 
     Raises MidstreamError for ranks that have different versions or different code.
     """
-    first = {(each.kind, each.name): each for each in of_ranks[0]}
-    for rank, found in enumerate(of_ranks[1:], 1):
-        other = {(each.kind, each.name): each for each in found}
+    first = {(item.kind, item.name): item for item in of_ranks[0]}
+    for rank, result in enumerate(of_ranks[1:], 1):
+        other = {(item.kind, item.name): item for item in result}
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key):
                 raise MidstreamError(
@@ -149,7 +149,7 @@ def digest(offer: Offer) -> str:
         spec = None
     if spec is None:
         raise ExtensionError(f"{offer}: there is no module {top}")
-    roots = [Path(each) for each in spec.submodule_search_locations or []]
+    roots = [Path(item) for item in spec.submodule_search_locations or []]
     files = [
         (root, path)
         for root in roots

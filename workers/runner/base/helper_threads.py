@@ -55,21 +55,21 @@ class Apart(Generic[Question, Answer]):
             self._busy.set()
             self._asked.put((question, answer))
             try:
-                told = answer.get(timeout=self.patience_s)
+                report = answer.get(timeout=self.patience_s)
             except queue.Empty:
                 logger.error("%s takes longer than %g s", self._name, self.patience_s)
                 raise LateError(f"it took longer than {self.patience_s:g} s") from None
-        if isinstance(told, Exception):
-            raise told
-        return told
+        if isinstance(report, Exception):
+            raise report
+        return report
 
     def _run(self) -> None:
         while True:
             question, answer = self._asked.get()
-            told = self._told(question)
+            report = self._told(question)
             self._busy.clear()
-            answer.put(told)
-            del question, answer, told  # the rows' memory is not kept until the next call
+            answer.put(report)
+            del question, answer, report  # the rows' memory is not kept until the next call
 
     def _told(self, question: Question) -> Answer | Exception:
         try:

@@ -84,13 +84,13 @@ class RowIndex:
         self._last = 0
         self._dropped: list[int] = []
 
-    def reach(self, wanted: Wanted, hashes: list[bytes]) -> int:
+    def reach(self, needed: Wanted, hashes: list[bytes]) -> int:
         """Return how far the prefix cache may serve this prompt: up to the first captured position
         that is not kept.
         """
-        reach = wanted.prompt_tokens
-        for capture, ports in wanted.captures:
-            reach = min(reach, self._reach(capture, ports, wanted.prompt_tokens, hashes))
+        reach = needed.prompt_tokens
+        for capture, ports in needed.captures:
+            reach = min(reach, self._reach(capture, ports, needed.prompt_tokens, hashes))
         return reach
 
     def _reach(
@@ -115,14 +115,14 @@ class RowIndex:
         return prompt_tokens
 
     def serve(
-        self, request_id: str, wanted: Wanted, hashes: list[bytes], cached: int
+        self, request_id: str, needed: Wanted, hashes: list[bytes], cached: int
     ) -> list[KeptBlock]:
         """The kept rows of captured positions below `cached`, as `reach` has promised them."""
         served = []
-        for number, (capture, ports) in enumerate(wanted.captures):
+        for number, (capture, ports) in enumerate(needed.captures):
             for first in range(0, cached, self._block):
                 positions = capture.select(
-                    first, min(first + self._block, cached), wanted.prompt_tokens
+                    first, min(first + self._block, cached), needed.prompt_tokens
                 )
                 if len(positions):
                     key = hashes[first // self._block]
@@ -140,19 +140,19 @@ class RowIndex:
         return served
 
     def keep(
-        self, request_id: str, wanted: Wanted, hashes: list[bytes], start: int, stop: int
+        self, request_id: str, needed: Wanted, hashes: list[bytes], start: int, stop: int
     ) -> list[KeptBlock]:
         """Return which rows to keep now that the tokens `start … stop` are scheduled: of full
         blocks of the prompt only.
         """
         kept: list[KeptBlock] = []
-        if start >= wanted.prompt_tokens:
+        if start >= needed.prompt_tokens:
             return kept
-        last = min(min(stop, wanted.prompt_tokens) // self._block, len(hashes))
-        for number, (capture, ports) in enumerate(wanted.captures):
+        last = min(min(stop, needed.prompt_tokens) // self._block, len(hashes))
+        for number, (capture, ports) in enumerate(needed.captures):
             for place in range(start // self._block, last):
                 first = place * self._block
-                positions = capture.select(first, first + self._block, wanted.prompt_tokens)
+                positions = capture.select(first, first + self._block, needed.prompt_tokens)
                 if len(positions) and (
                     piece := self._add(
                         hashes[place],

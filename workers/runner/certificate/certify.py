@@ -325,10 +325,10 @@ class Certifier:
         """float32 logits that vLLM's sampler got of a request; empty where this rank did not see
         all of them.
         """
-        found = [self._logits.get((request, position)) for position in positions]
+        result = [self._logits.get((request, position)) for position in positions]
         return (
-            [self._raw(each[0]) for each in found if each is not None]
-            if all(each is not None for each in found)
+            [self._raw(item[0]) for item in result if item is not None]
+            if all(item is not None for item in result)
             else []
         )
 
@@ -371,8 +371,8 @@ class Certifier:
         rows = self._kept.of(plan.base, compared)
 
         def held(hook: Hook, number: int) -> torch.Tensor | None:
-            there = self._kept.rows.get((plan.base, hook, number))
-            return None if there is None else self._kept.of(plan.base, prompt)(hook, number)
+            present = self._kept.rows.get((plan.base, hook, number))
+            return None if present is None else self._kept.of(plan.base, prompt)(hook, number)
 
         def shared(hook: Hook, number: int) -> torch.Tensor:
             return self._shared([rows(hook, number)] if self._records else [], len(compared))
@@ -413,7 +413,7 @@ class Certifier:
 
     def _copies(self, plan: Plan) -> None:
         for copy in plan.copies:
-            got, wanted = (
+            got, needed = (
                 self._kept.of(copy.request, copy.positions),
                 self._kept.of(plan.base, copy.positions),
             )
@@ -422,7 +422,7 @@ class Certifier:
                     name = f"{hook}: {copy.law}"
                     self._findings.append(
                         judge_same(
-                            self._shape, name, hook, layer, got(hook, layer), wanted(hook, layer)
+                            self._shape, name, hook, layer, got(hook, layer), needed(hook, layer)
                         )
                     )
 
@@ -510,10 +510,10 @@ class Certifier:
             self._skipped["MLP"] = f"the model has no {source}, or no mlp_out"
             return
         edits = {
-            layer: each
+            layer: item
             for edit in plan.edits
             if edit.hook == "mlp_in"
-            for layer, each in _places(edit)
+            for layer, item in _places(edit)
         }
         for number, layer in self._layers.items():
             inputs = []
@@ -645,16 +645,16 @@ class Certifier:
             for norm in [nn.Identity(), *self._norms()]
         ]
         figure = min(
-            rowwise(rows, factor_of(each, rows) * each, self._shape.tolerance("module"))
-            for each in given
+            rowwise(rows, factor_of(item, rows) * item, self._shape.tolerance("module"))
+            for item in given
         )
-        found = Finding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
-        others = [name for name, child in self._parent.named_children() if _between(name, child)]
-        if found.ok or not others:
-            self._findings.append(found)
+        finding = Finding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
+        names = [name for name, child in self._parent.named_children() if _between(name, child)]
+        if finding.ok or not names:
+            self._findings.append(finding)
         else:
             self._skipped["embedding"] = (
-                f"{', '.join(others)} lies between the embedding and the first layer"
+                f"{', '.join(names)} lies between the embedding and the first layer"
             )
 
     def _output(self, plan: Plan) -> None:
@@ -697,22 +697,24 @@ class Certifier:
                 self._off(row, self._logits.get(place))
                 for row, place in zip(logits.float().cpu(), places, strict=True)
             ]
-            best = min(best, errors, key=lambda each: each[0])
+            best = min(best, errors, key=lambda item: item[0])
         if not self._records:
             return
         law, edit = "logits(last post_block) = vLLM's own", "edit at post_block: the logits have it"
-        seen = {
+        visited = {
             place: figure
             for place, figure in zip(places, best, strict=True)
             if place in self._logits and place[0] == plan.base
         }
         # Greedy: those logits are the ones that its sampler got.
-        if not seen or any(
-            int(self._logits[place].argmax()) != plan.tokens[place[1] + 1] for place in seen
+        if not visited or any(
+            int(self._logits[place].argmax()) != plan.tokens[place[1] + 1] for place in visited
         ):
             self._skipped[law] = "vLLM's own logits were not seen"
         else:
-            self._findings.append(Finding(law, ("post_block",), last, max(seen.values()), "logits"))
+            self._findings.append(
+                Finding(law, ("post_block",), last, max(visited.values()), "logits")
+            )
         if plan.final and (plan.final.request, plan.first) in self._logits:
             self._findings.append(Finding(edit, ("post_block",), last, best[-1], "edit", edit=True))
 
@@ -750,7 +752,7 @@ class Certifier:
             "."
         )
         holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-        found = [
+        norms = [
             child
             for holder in holders
             for name, child in holder.named_children()
@@ -758,8 +760,10 @@ class Certifier:
         ]
         return [
             norm
-            for norm in found
-            if all(each.shape[-1] == self._adapter.hidden_size for each in norm.parameters())
+            for norm in norms
+            if all(
+                parameter.shape[-1] == self._adapter.hidden_size for parameter in norm.parameters()
+            )
         ]
 
     def _off(self, row: torch.Tensor, own: torch.Tensor | None) -> float:

@@ -34,7 +34,7 @@ class InsideLaws:
 
     def __init__(
         self,
-        found: Mapping[Hook, Sequence[Inner]],
+        fields: Mapping[Hook, Sequence[Inner]],
         layers: Mapping[int, nn.Module],
         shape: Shape,
         *,
@@ -48,7 +48,7 @@ class InsideLaws:
         """`compared`: rows of the residual hooks at `places` of the prompt, on the rank that
         records them.
         """
-        self._found, self._layers, self._shape = found, layers, shape
+        self._found, self._layers, self._shape = fields, layers, shape
         self._held, self._compared, self._places, self._shared = (
             held,
             compared,
@@ -93,7 +93,7 @@ class InsideLaws:
         output = _first(self._found[hook][place].module(rows[self._places]))
         if self._compared is None:
             return
-        wanted = self._compared(into, number)
+        needed = self._compared(into, number)
         norms = [
             child
             for name, child in self._layers[number].named_children()
@@ -102,8 +102,8 @@ class InsideLaws:
         given = [output, *(_first(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
         figure = min(
-            rowwise(each.float().cpu(), wanted, tolerance, median=self._shape.routes(number))
-            for each in given
+            rowwise(item.float().cpu(), needed, tolerance, median=self._shape.routes(number))
+            for item in given
         )
         yield Finding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
 
@@ -148,10 +148,10 @@ class InsideLaws:
         if not {"q_proj", "k_proj", "q", "k"} <= self._found.keys():
             return
         rows = [
-            each for hook in ("q_proj", "k_proj") if (each := self._rows(hook, number)) is not None
+            row for hook in ("q_proj", "k_proj") if (row := self._rows(hook, number)) is not None
         ]
-        wanted = [each for hook in ("q", "k") if (each := self._held(hook, number)) is not None]
-        if len(rows) + len(wanted) < 4:
+        projections = [row for hook in ("q", "k") if (row := self._held(hook, number)) is not None]
+        if len(rows) + len(projections) < 4:
             return
         layer, attention = self._layers[number], self._found["q"][place].module
         parent = next(
@@ -164,7 +164,7 @@ class InsideLaws:
         )
         norms, width = _norms(parent), self._found["q"][place].columns.row.width
         normed = [
-            _normed(norms.get(letter), each, width) for letter, each in zip("qk", rows, strict=True)
+            _normed(norms.get(letter), row, width) for letter, row in zip("qk", rows, strict=True)
         ]
         candidates = [tuple(normed)]
         rotary = next(
@@ -179,10 +179,12 @@ class InsideLaws:
             positions = torch.arange(len(normed[0]), device=self._device)
             candidates.append(tuple(rotary(positions, normed[0].clone(), normed[1].clone())))
         tolerance = self._shape.tolerance("module")
-        for place_of, (hook, rows_of) in enumerate(zip(("q_proj", "k_proj"), wanted, strict=True)):
+        for place_of, (hook, rows_of) in enumerate(
+            zip(("q_proj", "k_proj"), projections, strict=True)
+        ):
             figure = min(
-                rowwise(each[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
-                for each in candidates
+                rowwise(row[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
+                for row in candidates
             )
             yield Finding(f"norm and rotary embedding of {hook}", (hook,), number, figure, "module")
 
@@ -206,12 +208,12 @@ def attend(
     distance = torch.arange(count)[:, None] - torch.arange(count)[None]
     if kind.slopes:
         scores = scores - torch.tensor(kind.slopes)[:, None, None] * distance
-    seen = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
+    visited = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
     if kind.chunk:
-        seen &= (
+        visited &= (
             torch.arange(count)[:, None] // kind.chunk == torch.arange(count)[None] // kind.chunk
         )
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~visited, float("-inf"))
     if kind.sinks:
         scores = torch.cat(
             [scores, torch.tensor(kind.sinks)[:, None, None].expand(-1, count, 1)], dim=2

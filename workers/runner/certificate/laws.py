@@ -150,12 +150,12 @@ def sumwise(
 
 
 def rowwise(
-    got: torch.Tensor, wanted: torch.Tensor, tolerance: float, *, median: bool = False
+    got: torch.Tensor, expected: torch.Tensor, tolerance: float, *, median: bool = False
 ) -> float:
     """Largest (or median) norm of a row's error, over `tolerance` · the row's norm."""
-    if got.shape != wanted.shape:
+    if got.shape != expected.shape:
         return math.inf
-    errors = (got - wanted).norm(dim=-1) / (tolerance * wanted.norm(dim=-1)).clamp_min(
+    errors = (got - expected).norm(dim=-1) / (tolerance * expected.norm(dim=-1)).clamp_min(
         torch.finfo(torch.float32).tiny
     )
     return _worst(errors.median() if median and errors.numel() else errors)
@@ -167,10 +167,10 @@ def _worst(values: torch.Tensor) -> float:
 
 
 def visible(
-    part: torch.Tensor, total: torch.Tensor, others: Sequence[torch.Tensor], tolerance: float
+    part: torch.Tensor, total: torch.Tensor, rest: Sequence[torch.Tensor], tolerance: float
 ) -> float:
     """`VISIBLE` over the share of elements of `part` that the tolerance of a sum does not hide."""
-    size = total.abs() + part.abs() + sum(other.abs() for other in others)
+    size = total.abs() + part.abs() + sum(other.abs() for other in rest)
     share = float((part.abs() > tolerance * size).float().mean())
     return VISIBLE / share if share else math.inf
 
@@ -194,79 +194,81 @@ def named(terms: Mapping[Hook, float]) -> str:
 
 def judge_layer(shape: Shape, rows: Rows, layer: int) -> list[Finding]:
     """Sums of one layer, and that every branch is visible in them."""
-    found, tolerance = [], shape.tolerance("sum")
+    result, tolerance = [], shape.tolerance("sum")
     for total, terms in sums(shape, layer):
         parts = {hook: factor * rows(hook, layer) for hook, factor in terms.items()}
         whole = rows(total, layer)
         figure = elementwise(whole, list(parts.values()), tolerance)
-        found.append(Finding(f"{total} = {named(terms)}", (total, *terms), layer, figure))
+        result.append(Finding(f"{total} = {named(terms)}", (total, *terms), layer, figure))
         for branch in parts.keys() & {"attn_out", "mlp_out"}:
-            others = [part for hook, part in parts.items() if hook != branch]
-            share = visible(parts[branch], whole, others, tolerance)
-            found.append(
+            rest = [part for hook, part in parts.items() if hook != branch]
+            share = visible(parts[branch], whole, rest, tolerance)
+            result.append(
                 Finding(f"{branch} is visible in {total}", (branch,), layer, share, "seen")
             )
-    return found
+    return result
 
 
-def judge_boundary(shape: Shape, left: torch.Tensor, entered: torch.Tensor, layer: int) -> Finding:
+def judge_boundary(
+    shape: Shape, leaving: torch.Tensor, entered: torch.Tensor, layer: int
+) -> Finding:
     """`post_block` of `layer` against `pre_attn` of the next."""
-    figure = elementwise(entered, [left], shape.tolerance("same"))
+    figure = elementwise(entered, [leaving], shape.tolerance("same"))
     return Finding(
         "pre_attn[L+1] = post_block[L]", ("post_block", "pre_attn"), layer, figure, "same"
     )
 
 
 def judge_same(
-    shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor, wanted: torch.Tensor
+    shape: Shape, law: str, hook: Hook, layer: int, got: torch.Tensor, expected: torch.Tensor
 ) -> Finding:
     """The rows of a hook against those of the same tokens in another batch."""
     return Finding(
         law,
         (hook,),
         layer,
-        rowwise(got, wanted, shape.tolerance("batch"), median=shape.follows(layer)),
+        rowwise(got, expected, shape.tolerance("batch"), median=shape.follows(layer)),
         "batch",
     )
 
 
 def judge_module(
-    shape: Shape, got: torch.Tensor, wanted: torch.Tensor, layer: int, hooks: Sequence[str]
+    shape: Shape, got: torch.Tensor, expected: torch.Tensor, layer: int, hooks: Sequence[str]
 ) -> Finding:
     """Return what the layer's own MLP gives for the rows of its input against the rows of
     `mlp_out`.
     """
-    figure = rowwise(got, wanted, shape.tolerance("module"), median=shape.routes(layer))
+    figure = rowwise(got, expected, shape.tolerance("module"), median=shape.routes(layer))
     return Finding(f"MLP({hooks[0]}) = mlp_out", tuple(hooks), layer, figure, "module")
 
 
 def judge_parts(
-    shape: Shape, got: torch.Tensor, entered: torch.Tensor, left: torch.Tensor, layer: int
+    shape: Shape, got: torch.Tensor, entered: torch.Tensor, leaving: torch.Tensor, layer: int
 ) -> list[Finding]:
     """Return what the layer's own MLP gives for the rows of `mlp_in`, up to one factor, against
     what `post_block` has more than `post_attn`.
 
     Where an MLP of several parts has no `mlp_out`, which would be their sum.
     """
-    part, tolerance = factor_of(got, left - entered) * got, shape.tolerance("module")
+    part, tolerance = factor_of(got, leaving - entered) * got, shape.tolerance("module")
     law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
-    seen = visible(part, left, [entered], tolerance)
+    visited = visible(part, leaving, [entered], tolerance)
     return [
         Finding(
             law,
             hooks,
             layer,
-            sumwise(left, [entered, part], tolerance, median=shape.routes(layer)),
+            sumwise(leaving, [entered, part], tolerance, median=shape.routes(layer)),
             "module",
         ),
-        Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, seen, "seen"),
+        Finding("MLP(mlp_in) is visible in post_block", ("mlp_in",), layer, visited, "seen"),
     ]
 
 
-def factor_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the factor by which `got` is nearest to `wanted`."""
+def factor_of(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the factor by which `got` is nearest to `expected`."""
     return float(
-        (wanted * got).sum() / got.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+        (expected * got).sum() / got.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
     )
 
 
@@ -290,12 +292,12 @@ def judge_edit(
     another rank has it, or there is none. Of an edit at `mlp_in` the MLP itself says what it
     reaches: see `judge_module`.
     """
-    have, law = [each for each in HOOKS if each in shape.hooks], f"edit at {hook}: "
-    found = []
-    for each in have[: have.index(hook) + 1]:
-        figure = rowwise(edited(each, layer), plain(each, layer), shape.tolerance("batch"))
-        found.append(
-            Finding(f"{law}nothing before it", (hook, each), layer, figure, "batch", edit=True)
+    have, law = [item for item in HOOKS if item in shape.hooks], f"edit at {hook}: "
+    result = []
+    for item in have[: have.index(hook) + 1]:
+        figure = rowwise(edited(item, layer), plain(item, layer), shape.tolerance("batch"))
+        result.append(
+            Finding(f"{law}nothing before it", (hook, item), layer, figure, "batch", edit=True)
         )
     for total, terms in sums(shape, layer):
         if hook in terms:
@@ -303,13 +305,13 @@ def judge_edit(
                 terms[hook] * added
             ]
             figure = sumwise(edited(total, layer), parts, shape.tolerance("edit"))
-            found.append(
+            result.append(
                 Finding(
                     f"{law}{total} has it", (hook, total, *terms), layer, figure, "edit", edit=True
                 )
             )
     if hook == "post_block" and entered is not None:
-        found.append(judge_entered(shape, edited("post_block", layer), added, entered, layer))
+        result.append(judge_entered(shape, edited("post_block", layer), added, entered, layer))
     reads: dict[str, Hook] = {
         "pre_attn": "attn_out",
         "post_attn": "mlp_in" if "mlp_in" in have else "mlp_out",
@@ -318,7 +320,7 @@ def judge_edit(
     reader = reads.get(hook)
     if reader is not None and reader in have:
         moved = rowwise(edited(reader, layer), plain(reader, layer), shape.tolerance("reach"))
-        found.append(
+        result.append(
             Finding(
                 f"{law}{reader} sees it",
                 (hook, reader),
@@ -328,14 +330,14 @@ def judge_edit(
                 edit=True,
             )
         )
-    return found
+    return result
 
 
 def judge_entered(
-    shape: Shape, left: torch.Tensor, added: torch.Tensor, entered: torch.Tensor, layer: int
+    shape: Shape, leaving: torch.Tensor, added: torch.Tensor, entered: torch.Tensor, layer: int
 ) -> Finding:
     """An edit of `post_block` against what the next layer gets."""
-    figure = sumwise(entered, [left, added], shape.tolerance("edit"))
+    figure = sumwise(entered, [leaving, added], shape.tolerance("edit"))
     return Finding(
         "edit at post_block: pre_attn[L+1] has it",
         ("post_block", "pre_attn"),
@@ -376,13 +378,13 @@ def combine(findings: Iterable[Finding]) -> list[Law]:
     for finding in findings:
         laws.setdefault(finding.law, []).append(finding)
     made = []
-    for law, found in laws.items():
-        worst = max(found, key=lambda finding: (math.isnan(finding.figure), finding.figure))
-        failing = tuple(sorted({finding.layer for finding in found if not finding.ok}))
-        layers = tuple(sorted({finding.layer for finding in found}))
+    for law, value in laws.items():
+        worst = max(value, key=lambda finding: (math.isnan(finding.figure), finding.figure))
+        failing = tuple(sorted({finding.layer for finding in value if not finding.ok}))
+        layers = tuple(sorted({finding.layer for finding in value}))
         made.append(
             Law(
-                law, worst.kind, worst.hooks, worst.figure, worst.layer, len(found), failing, layers
+                law, worst.kind, worst.hooks, worst.figure, worst.layer, len(value), failing, layers
             )
         )
     return made
@@ -404,13 +406,13 @@ def verdict(
     first layer, and what leaves the last, has no neighbour. `unshown`: takes the hooks that nothing
     proves, and nothing disproves.
     """
-    found = list(findings)
-    laws = combine(finding for finding in found if not finding.edit)
+    result = list(findings)
+    laws = combine(finding for finding in result if not finding.edit)
     broken = [law for law in laws if not law.ok]
     blamed = _smallest(hooks, [set(law.hooks) & set(hooks) for law in broken])
     absent: dict[Hook, str] = {hook: _why(broken, hook) for hook in hooks if hook in blamed}
     edits = combine(
-        finding for finding in found if finding.edit and not blamed & set(finding.hooks)
+        finding for finding in result if finding.edit and not blamed & set(finding.hooks)
     )
     for hook in hooks:
         if wrong := [law for law in edits if not law.ok and law.hooks[0] == hook]:
@@ -451,11 +453,11 @@ def verdict_inside(
     laws = combine(findings)
     absent: dict[str, str] = {}
     for hook in hooks:
-        mine = [law for law in laws if hook in law.hooks]
-        if broken := [law for law in mine if not law.ok]:
+        own = [law for law in laws if hook in law.hooks]
+        if broken := [law for law in own if not law.ok]:
             absent[hook] = _why(broken, hook)
         elif lacking := sorted(
-            set(range(num_layers)) - {layer for law in mine for layer in law.layers}
+            set(range(num_layers)) - {layer for law in own for layer in law.layers}
         ):
             absent[hook] = (
                 "the certification run did not prove it: no law speaks about its rows in layer "
@@ -469,10 +471,10 @@ def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
     first.
     """
     order = [hook for hook in BLAME if hook in hooks]
-    distinct = {frozenset(each) for each in broken if each}
+    distinct = {frozenset(item) for item in broken if item}
     for size in range(len(order) + 1):
         for chosen in itertools.combinations(order, size):
-            if all(set(chosen) & each for each in distinct):
+            if all(set(chosen) & item for item in distinct):
                 return set(chosen)
     return set(order)
 

@@ -44,15 +44,15 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
 
     `cpu`: the model runs on a CPU; elsewhere ops are listed, and refused.
     """
-    found: dict[int, Extension] = {}
+    extensions: dict[int, Extension] = {}
     for offer in offers:
         if offer.kind != "op":
             continue
         try:
             facts, edit = _loaded(offer, cpu=cpu)
-            if twin := found.get(facts.code):
+            if twin := extensions.get(facts.code):
                 raise ValueError(f"its code is that of the op {twin.name}: rename it")
-            found[facts.code] = facts
+            extensions[facts.code] = facts
             if not cpu:
                 continue
             _check(edit, facts, hidden_size)
@@ -64,7 +64,7 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
             ) from error
         OPS[facts.code] = edit
         logger.info("%s is loaded, code %s", offer, facts.digest[:12])
-    return list(found.values())
+    return list(extensions.values())
 
 
 def check_here(entries: Iterable[StoredSteering]) -> None:

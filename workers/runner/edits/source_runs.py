@@ -82,14 +82,14 @@ class RunStore:
             )
         if not files.positions:
             raise ValueError(f"run {files.key}: it has no rows")
-        wanted = self._sites.intersection(
+        needed = self._sites.intersection(
             (hook, layer) for hook, layers in files.sites.items() for layer in layers
         )
         parts: dict[tuple[str, int], list[_Part]] = {}
-        if wanted:
+        if needed:
             for file in files.files:
                 try:
-                    for site, part in self._read(files, file, wanted).items():
+                    for site, part in self._read(files, file, needed).items():
                         parts.setdefault(site, []).append(part)
                 except (OSError, ValueError, MemoryError) as error:
                     passes = isinstance(error, OSError) and error.errno in PASSING
@@ -97,12 +97,12 @@ class RunStore:
                         f"run {files.key}: {file.path}: "
                         f"{f'{READ_LATER}: ' if passes else ''}{error}"
                     ) from error
-        if missing := wanted - parts.keys():
+        if missing := needed - parts.keys():
             raise ValueError(f"run {files.key}: none of its files contains {_site(*min(missing))}")
         rows = {}
-        for site, found in parts.items():
+        for site, value in parts.items():
             try:
-                rows[site] = _whole(found)
+                rows[site] = _whole(value)
             except ValueError as error:
                 raise ValueError(f"run {files.key}: {_site(*site)} {error}") from error
         crc = 0
@@ -112,7 +112,7 @@ class RunStore:
             )
         places = {position: place for place, position in enumerate(files.positions)}
         self._runs[files.key] = _LoadedRun(
-            places, rows, crc, sum(each.nbytes for each in rows.values())
+            places, rows, crc, sum(row.nbytes for row in rows.values())
         )
 
     def drop(self, keys: Sequence[str]) -> None:
@@ -130,12 +130,12 @@ class RunStore:
         Raises LookupError when the run, its site or a position is not here, ValueError when a value
         is not finite or `name` is no such name.
         """
-        wanted = parse_row(name)
-        run, rows = self._find(wanted.key, wanted.hook, wanted.layer)
-        if wanted.position is not None:
-            values = rows[self._places(wanted, run, (wanted.position,))[0]].float()
+        needed = parse_row(name)
+        run, rows = self._find(needed.key, needed.hook, needed.layer)
+        if needed.position is not None:
+            values = rows[self._places(needed, run, (needed.position,))[0]].float()
         else:
-            chosen = rows[self._places(wanted, run, wanted.mean)] if wanted.mean else rows
+            chosen = rows[self._places(needed, run, needed.mean)] if needed.mean else rows
             values = chosen.double().mean(0).float()
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name}: has values that are not finite")
@@ -167,7 +167,7 @@ class RunStore:
     def _elsewhere(self, hook: Hook, layer: int) -> str:
         return "" if (hook, layer) in self._sites else ", which is not on this rank"
 
-    def _places(self, wanted: RunRow, run: _LoadedRun, positions: Sequence[int]) -> list[int]:
+    def _places(self, run_row: RunRow, run: _LoadedRun, positions: Sequence[int]) -> list[int]:
         """Return where the rows of `positions` are."""
         try:
             return [run.places[position] for position in positions]
@@ -176,12 +176,12 @@ class RunStore:
                 [position for position in positions if position not in run.places], _SHOWN_RANGES
             )
             raise LookupError(
-                f"source run {wanted.key} has no row of {_site(wanted.hook, wanted.layer)} at "
+                f"source run {run_row.key} has no row of {_site(run_row.hook, run_row.layer)} at "
                 f"position {lacking}"
             ) from None
 
     def _read(
-        self, files: RunFiles, file: RunFile, wanted: set[tuple[str, int]]
+        self, files: RunFiles, file: RunFile, needed: set[tuple[str, int]]
     ) -> "dict[tuple[str, int], _Part]":
         """The wanted sites' rows of one blob. Raises OSError, ValueError, MemoryError."""
         with self._store.open(file.path) as handle:
@@ -192,8 +192,8 @@ class RunStore:
                 place.site: place for place in header.tensors.values() if place.site is not None
             }
             self._check(files, header)
-            mine = {site: place for site, place in held.items() if site in wanted}
-            if not mine:  # another stage's
+            own_part = {site: place for site, place in held.items() if site in needed}
+            if not own_part:  # another stage's
                 return {}
             raw = handle.read(file.offset, file.bytes)
             if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
@@ -202,7 +202,7 @@ class RunStore:
         size = self._hidden_size if row is None else row.size
         start, stop = columns or (0, size)
         shape = [len(files.positions), stop - start]
-        for site, place in mine.items():
+        for site, place in own_part.items():
             if place.shape != shape or place.dtype not in _DTYPES:
                 raise ValueError(f"{place.name} is {place.dtype} {place.shape}, not {shape}")
             # so that rows of others are not held as well
@@ -217,11 +217,11 @@ class RunStore:
         if (key := run_key(manifest.job, manifest.request, manifest.tag)) != files.key:
             raise ValueError(f"these are rows of {key}")
         if manifest.positions != files.positions:
-            theirs, mine = (
+            ranges, own = (
                 as_ranges(manifest.positions, _SHOWN_RANGES),
                 as_ranges(files.positions, _SHOWN_RANGES),
             )
-            raise ValueError(f"it has positions {theirs}, but the run has {mine}")
+            raise ValueError(f"it has positions {ranges}, but the run has {own}")
 
 
 class _Part(NamedTuple):

@@ -180,13 +180,17 @@ class RowTable:
         """(key, references, CRC32 of what its sites find) of each row in use, and of row 0 without
         a key. Waits for the device.
         """
-        found = self._pool.fingerprints()
-        for row, (here, whole) in self._whole.items():
-            if found[row] == here:  # it is what was written, of which ranks have other columns
-                found[row] = whole
+        fingerprints = self._pool.fingerprints()
+        for row, (value, whole) in self._whole.items():
+            if (
+                fingerprints[row] == value
+            ):  # it is what was written, of which ranks have other columns
+                fingerprints[row] = whole
         return [
-            ("", 0, found[0]),
-            *sorted((key, self._references[key], found[row]) for key, row in self._rows.items()),
+            ("", 0, fingerprints[0]),
+            *sorted(
+                (key, self._references[key], fingerprints[row]) for key, row in self._rows.items()
+            ),
         ]
 
     def _all_rows(self) -> list[int]:
@@ -232,21 +236,21 @@ class RowTable:
         """
         does: dict[tuple[int, str], Does] = {}
         for entry in spec.entries:
-            here = [
+            numbers = [
                 number
                 for layer in entry.layers
                 if (number := self._numbers.get((entry.hook, layer))) is not None
             ]
-            if not here:
+            if not numbers:
                 continue
-            mine = self._does(entry)
+            own = self._does(entry)
             # the entries before it are usually the same as well
             joined: dict[int, tuple[Does, Does]] = {}
-            for number in here:
+            for number in numbers:
                 before = does.get((number, entry.family))
                 if before is not None and id(before) not in joined:
-                    joined[id(before)] = before, _JOINED[entry.family](before, mine)
-                does[number, entry.family] = mine if before is None else joined[id(before)][1]
+                    joined[id(before)] = before, _JOINED[entry.family](before, own)
+                does[number, entry.family] = own if before is None else joined[id(before)][1]
         # most sites of an entry hold the same
         laid: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         content = {}
@@ -345,11 +349,13 @@ class HeldRows:
     def __init__(self, table: AnyTable, actions: ActionLedger) -> None:
         self._table, self._actions = table, actions
 
-    def acquire(self, step: int, wanted: Sequence[SteeringRow]) -> list[tuple[int, SteeringRow]]:
+    def acquire(
+        self, step: int, steering_rows: Sequence[SteeringRow]
+    ) -> list[tuple[int, SteeringRow]]:
         """Return all of them, or none when it raises (as `RowTable.acquire`)."""
         held: list[tuple[int, SteeringRow]] = []
         try:
-            for spec in wanted:
+            for spec in steering_rows:
                 row, written = self._table.acquire(spec)
                 held.append((row, spec))
                 if written is not None:

@@ -74,17 +74,17 @@ def joined(content: Content, hidden_size: int, dtype: torch.dtype, *, pinned: bo
         iter(held.values()), (torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS))
     )
     if len(held) > 1:
-        vectors, scalars = (torch.cat(each) for each in zip(*held.values(), strict=True))
+        vectors, scalars = (torch.cat(item) for item in zip(*held.values(), strict=True))
     if pinned:
         vectors, scalars = locked_copy(vectors), locked_copy(scalars)
     extents: list[_Extent] = []
     parts: dict[tuple[int, int], Held] = {}
     first = 0
-    for name, (mine, _) in held.items():
-        part = vectors[first : first + len(mine)], scalars[first : first + len(mine)]
-        extents += [_Extent(site, family, first, len(mine)) for site, family in places[name]]
+    for name, (value, _) in held.items():
+        part = vectors[first : first + len(value)], scalars[first : first + len(value)]
+        extents += [_Extent(site, family, first, len(value)) for site, family in places[name]]
         parts |= dict.fromkeys(places[name], part)
-        first += len(mine)
+        first += len(value)
     return Joined(
         {place: parts[place] for place in content},
         vectors,
@@ -180,7 +180,7 @@ class EntryPool:
             buffers.pool.cpu(),
             buffers.scalars.cpu(),
         )
-        found = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
+        result = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
         for row, runs in self._runs.items():
             crc = 0
             for run in sorted(runs):
@@ -189,8 +189,8 @@ class EntryPool:
                 crc = crc32_of(
                     pool[first : first + run.entries], scalars[first : first + run.entries], crc=crc
                 )
-            found[row] = crc
-        return found
+            result[row] = crc
+        return result
 
     def _close_gaps(self) -> None:
         """Compact all runs, keeping their order."""

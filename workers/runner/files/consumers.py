@@ -94,7 +94,7 @@ class Logging:
 
 def _norms(capture: FinishedCapture) -> str:
     """`post_block.3 |first| … |last|` for each site."""
-    said = []
+    norms = []
     for hook, layers in capture.sites.items():
         for layer in layers:
             rows = rows_of(capture, hook, layer)
@@ -103,8 +103,8 @@ def _norms(capture: FinishedCapture) -> str:
                 if len(rows)
                 else ["-", "-"]
             )
-            said.append(f"{hook}.{layer} {' … '.join(lengths)}")
-    return ", ".join(said)
+            norms.append(f"{hook}.{layer} {' … '.join(lengths)}")
+    return ", ".join(norms)
 
 
 def rows_of(capture: FinishedCapture, hook: str, layer: int) -> np.ndarray:
@@ -135,14 +135,16 @@ class Installed:
             return [Outcome(error=str(error))] * len(captures)
 
     def _call(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
-        told = list(self._consumer.consume(captures))
-        if len(told) != len(captures) or not all(isinstance(outcome, Outcome) for outcome in told):
+        report = list(self._consumer.consume(captures))
+        if len(report) != len(captures) or not all(
+            isinstance(outcome, Outcome) for outcome in report
+        ):
             raise TypeError(
-                f"consume() must return one Outcome per capture: {len(told)} returned for "
+                f"consume() must return one Outcome per capture: {len(report)} returned for "
                 f"{len(captures)}"
             )
         # files and rows are for those built in
-        return [Outcome(error=outcome.error) for outcome in told]
+        return [Outcome(error=outcome.error) for outcome in report]
 
 
 def _copy(capture: FinishedCapture) -> FinishedCapture:
@@ -167,9 +169,9 @@ def installed() -> dict[str, Installed]:
 
     One that cannot be loaded or made is logged and left out.
     """
-    found: dict[str, Installed] = {}
+    result: dict[str, Installed] = {}
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in found:
+        if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in result:
             logger.error(
                 "capture consumer %s of %s skipped: the name is already in use",
                 entry.name,
@@ -178,14 +180,14 @@ def installed() -> dict[str, Installed]:
             continue
         try:
             make: Callable[[], Consumer] = entry.load()
-            found[entry.name] = Installed(entry.name, make())
+            result[entry.name] = Installed(entry.name, make())
         except KeyboardInterrupt:
             raise
         except BaseException:  # a module that calls sys.exit() must not end the rank
             logger.exception(
                 "capture consumer %s (%s) skipped: it cannot be loaded", entry.name, entry.value
             )
-    return found
+    return result
 
 
 def available() -> list[str]:

@@ -52,10 +52,10 @@ class Columns:
     def chosen(self, heads: Sequence[int]) -> list[slice]:
         """The columns of this rank's rows that are stored."""
         width = self.row.width
-        here = [
+        local = [
             head * width - self.start for head in heads if self.start <= head * width < self.stop
         ]
-        return [slice(first, first + width) for first in here] if heads else [slice(None)]
+        return [slice(first, first + width) for first in local] if heads else [slice(None)]
 
     @property
     def sharded(self) -> bool:

@@ -291,9 +291,11 @@ class Writer:
             names,
             key=lambda name: (BUILT_IN.index(name) if name in BUILT_IN else len(BUILT_IN), name),
         ):
-            mine = [number for number, by_name in enumerate(outcomes) if name in by_name]
-            results = each(self._action(name, consumers), [captures[number][1] for number in mine])
-            for number, result in zip(mine, results, strict=True):
+            numbers = [number for number, by_name in enumerate(outcomes) if name in by_name]
+            results = each(
+                self._action(name, consumers), [captures[number][1] for number in numbers]
+            )
+            for number, result in zip(numbers, results, strict=True):
                 outcomes[number][name] = (
                     Outcome(error=str(result) or repr(result))
                     if isinstance(result, Exception)

@@ -52,15 +52,15 @@ class Variant:
         """Return what the rows of a layer add up to: `post_attn` and `post_block`, as multiples of
         rows before them.
         """
-        found: dict[Hook, Law] = {}
+        result: dict[Hook, Law] = {}
         if {"pre_attn", "attn_out", "post_attn"} <= self.taps.keys():
-            found["post_attn"] = {"pre_attn": 1.0, "attn_out": 1.0}
+            result["post_attn"] = {"pre_attn": 1.0, "attn_out": 1.0}
         middle: Law = (
             {"post_attn": 1.0} if "post_attn" in self.taps else {"pre_attn": 1.0, "attn_out": 1.0}
         )
         if {*middle, "mlp_out", "post_block"} <= self.taps.keys():
-            found["post_block"] = {**middle, "mlp_out": 1.0}
-        return dict(self.stated) if self.stated else found
+            result["post_block"] = {**middle, "mlp_out": 1.0}
+        return dict(self.stated) if self.stated else result
 
 
 #: Of what the table does not have, until the model is loaded.
@@ -289,7 +289,7 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
     language_model = _language_model(architecture, text_type)
     try:
         variant = variant_of(language_model, {name: getattr(config, name, None) for name in _ASKED})
-        found = caveats(
+        result = caveats(
             language_model,
             config,
             max_model_len,
@@ -300,7 +300,7 @@ def describe(architecture: str, hf_config: Any, max_model_len: int = 0) -> Adapt
         raise UnsupportedArchitectureError(f"{architecture}: {error}") from error
     if text_type in DEEPSTACK:
         variant = replace(variant, hands_on=False)
-    return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, found)
+    return Adapter(architecture, variant, config.hidden_size, config.num_hidden_layers, result)
 
 
 def _language_model(architecture: str, text_type: str | None) -> str:

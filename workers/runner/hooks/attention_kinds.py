@@ -35,9 +35,9 @@ def attention_kinds(
     The same on each of its `ranks`, all of which must call this.
     """
     return grouped(
-        found
+        result
         for number, layer in held_layers(model, adapter)
-        if (found := kind_of(number, layer, gather, ranks)) is not None
+        if (result := kind_of(number, layer, gather, ranks)) is not None
     )
 
 
@@ -46,8 +46,8 @@ def kind_of(number: int, layer: nn.Module, gather: Gather, ranks: int) -> Attent
     modules = [module for module in layer.modules() if isinstance(module, AttentionLayerBase)]
     if not modules:
         return None
-    (module, *others) = modules
-    why = f"it has {len(modules)} attention modules" if others else _unknown(module)
+    (module, *rest) = modules
+    why = f"it has {len(modules)} attention modules" if rest else _unknown(module)
     if why:
         return AttentionKind(layers=[number], refused=why)
     impl: Any = module.impl

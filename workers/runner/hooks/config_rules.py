@@ -246,7 +246,7 @@ def caveats(
     for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
         value = getattr(config, rule.field, None)
         if value not in rule.served and (not rule.on_cpu or _on_cpu()):
-            served = " or ".join("null" if each is None else repr(each) for each in rule.served)
+            served = " or ".join("null" if item is None else repr(item) for item in rule.served)
             valid = f"; served: {served}" if served else " on a CPU" if rule.on_cpu else ""
             raise DifferentNumbersError(
                 f"{rule.field}={value!r} is not served{'' if served else valid}: "
@@ -259,14 +259,14 @@ def caveats(
             f"model does: set max_model_len to {window} or "
             f"less (now {max_model_len})"
         )
-    found: list[str] = []
+    result: list[str] = []
     if architecture in LEAST_STEP and getattr(config, "time_step_min", 0.0) > LEAST_STEP_MATTERS:
-        found.append(
+        result.append(
             "time_step_min: transformers' Mamba layers have a least time step, vLLM's have "
             "none; where it acts, rows differ slightly"
         )
     if architecture in REORDERED and not backend:
-        found.append(
+        result.append(
             "rows at q, k, q_proj and k_proj: the dimensions of each head are in vLLM's "
             "order, the even ones of transformers and then "
             "the odd ones"
@@ -295,8 +295,8 @@ def caveats(
                 "rotates whole heads"
             )
         keys = ROPE_KEYS if interleaved is None else ROPE_KEYS | _SECTIONS
-        found += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
-    return tuple(dict.fromkeys(found))
+        result += _of_rope(rope, config, max_model_len, backend, keys if compared else None)
+    return tuple(dict.fromkeys(result))
 
 
 def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, Any]:
@@ -316,12 +316,12 @@ def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, A
 
 def _original(rope: Mapping[str, Any], config: Any, max_model_len: int) -> int:
     """Tokens up to which longrope has its short factors."""
-    found: int = (
+    result: int = (
         rope.get("original_max_position_embeddings")
         or getattr(config, "max_position_embeddings", None)
         or max_model_len
     )
-    return found
+    return result
 
 
 def _on_cpu() -> bool:
@@ -348,9 +348,9 @@ def _require_sections(rope: Mapping[str, Any], interleaved: bool) -> None:
             "rope_parameters: mrope_section is missing: vLLM would rotate by one position, "
             "not by three"
         )
-    if (said := rope.get("mrope_interleaved", False)) is not interleaved:
+    if (text := rope.get("mrope_interleaved", False)) is not interleaved:
         raise DifferentNumbersError(
-            f"rope_parameters: mrope_interleaved={said!r} is not served: transformers' "
+            f"rope_parameters: mrope_interleaved={text!r} is not served: transformers' "
             f"model does not read it; served: {interleaved}"
         )
 

@@ -152,14 +152,14 @@ class _Probe:
             entered = (hidden.clone(), None if residual is None else residual.clone())
             output = self.layer.forward(**self._arguments(hidden, residual))
         tensors = [
-            each
-            for each in (output if isinstance(output, tuple) else (output,))
-            if self._is_rows(each)
+            item
+            for item in (output if isinstance(output, tuple) else (output,))
+            if self._is_rows(item)
         ]
         if not tensors:
             raise NoStreamError("the layer returns no rows")
-        left = [each.reshape(-1, self.hidden_size).clone() for each in tensors]
-        return _Run(calls, entered, (left[0], left[1] if len(left) > 1 else None))
+        remaining = [item.reshape(-1, self.hidden_size).clone() for item in tensors]
+        return _Run(calls, entered, (remaining[0], remaining[1] if len(remaining) > 1 else None))
 
     def _rows(self, generator: torch.Generator) -> torch.Tensor:
         rows = torch.randn(len(_SCALES), self.hidden_size, generator=generator)
@@ -167,21 +167,21 @@ class _Probe:
         return (rows * torch.tensor(_SCALES)[order, None]).to(self.dtype).to(self.device)
 
     def _arguments(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.layer.forward).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            if name in _HIDDEN and not any(value is hidden for value in found.values()):
-                found[name] = hidden
+            if name in _HIDDEN and not any(value is hidden for value in arguments.values()):
+                arguments[name] = hidden
             elif name == "residual":
-                found[name] = residual
+                arguments[name] = residual
             elif name in _POSITIONS:
-                found[name] = torch.arange(len(_SCALES), device=self.device)
+                arguments[name] = torch.arange(len(_SCALES), device=self.device)
             elif parameter.default is parameter.empty:
-                found[name] = None
-        if not any(value is hidden for value in found.values()):
+                arguments[name] = None
+        if not any(value is hidden for value in arguments.values()):
             raise NoStreamError("the layer's forward takes no hidden_states")
-        return found
+        return arguments
 
     def _is_rows(self, value: Any) -> bool:
         return (
@@ -255,7 +255,7 @@ class _Probe:
         there are none.
         """
         weights = 1 / target.double().norm(dim=-1, keepdim=True).clamp_min(1e-9)
-        wanted = (target.double() * weights).flatten().cpu()
+        needed = (target.double() * weights).flatten().cpu()
         chosen = {
             name: (column.double() * weights).flatten().cpu() for name, column in columns.items()
         }
@@ -263,19 +263,19 @@ class _Probe:
             length = {name: max(float(column.norm()), 1e-30) for name, column in chosen.items()}
             matrix = torch.stack([column / length[name] for name, column in chosen.items()], 1)
             parts = (
-                torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0].tolist()
+                torch.linalg.lstsq(matrix, needed[:, None], driver="gelsd").solution[:, 0].tolist()
             )
             adds = {
                 name: abs(part) > 10 * self.exact for name, part in zip(chosen, parts, strict=True)
             }
             if all(adds.values()):
-                found = {
+                result = {
                     name: self._snapped(part / length[name])
                     for name, part in zip(chosen, parts, strict=True)
                 }
-                rest = sum((value * chosen[name] for name, value in found.items()), -wanted)
+                rest = sum((value * chosen[name] for name, value in result.items()), -needed)
                 error = rest.reshape(len(_SCALES), -1).norm(dim=-1).max()
-                return found if float(error) < self.exact else None
+                return result if float(error) < self.exact else None
             chosen = {name: column for name, column in chosen.items() if adds[name]}
         return None
 
@@ -311,25 +311,25 @@ class _Probe:
 
     def _branches(self, run: _Run) -> dict[int, torch.Tensor]:
         """Call → what it returned, where no earlier one returned the same, as a dropout does."""
-        known = [each for each in run.entered if each is not None]
-        found: dict[int, torch.Tensor] = {}
+        known = [item for item in run.entered if item is not None]
+        branches: dict[int, torch.Tensor] = {}
         for number, call in enumerate(run.calls):
             if call.output is not None and not any(
-                _same(call.output, each) for each in (*known, *found.values())
+                _same(call.output, item) for item in (*known, *branches.values())
             ):
-                found[number] = call.output
-        return found
+                branches[number] = call.output
+        return branches
 
     def _law(
         self, run: _Run, branches: Mapping[int, torch.Tensor]
     ) -> tuple[Any, torch.Tensor, dict[Any, float]]:
         """(pair or single, what enters, what leaves as multiples of it and of the branches)."""
-        (hidden, residual), (left, second) = run.entered, run.left
+        (hidden, residual), (remaining, second) = run.entered, run.left
         for kind in ("pair", "single"):
             if kind == "pair" and (residual is None or second is None):
                 continue
             stream = hidden + residual if kind == "pair" and residual is not None else hidden
-            leaving = left + second if kind == "pair" and second is not None else left
+            leaving = remaining + second if kind == "pair" and second is not None else remaining
             law = self.fit(leaving, {"stream": stream, **branches})
             if law is not None and "stream" in law and len(law) > 1:
                 return kind, stream, law
@@ -348,11 +348,11 @@ class _Probe:
         for number, call in enumerate(run.calls):
             before: dict[Any, torch.Tensor] = {
                 "stream": stream,
-                **{place: each for place, each in branches.items() if place < number},
+                **{place: value for place, value in branches.items() if place < number},
             }
             pair = [call.inputs[0] + call.inputs[1]] if len(call.inputs) == 2 else []
-            for kind, target in [("pair", each) for each in pair] + [
-                ("single", each) for each in call.inputs[:1]
+            for kind, target in [("pair", value) for value in pair] + [
+                ("single", value) for value in call.inputs[:1]
             ]:
                 law = self.fit(target, before)
                 if (
@@ -374,8 +374,8 @@ class _Probe:
         absent: Any,
         laws: Any,
     ) -> None:
-        number, tap, there = middle
-        first = [place for place in there if place != "stream"]
+        number, tap, present = middle
+        first = [place for place in present if place != "stream"]
         second = [place for place in law if place != "stream" and place not in first]
         taps["post_attn"] = tap
         if len(first) > 1:
@@ -386,12 +386,12 @@ class _Probe:
         elif tap.kind == "pair":
             taps["attn_out"], laws["post_attn"] = (
                 Tap(tap.path, "input"),
-                {"pre_attn": there["stream"], "attn_out": 1.0},
+                {"pre_attn": present["stream"], "attn_out": 1.0},
             )
         else:
             taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
-            laws["post_attn"] = {"pre_attn": there["stream"], "attn_out": there[first[0]]}
-        kept = law["stream"] / there["stream"]
+            laws["post_attn"] = {"pre_attn": present["stream"], "attn_out": present[first[0]]}
+        kept = law["stream"] / present["stream"]
         if len(second) > 1:
             absent["mlp_out"] = (
                 "it is the sum of several parts "
@@ -457,15 +457,15 @@ class _Probe:
         laws: Any,
     ) -> None:
         call = run.calls[place]
-        mixes = any(each.mixes for each in run.calls)
-        mine: Hook = "attn_out" if mixes else "mlp_out"
-        taps[mine] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
+        mixes = any(item.mixes for item in run.calls)
+        own: Hook = "attn_out" if mixes else "mlp_out"
+        taps[own] = Tap("", "output") if kind == "pair" else Tap(call.path, "output")
         for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out"):
-            if hook != mine:
+            if hook != own:
                 absent[hook] = "the layer has one branch"
         laws["post_block"] = {
             "pre_attn": law["stream"],
-            mine: 1.0 if kind == "pair" else law[place],
+            own: 1.0 if kind == "pair" else law[place],
         }
 
     def _check_edits(self, taps: Taps, laws: Mapping[Hook, Law], kind: Any) -> None:
@@ -508,21 +508,21 @@ class _Probe:
         )
 
     def _leaving(self, run: _Run, kind: Any) -> torch.Tensor:
-        left, second = run.left
-        return left + second if kind == "pair" and second is not None else left
+        remaining, second = run.left
+        return remaining + second if kind == "pair" and second is not None else remaining
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layer's own parts; those of a list count each on its own."""
-    seen: set[nn.Module] = set()
+    parts: set[nn.Module] = set()
     for name, part in layer.named_children():
         if isinstance(part, nn.ModuleList | nn.ModuleDict):
-            for inner, each in part.named_children():
-                if each not in seen:
-                    seen.add(each)
-                    yield f"{name}.{inner}", each
-        elif part not in seen:
-            seen.add(part)
+            for inner, item in part.named_children():
+                if item not in parts:
+                    parts.add(item)
+                    yield f"{name}.{inner}", item
+        elif part not in parts:
+            parts.add(part)
             yield name, part
 
 

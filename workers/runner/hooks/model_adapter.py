@@ -29,30 +29,34 @@ def complete(
         return adapter
     path = decoder_layers(model, adapter)
     known = [float(value) for value in vars(config).values() if isinstance(value, float) and value]
-    found: dict[int, LayerShape] = {}
+    layer_shapes: dict[int, LayerShape] = {}
     for number, layer in enumerate(language_model(model).get_submodule(path)):
         if isinstance(layer, nn.Identity):  # of another pipeline stage
             continue
         try:
-            found[number] = probe(
+            layer_shapes[number] = probe(
                 layer, adapter.hidden_size, dtype=dtype, device=device, known=known
             )
         except NoStreamError as error:
             raise UnsupportedArchitectureError(
                 f"{adapter.architecture}: no residual stream was found in layer {number}: {error}"
             ) from error
-    return _joined(replace(adapter, variant=UNKNOWN), path, backend, found)
+    return _joined(replace(adapter, variant=UNKNOWN), path, backend, layer_shapes)
 
 
-def _joined(adapter: Adapter, path: str, backend: bool, found: dict[int, LayerShape]) -> Adapter:
+def _joined(
+    adapter: Adapter, path: str, backend: bool, layer_shapes: dict[int, LayerShape]
+) -> Adapter:
     """With the hooks that all layers have."""
     absent: dict[Hook, str] = {}
     for hook in HOOKS:
-        lacking = [number for number, shape in found.items() if hook not in shape.taps]
+        lacking = [number for number, shape in layer_shapes.items() if hook not in shape.taps]
         if lacking:
-            reason = found[lacking[0]].absent.get(hook, "it was not found")
+            reason = layer_shapes[lacking[0]].absent.get(hook, "it was not found")
             absent[hook] = (
-                reason if len(lacking) == len(found) else f"layer {lacking[0]} has none: {reason}"
+                reason
+                if len(lacking) == len(layer_shapes)
+                else f"layer {lacking[0]} has none: {reason}"
             )
     variants = {
         number: Variant(
@@ -62,7 +66,7 @@ def _joined(adapter: Adapter, path: str, backend: bool, found: dict[int, LayerSh
             backend=backend,
             stated=_stated(shape, absent),
         )
-        for number, shape in found.items()
+        for number, shape in layer_shapes.items()
     }
     first = variants[min(variants)]
     return replace(
@@ -82,15 +86,15 @@ def _stated(shape: LayerShape, absent: dict[Hook, str]) -> dict[Hook, Any]:
 
 def decoder_layers(model: nn.Module, adapter: Adapter) -> str:
     """Path of the decoder layers in vLLM's language model. Raises UnsupportedArchitectureError."""
-    found = sorted(
+    lists = sorted(
         _lists(language_model(model), adapter.num_layers), key=lambda path: path.count(".")
     )
-    if not found:
+    if not lists:
         raise UnsupportedArchitectureError(
             f"{adapter.architecture}: no list of {adapter.num_layers} decoder layers was "
             "found in the model"
         )
-    return found[0]
+    return lists[0]
 
 
 def _lists(root: nn.Module, length: int) -> Iterator[str]:

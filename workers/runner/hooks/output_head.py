@@ -51,24 +51,24 @@ class Head:
         self._norm = final_norm(root, decoder(model, adapter), adapter.hidden_size)
         self.dtype, self.device = dtype, device
         self._top, processor = _apart(root)
-        seen: list[Any] = []
+        visited: list[Any] = []
         apply_head = processor._apply_head
 
         def noted(lm_head: Any, *args: Any) -> torch.Tensor:
-            seen.append(lm_head)
+            visited.append(lm_head)
             product: torch.Tensor = apply_head(lm_head, *args)
             return product
 
         processor._apply_head = noted
         self._product(torch.zeros(1, adapter.hidden_size, dtype=dtype, device=device))
-        at = getattr(seen[0], "shard_indices", None) if seen else None
+        at = getattr(visited[0], "shard_indices", None) if visited else None
         if at is None or at.num_added_elements:
             raise NoHeadError(
                 "its logits do not come from one of vLLM's output matrices"
                 if at is None
                 else "its vocabulary was extended"
             )
-        lm_head, processor._apply_head = seen[0], apply_head
+        lm_head, processor._apply_head = visited[0], apply_head
         if device.type == "cpu":
             # vLLM's own product has buffers that the forward pass uses meanwhile
             if "Unquantized" not in type(lm_head.quant_method).__name__:
@@ -107,9 +107,9 @@ class Head:
                 "named tokens need an output matrix that is not quantised, where ranks share it"
             )
         places = torch.tensor(tokens, device=self.device) - self.shard.start
-        mine = (places >= 0) & (places < self.shard.stop - self.shard.start)
-        rows = weight[places.where(mine, 0)] * mine[:, None]
-        shift = None if bias is None else reduce(bias[places.where(mine, 0)] * mine)
+        own = (places >= 0) & (places < self.shard.stop - self.shard.start)
+        rows = weight[places.where(own, 0)] * own[:, None]
+        shift = None if bias is None else reduce(bias[places.where(own, 0)] * own)
         only = SimpleNamespace(weight=reduce(rows), tp_size=1)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # they are read on another stream
@@ -133,7 +133,7 @@ def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Modul
     """
     path = next(name for name, module in root.named_modules() if module is layers).split(".")
     holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-    found = {
+    result = {
         id(child): child
         for holder in holders
         for name, child in holder.named_children()
@@ -141,8 +141,8 @@ def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Modul
     }
     fitting = [
         norm
-        for norm in found.values()
-        if all(each.shape[-1] == hidden_size for each in norm.parameters())
+        for norm in result.values()
+        if all(parameter.shape[-1] == hidden_size for parameter in norm.parameters())
     ]
     if len(fitting) != 1:
         raise NoHeadError(

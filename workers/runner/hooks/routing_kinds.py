@@ -28,9 +28,9 @@ def routing_kinds(model: nn.Module, adapter: Adapter) -> list[RoutingKind]:
     After the weights have been read.
     """
     return grouped(
-        found
+        result
         for number, layer in held_layers(model, adapter)
-        if (found := kind_of(number, layer)) is not None
+        if (result := kind_of(number, layer)) is not None
     )
 
 
@@ -57,19 +57,19 @@ def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
             refused=f"{type(router).__name__} is no router that can be run by itself",
         )
     try:
-        found = rule_of(router, next(layer.parameters()).device)
+        result = rule_of(router, next(layer.parameters()).device)
     except Exception as error:
         # whatever a router of vLLM's raises for rows alone: then the layer's choice is not known
         return RoutingKind(
             layers=[number], refused=f"{type(router).__name__} cannot be run by itself: {error}"
         )
-    if found is None:
+    if result is None:
         return RoutingKind(
             layers=[number],
             refused=f"no rule that is known chooses as {type(router).__name__} does",
         )
     after = float(getattr(runners[0], "routed_scaling_factor", 1.0))
-    return msgspec.structs.replace(found, layers=[number], scale=found.scale * after)
+    return msgspec.structs.replace(result, layers=[number], scale=result.scale * after)
 
 
 def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
@@ -80,7 +80,7 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
     random = torch.Generator().manual_seed(experts)
     logits = 2 * torch.randn(_ROWS, experts, generator=random)
     given = router._compute_routing(torch.zeros(_ROWS, 1, device=device), logits.to(device), None)
-    weights, chosen = (np.asarray(each.detach().float().cpu()) for each in given[:2])
+    weights, chosen = (np.asarray(item.detach().float().cpu()) for item in given[:2])
     bias = getattr(router, "e_score_correction_bias", None)
     groups = (
         (int(router.num_expert_group or 1), int(router.topk_group or 1))
@@ -116,16 +116,16 @@ def _scale(
     """The factor between the rule's weights and the router's; None: it chooses others, or there is
     no one factor.
     """
-    own, mine = routed(logits, rule)
-    dense, ours = np.zeros((2, *logits.shape))
+    own, own_part = routed(logits, rule)
+    dense, own_values = np.zeros((2, *logits.shape))
     np.put_along_axis(dense, chosen.astype(np.int64), weights, axis=1)
-    np.put_along_axis(ours, own, mine, axis=1)
-    scale = float(dense.sum() / ours.sum())
+    np.put_along_axis(own_values, own, own_part, axis=1)
+    scale = float(dense.sum() / own_values.sum())
     nearest = round(scale, 3)
     scale = nearest if abs(scale - nearest) <= _NEAR * abs(nearest) else scale
     return (
         scale
-        if np.array_equal(dense != 0, ours != 0)
-        and np.allclose(dense, scale * ours, rtol=_NEAR, atol=1e-7)
+        if np.array_equal(dense != 0, own_values != 0)
+        and np.allclose(dense, scale * own_values, rtol=_NEAR, atol=1e-7)
         else None
     )

@@ -146,14 +146,14 @@ def step_cost(
     seconds, moved, host, unfused = 0.0, 0, 0, 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
-        here = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
-        here += sum(
+        local = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
+        local += sum(
             min(configurations, rows) for hook in group if hook in edited
         )  # the vectors, read once
-        moved += here * shape.row_bytes
+        moved += local * shape.row_bytes
         host += sum(rows for hook in group if hook in captured) * shape.row_bytes
         launch_us = machine.busy_launch_us if busy else machine.idle_launch_us
-        seconds += launch_us / 1e6 + here * shape.row_bytes / (machine.bytes_per_s * machine.share)
+        seconds += launch_us / 1e6 + local * shape.row_bytes / (machine.bytes_per_s * machine.share)
     if shape.tp > 1:  # between an all-reduce and the norm behind it
         unfused = (
             sum(_between(shape.variant, hooks, branch) for branch in ("attn_out", "mlp_out"))

@@ -115,12 +115,12 @@ def install(
         next_layer=always and bool(ordered) and not read_between_layers(model, adapter),
     )
     visits: dict[nn.Module, dict[Side, list[tuple[bool, Visit]]]] = {}
-    for first, mine in _launches(sites):
+    for first, own in _launches(sites):
         _, layer, _, tap = placed[first]
         module = _submodule(layer, tap.path, adapter)
-        visit = visit_of(module, mine, first, buffers, always)
+        visit = visit_of(module, own, first, buffers, always)
         visits.setdefault(module, {"input": [], "output": []})[tap.side].append(
-            (mine[-1].kind == "pair", visit)
+            (own[-1].kind == "pair", visit)
         )
     for module, sides in visits.items():
         _wrap(module, sides["input"], sides["output"])
@@ -134,16 +134,16 @@ def warm_up(sites: Sequence[Site], buffers: Buffers) -> None:
     sites. Without graphs the first busy step would.
     """
     # pairs behind a branch are their own
-    kinds = {(mine[0].kind, mine[-1].kind): (first, mine) for first, mine in _launches(sites)}
-    for _, (first, mine) in sorted(kinds.items()):
-        one = slice(first, first + len(mine))
+    kinds = {(own[0].kind, own[-1].kind): (first, own) for first, own in _launches(sites)}
+    for _, (first, own) in sorted(kinds.items()):
+        one = slice(first, first + len(own))
         arguments = [
             getattr(buffers, name)[one] if name in _BY_SITE else getattr(buffers, name)
             for name in _ORDER
         ]
         stream = buffers.pool.new_zeros(1, buffers.pool.shape[1])
-        if mine[-1].kind == "pair":
-            pair_site(stream, stream.clone(), *arguments, _branches(mine))
+        if own[-1].kind == "pair":
+            pair_site(stream, stream.clone(), *arguments, _branches(own))
         else:
             single_site(stream, *arguments)
 
@@ -210,8 +210,8 @@ def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     Some language models are that alone, and their head is above.
     """
     below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
-    found: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
-    return found
+    result: nn.Module = below if hasattr(below, layers) else _submodule(below, path, adapter)
+    return result
 
 
 def _submodule(module: nn.Module, path: str, adapter: Adapter) -> Any:

@@ -477,32 +477,28 @@ class DataPlane:
             return
         places = [(rows.first_row, rows.num_rows, rows.first_position) for rows in view.requests]
         self._schedule = zlib.crc32(msgspec.msgpack.encode(places), self._schedule)
-        mine = [
-            (self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked
-        ]
+        own = [(self._tracked[rows.id], rows) for rows in view.requests if rows.id in self._tracked]
         if self._idle:
             lost = {
                 rows.id
-                for _, rows in mine
+                for _, rows in own
                 if self._touches(rows.id, rows.first_position, rows.num_rows)
             }
             for request_id in lost:
                 self._fail(self._tracked[request_id], _IDLE, "intervention_failed")
-            mine = [(tracked, rows) for tracked, rows in mine if rows.id not in lost]
-        for tracked, rows in mine:
+            own = [(tracked, rows) for tracked, rows in own if rows.id not in lost]
+        for tracked, rows in own:
             if tracked.gates is not None and (
                 why := tracked.decide(rows.first_position + rows.num_rows)
             ):
                 self._fail(tracked, f"{why} (rank {self._place.rank})", "probe_failed")
-        with self._guard([tracked for tracked, _ in mine if tracked.rows], "intervention_failed"):
-            self._banks.plan_steering(mine)
-        with self._guard([tracked for tracked, _ in mine if tracked.recordings], "capture_failed"):
+        with self._guard([tracked for tracked, _ in own if tracked.rows], "intervention_failed"):
+            self._banks.plan_steering(own)
+        with self._guard([tracked for tracked, _ in own if tracked.recordings], "capture_failed"):
             if "plan" in self.faults:
                 raise RuntimeError("fault injected: plan")
-            self._banks.plan_capture(mine)
-        with self._guard(
-            [tracked for tracked, _ in mine if tracked.rows or tracked.recordings], ""
-        ):
+            self._banks.plan_capture(own)
+        with self._guard([tracked for tracked, _ in own if tracked.rows or tracked.recordings], ""):
             if "commit" in self.faults:
                 raise HostMemoryError("fault injected: commit")
             self._banks.commit()
@@ -510,14 +506,14 @@ class DataPlane:
             self._banks.lose_site()
         if self.entering is not None:
             with self._guard(
-                [tracked for tracked, _ in mine if tracked.spec.entry is not None],
+                [tracked for tracked, _ in own if tracked.spec.entry is not None],
                 "intervention_failed",
             ):
                 self.entering.plan(
-                    mine, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed")
+                    own, view, lambda tracked, why: self._fail(tracked, why, "intervention_failed")
                 )
         if self._place.grades:
-            self._grading.plan(mine, view)
+            self._grading.plan(own, view)
 
     def grade(self, logits: torch.Tensor) -> None:
         """Take these as the logits of the planned step, unless no request waits for any."""
@@ -579,47 +575,49 @@ class DataPlane:
         """
         return self._banks.found()
 
-    def _judge(self, found: Sequence[NonFinite | Miscount]) -> None:
+    def _judge(self, non_finites: Sequence[NonFinite | Miscount]) -> None:
         """Fail the requests whose edits left rows that are not finite, or whose sites did not do
         what was planned.
 
         Of other rows that are not finite, note that the model made them so.
         """
-        for each in found:
-            if isinstance(each, Miscount):
-                self._miscounted(each)
+        for item in non_finites:
+            if isinstance(item, Miscount):
+                self._miscounted(item)
                 continue
-            tracked = self._tracked.get(each.id)
+            tracked = self._tracked.get(item.id)
             if tracked is None or tracked.reported:
                 continue
-            place = (each.site.hook, each.site.layer) if each.site is not None else None
-            if not each.edited and (
-                tracked.unsound or precedes_edits(tracked.spec, each.position, place, after=False)
+            place = (item.site.hook, item.site.layer) if item.site is not None else None
+            if not item.edited and (
+                tracked.unsound or precedes_edits(tracked.spec, item.position, place, after=False)
             ):
                 tracked.unsound = True
             else:
                 self._fail(
                     tracked,
-                    f"{reason(tracked.spec, each)} (rank {self._place.rank})",
+                    f"{reason(tracked.spec, item)} (rank {self._place.rank})",
                     "intervention_failed",
-                    since=each.step,
+                    since=item.step,
                 )
 
-    def _miscounted(self, found: Miscount) -> None:
+    def _miscounted(self, miscount: Miscount) -> None:
         """Fail the request; where its rows were not captured as planned, also those that may have
         been served rows of that step.
         """
-        concerned = [tracked for tracked in [self._tracked.get(found.id)] if tracked is not None]
-        if found.kind == "capture_failed":
+        concerned = [tracked for tracked in [self._tracked.get(miscount.id)] if tracked is not None]
+        if miscount.kind == "capture_failed":
             self._row_store.clear()
             self._unkept = self._step
             concerned += [
-                each
-                for each in self._tracked.values()
-                if any(recording.reused for recording in each.recordings.values())
+                item
+                for item in self._tracked.values()
+                if any(recording.reused for recording in item.recordings.values())
             ]
         for tracked in concerned:
-            self._fail(tracked, f"{found} (rank {self._place.rank})", found.kind, since=found.step)
+            self._fail(
+                tracked, f"{miscount} (rank {self._place.rank})", miscount.kind, since=miscount.step
+            )
 
     def _with_recording(
         self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]
@@ -708,13 +706,13 @@ class DataPlane:
                 recording.prepared = prepared.get(number)
             if unprepared:
                 self._fail(tracked, unprepared, "reading_failed")
-        wanted = steering_rows(spec.global_steering) + steering_rows(spec.steering)
+        needed = steering_rows(spec.global_steering) + steering_rows(spec.steering)
         try:
             if self._taints.spoil(spec, request.cached_tokens):
                 raise RuntimeError(_TAINTED)
-            if wanted and "admit" in self.faults:
+            if needed and "admit" in self.faults:
                 raise RuntimeError("fault injected: admit")
-            if (most := max(columns_of(wanted), default=-1) + 1) > ROWS_PER_TOKEN:
+            if (most := max(columns_of(needed), default=-1) + 1) > ROWS_PER_TOKEN:
                 raise ValueError(
                     f"its steering takes {most} rows of the table at one token; at most "
                     f"{ROWS_PER_TOKEN} are allowed"
@@ -722,8 +720,8 @@ class DataPlane:
             for entry in (*spec.global_steering, *spec.steering):
                 self.rank_state.check_sites(entry.hook, entry.layers)
                 check_here([entry])
-            tracked.holds(self._rows.acquire(self._step, wanted))
-            if wanted:
+            tracked.holds(self._rows.acquire(self._step, needed))
+            if needed:
                 self.actions.fold(self._step, "steer", *spec.ids, spec.digest)
         except Exception as error:
             # raised with a reason; a sweep may raise thousands of them
@@ -758,15 +756,17 @@ class DataPlane:
     def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:
         """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
         if num_tokens >= 0:
-            mine = token_ids[:num_tokens]
+            token_id = token_ids[:num_tokens]
             # The last sampled token was never fed back, unless a probe found in its row that the
             # request ends there.
-            rows = len(mine) - (1 if len(mine) < len(token_ids) or not tracked.stopped_by else 0)
+            rows = len(token_id) - (
+                1 if len(token_id) < len(token_ids) or not tracked.stopped_by else 0
+            )
             for row, sites in tracked.edited:
                 # rejected drafts, and what was computed before the end was known, are not its own
                 beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
                 tracked.applied -= len(tracked.open_of(row, beyond)) * sites
-            self._reports.over(self._step, tracked, mine, rows)
+            self._reports.over(self._step, tracked, token_id, rows)
 
     def _fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
         """Report the failure now, without waiting for the request to end.

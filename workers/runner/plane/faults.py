@@ -168,7 +168,7 @@ def misplaced(adapter: "Adapter", faults: Faults) -> "Adapter":
         taps = dict(variant.taps)
         for hook, tap in variant.taps.items():
             if f"branch_{hook}" in faults and (
-                branch := next((each for each in _ADDED[hook] if each in taps), None)
+                branch := next((item for item in _ADDED[hook] if item in taps), None)
             ):
                 taps[hook] = variant.taps[branch]
             elif f"half_{hook}" in faults:

@@ -46,12 +46,12 @@ class Grading:
         """
         return [due.tracked for due in self._due]
 
-    def plan(self, mine: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
-        """`mine`: the requests of `view` with a spec."""
+    def plan(self, request_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+        """`request_rows`: the requests of `view` with a spec."""
         self._due = []
         ending = {
             rows.id: tracked
-            for tracked, rows in mine
+            for tracked, rows in request_rows
             if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
             if rows.first_position
             < tracked.spec.prompt_tokens
@@ -81,23 +81,23 @@ class Grading:
         if logits.ndim != 2 or len(logits) != self._rows:
             return [
                 (
-                    each.tracked,
+                    item.tracked,
                     f"the step returned logits {list(logits.shape)}; expected {self._rows} rows",
                 )
-                for each in due
+                for item in due
             ]
         logprobs = torch.log_softmax(
-            logits.index_select(0, _there([each.row for each in due], logits.device)).float(),
+            logits.index_select(0, _there([item.row for item in due], logits.device)).float(),
             dim=-1,
         )
-        for number, each in enumerate(due):
-            if each.grade.keep:
-                self._kept[each.grade.keep] = logprobs[number].clone()
-                self._kept.move_to_end(each.grade.keep)
+        for number, item in enumerate(due):
+            if item.grade.keep:
+                self._kept[item.grade.keep] = logprobs[number].clone()
+                self._kept.move_to_end(item.grade.keep)
         wrong = {
             number: why
-            for number, each in enumerate(due)
-            if (why := self._refusal(each.grade, logits.shape[1]))
+            for number, item in enumerate(due)
+            if (why := self._refusal(item.grade, logits.shape[1]))
         }
         numbers = [number for number in range(len(due)) if number not in wrong]
         self._grade([due[number] for number in numbers], numbers, logprobs)
@@ -121,15 +121,15 @@ class Grading:
     def _grade(self, due: Sequence[_Due], numbers: Sequence[int], logprobs: torch.Tensor) -> None:
         """`logprobs[numbers[i]]` is of `due[i]`."""
         rows = [
-            number for each, number in zip(due, numbers, strict=True) for _ in each.grade.token_ids
+            number for item, number in zip(due, numbers, strict=True) for _ in item.grade.token_ids
         ]
-        tokens = [token for each in due for token in each.grade.token_ids]
+        tokens = [token for item in due for token in item.grade.token_ids]
         places = _there([rows, tokens], logprobs.device)
         parts, ends = [logprobs[places[0], places[1]].double()], len(tokens)
         against: dict[str, list[int]] = {}
-        for place, each in enumerate(due):
-            if each.grade.against:
-                against.setdefault(each.grade.against, []).append(place)
+        for place, item in enumerate(due):
+            if item.grade.against:
+                against.setdefault(item.grade.against, []).append(place)
         divergence: dict[int, int] = {}  # place in `due` → index of its value
         for name, of_name in against.items():
             self._kept.move_to_end(name)
@@ -145,12 +145,12 @@ class Grading:
             ends += len(of_name)
         values = _Values(torch.cat(parts))
         begin = 0
-        for place, each in enumerate(due):
-            indices = list(range(begin, begin + len(each.grade.token_ids)))
-            begin += len(each.grade.token_ids)
+        for place, item in enumerate(due):
+            indices = list(range(begin, begin + len(item.grade.token_ids)))
+            begin += len(item.grade.token_ids)
             if place in divergence:
                 indices.append(divergence[place])
-            each.tracked.graded = values.of(indices)
+            item.tracked.graded = values.of(indices)
 
 
 def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -165,8 +165,8 @@ def _divergence(kept: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
 
 def _there(numbers: Any, device: torch.device) -> torch.Tensor:
     """Integers on the device, without waiting for it."""
-    here = torch.tensor(numbers, dtype=torch.int64)
-    return here if device.type == "cpu" else locked_copy(here).to(device, non_blocking=True)
+    local = torch.tensor(numbers, dtype=torch.int64)
+    return local if device.type == "cpu" else locked_copy(local).to(device, non_blocking=True)
 
 
 class _Values:

@@ -270,8 +270,8 @@ class _Layer:
         configs = (getattr(part, "moe_config", None) for part in self._parts.values())
         return {
             number
-            for each in configs
-            if each is not None and isinstance(number := each.num_logical_experts, int)
+            for config in configs
+            if config is not None and isinstance(number := config.num_logical_experts, int)
         }
 
     def _splits(self, module: nn.Module) -> None:
@@ -293,10 +293,10 @@ def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
     return square and len(linears) > 1
 
 
-def _only(found: Mapping[str, nn.Module], names: re.Pattern[str], what: str) -> nn.Module:
+def _only(fields: Mapping[str, nn.Module], names: re.Pattern[str], what: str) -> nn.Module:
     """The one that splits its input over ranks, or is named so. Raises Missing."""
-    rows = [part for part in found.values() if isinstance(_base(part), RowParallelLinear)]
-    named = [part for path, part in found.items() if names.search(path.rpartition(".")[2])]
+    rows = [part for part in fields.values() if isinstance(_base(part), RowParallelLinear)]
+    named = [part for path, part in fields.items() if names.search(path.rpartition(".")[2])]
     for candidates in (rows, named):
         if len(candidates) == 1:
             return candidates[0]
@@ -310,7 +310,7 @@ def find(
 
     A hook must be in every layer, with rows of one shape; rows of one bank must have one shape too.
     """
-    found: dict[Hook, list[Inner]] = {}
+    result: dict[Hook, list[Inner]] = {}
     absent: dict[str, str] = {}
     shapes: dict[str, tuple[Hook, Columns]] = {}
     # `z` decides about the shape of its bank: where values are narrower than keys, as in latent
@@ -333,8 +333,8 @@ def find(
         except Missing as error:
             absent[hook] = str(error)
             continue
-        found[hook] = inners
-    return {hook: found[hook] for hook in INSIDE if hook in found}, absent
+        result[hook] = inners
+    return {hook: result[hook] for hook in INSIDE if hook in result}, absent
 
 
 def install_inside(
@@ -355,19 +355,19 @@ def install_inside(
     `sizes`: of the buffers of that many sites; `always` as for `sites.install`.
     """
     layers = held_layers(model, adapter)
-    found, absent = find(layers, hooks, group)
+    result, absent = find(layers, hooks, group)
     parts = []
     wrapped: dict[nn.Module, list[tuple[Inner, Visit, Site]]] = {}
     for bank, of_bank in BANKS.items():
-        mine = [hook for hook in of_bank if hook in found]
-        if not mine:
+        own = [hook for hook in of_bank if hook in result]
+        if not own:
             continue
-        columns = found[mine[0]][0].columns
+        columns = result[own[0]][0].columns
         places = [
             (hook, number, inner)
             for place, (number, _) in enumerate(layers)
-            for hook in mine
-            for inner in [found[hook][place]]
+            for hook in own
+            for inner in [result[hook][place]]
         ]
         sites = [Site(hook, number, "single") for hook, number, _ in places]
         buffers = buffers_of(len(sites), sizes(len(sites)), columns.size, dtype, device)
@@ -377,7 +377,7 @@ def install_inside(
         parts.append(Part(bank, sites, buffers, columns))
     for module, visits in wrapped.items():
         _wrap(module, visits, always)
-    return parts, found, absent
+    return parts, result, absent
 
 
 def _wrap(module: nn.Module, visits: Sequence[tuple[Inner, Visit, Site]], always: bool) -> None:

@@ -51,9 +51,9 @@ class Loras:
         vLLM reads a copy of the very bytes that were compared: the files may change meanwhile.
         """
         config, weights = raw_files(Path(folder))
-        if (found := digest_of(config, weights)) != digest:
+        if (result := digest_of(config, weights)) != digest:
             raise ValueError(
-                f"the files have changed since they were registered: {found[:12]} instead of "
+                f"the files have changed since they were registered: {result[:12]} instead of "
                 f"{digest[:12]}"
             )
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -112,21 +112,23 @@ class Loras:
         `faulty`: tests only, whether they are to differ.
         """
         for rows in view.requests:
-            asked = tracked.get(rows.id)
-            wanted = (
-                asked.spec.lora.digest if asked is not None and asked.spec.lora is not None else ""
+            request = tracked.get(rows.id)
+            needed = (
+                request.spec.lora.digest
+                if request is not None and request.spec.lora is not None
+                else ""
             )
             used = "another" if faulty() else self.used(rows.first_row, rows.num_rows)
-            if used != wanted:
+            if used != needed:
                 raise RuntimeError(
                     f"rows of request {rows.id} were computed with adapter "
                     f"{used[:12]!r} instead of "
-                    f"{wanted[:12]!r}"
+                    f"{needed[:12]!r}"
                 )
-            if asked is not None and wanted and not asked.accounted:
-                asked.accounted = True
+            if request is not None and needed and not request.accounted:
+                request.accounted = True
                 actions.fold(
-                    step, "lora", asked.spec.job, asked.spec.request, asked.spec.attempt, used
+                    step, "lora", request.spec.job, request.spec.request, request.spec.attempt, used
                 )
 
     def modules(self, hf_config: Any) -> dict[str, list[dict[str, Any]]]:
@@ -134,10 +136,10 @@ class Loras:
         containers. `hf_config`: of the model.
         """
         layers: dict[str, dict[tuple[int, int], set[int | None]]] = {}
-        theirs = _names_at_transformers(self._manager.model, hf_config)
+        names_at_transformers = _names_at_transformers(self._manager.model, hf_config)
         for name, module in self._manager.modules.items():
             for part, inputs, outputs in _parts(name, module, self._manager.packed_modules_mapping):
-                general, layer = general_name(theirs.get(part, part))
+                general, layer = general_name(names_at_transformers.get(part, part))
                 layers.setdefault(general, {}).setdefault((inputs, outputs), set()).add(layer)
         return {
             name: [
@@ -163,7 +165,7 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
         with torch.device("meta"):
             reference = getattr(transformers, hf_config.architectures[0])(hf_config)
         rename = mapper.get_rename_mapper()
-        found = {rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()}
+        result = {rename._map_name(f"{name}.weight"): name for name, _ in reference.named_modules()}
     except Exception as error:  # of many kinds
         logger.warning(
             ("modules of adapters are named as vLLM names them: transformers cannot build %s: %s"),
@@ -171,7 +173,7 @@ def _names_at_transformers(model: Any, hf_config: Any) -> dict[str, str]:
             error,
         )
         return {}
-    return {mapped.removesuffix(".weight"): name for mapped, name in found.items() if mapped}
+    return {mapped.removesuffix(".weight"): name for mapped, name in result.items() if mapped}
 
 
 def _linear_only(name: str, module: torch.nn.Module, supported: list[str]) -> bool:
@@ -245,9 +247,9 @@ class _BySegment(PunicaWrapperCPU):
         ):
             if slot < 0:
                 continue
-            mine, column = rows[start : start + length].float(), 0
+            own, column = rows[start : start + length].float(), 0
             for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                shrunk = scale * (mine @ a[slot, 0].float().T)
+                shrunk = scale * (own @ a[slot, 0].float().T)
                 out[start : start + length, column : column + width] += (
                     shrunk @ b[slot, 0].float().T
                 ).to(out.dtype)

@@ -79,8 +79,8 @@ class Scorer:
 
         Raises LookupError and ValueError for weights that are not here or of another shape.
         """
-        mine = [recording for recording in recordings if recording.capture.scored]
-        sides = [Side(recording.capture.at, recording.ports, recording.wants) for recording in mine]
+        own = [recording for recording in recordings if recording.capture.scored]
+        sides = [Side(recording.capture.at, recording.ports, recording.wants) for recording in own]
         plan = self._stacks.plan(spec.probes, sides) if sides else None
         if plan is None:
             return None
@@ -88,7 +88,7 @@ class Scorer:
         watch = Watch(
             request_id, [spec.probes[number] for number in plan.here], streams_from, plan.kind
         )
-        for recording, stack in zip(mine, plan.stacks, strict=True):
+        for recording, stack in zip(own, plan.stacks, strict=True):
             recording.watch, recording.stack = watch, stack
         return watch
 
@@ -99,16 +99,16 @@ class Scorer:
         Those whose scores no one waits for are kept for a while: many are scored in about the time
         of a few.
         """
-        mine = [item for item in recorded if item[0].watch is not None]
-        for recording in (each for each in recordings if each.watch is not None and each.reused):
-            mine += [(recording, extent) for extent in recording.reused]
+        items = [item for item in recorded if item[0].watch is not None]
+        for recording in (one for one in recordings if one.watch is not None and one.reused):
+            items += [(recording, extent) for extent in recording.reused]
             recording.reused = []
         if self._waits:
             self._keep(
-                [item for item in mine if item[0].watch is not None and not item[0].watch.urgent]
+                [item for item in items if item[0].watch is not None and not item[0].watch.urgent]
             )
-            mine = [item for item in mine if item[0].watch is not None and item[0].watch.urgent]
-        self._last = _Batch(mine) if mine else None
+            items = [item for item in items if item[0].watch is not None and item[0].watch.urgent]
+        self._last = _Batch(items) if items else None
         if self._last is not None:
             self._pending.append(self._last)
         self.settle(wait=self._waits)
@@ -214,9 +214,9 @@ def _put(
     for extent in itertools.chain.from_iterable(order):
         place[id(extent)] = at
         at += extent.count
-    for watch, mine in itertools.groupby(extents, key=lambda each: each[0]):
+    for watch, own in itertools.groupby(extents, key=lambda item: item[0]):
         runs: list[tuple[int, list[Extent]]] = []
-        for _, extent in mine:
+        for _, extent in own:
             if runs and runs[-1][1][-1].positions.stop == extent.first_position:
                 runs[-1][1].append(extent)
             else:

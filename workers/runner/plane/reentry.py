@@ -179,22 +179,22 @@ class Reentry:
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
     def plan(
-        self, mine: Sequence[_Member], view: StepView, fail: Callable[[Tracked, str], None]
+        self, members: Sequence[_Member], view: StepView, fail: Callable[[Tracked, str], None]
     ) -> None:
-        """`mine`: the requests of `view` with a spec.
+        """`members`: the requests of `view` with a spec.
 
         Calls `fail` for those whose rows are not on this rank.
         """
-        if not any(tracked.spec.entry is not None for tracked, _ in mine):
+        if not any(tracked.spec.entry is not None for tracked, _ in members):
             return
-        specs = {rows.id: tracked.spec for tracked, rows in mine}
+        specs = {rows.id: tracked.spec for tracked, rows in members}
         begin = first_layer([(specs.get(rows.id), rows) for rows in view.requests], self.block_size)
         if not begin:
             return
         self.steps += 1
         self.skipped += self._gate.open(begin) * view.num_rows
         if begin in self._gate.layers:  # the other stages' forward continues what they get
-            self._gate.stream = self._stream(begin, mine, view.num_rows, fail)
+            self._gate.stream = self._stream(begin, members, view.num_rows, fail)
 
     def done(self) -> None:
         if self._gate.begin:
@@ -203,13 +203,13 @@ class Reentry:
     def _stream(
         self,
         layer: int,
-        mine: Sequence[_Member],
+        own: Sequence[_Member],
         num_rows: int,
         fail: Callable[[Tracked, str], None],
     ) -> torch.Tensor:
         """`[num_rows, hidden_size]`, what enters `layer`."""
         by_run: dict[str, list[_Member]] = {}
-        for tracked, rows in mine:
+        for tracked, rows in own:
             assert tracked.spec.entry is not None
             by_run.setdefault(tracked.spec.entry.run, []).append((tracked, rows))
         stream = torch.zeros(num_rows, self._hidden_size, dtype=self._dtype)
@@ -238,17 +238,17 @@ class Reentry:
             for _, rows in members
             for position in range(rows.first_position, rows.first_position + rows.num_rows)
         ]
-        found = self._runs.rows(key, "pre_attn", layer, positions)
-        if not all_finite(found):
+        result = self._runs.rows(key, "pre_attn", layer, positions)
+        if not all_finite(result):
             raise LookupError(
                 f"source run {key}: its rows of pre_attn of layer {layer} are not all finite"
             )
         if len(positions) == len(stream):
-            stream.copy_(found)
+            stream.copy_(result)
         else:
             tokens = [
                 token
                 for _, rows in members
                 for token in range(rows.first_row, rows.first_row + rows.num_rows)
             ]
-            stream[torch.tensor(tokens)] = found.to(self._dtype)
+            stream[torch.tensor(tokens)] = result.to(self._dtype)

@@ -22,18 +22,18 @@ class Gates:
 
     def __init__(self, watch: Watch | None, probes: Iterable[str], prompt_tokens: int) -> None:
         """`probes`: digests. Raises LookupError for one whose scores are not computed here."""
-        here = (
+        local = (
             {probe.digest: number for number, probe in enumerate(watch.probes)}
             if watch is not None
             else {}
         )
-        lack = sorted(set(probes) - here.keys())
+        lack = sorted(set(probes) - local.keys())
         if watch is None or lack:
             raise LookupError(
                 f"its steering is gated by the probe {lack[0][:12]}, which this rank does not score"
             )
         self._watch, self._first = watch, prompt_tokens
-        self._numbers = {digest: here[digest] for digest in sorted(set(probes))}
+        self._numbers = {digest: local[digest] for digest in sorted(set(probes))}
         # of each generated position, from the first on: 1 where it is open
         self._open = {digest: bytearray() for digest in self._numbers}
 
@@ -55,11 +55,11 @@ class Gates:
 
         What is not decided is closed.
         """
-        mine = self._open.get(digest, b"")
+        own = self._open.get(digest, b"")
         return [
             position
             for position in positions
-            if 0 <= position - self._first < len(mine) and mine[position - self._first]
+            if 0 <= position - self._first < len(own) and own[position - self._first]
         ]
 
     def shown(self, score: ProbeScore, stop: int) -> ProbeScore:
@@ -77,8 +77,8 @@ class Gates:
 
     def checksum(self, stop: int, before: int) -> int:
         """CRC32 of the decisions about positions below `stop`, going on from `before`."""
-        for mine in self._open.values():
-            before = zlib.crc32(mine[: max(0, stop - self._first)], before)
+        for own in self._open.values():
+            before = zlib.crc32(own[: max(0, stop - self._first)], before)
         return before
 
 

@@ -57,14 +57,14 @@ class ProbeNews:
             self._scored.pop(request_id, None)
             self._ended.pop(request_id, None)
         self._over.clear()
-        for each in news:
-            if each.stop_at >= 0:
-                self._stops[each.request_id] = min(
-                    (each.stop_at, each.stopped_by),
-                    self._stops.get(each.request_id, (each.stop_at, "~")),
+        for new in news:
+            if new.stop_at >= 0:
+                self._stops[new.request_id] = min(
+                    (new.stop_at, new.stopped_by),
+                    self._stops.get(new.request_id, (new.stop_at, "~")),
                 )
-            if each.scored:
-                self._scored.setdefault(each.request_id, []).extend(each.scored)
+            if new.scored:
+                self._scored.setdefault(new.request_id, []).extend(new.scored)
 
     def cut(self, request: Any, new_token_ids: list[int]) -> tuple[list[int], str]:
         """The step's tokens of a request that are kept, and which probe ends it behind them; empty:
@@ -92,7 +92,7 @@ class ProbeNews:
         this step: client → `EngineCoreOutputs`.
         """
         for output in (
-            (output for each in outputs.values() for output in each.outputs)
+            (output for item in outputs.values() for output in item.outputs)
             if self._scored or self._ended
             else ()
         ):
@@ -101,7 +101,7 @@ class ProbeNews:
                 self._limits.get(output.request_id, 0),
             )
             # of one computed again, the last
-            kept = {each.position: each for each in scored if each.position < limit}
+            kept = {item.position: item for item in scored if item.position < limit}
             more: dict[str, Any] = (
                 {SCORES: [list(kept[place]) for place in sorted(kept)]} if kept else {}
             )

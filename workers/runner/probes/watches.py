@@ -51,7 +51,7 @@ class Kind:
         ]
         #: Aggregation and decay → columns.
         self.aggregations = {
-            kind: np.array([number for number, each in enumerate(of_column) if each == kind])
+            kind: np.array([number for number, item in enumerate(of_column) if item == kind])
             for kind in dict.fromkeys(kinds)
         }
         # of one position; of means and maxima see `advanced`
@@ -152,32 +152,32 @@ class Watch:
             and 0 < self._aggregated == self._lowest == self.reached - 1
         )
 
-    def follow(self, others: Sequence["Watch"]) -> list[News]:
+    def follow(self, watches: Sequence["Watch"]) -> list[News]:
         """News of these watches, of this one's kind, that all follow."""
-        positions = [watch.reached - 1 for watch in others]
+        positions = [watch.reached - 1 for watch in watches]
         before = np.array(
             [
                 watch.aggregates[position - 1]
-                for watch, position in zip(others, positions, strict=True)
+                for watch, position in zip(watches, positions, strict=True)
             ]
         )
         scores = np.array(
-            [watch.scores[position] for watch, position in zip(others, positions, strict=True)]
+            [watch.scores[position] for watch, position in zip(watches, positions, strict=True)]
         )
         made = self.kind.advanced(before, scores, np.array(positions))
-        for watch, position, aggregates in zip(others, positions, made, strict=True):
+        for watch, position, aggregates in zip(watches, positions, made, strict=True):
             watch.aggregates[position] = aggregates
             watch._aggregated = watch._lowest = position + 1
         above = made >= self.kind.stop_thresholds
         crossed = np.flatnonzero(above.any(axis=1)).tolist() if above.any() else []
         return [
             News(
-                others[each].request_id,
-                positions[each],
-                self.kind.names[int(above[each].argmax())],
+                watches[item].request_id,
+                positions[item],
+                self.kind.names[int(above[item].argmax())],
                 [],
             )
-            for each in crossed
+            for item in crossed
         ]
 
     def news(self, stop: int) -> News | None:
@@ -195,10 +195,12 @@ class Watch:
         ):
             row = int(above.any(axis=1).argmax())
             stop_at, name = first + row, self.kind.names[int(above[row].argmax())]
-        told = range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
+        report = (
+            range(max(first, self._streams_from), stop) if self._streams_from >= 0 else range(0)
+        )
         scored = [
             Scored(position, self.scores[position].tolist(), self.aggregates[position].tolist())
-            for position in told
+            for position in report
         ]
         return News(self.request_id, stop_at, name, scored) if scored or stop_at >= 0 else None
 
@@ -206,11 +208,11 @@ class Watch:
         """Return whether an aggregate of probe number `probe`, up to this position, is at or above
         its threshold. Raises ProbeError.
         """
-        mine = self.kind.columns[probe]
+        column = self.kind.columns[probe]
         if position < self.reached:
             self._aggregate(position + 1)
         aggregates = (
-            self.aggregates[position, mine.start : mine.stop]
+            self.aggregates[position, column.start : column.stop]
             if position < self.reached
             else np.full(1, np.nan)
         )
@@ -220,7 +222,7 @@ class Watch:
                 f"probe {self.probes[probe].name!r}: {why} at position {position}, which "
                 "decides about the next one's edits"
             )
-        return bool((aggregates >= self.kind.thresholds[mine.start : mine.stop]).any())
+        return bool((aggregates >= self.kind.thresholds[column.start : column.stop]).any())
 
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
         """Return the results of the first `positions` tokens, and a CRC32 of all scores.
@@ -236,11 +238,11 @@ class Watch:
             column = int(np.flatnonzero(~np.isfinite(scores[where]))[0]) if len(bad) else 0
             name = next(
                 probe.name
-                for probe, mine in zip(self.probes, self.kind.columns, strict=True)
-                if column in mine
+                for probe, own in zip(self.probes, self.kind.columns, strict=True)
+                if column in own
             )
-            seen = "its score is not finite" if where < self.reached else "it was not scored"
-            raise ProbeError(f"probe {name!r}: {seen} at position {where}")
+            visited = "its score is not finite" if where < self.reached else "it was not scored"
+            raise ProbeError(f"probe {name!r}: {visited} at position {where}")
         self._aggregate(positions)
         aggregates = self.aggregates[:positions]
         above = np.asarray(aggregates >= self.kind.thresholds)
@@ -252,20 +254,18 @@ class Watch:
                 name=probe.name,
                 digest=probe.digest,
                 labels=probe.content.labels,
-                score=last[mine.start : mine.stop],
+                score=last[own.start : own.stop],
                 positions=positions,
-                crossed=crossed[mine.start : mine.stop],
+                crossed=crossed[own.start : own.stop],
                 action=probe.action,
-                tokens=np.ascontiguousarray(
-                    scores[:, mine.start : mine.stop], dtype="<f4"
-                ).tobytes()
+                tokens=np.ascontiguousarray(scores[:, own.start : own.stop], dtype="<f4").tobytes()
                 if probe.tokens
                 else b"",
                 watching=probe.watching,
                 model=probe.model,
                 stopped=probe.name == stopped_by,
             )
-            for probe, mine in zip(self.probes, self.kind.columns, strict=True)
+            for probe, own in zip(self.probes, self.kind.columns, strict=True)
         ]
         return results, zlib.crc32(scores.tobytes())
 
@@ -274,13 +274,13 @@ def news_of_all(watches: Iterable[Watch]) -> list[News]:
     """Return what follows from what was put into these: of those that score one more token, as most
     do in most steps, together.
     """
-    found: list[News] = []
+    result: list[News] = []
     kinds: dict[int, list[Watch]] = {}
     for watch in watches:
         if watch.follows:
             kinds.setdefault(id(watch.kind), []).append(watch)
         elif (news := watch.news(watch.reached)) is not None:
-            found.append(news)
-    for mine in kinds.values():
-        found += mine[0].follow(mine)
-    return found
+            result.append(news)
+    for kind in kinds.values():
+        result += kind[0].follow(kind)
+    return result

@@ -73,18 +73,18 @@ class Stacks:
     def _planned(self, probes: Sequence[StoredProbe], sides: Sequence[Side]) -> Plan | None:
         reads = [(probe.content.at, probe.content.hook, probe.content.layer) for probe in probes]
         sites = {(side.at, *site) for side in sides for site in side.ports}
-        here = [number for number, read in enumerate(reads) if read in sites]
-        if not here:
+        numbers = [number for number, read in enumerate(reads) if read in sites]
+        if not numbers:
             return None
-        kind = Kind([probes[number] for number in here])
+        kind = Kind([probes[number] for number in numbers])
         stacks = []
         for side in sides:
             ports: dict[int, list[int]] = {}  # port → which of the probes here
-            for place, number in enumerate(here):
+            for place, number in enumerate(numbers):
                 at, hook, layer = reads[number]
                 if at == side.at:
                     ports.setdefault(side.ports[hook, layer], []).append(place)
-            parts = [[probes[here[place]] for place in places] for places in ports.values()]
+            parts = [[probes[numbers[place]] for place in places] for places in ports.values()]
             columns = [
                 column
                 for places in ports.values()
@@ -92,7 +92,7 @@ class Stacks:
                 for column in kind.columns[place]
             ]
             stacks.append(self._stack(list(ports), parts, columns))
-        return Plan(here, kind, stacks)
+        return Plan(numbers, kind, stacks)
 
     def _stack(
         self, ports: Sequence[int], probes: Sequence[Sequence[StoredProbe]], columns: Sequence[int]
@@ -105,8 +105,8 @@ class Stacks:
         weight = torch.zeros(len(parts), max(widths), self._hidden_size)
         bias = torch.zeros(len(parts), 1, max(widths))
         for number, part in enumerate(parts):
-            weight[number, : widths[number]] = torch.cat([each for each, _ in part])
-            bias[number, 0, : widths[number]] = torch.cat([each for _, each in part])
+            weight[number, : widths[number]] = torch.cat([item for item, _ in part])
+            bias[number, 0, : widths[number]] = torch.cat([item for _, item in part])
         flat = np.concatenate(
             [number * max(widths) + np.arange(width) for number, width in enumerate(widths)]
         )

@@ -43,25 +43,25 @@ class Features:
 
     def __call__(self, capture: FinishedCapture, number: int) -> FeaturesPart:
         """Encodes every row of the capture. `number`: its place among the request's captures."""
-        wanted, sae = capture.capture.reading, capture.prepared
-        assert isinstance(wanted, StoredFeatures)
+        reading, sae = capture.capture.reading, capture.prepared
+        assert isinstance(reading, StoredFeatures)
         if sae is None:
             raise ReadingError(
-                f"the sparse autoencoder {wanted.sae.name!r} ({wanted.sae.digest[:12]}) is not "
+                f"the sparse autoencoder {reading.sae.name!r} ({reading.sae.digest[:12]}) is not "
                 "loaded"
             )
         ((hook, (layer,)),) = capture.sites.items()
-        found = sae.top(rows_of(capture, hook, layer), wanted.top_k)
+        top = sae.top(rows_of(capture, hook, layer), reading.top_k)
         return FeaturesPart(
             capture=number,
-            sae=wanted.sae.name,
-            digest=wanted.sae.digest,
+            sae=reading.sae.name,
+            digest=reading.sae.digest,
             hook=hook,  # type: ignore[arg-type]
             layer=layer,
             positions=capture.positions,
             token_ids=capture.token_ids,
-            indices=array(torch.from_numpy(found.indices), torch.int32),
-            activations=array(torch.from_numpy(found.activations), torch.float32),
-            active=array(torch.from_numpy(found.active), torch.int32),
-            errors=array(torch.from_numpy(found.errors), torch.float32),
+            indices=array(torch.from_numpy(top.indices), torch.int32),
+            activations=array(torch.from_numpy(top.activations), torch.float32),
+            active=array(torch.from_numpy(top.active), torch.int32),
+            errors=array(torch.from_numpy(top.errors), torch.float32),
         )

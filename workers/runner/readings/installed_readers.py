@@ -62,12 +62,12 @@ def load_readers(
     """The readers that trusted packages offer, by name, each tried with random rows of the model's
     shape. Raises ExtensionError.
     """
-    found = {}
+    result = {}
     for offer in offers:
         if offer.kind != "reader":
             continue
         try:
-            found[offer.name] = loaded = _loaded(offer)
+            result[offer.name] = loaded = _loaded(offer)
             _check(loaded, hidden_size, num_layers, hooks)
         except ExtensionError:
             raise
@@ -76,7 +76,7 @@ def load_readers(
                 f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
             ) from error
         logger.info("%s is loaded, code %s", offer, loaded.facts.digest[:12])
-    return found
+    return result
 
 
 def _loaded(offer: Offer) -> LoadedReader:
@@ -102,22 +102,22 @@ def _loaded(offer: Offer) -> LoadedReader:
     return LoadedReader(facts, terms, Apart(f"reader {offer.name}", read, PATIENCE_S, "request"))
 
 
-def _arrays(told: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
+def _arrays(report: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
     """The answer as it crosses the wire. Raises ValueError for one that is not as declared."""
-    if not isinstance(told, Mapping) or set(told) != set(terms.returns):
-        shown = sorted(map(str, told)) if isinstance(told, Mapping) else type(told).__name__
+    if not isinstance(report, Mapping) or set(report) != set(terms.returns):
+        shown = sorted(map(str, report)) if isinstance(report, Mapping) else type(report).__name__
         raise ValueError(f"returned {shown}, but declares the arrays {sorted(terms.returns)}")
-    found = {}
+    arrays = {}
     for name, dtype in terms.returns.items():
-        values = told[name]
+        values = report[name]
         if not isinstance(values, np.ndarray) or values.dtype != np.dtype(dtype):
             shown = (
                 f"{values.dtype} array" if isinstance(values, np.ndarray) else type(values).__name__
             )
             raise ValueError(f"{name} is a {shown}, but is declared as an array of {dtype}")
         raw = np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
-        found[name] = (dtype, list(values.shape), raw)
-    size = sum(raw.nbytes for _, _, raw in found.values())
+        arrays[name] = (dtype, list(values.shape), raw)
+    size = sum(raw.nbytes for _, _, raw in arrays.values())
     most = terms.fixed_bytes + len(rows.positions) * len(rows.sites) * terms.size(rows.options)
     if size > most:
         raise ValueError(
@@ -126,7 +126,7 @@ def _arrays(told: Any, terms: ReaderTerms, rows: Rows) -> dict[str, Array]:
         )
     return {
         name: Array(dtype=dtype, shape=shape, data=raw.tobytes())
-        for name, (dtype, shape, raw) in found.items()
+        for name, (dtype, shape, raw) in arrays.items()
     }
 
 
@@ -146,7 +146,7 @@ def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Seque
         answers = []
         for _ in range(2):
             rows = Rows(
-                sites={site: frozen(each.copy()) for site, each in values.items()},
+                sites={site: frozen(value.copy()) for site, value in values.items()},
                 positions=frozen(np.arange(count, dtype=np.int64)),
                 token_ids=frozen(np.arange(count, dtype=np.int64) + 1),
                 prompt_tokens=count,
@@ -154,8 +154,8 @@ def _check(loaded: LoadedReader, hidden_size: int, num_layers: int, hooks: Seque
                 num_layers=num_layers,
             )
             answers.append(loaded.read(rows))
-            for site, each in values.items():
-                if rows.sites.get(site) is None or rows.sites[site].tobytes() != each.tobytes():
+            for site, value in values.items():
+                if rows.sites.get(site) is None or rows.sites[site].tobytes() != value.tobytes():
                     raise ValueError(f"changes its input: the rows of {site[0]}, layer {site[1]}")
         if answers[0] != answers[1]:
             raise ValueError("gives different answers for the same rows")
@@ -175,29 +175,29 @@ class InstalledReaders:
 
         Raises ReadingError with the reader's name and its reason.
         """
-        wanted = capture.capture.reading
-        assert isinstance(wanted, StoredReader)
-        reader = self._loaded.get(wanted.name)
+        reading = capture.capture.reading
+        assert isinstance(reading, StoredReader)
+        reader = self._loaded.get(reading.name)
         if reader is None:
-            raise ReadingError(f"{wanted.name}: this rank has no reader of this name")
+            raise ReadingError(f"{reading.name}: this rank has no reader of this name")
         facts = reader.facts
-        if facts.digest != wanted.digest:
+        if facts.digest != reading.digest:
             raise ReadingError(
-                f"{wanted.name}: the job was accepted for the code {wanted.digest[:12]}, but "
+                f"{reading.name}: the job was accepted for the code {reading.digest[:12]}, but "
                 f"this rank has {facts.package} "
                 f"{facts.version}, code {facts.digest[:12]}: submit it again"
             )
         try:
-            arrays = reader.read(_rows(capture, wanted)) if capture.positions else {}
+            arrays = reader.read(_rows(capture, reading)) if capture.positions else {}
         except Exception as error:
-            raise ReadingError(f"{wanted.name}: {type(error).__name__}: {error}") from error
+            raise ReadingError(f"{reading.name}: {type(error).__name__}: {error}") from error
         return ReaderPart(
             capture=number,
-            name=wanted.name,
+            name=reading.name,
             package=facts.package,
             version=facts.version,
             digest=facts.digest,
-            options=wanted.options,
+            options=reading.options,
             sites=capture.sites,
             of=capture.capture.num_sites,
             positions=capture.positions,
@@ -206,7 +206,7 @@ class InstalledReaders:
         )
 
 
-def _rows(capture: FinishedCapture, wanted: StoredReader) -> Rows:
+def _rows(capture: FinishedCapture, stored_reader: StoredReader) -> Rows:
     """float32 of their own: what is read is exact in any dtype that rows are captured in."""
     sites = {
         (hook, layer): rows_of(capture, hook, layer)
@@ -218,7 +218,7 @@ def _rows(capture: FinishedCapture, wanted: StoredReader) -> Rows:
         positions=frozen(np.array(capture.positions, dtype=np.int64)),
         token_ids=frozen(np.array(capture.token_ids, dtype=np.int64)),
         prompt_tokens=capture.spec.prompt_tokens,
-        options=dict(wanted.options),
+        options=dict(stored_reader.options),
         num_layers=capture.num_layers,
         stage=capture.pp,
         stages=capture.stages,

@@ -47,15 +47,15 @@ class Lens:
 
     def __call__(self, capture: FinishedCapture, number: int) -> LensPart:
         """Reads every row of the capture. `number`: its place among the request's captures."""
-        wanted = capture.capture.reading
-        assert isinstance(wanted, StoredLens)
+        reading = capture.capture.reading
+        assert isinstance(reading, StoredLens)
         ((hook, layers),) = capture.capture.sites.items()
         shard = self.head.shard
         of_named: Head | None = capture.prepared
-        with self._tuned.of(wanted.tuned) as tuned, _beside(self.head.device):
+        with self._tuned.of(reading.tuned) as tuned, _beside(self.head.device):
             read = [
                 self._read(
-                    tuned(rows_of(capture, hook, layer, self.head.device), layer), wanted, of_named
+                    tuned(rows_of(capture, hook, layer, self.head.device), layer), reading, of_named
                 )
                 for layer in layers
             ]
@@ -70,7 +70,7 @@ class Lens:
             layers=layers,
             positions=capture.positions,
             token_ids=capture.token_ids,
-            named=wanted.tokens,
+            named=reading.tokens,
             top=array(ids, torch.int32),
             logits=array(logits, torch.float32),
             total=array(total, torch.float32),
@@ -79,7 +79,7 @@ class Lens:
         )
 
     def _read(
-        self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None
+        self, rows: torch.Tensor, stored_lens: StoredLens, of_named: Head | None
     ) -> list[torch.Tensor]:
         """Read `[positions, hidden]`: top ids and logits `[positions, k]`, log-sum-exp
         `[positions]`, named logits and counts above.
@@ -87,20 +87,22 @@ class Lens:
         width = self.head.shard.stop - self.head.shard.start
         size = max(1, CHUNK_BYTES // (4 * width))
         parts = (
-            [self._of(chunk, wanted, of_named) for chunk in rows.split(size)]
+            [self._of(chunk, stored_lens, of_named) for chunk in rows.split(size)]
             if len(rows)
-            else [self._of(rows, wanted, of_named)]
+            else [self._of(rows, stored_lens, of_named)]
         )
         return [torch.cat(values) for values in zip(*parts, strict=True)]
 
     def _of(
-        self, rows: torch.Tensor, wanted: StoredLens, of_named: Head | None
+        self, rows: torch.Tensor, stored_lens: StoredLens, of_named: Head | None
     ) -> tuple[torch.Tensor, ...]:
         shard = self.head.shard
         normed = self.head.norm(rows.to(self.head.dtype))
         logits = self.head.logits(normed)
-        top, ids = logits.topk(min(wanted.top_k, logits.shape[1]), dim=-1)
-        places = torch.tensor(wanted.tokens, dtype=torch.int64, device=logits.device) - shard.start
+        top, ids = logits.topk(min(stored_lens.top_k, logits.shape[1]), dim=-1)
+        places = (
+            torch.tensor(stored_lens.tokens, dtype=torch.int64, device=logits.device) - shard.start
+        )
         named = logits[:, places] if of_named is None else of_named.logits(normed)
         above = torch.empty(named.shape, dtype=torch.int64, device=logits.device)
         for number, place in enumerate(places.tolist()):

@@ -52,9 +52,9 @@ class Readings:
         `limit`: bytes of a part. `fails`: tests only, reading fails while true.
         """
         self._readers, self._limit, self._fails = dict(readers), limit, fails
-        each: Mapping[type, object] = readers
+        item: Mapping[type, object] = readers
         self._preparing = {
-            kind: reader for kind, reader in each.items() if isinstance(reader, Preparing)
+            kind: reader for kind, reader in item.items() if isinstance(reader, Preparing)
         }
 
     def prepare(self, spec: RankSpec) -> tuple[dict[int, Any], str]:
@@ -90,12 +90,12 @@ class Readings:
             return Outcome(error=f"{type(error).__name__}: {error}")
 
     def _read(self, capture: FinishedCapture) -> bytes:
-        wanted = capture.capture
+        needed = capture.capture
         if self._fails():
             raise ReadingError("fault injected: reading")
-        reader = self._readers.get(type(wanted.reading))
-        if reader is None or wanted.reading is None:
-            raise ReadingError(f"this rank has no reader for {type(wanted.reading).__name__}")
+        reader = self._readers.get(type(needed.reading))
+        if reader is None or needed.reading is None:
+            raise ReadingError(f"this rank has no reader for {type(needed.reading).__name__}")
         if capture.dropped:
             raise ReadingError(
                 f"rows of {len(capture.dropped)} positions were dropped under overload"
@@ -105,7 +105,7 @@ class Readings:
             raise ReadingError(
                 f"the row at {hook} of layer {layer}, position {position}, is not finite"
             )
-        size = wanted.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
+        size = needed.reading.size(len(capture.positions), sum(map(len, capture.sites.values())))
         if size > self._limit:
             raise ReadingError(
                 f"{size} bytes exceed the response limit of {self._limit} ({self._limit >> 10} "

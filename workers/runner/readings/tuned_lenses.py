@@ -45,9 +45,9 @@ class TunedMaps:
     def _check(self, tuned: StoredTuned, file: TensorFile) -> None:
         if self._known.get(tuned.digest) == file.state:
             return
-        if (found := file.digest().hex()) != tuned.digest:
+        if (result := file.digest().hex()) != tuned.digest:
             raise TensorFileError(
-                f"its file has changed since it was registered (now {found[:12]}): register it "
+                f"its file has changed since it was registered (now {result[:12]}): register it "
                 "again"
             )
         self._known[tuned.digest] = file.state

@@ -208,13 +208,13 @@ class Banks:
     def busy(self) -> bool:
         return any(bank.planner.busy for bank in self._banks)
 
-    def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+    def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         for bank in self._banks:
-            bank.planner.plan_steering(mine)
+            bank.planner.plan_steering(request_rows)
 
-    def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+    def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         for bank in self._banks:
-            bank.planner.plan_capture(mine)
+            bank.planner.plan_capture(request_rows)
 
     def commit(self) -> None:
         for bank in self._banks:
@@ -246,7 +246,7 @@ class Banks:
             )
 
     def settle(self, needed: Mapping[str, int] | None = None) -> list[NonFinite | Miscount]:
-        return [found for bank in self._banks for found in bank.finite.settle(needed)]
+        return [result for bank in self._banks for result in bank.finite.settle(needed)]
 
     def found(self) -> Callable[[], list[tuple[str, int]]]:
         """Return (request, first position) of the rows of the last step that are not finite.
@@ -258,4 +258,4 @@ class Banks:
             for bank in self._banks
             if (finding := bank.finite.last) is not None
         ]
-        return lambda: [each for finite, finding in last for each in finite.of(finding)]
+        return lambda: [item for finite, finding in last for item in finite.of(finding)]

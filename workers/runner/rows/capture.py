@@ -179,12 +179,12 @@ class Recording:
     @classmethod
     def of(cls, capture: StoredCapture, ports: Ports) -> "Recording | None":
         """None when this rank holds none of its sites."""
-        mine = ports.of(capture)
-        if not mine or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
+        own = ports.of(capture)
+        if not own or (ports.columns is not None and not ports.columns.chosen(capture.heads)):
             return None
         mask = np.zeros(ports.count, dtype=bool)
-        mask[list(mine.values())] = True
-        return cls(capture, mine, mask, columns=ports.columns, bank=capture.bank)
+        mask[list(own.values())] = True
+        return cls(capture, own, mask, columns=ports.columns, bank=capture.bank)
 
     def width(self, hidden_size: int) -> int:
         """Elements of a row on this rank, in a model of this hidden size."""
@@ -204,10 +204,10 @@ class Recording:
     @property
     def sites(self) -> dict[str, list[int]]:
         """hook → ascending layers that this rank holds."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for hook, layer in self.ports:
-            found.setdefault(hook, []).append(layer)
-        return found
+            result.setdefault(hook, []).append(layer)
+        return result
 
     @property
     def num_rows(self) -> int:
@@ -252,8 +252,8 @@ class Recording:
         """Recorded position in `[start, stop)` → the run that computed it last."""
         owners: dict[int, Extent] = {}
         for run in self.runs:
-            mine = range(max(start, run.first_position), min(stop, run.first_position + run.count))
-            owners.update(dict.fromkeys(mine, run))
+            own = range(max(start, run.first_position), min(stop, run.first_position + run.count))
+            owners.update(dict.fromkeys(own, run))
         return owners
 
     def selection(self, start: int, stop: int) -> "Selection | None":
@@ -330,11 +330,11 @@ class Recording:
             else set()
         )
         stored_as = dtype if self.capture.dtype == "model" else getattr(torch, self.capture.dtype)
-        found: Rows
+        result: Rows
         if self.stream is not None and self.stream.begun:
-            positions, reused, found = self.stream.seal(self, expected, stop)
+            positions, reused, result = self.stream.seal(self, expected, stop)
         else:
-            positions, reused, found = self._in_memory(expected, stop, stored_as)
+            positions, reused, result = self._in_memory(expected, stop, stored_as)
         if missing := expected.difference(positions) - self.dropped:
             raise RuntimeError(
                 f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
@@ -353,9 +353,9 @@ class Recording:
             rank=rank,
             pp=pp,
             stages=stages,
-            rows=found,
-            non_finite=found.non_finite(stored_as),
-            unsound=min(found.unsound(dtype), key=lambda place: place[2], default=None),
+            rows=result,
+            non_finite=result.non_finite(stored_as),
+            unsound=min(result.unsound(dtype), key=lambda place: place[2], default=None),
             reused=len(self.ports) * reused,
             dropped=tuple(sorted((self.dropped & expected).difference(positions))),
             num_layers=num_layers,
@@ -363,7 +363,7 @@ class Recording:
             identity=identity,
             attention=tuple(attention),
             routing=tuple(routing),
-            whole=found.blob,
+            whole=result.blob,
             prepared=self.prepared,
         )
 
@@ -413,12 +413,12 @@ class Selection:
         at = 0
         for stretch in self.stretches:
             stretch.run.step.landing.wait()
-            wanted = (
+            needed = (
                 stretch.run.first_rows(self.ports)[:, None]
                 + stretch.offset
                 + np.arange(stretch.count)
             )
-            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(wanted)]
+            copied[:, at : at + stretch.count] = stretch.run.step.slab[torch.from_numpy(needed)]
             at += stretch.count
         base = np.zeros(self.num_ports, dtype=np.int64)
         base[self.ports] = np.arange(len(self.ports)) * len(self.positions)
@@ -442,16 +442,16 @@ class Stretch:
 
 def stretches(owners: dict[int, Extent], positions: Sequence[int]) -> list[Stretch]:
     """Ascending `positions`, split where the next one is not contiguous."""
-    found: list[Stretch] = []
+    result: list[Stretch] = []
     for position in positions:
         run = owners[position]
         offset = position - run.first_position
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last is not None and last.run is run and last.offset + last.count == offset:
-            found[-1] = Stretch(run, last.offset, last.count + 1)
+            result[-1] = Stretch(run, last.offset, last.count + 1)
         else:
-            found.append(Stretch(run, offset, 1))
-    return found
+            result.append(Stretch(run, offset, 1))
+    return result
 
 
 class _Rows:

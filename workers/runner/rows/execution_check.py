@@ -59,7 +59,7 @@ class Due:
         failed: set[tuple[str, str]] = set()
         for number, column in np.argwhere(counts != self.counts).tolist():
             for request in self._planned_at(number, column):
-                found = Miscount(
+                miscount = Miscount(
                     request,
                     step,
                     sites[number],
@@ -67,9 +67,9 @@ class Due:
                     int(self.counts[number, column]),
                     int(counts[number, column]),
                 )
-                if (request, found.kind) not in failed:
-                    failed.add((request, found.kind))
-                    yield found
+                if (request, miscount.kind) not in failed:
+                    failed.add((request, miscount.kind))
+                    yield miscount
 
     def _planned_at(self, site: int, column: int) -> list[str]:
         """Return those whose rows were to be edited or captured there; where no request's were, all

@@ -81,24 +81,30 @@ class _Finding:
         """
         if self._event is not None:
             self._event.synchronize()
-        found: list[NonFinite] = []
+        non_finites: list[NonFinite] = []
         if self._broken is not None and (marks := self._broken.numpy()).any():
             for id_, place, position in self._first(marks != 0):
                 mark = int(marks[place])
-                found.append(NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0))
+                non_finites.append(
+                    NonFinite(id_, self.step, position, sites[abs(mark) - 1], mark > 0)
+                )
         if self._sums is not None and (bad := ~np.isfinite(self._sums.numpy())).any():
-            found += [
+            non_finites += [
                 NonFinite(id_, self.step, position, None) for id_, _, position in self._first(bad)
             ]
         # The earliest position first: non-finite values of the model there excuse later ones.
-        return sorted(found, key=lambda each: each.position)
+        return sorted(non_finites, key=lambda item: item.position)
 
     def _first(self, bad: np.ndarray) -> Iterator[tuple[str, int, int]]:
         """(request, row, position) of the first bad row of each request that has one."""
         for rows in self.view.requests:
-            mine = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
-            if len(mine):
-                yield rows.id, rows.first_row + int(mine[0]), rows.first_position + int(mine[0])
+            indices = np.flatnonzero(bad[rows.first_row : rows.first_row + rows.num_rows])
+            if len(indices):
+                yield (
+                    rows.id,
+                    rows.first_row + int(indices[0]),
+                    rows.first_position + int(indices[0]),
+                )
 
 
 class FiniteCheck:
@@ -158,7 +164,7 @@ class FiniteCheck:
         )
         if not self._on_cpu:
             broken, sums, counts = (
-                None if each is None else _on_its_way(each) for each in (broken, sums, counts)
+                None if item is None else _on_its_way(item) for item in (broken, sums, counts)
             )
             event = torch.cuda.Event()
             event.record()
@@ -174,38 +180,38 @@ class FiniteCheck:
 
         `needed`: request → tokens that it has: waits for the steps that computed them.
         """
-        found: list[NonFinite | Miscount] = []
+        non_finites: list[NonFinite | Miscount] = []
         last = max(
             (
                 number
-                for number, each in enumerate(self._pending)
-                if _computed(each.view, needed or {})
+                for number, item in enumerate(self._pending)
+                if _computed(item.view, needed or {})
             ),
             default=-1,
         )
         while self._pending and (last >= 0 or self._pending[0].done()):
             finding = self._pending.popleft()
-            found += [*finding.miscounts(self._sites), *finding.read(self._sites)]
+            non_finites += [*finding.miscounts(self._sites), *finding.read(self._sites)]
             last -= 1
-        return found
+        return non_finites
 
     def of(self, finding: _Finding) -> list[tuple[str, int]]:
         """(request, first position) of what was found in one step.
 
         May be asked from another thread; waits for the step.
         """
-        return [(each.id, each.position) for each in finding.read(self._sites)]
+        return [(item.id, item.position) for item in finding.read(self._sites)]
 
 
 def all_finite(rows: torch.Tensor) -> bool:
     """On the CPU, in one quick pass: minimum and maximum are NaN where a value is."""
-    return not rows.numel() or all(math.isfinite(float(each)) for each in torch.aminmax(rows))
+    return not rows.numel() or all(math.isfinite(float(item)) for item in torch.aminmax(rows))
 
 
 def _on_its_way(values: torch.Tensor) -> torch.Tensor:
-    there = locked_like(values)
-    there.copy_(values, non_blocking=True)
-    return there
+    present = locked_like(values)
+    present.copy_(values, non_blocking=True)
+    return present
 
 
 def _computed(view: StepView, needed: Mapping[str, int]) -> bool:
@@ -235,27 +241,27 @@ def precedes_edits(
         return False
     hook, layer = place
     lowest = min((number, _ORDER[entry.hook]) for entry in entries for number in entry.layers)
-    here = layer, _ORDER[hook]
-    return here < lowest or (here == lowest and not after)
+    local = layer, _ORDER[hook]
+    return local < lowest or (local == lowest and not after)
 
 
-def reason(spec: RankSpec, found: NonFinite) -> str:
+def reason(spec: RankSpec, result: NonFinite) -> str:
     """Return why a request fails: which row, and which of its edits are to blame as far as that is
     known.
     """
-    if found.site is None:
+    if result.site is None:
         return (
-            f"the stream after the last layer is not finite at position {found.position}, "
+            f"the stream after the last layer is not finite at position {result.position}, "
             "after the edits of this request"
         )
-    where = f"{found.site.hook} of layer {found.site.layer}, position {found.position}"
-    if not found.edited:
+    where = f"{result.site.hook} of layer {result.site.layer}, position {result.position}"
+    if not result.edited:
         return f"the stream is not finite at {where}, after earlier edits of this request"
     ops = [
         FAMILY[entry.family].written
         for entry in entries_of(spec)
-        if entry.hook == found.site.hook and found.site.layer in entry.layers
-        if select(entry.positions, found.position, found.position + 1, spec.prompt_tokens)
+        if entry.hook == result.site.hook and result.site.layer in entry.layers
+        if select(entry.positions, result.position, result.position + 1, spec.prompt_tokens)
     ]
     return (
         f"{' and '.join(dict.fromkeys(ops)) or 'an edit'} produced a non-finite row at "

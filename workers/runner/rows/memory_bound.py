@@ -51,12 +51,12 @@ class Room:
         """
         self._overload.wait()
         recordings = [
-            (each, recording) for each in tracked for recording in each.recordings.values()
+            (item, recording) for item in tracked for recording in item.recordings.values()
         ]
-        for each, recording in recordings:
+        for item, recording in recordings:
             if not recording.settles:
                 continue
-            with guard([each], "capture_failed"):
+            with guard([item], "capture_failed"):
                 recording.settle()
         self._slabs.collect()
         if self._slabs.alive <= self.floor:
@@ -100,6 +100,6 @@ class Room:
 
     def _leave(self, recording: Recording, reached: int) -> None:
         row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
-        left = recording.leave(reached, self._streams.part // row_bytes)
-        if left and recording.stream is not None:
-            self._writer.stream(recording.stream.flush, left * row_bytes)
+        remaining = recording.leave(reached, self._streams.part // row_bytes)
+        if remaining and recording.stream is not None:
+            self._writer.stream(recording.stream.flush, remaining * row_bytes)

@@ -130,9 +130,9 @@ class _Layout(NamedTuple):
         return int(self.base[-1]) + len(self.tokens[self.pattern[-1]])
 
 
-def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
+def _layout_of(needed: Sequence[_Wanted]) -> _Layout:
     groups: dict[bytes, list[_Wanted]] = {}  # those that want the same ports
-    for item in wanted:
+    for item in needed:
         groups.setdefault(item.recording.wants, []).append(item)
     members, pattern = _patterns_of(tuple(groups))
     tokens = []
@@ -146,9 +146,9 @@ def _layout_of(wanted: Sequence[_Wanted]) -> _Layout:
         tokens.append(
             _numbers([item.first_token for item in items], [item.count for item in items])
         )
-    per_port = np.array([len(each) for each in tokens])[pattern]
-    first_tokens = np.array([item.first_token for item in wanted])
-    slots = np.stack([np.searchsorted(each, first_tokens) for each in tokens], axis=1)
+    per_port = np.array([len(token) for token in tokens])[pattern]
+    first_tokens = np.array([item.first_token for item in needed])
+    slots = np.stack([np.searchsorted(token, first_tokens) for token in tokens], axis=1)
     return _Layout(pattern, tokens, np.cumsum(per_port) - per_port, slots)
 
 
@@ -238,7 +238,7 @@ class Planner:
         """Return whether it edits a row."""
         return self._edits
 
-    def plan_steering(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+    def plan_steering(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan the edits of these requests' rows; on an error nothing is edited.
 
         First of the two: it starts the step.
@@ -253,7 +253,7 @@ class Planner:
             tuple[int, int, int, int]
         ] = []  # of tokens that one row edits: the first, how many, column, row
         used: dict[int, np.ndarray] = {}  # row → its sites
-        for tracked, place in mine:
+        for tracked, place in request_rows:
             if not tracked.rows:
                 continue
             first, stop = place.first_position, place.first_position + place.num_rows
@@ -296,50 +296,50 @@ class Planner:
                 self._plan[touched, columns.ALIKE] = row_of[0]
                 self._plan[touched, columns.ALIKE_FROM] = tokens[0]
 
-    def plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
+    def plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
         """Plan what is recorded of these requests' rows; on an error nothing is."""
         self._forget_rows()
         try:
-            self._plan_capture(mine)
+            self._plan_capture(request_rows)
         except Exception:
             self._forget_rows()
             self._plan[:, _PORT_COLUMNS] = 0
             raise
 
-    def _plan_capture(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> None:
-        wanted = self._window(mine)
-        if not wanted:
+    def _plan_capture(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> None:
+        window = self._window(request_rows)
+        if not window:
             return
         if self._overload.drops():  # never what is scored: those rows do not wait for the writers
-            for item in wanted:
+            for item in window:
                 if not item.recording.capture.scored:
                     item.recording.dropped.update(
                         range(item.first_position, item.first_position + item.count)
                     )
-            wanted = [item for item in wanted if item.recording.capture.scored]
-            if not wanted:
+            window = [item for item in window if item.recording.capture.scored]
+            if not window:
                 return
         if (
-            key := [(item.recording.wants, item.first_token, item.count) for item in wanted]
+            key := [(item.recording.wants, item.first_token, item.count) for item in window]
         ) != self._layout_key:
-            self._layout, self._layout_key = _layout_of(wanted), key
+            self._layout, self._layout_key = _layout_of(window), key
         pattern, tokens, base, slots = self._layout
         new = self._staging.new_rows(self._slabs, self._layout.rows, spill=self._overload.spills())
         self._plan_ports(pattern, tokens, base + new.first)
-        self._captured = [(item.request, item.recording.mask) for item in wanted]
+        self._captured = [(item.request, item.recording.mask) for item in window]
         self._step = step = StepRows(new.slab, base, pattern, new.landing)
         self._file = new.file
         self._runs = [
             (item.recording, Extent(step, slot, item.first_position, item.count))
-            for item, slot in zip(wanted, slots, strict=True)
+            for item, slot in zip(window, slots, strict=True)
         ]
 
     def _forget_rows(self) -> None:
         self._runs, self._step, self._file, self._captured = [], None, None, []
 
-    def _window(self, mine: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
-        wanted = []
-        for tracked, place in mine:
+    def _window(self, request_rows: Sequence[tuple[Tracked, RequestRows]]) -> list[_Wanted]:
+        needed = []
+        for tracked, place in request_rows:
             if tracked.reported:
                 continue
             first, stop = place.first_position, place.first_position + place.num_rows
@@ -356,10 +356,10 @@ class Planner:
                         if chosen
                         else []
                     )
-                wanted += [
+                needed += [
                     _Wanted(place.id, recording, at, at + shift, count) for at, count in runs
                 ]
-        return wanted
+        return needed
 
     def _plan_ports(
         self, pattern: np.ndarray, tokens: list[np.ndarray], first_rows: np.ndarray
@@ -370,23 +370,23 @@ class Planner:
         places = np.zeros(
             (len(tokens), 4), dtype=np.int64
         )  # of each pattern: count, at, start, pattern
-        for number, mine in enumerate(tokens):
-            if len(mine):
-                count, at = self._list([mine])
-                self._staging.set_slots(number, mine)
+        for number, token in enumerate(tokens):
+            if len(token):
+                count, at = self._list([token])
+                self._staging.set_slots(number, token)
                 places[number] = (
                     count,
                     at,
-                    int(mine[0]) if mine[-1] - mine[0] == count - 1 else columns.SCATTERED,
+                    int(token[0]) if token[-1] - token[0] == count - 1 else columns.SCATTERED,
                     number,
                 )
         of_port = places[pattern]
         for after, port_columns in enumerate((columns.BEFORE, columns.AFTER)):
-            mine = of_port[after::2]
-            self._plan[:, port_columns.COUNT] = mine[:, 0]
-            self._plan[:, port_columns.AT] = mine[:, 1]
-            self._plan[:, port_columns.START] = mine[:, 2]
-            self._plan[:, port_columns.PATTERN] = mine[:, 3]
+            token = of_port[after::2]
+            self._plan[:, port_columns.COUNT] = token[:, 0]
+            self._plan[:, port_columns.AT] = token[:, 1]
+            self._plan[:, port_columns.START] = token[:, 2]
+            self._plan[:, port_columns.PATTERN] = token[:, 3]
             self._plan[:, port_columns.ROW] = first_rows[after::2]
 
     def _list(self, parts: Sequence[np.ndarray]) -> tuple[int, int]:

@@ -101,7 +101,7 @@ class SlabPool:
             self._pop(next(iter(self._free)))
 
     def _take(self, size: int) -> torch.Tensor:
-        fitting = [each for each in self._free if size <= each <= _LOOSE * size]
+        fitting = [item for item in self._free if size <= item <= _LOOSE * size]
         memory = self._pop(min(fitting)) if fitting else pages(size, locked=self._pinned)
         self.alive += len(memory)
         self._recent.append(self.alive)

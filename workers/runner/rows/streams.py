@@ -138,13 +138,13 @@ class Stream:
 
     def _write(self, runs: Sequence[Extent]) -> None:
         """Neighbours in one piece."""
-        for _, group in itertools.groupby(_numbered(runs), key=lambda each: each[0]):
-            mine = [run for _, run in group]
-            if len(mine) == 1:
-                self._put(mine[0], 0, mine[0].count)
+        for _, group in itertools.groupby(_numbered(runs), key=lambda item: item[0]):
+            own = [run for _, run in group]
+            if len(own) == 1:
+                self._put(own[0], 0, own[0].count)
                 continue
-            positions = [position for run in mine for position in run.positions]
-            stretches = [Stretch(run, 0, run.count) for run in mine]
+            positions = [position for run in own for position in run.positions]
+            stretches = [Stretch(run, 0, run.count) for run in own]
             for run in Selection(self._numbers, self._num_ports, positions, stretches).copy():
                 self._put(run, 0, run.count)
 
@@ -206,15 +206,15 @@ class Stream:
         runs = contiguous(kept)
         for place in range(len(self._ports)):
             for first, count in runs:
-                at, left = (
+                at, remaining = (
                     self._header + place * stride + int(kept[first]) * self._row_bytes,
                     count * self._row_bytes,
                 )
-                while left and at != to:
-                    piece = self._draft.read(at, min(left, _PIECE))
+                while remaining and at != to:
+                    piece = self._draft.read(at, min(remaining, _PIECE))
                     self._draft.write(to, [piece])
-                    at, to, left = at + len(piece), to + len(piece), left - len(piece)
-                to += left
+                    at, to, remaining = at + len(piece), to + len(piece), remaining - len(piece)
+                to += remaining
         self._draft.truncate(to)
 
 
@@ -354,7 +354,7 @@ class Streams:
             if recording.capture.dtype == "model"
             else getattr(torch, recording.capture.dtype)
         )
-        ours = "filesystem" in recording.capture.consumers and recording.capture.layout in (
+        own = "filesystem" in recording.capture.consumers and recording.capture.layout in (
             "auto",
             "packed",
         )
@@ -363,7 +363,7 @@ class Streams:
             largest = self._largest(spec, recording, order, stored_as)
             draft = (
                 self._store.draft(file_name(largest))
-                if ours and isinstance(self._store, Drafts)
+                if own and isinstance(self._store, Drafts)
                 else None
             )
             return draft if draft is not None else self._scratch(), _header_bytes(largest)

@@ -18,13 +18,13 @@ def reason_of(error: BaseException) -> str:
     one that names nothing, where it was.
     """
     text = (
-        "; ".join(each["msg"] for each in error.errors())
+        "; ".join(item["msg"] for item in error.errors())
         if isinstance(error, ValidationError)
         else str(error)
     )
-    said = " ".join(text.split())
+    listing = " ".join(text.split())
     if not isinstance(error, AssertionError | AttributeError | KeyError | TypeError | IndexError):
-        return said or type(error).__name__
+        return listing or type(error).__name__
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename
     ]
@@ -36,7 +36,7 @@ def reason_of(error: BaseException) -> str:
         if frames
         else ""
     )
-    return f"{type(error).__name__}{place}{f': {said}' if said else ''}"
+    return f"{type(error).__name__}{place}{f': {listing}' if listing else ''}"
 
 
 @contextlib.contextmanager

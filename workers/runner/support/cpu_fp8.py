@@ -18,13 +18,13 @@ _FP8 = torch.float8_e4m3fn
 
 def install() -> None:
     """Replace both in this process."""
-    theirs = ops.scaled_fp8_quant
+    foreign = ops.scaled_fp8_quant
 
     def scaled_fp8_quant(
         input: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **named: Any
     ) -> Any:
         if scale is None or scale.numel() != 1 or args or named:
-            return theirs(input, scale, *args, **named)
+            return foreign(input, scale, *args, **named)
         limit = torch.finfo(_FP8).max
         return (input.float() / scale).clamp(-limit, limit).to(_FP8), scale
 

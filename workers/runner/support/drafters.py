@@ -159,48 +159,48 @@ def refusals(config: VllmConfig) -> list[str]:
                 f"{', '.join(served())} ({method.refused})"
             )
         ]
-    found = []
+    result = []
     if config.scheduler_config.async_scheduling:
-        found.append(
+        result.append(
             "speculative_config with scheduler_config.async_scheduling is True, valid: False "
             "(positions are known only on the GPU, where drafts are rejected)"
         )
     if (stages := config.parallel_config.pipeline_parallel_size) != 1:
-        found.append(
+        result.append(
             f"parallel_config.pipeline_parallel_size with speculative_config is {stages}, "
             "valid: 1 (untested)"
         )
     for condition in (*CONDITIONS, *method.conditions):
         if not hasattr(drafting, condition.field):
-            found.append(f"speculative_config.{condition.field} is not a setting of this vLLM")
+            result.append(f"speculative_config.{condition.field} is not a setting of this vLLM")
         elif (value := getattr(drafting, condition.field)) not in condition.served:
             valid = ", ".join(map(repr, condition.served))
-            found.append(
+            result.append(
                 f"speculative_config.{condition.field} is {value!r}, valid: {valid} "
                 f"({condition.why})"
             )
-    return found + (_of_model(config, method) if method.drafters else [])
+    return result + (_of_model(config, method) if method.drafters else [])
 
 
 def _of_model(config: VllmConfig, method: Method) -> list[str]:
     """Return what of a drafting model is not served. Its weights have not been read."""
     drafting, target = config.speculative_config, config.model_config
-    found = []
+    result = []
     (architecture, *_) = drafting.draft_model_config.architectures
     if architecture not in method.drafters:
         valid = ", ".join(sorted(method.drafters))
-        found.append(
+        result.append(
             f"the drafter {drafting.model} is a {architecture}, valid: {valid} (of others, "
             "rows and tokens are untested)"
         )
     ranks = config.parallel_config.tensor_parallel_size
     if drafting.draft_tensor_parallel_size != ranks:
-        found.append(
+        result.append(
             "speculative_config.draft_tensor_parallel_size is "
             f"{drafting.draft_tensor_parallel_size}, valid: {ranks} (untested)"
         )
     if target.is_hybrid or target.is_attention_free:
-        found.append(
+        result.append(
             "the model has layers with a state, which rejected drafts change, valid with "
             f"it: no drafter {drafting.method}"
         )
@@ -209,17 +209,17 @@ def _of_model(config: VllmConfig, method: Method) -> list[str]:
         ("hidden_size", target.get_hidden_size()),
         ("vocab_size", target.get_vocab_size()),
     ):
-        theirs = getattr(head, f"target_{name}", None) or getattr(head, name, own)
-        if theirs != own:
-            found.append(
-                f"the drafter {drafting.model} is of a model with {name} {theirs}, valid: {own}"
+        foreign = getattr(head, f"target_{name}", None) or getattr(head, name, own)
+        if foreign != own:
+            result.append(
+                f"the drafter {drafting.model} is of a model with {name} {foreign}, valid: {own}"
             )
     if drafting.method == "eagle3" and not supports_eagle3(get_model_cls(target)):
-        found.append(
+        result.append(
             f"vLLM's {target.architectures[0]} does not give an EAGLE-3 head what it reads, "
             "valid: no drafter eagle3"
         )
-    return found
+    return result
 
 
 def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapter) -> None:

@@ -158,7 +158,11 @@ def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> 
     codes = weights.detach().float() if weights.dtype != torch.int32 else None
     inputs, size = (
         layer.input_size,
-        scale * next((_LIMITS[each.kind] for each in activations if each.kind in _LIMITS), 64),
+        scale
+        * next(
+            (_LIMITS[activation.kind] for activation in activations if activation.kind in _LIMITS),
+            64,
+        ),
     )
     layer.quant_method.process_weights_after_loading(layer)
     # 4-bit weights are packed as the format has it: each product alone, as the kernel gives it.

@@ -93,8 +93,8 @@ class Facts(NamedTuple):
     def measured(self) -> bool:
         activations = {rounding.kind for rounding in self.activations} or {""}
         return bool(self.weights) and all(
-            (self.method, each.kind, kind) in MEASURED
-            for each in self.weights
+            (self.method, weight.kind, kind) in MEASURED
+            for weight in self.weights
             for kind in activations
         )
 
@@ -251,16 +251,16 @@ def roundings(
 
 
 def _of_groups(groups: list[Mapping[str, Any]], name: str) -> frozenset[Rounding]:
-    found = (group[name] for group in groups if isinstance(group.get(name), Mapping))
+    result = (group[name] for group in groups if isinstance(group.get(name), Mapping))
     return frozenset(
         Rounding(
-            ("" if each.get("symmetric", True) else "asymmetric ")
-            + ("fp" if each.get("type") == "float" else "int")
-            + str(each.get("num_bits")),
-            str(each.get("strategy")),
-            bool(each.get("dynamic")),
+            ("" if item.get("symmetric", True) else "asymmetric ")
+            + ("fp" if item.get("type") == "float" else "int")
+            + str(item.get("num_bits")),
+            str(item.get("strategy")),
+            bool(item.get("dynamic")),
         )
-        for each in found
+        for item in result
     )
 
 
@@ -324,7 +324,7 @@ def _shares(part: Any) -> bool:
         # others take activations as they are
         rounds = type(part).apply_weights is FP8ScaledMMLinearKernel.apply_weights
         return rounds and not part.quant_fp8.static and part.quant_fp8.group_shape.is_per_tensor()
-    asked = getattr(part, "_a1", None)  # of vLLM's FusedMoEQuantConfig
-    if asked is None or asked.dtype not in (torch.float8_e4m3fn, torch.int8):
+    request = getattr(part, "_a1", None)  # of vLLM's FusedMoEQuantConfig
+    if request is None or request.dtype not in (torch.float8_e4m3fn, torch.int8):
         return False
-    return asked.scale is None and asked.shape is not None and asked.shape.is_per_tensor()
+    return request.scale is None and request.shape is not None and request.shape.is_per_tensor()

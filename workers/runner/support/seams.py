@@ -550,10 +550,10 @@ def verify(source: Source | None = None, *, unproven: bool = False) -> list[str]
             f"vLLM {version} is not supported; install one of {', '.join(WINDOW)}{more} "
             "(docs/vllm-versions.md)"
         )
-    if found := list(mismatches(source)):
+    if result := list(mismatches(source)):
         raise SeamError(
             f"vLLM {version} is not built as Midstream expects (docs/vllm-versions.md): "
-            f"{'; '.join(found)}"
+            f"{'; '.join(result)}"
         )
     return (
         [f"vLLM {version} was read and not run by Midstream's tests: rows may be wrong"]
@@ -584,20 +584,20 @@ def main(arguments: list[str]) -> int:
         print("\n".join(table()))
         return 0
     source = Source(Path(arguments[0])) if arguments else installed()
-    found = list(mismatches(source))
+    result = list(mismatches(source))
     names = sum(len(seam.has) or 1 for seam in SEAMS)
     print(
         "\n".join(
             [
-                *found,
+                *result,
                 (
-                    f"vLLM {source.version}: {len(found)} of {names} names in {len(SEAMS)} places "
+                    f"vLLM {source.version}: {len(result)} of {names} names in {len(SEAMS)} places "
                     "differ"
                 ),
             ]
         )
     )
-    return 1 if found else 0
+    return 1 if result else 0
 
 
 if __name__ == "__main__":

@@ -29,32 +29,32 @@ class Source:
         metadata of an installed package.
         """
         file = self.folder / "_version.py"
-        found = (
+        result = (
             re.search(
                 r"^(?:__version__ = )?version = ['\"]([^'\"]+)", file.read_text(), re.MULTILINE
             )
             if file.exists()
             else None
         )
-        return found[1] if found else "of unknown version"
+        return result[1] if result else "of unknown version"
 
     def module(self, name: str) -> ast.Module | None:
         """The parsed module; None if there is none."""
         if name not in self._modules:
             path = self.folder.joinpath(*name.split(".")[1:])
             files = [path / "__init__.py", path.with_suffix(".py")]
-            file = next((each for each in files if each.is_file()), None)
+            file = next((item for item in files if item.is_file()), None)
             self._modules[name] = ast.parse(file.read_text()) if file else None
         return self._modules[name]
 
     def find(
-        self, module: str, name: str, seen: frozenset[str] = frozenset()
+        self, module: str, name: str, visited: frozenset[str] = frozenset()
     ) -> tuple[str, ast.stmt] | None:
         """The module that defines `name`, followed through imports, and its definition."""
         tree = self.module(module)
-        if tree is None or f"{module}:{name}" in seen:
+        if tree is None or f"{module}:{name}" in visited:
             return None
-        seen |= {f"{module}:{name}"}
+        visited |= {f"{module}:{name}"}
         for node in _statements(tree.body):
             if (
                 isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -66,64 +66,73 @@ class Source:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
-                        return self.find(self._absolute(module, node), alias.name, seen)
+                        return self.find(self._absolute(module, node), alias.name, visited)
         return None
 
-    def lacks(self, module: str, owner: str, wanted: str) -> str:
-        """Return why `wanted`, such as `schedule` or `touch(blocks)`, is not in the module or
+    def lacks(self, module: str, owner: str, needed: str) -> str:
+        """Return why `needed`, such as `schedule` or `touch(blocks)`, is not in the module or
         class; empty if it is there.
         """
-        match = _CALL.match(wanted)
-        assert match is not None, wanted
+        match = _CALL.match(needed)
+        assert match is not None, needed
         name, takes = (
             match["name"],
             [part.strip() for part in (match["takes"] or "").split(",") if part.strip()],
         )
-        found = (
+        result = (
             self._member(module, owner, name, frozenset())
             if owner
             else (self.find(module, name) or (None, None))[1]
         )
-        if found is None:
-            return f"expected {wanted}, found no {name}"
+        if result is None:
+            return f"expected {needed}, found no {name}"
         if not takes:
             return ""
-        if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
-            return f"expected {wanted}, found {name}, which is no function"
+        if not isinstance(result, ast.FunctionDef | ast.AsyncFunctionDef):
+            return f"expected {needed}, found {name}, which is no function"
         has = [
-            each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)
+            ha.arg for ha in (*result.args.posonlyargs, *result.args.args, *result.args.kwonlyargs)
         ]
-        own = [each for each in has if each not in ("self", "cls")]
-        missing = [each for each in takes if each not in own]
+        own = [ha for ha in has if ha not in ("self", "cls")]
+        missing = [ha for ha in takes if ha not in own]
         return (
-            f"expected {wanted}, found {name}({', '.join(own)})"
-            if missing or (own[: len(takes)] != takes and _positional(found))
+            f"expected {needed}, found {name}({', '.join(own)})"
+            if missing or (own[: len(takes)] != takes and _positional(result))
             else ""
         )
 
-    def _member(self, module: str, owner: str, name: str, seen: frozenset[str]) -> ast.stmt | None:
+    def _member(
+        self, module: str, owner: str, name: str, visited: frozenset[str]
+    ) -> ast.stmt | None:
         """A method, a field, or an attribute that some method sets; also of the classes it inherits
         from.
         """
         place = self.find(module, owner)
-        if place is None or not isinstance(place[1], ast.ClassDef) or f"{place[0]}:{owner}" in seen:
+        if (
+            place is None
+            or not isinstance(place[1], ast.ClassDef)
+            or f"{place[0]}:{owner}" in visited
+        ):
             return None
         home, node = place[0], place[1]
         assert isinstance(node, ast.ClassDef)
-        for each in _statements(node.body):
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
-                return each
-            if name in _assigned(each):
-                return each
+        for statement in _statements(node.body):
+            if (
+                isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+                and statement.name == name
+            ):
+                return statement
+            if name in _assigned(statement):
+                return statement
         for inner in ast.walk(node):
             if isinstance(inner, ast.Assign | ast.AnnAssign) and name in _set_on_self(inner):
                 return inner
         for base in node.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(plain, ast.Name):
-                found = self._member(home, plain.id, name, seen | {f"{home}:{owner}"})
-                if found is not None:
-                    return found
+                member = self._member(home, plain.id, name, visited | {f"{home}:{owner}"})
+                if member is not None:
+                    return member
         return None
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:
@@ -138,13 +147,13 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     """Return those of a body, and those of its branches: what is defined may depend on the
     platform.
     """
-    found: list[ast.stmt] = []
+    statements: list[ast.stmt] = []
     for node in body:
-        found.append(node)
+        statements.append(node)
         for inner in ("body", "orelse", "handlers", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
-                found += _statements(getattr(node, inner, []))
-    return found
+                statements += _statements(getattr(node, inner, []))
+    return statements
 
 
 def _assigned(node: ast.stmt) -> set[str]:
@@ -155,22 +164,22 @@ def _assigned(node: ast.stmt) -> set[str]:
         if isinstance(node, ast.AnnAssign)
         else []
     )
-    return {each.id for each in targets if isinstance(each, ast.Name)}
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     flat = [
-        each
+        item
         for target in targets
-        for each in (target.elts if isinstance(target, ast.Tuple) else [target])
+        for item in (target.elts if isinstance(target, ast.Tuple) else [target])
     ]
     return {
-        each.attr
-        for each in flat
-        if isinstance(each, ast.Attribute)
-        and isinstance(each.value, ast.Name)
-        and each.value.id == "self"
+        item.attr
+        for item in flat
+        if isinstance(item, ast.Attribute)
+        and isinstance(item.value, ast.Name)
+        and item.value.id == "self"
     }
 
 

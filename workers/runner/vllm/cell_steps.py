@@ -52,11 +52,11 @@ class CellSteps:
         try:
             yield
         finally:
-            left = list(waiting)
-            remaining, known = set(left), set(order)
+            rest = list(waiting)
+            remaining, known = set(rest), set(order)
             waiting.clear()
             # preempted: first, as vLLM has it
-            waiting.extend(request for request in left if request not in known)
+            waiting.extend(request for request in rest if request not in known)
             waiting.extend(request for request in order if request in remaining or request in held)
 
     def _not_now(self, running: Sequence[Any], waiting: Any) -> set[Any]:

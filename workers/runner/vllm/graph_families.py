@@ -71,7 +71,7 @@ class FamilyDispatcher(CudagraphDispatcher):
                 mode,
                 sorted(
                     descriptors,
-                    key=lambda each: (-each.num_tokens, -each.num_active_loras, each.idle),
+                    key=lambda item: (-item.num_tokens, -item.num_active_loras, item.idle),
                 ),
             )
             for mode, descriptors in super().get_capture_descs()
@@ -105,11 +105,11 @@ class _Dispatching(CudaGraphManager):
     """Goes in front of it."""
 
     def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-        found = super().dispatch(*args, **kwargs)
+        result = super().dispatch(*args, **kwargs)
         return (
-            found
-            if found.cg_mode == CUDAGraphMode.NONE
-            else _of_family(found, Execution, sites_idle())
+            result
+            if result.cg_mode == CUDAGraphMode.NONE
+            else _of_family(result, Execution, sites_idle())
         )
 
     def run_pw_graph(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,5 +132,7 @@ def capture_both_families(manager: CudaGraphManager) -> None:
     manager.__class__ = type(f"Midstream{own.__name__}", (_Dispatching, own, _Capturing), {})
     for mode, descriptors in manager._capture_descs.items():
         manager._capture_descs[mode] = [
-            _of_family(each, Execution, idle) for each in descriptors for idle in FAMILIES
+            _of_family(descriptor, Execution, idle)
+            for descriptor in descriptors
+            for idle in FAMILIES
         ]

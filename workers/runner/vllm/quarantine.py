@@ -22,28 +22,28 @@ _REMEMBERED = 256
 Found = Sequence[tuple[str, int]]
 
 
-def attach(output: Any, found: Callable[[], Sequence[Any]], name: str = _FOUND) -> Any:
+def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _FOUND) -> Any:
     """A step's output with what was found in it, as attribute `name`; of an asynchronous output
-    `found` is called when it is ready.
+    `result` is called when it is ready.
     """
     if isinstance(output, AsyncModelRunnerOutput):
         get_output = output.get_output
 
         def with_found() -> ModelRunnerOutput:
-            return _with(get_output(), found(), name)
+            return _with(get_output(), result(), name)
 
         output.get_output = with_found
         return output
     return (
-        _with(output, found(), name)
+        _with(output, result(), name)
         if isinstance(output, ModelRunnerOutput) and output.req_ids
         else output
     )
 
 
-def _with(output: ModelRunnerOutput, found: Sequence[Any], name: str) -> ModelRunnerOutput:
-    if found:
-        setattr(output, name, list(found))
+def _with(output: ModelRunnerOutput, result: Sequence[Any], name: str) -> ModelRunnerOutput:
+    if result:
+        setattr(output, name, list(result))
     return output
 
 

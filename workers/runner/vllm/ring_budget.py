@@ -119,25 +119,29 @@ class RingBudget:
             self._left = self._reserve()
         captured, _ = self._captured[request_id]
         share = self._reserved.pop(request_id, [0] * len(self._stages))
-        left = [left + rows for left, rows in zip(self._left, share, strict=True)]
+        remaining = [remaining + rows for remaining, rows in zip(self._left, share, strict=True)]
 
         def exceeds(count: int) -> bool:
             return any(
-                rows > there
-                for rows, there in zip(captured.of(computed, computed + count), left, strict=True)
+                rows > present
+                for rows, present in zip(
+                    captured.of(computed, computed + count), remaining, strict=True
+                )
             )
 
         if exceeds(tokens):
             tokens = bisect_left(range(1, tokens), True, key=exceeds)
         self._left = [
-            there - rows
-            for there, rows in zip(left, captured.of(computed, computed + tokens), strict=True)
+            present - rows
+            for present, rows in zip(
+                remaining, captured.of(computed, computed + tokens), strict=True
+            )
         ]
         return tokens
 
     def _reserve(self) -> StageRows:
         """Reserve the rows of all next tokens; returns what is left."""
-        left, self._reserved = [self._room] * len(self._stages), {}
+        remaining, self._reserved = [self._room] * len(self._stages), {}
         for request_id, computed in self._due.items():
             rows, most = self._captured[request_id]
             share = (
@@ -146,5 +150,5 @@ class RingBudget:
                 else list(map(min, rows.of(computed, computed + self._tokens), most))
             )
             self._reserved[request_id] = share
-            left = [there - rows for there, rows in zip(left, share, strict=True)]
-        return left
+            remaining = [present - rows for present, rows in zip(remaining, share, strict=True)]
+        return remaining

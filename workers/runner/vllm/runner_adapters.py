@@ -26,11 +26,11 @@ EXTRA_ARGS_KEY = "midstream"
 
 
 def _new_requests(scheduler_output: Any) -> list[NewRequest]:
-    found = []
+    result = []
     for data in scheduler_output.scheduled_new_reqs:
         extra = data.sampling_params.extra_args if data.sampling_params is not None else None
         if extra and EXTRA_ARGS_KEY in extra:
-            found.append(
+            result.append(
                 NewRequest(
                     data.req_id,
                     extra[EXTRA_ARGS_KEY],
@@ -38,7 +38,7 @@ def _new_requests(scheduler_output: Any) -> list[NewRequest]:
                     data.sampling_params.max_tokens or 0,
                 )
             )
-    return found
+    return result
 
 
 def _resumed(scheduler_output: Any) -> dict[str, int]:

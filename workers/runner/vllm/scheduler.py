@@ -125,13 +125,13 @@ class _Midstream:
     def add_request(self, request: Any) -> None:
         spec = _spec(request)
         if spec is not None and spec.get("captures") and spec.get("version") == __version__:
-            asked = msgspec.convert(spec, RankSpec)
+            requested = msgspec.convert(spec, RankSpec)
             self._midstream_ring.join(
-                request.request_id, asked.captures, asked.prompt_tokens, request.max_tokens
+                request.request_id, requested.captures, requested.prompt_tokens, request.max_tokens
             )
-            if asked.lowest_captured >= 0:
+            if requested.lowest_captured >= 0:
                 self._midstream_capturing[request.request_id] = Wanted(
-                    asked,
+                    requested,
                     tensor_parallel=self.parallel_config.tensor_parallel_size > 1,  # type: ignore[attr-defined]
                 )
         if spec is not None and (spec.get("base") or spec.get("entry") is not None):
@@ -200,12 +200,12 @@ class _Midstream:
         if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
             self._midstream_blocks.make_room(stuck=True)
         if self._midstream_finished:
-            told = {
+            report = {
                 request_id: self._midstream_finished.pop(request_id)
                 for request_id in output.finished_req_ids
                 if request_id in self._midstream_finished
             }
-            setattr(output, _FINISHES, told)
+            setattr(output, _FINISHES, report)
         if self._midstream_came:
             scheduled = output.num_scheduled_tokens
             setattr(
@@ -283,24 +283,26 @@ class _Midstream:
         _hash_anew(request)
 
     def _keeping(self, output: Any) -> Keeping:
-        told, rows = Keeping(), self._midstream_rows
+        keeping, rows = Keeping(), self._midstream_rows
         for data in output.scheduled_new_reqs:
-            wanted = self._midstream_capturing.get(data.req_id)
-            if wanted is not None:
-                told.serve += rows.serve(
+            needed = self._midstream_capturing.get(data.req_id)
+            if needed is not None:
+                keeping.serve += rows.serve(
                     data.req_id,
-                    wanted,
+                    needed,
                     self.requests[data.req_id].block_hashes,  # type: ignore[attr-defined]
                     data.num_computed_tokens,
                 )
         for request_id, count in output.num_scheduled_tokens.items():
-            wanted = self._midstream_capturing.get(request_id)
-            if wanted is not None:
+            needed = self._midstream_capturing.get(request_id)
+            if needed is not None:
                 request = self.requests[request_id]  # type: ignore[attr-defined]
                 stop = request.num_computed_tokens  # those of this step are counted already
-                told.keep += rows.keep(request_id, wanted, request.block_hashes, stop - count, stop)
-        told.drop = rows.dropped()
-        return told
+                keeping.keep += rows.keep(
+                    request_id, needed, request.block_hashes, stop - count, stop
+                )
+        keeping.drop = rows.dropped()
+        return keeping
 
     def _capped(self, manager: Any, original: Any) -> Any:
         """Cached blocks are reused only as far as the rows that the request wants captured are
@@ -312,21 +314,21 @@ class _Midstream:
         """
 
         def get_computed_blocks(request: Any) -> Any:
-            wanted = self._midstream_capturing.get(request.request_id)
+            needed = self._midstream_capturing.get(request.request_id)
             base = self._midstream_bases.get(request.request_id, Based("", 0, 0))
             if (
-                wanted is None
-                and (found := self._midstream_blocks.find(base.run, request, base.touched))
+                needed is None
+                and (result := self._midstream_blocks.find(base.run, request, base.touched))
                 is not None
             ):
-                return *found, 0
+                return *result, 0
             limit = base.touched if base.layer else None
-            if wanted is not None:
+            if needed is not None:
                 # A preempted request keeps what it has recorded and recomputes the rest.
                 kept = (
-                    wanted.lowest_captured
+                    needed.lowest_captured
                     if request.num_preemptions
-                    else self._midstream_rows.reach(wanted, request.block_hashes)
+                    else self._midstream_rows.reach(needed, request.block_hashes)
                 )
                 limit = kept if limit is None else min(kept, limit)
             if limit is None:

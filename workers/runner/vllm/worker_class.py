@@ -353,8 +353,8 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_found(self) -> dict[str, Any]:
         """A `Found` as plain containers."""
-        found: dict[str, Any] = msgspec.to_builtins(self._found)
-        return found
+        result: dict[str, Any] = msgspec.to_builtins(self._found)
+        return result
 
     def midstream_fingerprint(self) -> str:
         return self._connected().fingerprint()

@@ -43,5 +43,5 @@ class CpuBlocks:
                 cache[block * parts : (block + 1) * parts].zero_()
 
     def _caches(self) -> list[torch.Tensor]:
-        found: Any = self.kv_caches  # type: ignore[attr-defined]
-        return [cache for cache in found if isinstance(cache, torch.Tensor)]
+        result: Any = self.kv_caches  # type: ignore[attr-defined]
+        return [cache for cache in result if isinstance(cache, torch.Tensor)]
