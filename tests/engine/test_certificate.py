@@ -282,6 +282,24 @@ def test_a_checkpoint_that_vllm_computes_otherwise_is_refused(
     assert {"pre_attn", "post_block"} <= set(certificate_of(served).proven)
 
 
+def test_vllms_transformers_backend_is_compared(start: Callable[..., Host]) -> None:
+    """vLLM wraps transformers' own classes there, in the process that loads the model."""
+    made = certificate_of(start("smollm3", compare="require"))
+    assert (compared(made), made.caveats) == (dict.fromkeys([*HOOKS, "logits"], True), [])
+
+
+@pytest.mark.long
+def test_a_worker_compares_vllms_transformers_backend(folder: Path) -> None:
+    """Start an engine whose core is a process of its own, as a worker does."""
+    (directory := folder / "engine-worker").mkdir()
+    host = Host(directory, checkpoint("smollm3", folder / "smollm3-worker"), **SMALL)
+    try:
+        made = certificate_of(host)
+        assert (compared(made), made.caveats) == (dict.fromkeys([*HOOKS, "logits"], True), [])
+    finally:
+        host.close()
+
+
 def test_what_cannot_be_compared_is_a_caveat_or_a_refusal(start: Callable[..., Host]) -> None:
     small = {"compare_memory_gib": 1e-6}
     host = start("llama", **small)
