@@ -2,8 +2,8 @@
 them.
 
 It declares the rounding to FP8 without implementing it, and Llama's MLP calls a kernel for SiLU and
-rounding in one that only GPUs have. Importing this supplies the first, by its definition, and has
-the MLP round in its own step, as all other layers do.
+rounding in one that only GPUs have. `install` supplies the first, by its definition, and has the
+MLP round in its own step, as all other layers do.
 """
 
 from typing import Any
@@ -17,8 +17,10 @@ _FP8 = torch.float8_e4m3fn
 
 
 def install() -> None:
-    """Replace both in this process."""
+    """Replace both in this process once, if on a CPU."""
     foreign = ops.scaled_fp8_quant
+    if not current_platform.is_cpu() or foreign.__module__ == __name__:
+        return
 
     def scaled_fp8_quant(
         input: torch.Tensor, scale: torch.Tensor | None = None, *args: Any, **named: Any
@@ -30,7 +32,3 @@ def install() -> None:
 
     ops.scaled_fp8_quant = scaled_fp8_quant
     fused_act_quant._FUSED_ACT_QUANT.clear()
-
-
-if current_platform.is_cpu():
-    install()

@@ -18,7 +18,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.platforms import current_platform
 
-from . import cpu_fp8  # noqa: F401 - the layer rounds to FP8 as those of the ranks do
+from . import cpu_fp8
 from .quantisation import Rounding, UnsupportedQuantisationError, refuse_shared_scales, roundings
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ def check_kernels(config: VllmConfig, name: str) -> None:
         return
     refuse_shared_scales(torch.nn.ModuleDict({"down_proj": layer}))
     if current_platform.is_cpu():
+        cpu_fp8.install()  # the layer rounds to FP8 as those of the ranks do
         _try(config, name)
 
 

@@ -2,8 +2,7 @@
 have all cores.
 
 vLLM's wait between scheduler and ranks spins for a second, and a core is reserved for that: half of
-a machine of two. Importing this replaces that wait in this process; the other platforms keep
-vLLM's.
+a machine of two. `install` replaces that wait on CPUs; the other platforms keep vLLM's.
 """
 
 import ctypes
@@ -24,7 +23,9 @@ _BEGUN = "midstream_begun"
 
 
 def install() -> None:
-    """Replace the wait, and make this thread's naps exact."""
+    """Replace the wait of this process once, and make this thread's naps exact, if on a CPU."""
+    if not current_platform.is_cpu() or SpinCondition.wait.__module__ == __name__:
+        return
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
     spin = SpinCondition.wait
 
@@ -41,7 +42,3 @@ def install() -> None:
         time.sleep(min(max((now - begun) * SHARE, SHORTEST_S), LONGEST_S))
 
     SpinCondition.wait = wait
-
-
-if current_platform.is_cpu():
-    install()

@@ -1,8 +1,8 @@
 """Extension of vLLM's scheduler: reports to ranks how requests ended, and keeps the prefix cache
 correct.
 
-Named by `scheduler_cls`, so it runs in the engine-core process. Importing it patches the one
-function there that decides what a KV block's hash covers.
+Named by `scheduler_cls`, so it runs in the engine-core process. Importing it patches that process:
+what a KV block's hash covers, that new blocks are zeroed, and how it waits for ranks.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from ..base.engine_step import Finish, Load
 from ..base.process import die_with_parent
 from ..base.row_index import Keeping, RowIndex, Wanted
 from ..probes.probe_news import ProbeNews, news_of
+from . import idle_sleep, zeroed_blocks
 from .cell_steps import Based, CellSteps
 from .kept_blocks import KeptBlocks
 from .quarantine import Quarantine, found_in, private
@@ -41,6 +42,8 @@ _epoch = 0
 _HASHED_IN = "midstream_hashed_in"
 
 die_with_parent()
+idle_sleep.install()
+zeroed_blocks.install()
 
 
 def _spec(request: Any) -> dict[str, Any] | None:

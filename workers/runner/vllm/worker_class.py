@@ -40,7 +40,7 @@ from ..plane.reentry import enters_above, install_gate
 from ..readings.features import Features
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of
-from ..support import build_errors
+from ..support import build_errors, cpu_fp8
 from ..support.allowlist import check
 from ..support.drafters import UnsupportedDrafterError, check_loaded
 from ..support.kernel_check import check_kernels
@@ -49,14 +49,17 @@ from ..support.quantisation import (
     quantisation_of,
     refuse_shared_scales,
 )
-from . import idle_sleep as naps  # noqa: F401 - the last two replace parts of vLLM on CPUs
+from . import idle_sleep, zeroed_blocks
 from .runner_adapters import V1Adapter, V2Adapter
-from .zeroed_blocks import CpuBlocks
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+cpu_fp8.install()
+idle_sleep.install()
+zeroed_blocks.install()
 
 
 class MidstreamWorker(PlatformWorker):
@@ -78,7 +81,7 @@ class MidstreamWorker(PlatformWorker):
         runner = self.model_runner
         mixed: tuple[type, ...] = (V2Adapter if self.use_v2_model_runner else V1Adapter,)
         if current_platform.is_cpu():
-            mixed = (*mixed, CpuBlocks)
+            mixed = (*mixed, zeroed_blocks.CpuBlocks)
         # The platform names its runner class in code; an instance takes ours, which adds methods
         # and no state.
         runner.__class__ = type(f"Midstream{type(runner).__name__}", (*mixed, type(runner)), {})

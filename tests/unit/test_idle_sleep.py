@@ -5,10 +5,11 @@ import time
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-from midstream.workers.runner.vllm import idle_sleep as naps  # noqa: F401 - what is tested
+from midstream.workers.runner.vllm import idle_sleep
 
 
 def test_a_wait_takes_little_of_a_core_and_is_over_soon() -> None:
+    idle_sleep.install()
     writer = MessageQueue(1, 1)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     ready = threading.Thread(target=reader.wait_until_ready)
