@@ -345,7 +345,9 @@ class Ledger:
         `global_version`: of the global steering that this attempt will run under from start to end;
         `everyone`: it steers something, so every request gets receipts. `unreachable`: why the
         worker's artifact store takes nothing: a job whose captures go there then waits for it, for
-        at most `artifact_wait_s`. Raises not_found; ClaimRefused while another version is desired, or
+        at most `artifact_wait_s`.
+
+        Raises not_found; ClaimRefused while another version is desired, or
         while the worker's ranks disagree.
         """
         arguments = scripts.claim(

@@ -109,9 +109,9 @@ def use_all_cores(ranks: int) -> None:
     """On one or two cores, give the model's threads also the one that vLLM reserves for a scheduler
     that spins.
 
-    Ours sleeps (`runner/vllm/idle_sleep.py`). On more cores the one that is left for all other processes costs
-    less than their interruptions. And the threads of a single rank are bound to no core: one that
-    waits for a core takes the other when that is free.
+    Ours sleeps (`runner/vllm/idle_sleep.py`). On more cores the one that is left for all other
+    processes costs less than their interruptions. And the threads of a single rank are bound to no
+    core: one that waits for a core takes the other when that is free.
     """
     few = current_platform.is_cpu() and len(os.sched_getaffinity(0)) <= FEW_CORES
     if few and "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ:  # who reserves a core has decided

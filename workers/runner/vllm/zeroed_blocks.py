@@ -2,8 +2,8 @@
 
 Attention multiplies the values at masked positions by zero, which does not cancel one that is not
 finite. So a block must not bring anything from the request that had it before, however that one
-ended. vLLM can zero new blocks and does so where it needs to; `install` makes it do so always, in the
-engine core, which names the blocks, and on ranks. What its CPU runners lack is `CpuBlocks`.
+ended. vLLM can zero new blocks and does so where it needs to; `install` makes it do so always, in
+the engine core, which names the blocks, and on ranks. What its CPU runners lack is `CpuBlocks`.
 """
 
 from collections.abc import Sequence
