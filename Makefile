@@ -62,14 +62,8 @@ demo: $(READY) ## start the stack, capture, steer and patch a real model, stop
 up: $(READY) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
-test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a failure does not stop the others
-	@failed=""; started=$$SECONDS; \
-	for stage in lint test-unit test-system $(if $(LONG),test-web,test-smoke) test-engine; do \
-	  $(MAKE) $$stage || failed="$$failed $$stage"; \
-	done; \
-	took=$$((SECONDS - started)); \
-	if [ -n "$$failed" ]; then echo "== FAILED:$$failed (after $$took s)"; exit 1; fi; \
-	echo "== all passed in $$took s"
+test: $(READY) ## lint, then unit, system, browser (a few) and engine tests; a line for each at the end; a failure does not stop the others
+	@MAKE="$(MAKE)" tests/stages.sh lint test-unit test-system $(if $(LONG),test-web,test-smoke) test-engine
 
 lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets
 	@echo "== lint"

@@ -230,7 +230,7 @@ class AppContext:
         features = parsed.features or any(spec.sae for spec in parsed.steering)
         names = named or parsed.lora or parsed.probes or features or patches.runs_of(parsed.patch)
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
-            # whatever has become of the modules, probes, runs, adapters and autoencoders since
+            # even if its modules, probes, runs, adapters or autoencoders have been removed since
             return known
         lora = await named_lora(parsed.lora, info, self.loras)
         parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
@@ -546,8 +546,8 @@ async def _stopped(*tasks: asyncio.Future[Any]) -> None:
 
     Before Python 3.12 a cancellation is lost when it meets an `asyncio.wait_for` whose work has
     just finished, and redis-py sends its commands through one: the waiter would continue as if no
-    one had left. Whoever is cancelled here once more, by one that stops it in the same way,
-    continues with this all the same, or what it waits for would be left behind.
+    one had left. A caller that is cancelled during this wait finishes it first, so that no task
+    outlives it.
     """
     interrupted: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):

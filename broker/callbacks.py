@@ -112,7 +112,7 @@ async def keep_sweeping(settings: Settings) -> None:
                     log.warning("the reaper is suspended, Redis unreachable: %s", error)
                 unreachable = unreachable or is_unavailable(error)
             except Exception:
-                # Whatever it was, the other jobs still need the next sweep.
+                # The other jobs still need the next sweep.
                 log.exception(
                     "a pass of the reaper failed; next one in %s s", settings.sweep_interval_s
                 )

@@ -159,8 +159,9 @@ def _split(
         )
     parts = max(2, round(1 / held_out))
     splitter = selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
+    labels = np.array([str(group) for group in groups])
     try:
-        return next(splitter.split(names, names, np.array([str(group) for group in groups])))  # type: ignore[no-any-return]
+        return next(splitter.split(names, names, labels))  # type: ignore[no-any-return]
     except ValueError as error:
         raise invalid("groups", str(error), allowed=f"{parts} or more groups") from error
 

@@ -39,9 +39,9 @@ _idle = False
 
 @contextmanager
 def idle_sites(idle: bool) -> Iterator[None]:
-    """Within, the ops do nothing, if `idle`; else what their tensors say.
+    """Disable the ops within the block if `idle`; else they act by their tensors.
 
-    The only state of the ops.
+    This is the only state of the ops.
     """
     global _idle
     before, _idle = _idle, idle

@@ -26,8 +26,8 @@ DEPTH = 2  # columns of `token_rows` in use
 # else 0
 ALIKE = 3
 ALIKE_FROM = 14  # the first of that run
-# number of this site, from 1: its row of `counts`, and what `broken` says; 0: no site of its launch
-# has anything to do
+# number of this site, from 1: its row of `counts`, and its number in `broken`; 0: no site of its
+# launch has anything to do
 SITE = 15
 
 
@@ -73,8 +73,8 @@ class Planned(NamedTuple):
     #: which its row was not finite: SITE where the edits made it so, −SITE where it was so before
     #: them; 0: finite at every site that edits it.
     broken: torch.Tensor
-    #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: what each site did, whatever
-    #: was planned.
+    #: [all sites, COUNTS], advanced by the ops, zeroed by its reader: the work that each site did,
+    #: independent of the plan.
     counts: torch.Tensor
 
 

@@ -101,7 +101,9 @@ def _vector(vectors, lanes, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rewritten(FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rewritten(  # type: ignore[no-untyped-def]
+    FAMILY: tl.constexpr, row, vectors, scalars, lanes, inside, WIDTH: tl.constexpr
+):
     """The new row, and whether it is another. `row`: float32 `[BLOCK]`, zero outside.
 
     `vectors`, `scalars`: where the application begins in both; its entry n is at `vectors + n *
@@ -242,7 +244,9 @@ def _named(plan, rows, site_rows, configurations):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _whole(hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _whole(  # type: ignore[no-untyped-def]
+    hidden_row, row, branch, PAIR: tl.constexpr, MIXED: tl.constexpr
+):
     """The stream of a site: of a branch, `hidden` alone."""
     whole = _sum(hidden_row, row, PAIR)
     if MIXED:
@@ -287,7 +291,7 @@ def _visit(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One site, for one token: the new rows, and what `broken` is to say of them.
+    """Apply one site to one token: returns the new rows, and their value for `broken`.
 
     `hidden_row`, `row`: what lies at `hidden + at` and `stream + at`. `branch`: the site is of
     `hidden` alone; if `MIXED`, else never.

@@ -15,7 +15,7 @@ from ..schemas.base.store_calls import BOUNDS, StoreCalls
 
 @dataclass
 class Call:
-    """One request that is under way; whoever makes it sets both."""
+    """One request that is under way; its caller sets both fields."""
 
     outcome: str = "ok"
     size: int = 0  # bytes of its body, or of the answer's

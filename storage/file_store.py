@@ -372,7 +372,7 @@ class FileSegment:
 
     A line is written after its blob is synced, so a crash leaves at most bytes that no line names,
     or a torn last line. Such a file is never appended to again: every start of a process opens
-    segments of its own.
+    new segments.
     """
 
     def __init__(self, store: FileStore, key: str) -> None:

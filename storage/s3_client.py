@@ -47,7 +47,7 @@ READ_AGAIN_S, RENEWED_S = 60, 300
 #: Requests of this process at a time, over all its stores.
 REQUESTS = 32
 
-#: Code of S3, or status → error number, and what to tell people.
+#: Code of S3, or status → error number, and message for users.
 _REASONS: dict[str, tuple[int, str]] = {
     "NoSuchBucket": (errno.ENXIO, "there is no such bucket"),
     "InvalidAccessKeyId": (errno.EACCES, "the access key is unknown there"),
@@ -99,7 +99,7 @@ REFUSALS = (errno.EACCES, errno.EIO)
 _NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
-#: In what obstore says of a request without an answer.
+#: In obstore's error for a request without a response.
 _TIMEOUT = re.compile(r"kind: Timeout|timed out|Elapsed")
 _CUT = re.compile(r"kind: (Request|Body|Decode)|IncompleteMessage|body error")
 _METADATA = "169.254.169.254"

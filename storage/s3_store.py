@@ -197,9 +197,10 @@ class S3Store:
             return
         paths = self.paths(key)
         for at in range(0, len(paths), _AT_ONCE):
+            batch = paths[at : at + _AT_ONCE]
             self.ask(
                 "delete",
-                lambda s3, _, at=at: obstore.delete(s3, paths[at : at + _AT_ONCE]),  # type: ignore[misc]
+                lambda s3, _, batch=batch: obstore.delete(s3, batch),  # type: ignore[misc]
                 key,
             )
 

@@ -62,7 +62,9 @@ async def follow(
     over = False
     while True:
         held_key.check()
-        batch = await context.patiently(lambda after=after: context.watcher.events(job_id, after))  # type: ignore[misc]
+        batch = await context.patiently(
+            lambda after=after: context.watcher.events(job_id, after)  # type: ignore[misc]
+        )
         if batch:
             done = any(event.event == "done" for event in batch)
             if done:

@@ -77,7 +77,7 @@ def not_ready(view: JobView) -> MidstreamError:
 def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
     """Response for a failed job.
 
-    A retry would run it again, so OpenAI's clients are told not to retry.
+    A retry would run the job again, so a header stops OpenAI's clients from retrying.
     """
     return problems.answer(request, problem, {**headers, "x-should-retry": "false"})
 

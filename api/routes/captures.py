@@ -49,7 +49,7 @@ def _sees(caller: Caller, owner: str | None) -> bool:
 
 
 async def captured(context: AppContext, caller: Caller, job_id: str) -> tuple[str, CaptureResults]:
-    """The job's model, and what its receipts say.
+    """Return the job's model and the capture results from its receipts.
 
     Raises `not_found` when nothing was to be captured, `gone` when it was deleted.
     """

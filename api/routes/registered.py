@@ -114,7 +114,10 @@ def routes_of(kind: Kind) -> list[Any]:
         ),
     ]
 
-    async def put_in(data: JSONBody[kind.asked], request: JsonRequest) -> Response[kind.made]:  # type: ignore[name-defined]
+    async def put_in(
+        data: JSONBody[kind.asked],  # type: ignore[name-defined]
+        request: JsonRequest,
+    ) -> Response[kind.made]:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(data.model)
         made = await anyio.to_thread.run_sync(
@@ -126,13 +129,20 @@ def routes_of(kind: Kind) -> list[Any]:
             return Response(made, status_code=201, headers={"Location": where})
         return Response(made.replacing(former), status_code=200)
 
-    async def every(request: JsonRequest, model: Model = None) -> kind.page:  # type: ignore[name-defined]
+    async def every(
+        request: JsonRequest,
+        model: Model = None,
+    ) -> kind.page:  # type: ignore[name-defined]
         context = context_of(request)
         return kind.page(
             **{kind.plural: await registry(context).of_model((await context.the_model(model)).name)}
         )
 
-    async def one(name: Name, request: JsonRequest, model: Model = None) -> kind.made:  # type: ignore[name-defined]
+    async def one(
+        name: Name,
+        request: JsonRequest,
+        model: Model = None,
+    ) -> kind.made:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(model)
         result = await registry(context).get(info.name, name)

@@ -369,7 +369,7 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
     return {shown(name): digest for name, digest in modules.items() if unscoped(name)[0] == tenant}
 
 
-# --- What the ranks say
+# --- Status reported by the ranks
 # ------------------------------------------------------------------------------------------------
 
 

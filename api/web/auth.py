@@ -42,7 +42,7 @@ SCOPE_OF: dict[str, Scope | None] = {
     "DELETE /session": None,
     "GET /healthz": None,
     "GET /readyz": None,  # reports readiness to unauthenticated callers, without reasons
-    "GET /schema": None,  # what our documentation says as well
+    "GET /schema": None,  # the published documentation has the same
     "GET /schema/openapi.json": None,
     "GET /schema/swagger": None,
     "GET /schema/assets/{name}": None,  # assets of the pages
@@ -245,7 +245,8 @@ async def authorize(
     connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
 ) -> None:
     """The guard of all routes. Raises `unauthorized`, `forbidden`, and as `OpenCalls.enter`."""
-    scope = needed(connection.scope["method"], connection.scope["path_template"])  # type: ignore[typeddict-item]
+    method = connection.scope["method"]  # type: ignore[typeddict-item]
+    scope = needed(method, connection.scope["path_template"])
     if scope is None:
         return
     caller = await _caller(connection)

@@ -65,8 +65,10 @@ class KeyWatch:
 
     @contextmanager
     def of(self, caller: Caller) -> Iterator[HeldKey]:
-        """Whatever is answered inside ends when the caller's key is revoked, or expires: ask the
-        `HeldKey`, or wait for it.
+        """Watch the caller's key for the length of the block.
+
+        The response must end when the key is revoked or expires: poll the `HeldKey`, or wait
+        for it.
         """
         held_by = ("" if caller.key in self._always else caller.key, caller.session)
         if held_by == ("", ""):

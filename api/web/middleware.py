@@ -41,8 +41,8 @@ STOP_S = 3.0
 
 
 def released(request: Request[Any, Any, Any], outcome: Outcome) -> None:
-    """A response that was held is answered now, with this: the job has come as far as its caller
-    wanted.
+    """Record that a held request is answered now, because its job reached the state that the
+    caller waits for.
     """
     view, call = outcome.view, request_context.CURRENT.get()
     if call is not None:

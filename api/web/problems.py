@@ -40,7 +40,7 @@ RETRY_AFTER_S = {
     "overloaded": 5,
 }
 
-#: Kind → what else its answers say (RFC 6750).
+#: Kind → extra headers of its responses (RFC 6750).
 HEADERS_OF: dict[str, dict[str, str]] = {
     "unauthorized": {"WWW-Authenticate": 'Bearer realm="midstream"'},
     "forbidden": {"WWW-Authenticate": 'Bearer realm="midstream", error="insufficient_scope"'},

@@ -51,7 +51,7 @@ def place_in(store: ArtifactStore, job: str, request: int, file: FileEntry | Cap
 
 
 def read_headers(store: ArtifactStore, job: str, places: Sequence[Place]) -> list[Header]:
-    """Return what all of a job's blobs say of themselves; on a disk one file is open at a time, for
+    """Return the headers of all of a job's blobs; on a disk one file is open at a time, because
     there may be thousands.
 
     Raises MidstreamError: `gone` when one is not there any more, `capture_damaged` for one that is

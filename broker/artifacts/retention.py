@@ -1,7 +1,7 @@
 """Space that captures take, and their removal: a reader gets all that a job has or learns that it
 is gone.
 
-Deleting a job's captures: the ledger is told first (`forget_captures`); then the store marks the
+Deleting a job's captures: the ledger is updated first (`forget_captures`); then the store marks the
 job, which is the moment that readers of files go by; then the job's folders are removed, and its
 blobs in segments are erased. A reader holds the segments that it reads; those are erased in a later
 sweep. The mark stays, and all of this is repeated, for as long as someone may still be writing for
@@ -33,7 +33,7 @@ _told: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logge
 class Usage:
     """The space that captures take, against their quota.
 
-    May be shared by threads; each process measures for itself.
+    May be shared by threads; each process measures separately.
     """
 
     def __init__(self, store: ArtifactStore, quota: int) -> None:

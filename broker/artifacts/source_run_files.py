@@ -16,7 +16,7 @@ Sites = dict[Hook, list[int]]
 
 
 class Blob(NamedTuple):
-    """A durable blob of a run: where it lies, and what it says of itself."""
+    """A durable blob of a run: its location and its manifest."""
 
     file: RunFile
     manifest: Manifest
@@ -90,7 +90,7 @@ def shortfall(blobs: Sequence[Blob]) -> str:
 
 
 def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
-    """Return what ranks are told to load. `blobs` must be without a `shortfall`."""
+    """Return the files that ranks load. `blobs` must be without a `shortfall`."""
     prompt = run_prompt(blobs)
     return RunFiles(
         key=key,
@@ -103,7 +103,7 @@ def run_files(key: str, blobs: Sequence[Blob]) -> RunFiles:
 
 
 def run_prompt(blobs: Sequence[Blob]) -> RunPrompt:
-    """Return what users are told. `blobs` must be without a `shortfall`."""
+    """Return the summary for users. `blobs` must be without a `shortfall`."""
     first, sites = blobs[0].manifest, _sites(blobs)
     elements = sum(
         len(first.positions) * sum(map(len, manifest.sites.values())) * _columns(manifest)

@@ -19,7 +19,7 @@ from typing import Any
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 
-#: What a line may say that it is about, in this order.
+#: Identifiers that a log line may carry, in this order.
 FIELDS = ("job", "request", "attempt", "worker", "rank", "tenant", "request_id", "trace_id")
 #: Of the line about a call that was answered, in JSON.
 ACCESS_FIELDS = ("method", "path", "status", "ms")

@@ -26,7 +26,8 @@ from ...schemas.requests.steering import RankSteering, WorkerSteering
 from ...schemas.service.status import Status
 from ...storage.calls import CALLS
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # an unused second series for every counter
+# They would be an unused second series for every counter.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 #: Upper bounds in seconds: from an answer without a model to a job that waited for a day.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200, 86400)

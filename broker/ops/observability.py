@@ -9,7 +9,7 @@ from . import logs, metrics_server, traces
 def start(settings: Settings, process: str, **fields: Any) -> metrics_server.MetricsServer | None:
     """`fields`: on every line that the process logs.
 
-    Returns the server of its metrics, if it has one of its own.
+    Returns its metrics server, if the process runs one.
 
     Raises SettingsError naming the setting that does not work.
     """

@@ -128,10 +128,14 @@ def client(url: str, **options: Any) -> "redis.Redis":
     result = place(url)
     if not result.sentinels:
         return redis.Redis.from_url(url, **options)
-    sentinel = redis.sentinel.Sentinel(result.sentinels, sentinel_kwargs=result.sentinel_options)  # type: ignore[no-untyped-call]
+    sentinel = redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+        result.sentinels, sentinel_kwargs=result.sentinel_options
+    )
     sentinel.discover_master = MethodType(newest_master, sentinel)  # type: ignore[method-assign]
     options["connection_class"] = MasterSSLConnection if result.is_tls else MasterConnection
-    master: redis.Redis = sentinel.master_for(result.service, **result.options | options)  # type: ignore[no-untyped-call]
+    master: redis.Redis = sentinel.master_for(  # type: ignore[no-untyped-call]
+        result.service, **result.options | options
+    )
     return master
 
 
@@ -156,7 +160,9 @@ def async_pool(url: str, **options: Any) -> "redis.asyncio.BlockingConnectionPoo
 
 
 def _sentinel_pool(place: Place, **options: Any) -> "MasterPool":
-    sentinel = NewestSentinel(place.sentinels, sentinel_kwargs=place.sentinel_options)  # type: ignore[no-untyped-call]
+    sentinel = NewestSentinel(  # type: ignore[no-untyped-call]
+        place.sentinels, sentinel_kwargs=place.sentinel_options
+    )
     options["connection_class"] = (
         AsyncMasterSSLConnection if place.is_tls else AsyncMasterConnection
     )

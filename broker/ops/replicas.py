@@ -3,7 +3,7 @@ failover lose it.
 
 That some replica has it is not enough. Sentinel takes a master for dead that lives (a pause, a
 partition, an order to fail over), and for about a second, until it has redirected the other
-replicas, one of them still confirms what the old master is told. That replica then follows the
+replicas, one of them still confirms the old master's writes. That replica then follows the
 promoted one and drops it. So a replica counts as dispensable only if a majority of the sentinels
 would not promote it.
 """

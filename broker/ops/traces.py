@@ -149,10 +149,8 @@ def begin(
         start_time=int((time.time() if at is None else at) * _NS),
     )
     span_context = span.get_span_context()
-    return Span(
-        f"00-{span_context.trace_id:032x}-{span_context.span_id:016x}-{span_context.trace_flags:02x}",
-        span,
-    )
+    ids = f"{span_context.trace_id:032x}-{span_context.span_id:016x}"
+    return Span(f"00-{ids}-{span_context.trace_flags:02x}", span)
 
 
 def record(name: str, parent: str, start: float, end: float, **attributes: Value) -> None:

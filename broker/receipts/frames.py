@@ -14,8 +14,8 @@ the relay keeps no state about peers.
 | REFUSED | relay | seq of the frame refused | `Refusal` |
 
 Frozen in every version: byte 0 is the version, byte 1 the kind, REFUSED is 6, and its payload
-starts at byte 26. So two sides that share nothing else can still tell each other which versions
-they are.
+starts at byte 26. So two sides that share nothing else can still exchange their
+versions.
 """
 
 import uuid
@@ -134,7 +134,7 @@ def unpack(raw: bytes) -> Frame:
 
 
 def refuse(raw: bytes, reason: str, detail: str) -> bytes:
-    """A REFUSED frame that answers the bytes in `raw`, whatever they are."""
+    """Return a REFUSED frame that answers `raw`, which may be any bytes."""
     peer = raw[0] if raw else 0
     if reason == "protocol":
         detail = (
@@ -151,7 +151,7 @@ def refuse(raw: bytes, reason: str, detail: str) -> bytes:
 
 
 def refusal(frame: Frame) -> Refusal:
-    """Return what a REFUSED frame says; raises `FrameError` when it cannot be read."""
+    """Return the content of a REFUSED frame; raises `FrameError` when it cannot be read."""
     try:
         return from_msgpack(frame.payload, Refusal)
     except msgspec.DecodeError as error:

@@ -200,7 +200,7 @@ class Outbox:
     def _settled(self, goal: int) -> bool:
         return self._acked + self._shift >= goal and not self._sender.formers
 
-    # -- told by the sender
+    # -- called by the sender
     # ----------------------------------------------------------------------------------------------
 
     def _note_acked(self, acked: int) -> None:

@@ -6,7 +6,7 @@ belonged to which attempt at a job (plain lines, so that it survives when the da
 `Receipt.attempt_id` does.
 
 A database that cannot be read is moved aside, never repaired: a new epoch starts, and the previous
-one is remembered with its last number and its jobs, so that the relay can be told what is lost.
+one is remembered with its last number and its jobs, so that the relay can be sent the losses.
 Only one thread writes; another one may read.
 """
 
@@ -74,7 +74,8 @@ class Lock:
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S):
         """Raises OutboxError("conflict") naming the holder when it is not free after `wait_s`."""
-        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (held open for as long as the lock)
+        # Open for as long as the lock is held.
+        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -156,7 +157,7 @@ class JobLog:
         try:
             _write_all(self._fd, content)
         except OSError:
-            os.ftruncate(self._fd, self._size)  # a torn line would hide what comes after it
+            os.ftruncate(self._fd, self._size)  # a torn line would hide the lines that follow
             raise
         self._size += len(content)
 

@@ -2,8 +2,8 @@
 
 `python -m midstream.broker.relay`: one ROUTER socket and one thread. It takes what is there,
 commits it to the ledger in groups of one outbox epoch each, and acknowledges what is written. It
-keeps nothing of its own: killed at any moment, it loses nothing, because the outboxes send again
-whatever was not acknowledged.
+is stateless: killed at any moment, it loses nothing, because the outboxes resend what was not
+acknowledged.
 """
 
 import gc

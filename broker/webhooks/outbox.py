@@ -95,7 +95,7 @@ class WebhookOutbox:
         """Up to `limit` deliveries that are due, of no tenant more than `share` with those that it
         has `under_way` here.
 
-        What they tell stays so if Redis is killed.
+        The states that they deliver are durable: they survive a kill of Redis.
         """
         at, token = self.clock(), secrets.token_hex(8)
         arguments = pack(

@@ -85,7 +85,7 @@ class Sender:
 
     @classmethod
     def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "Sender":
-        """A sender with the ledger's settings; `clock` defaults to what the settings say."""
+        """A sender with the ledger's settings; `clock` defaults to the settings' clock."""
         settings = ledger.settings
         outbox = WebhookOutbox(ledger, clock or clock_of(settings))
         return cls(
@@ -123,7 +123,7 @@ class Sender:
                     log.warning("webhooks suspended: %s", error.detail)
                 unreachable = True
             except Exception:
-                # Whatever it was, the other deliveries still need the next round.
+                # The other deliveries still need the next round.
                 log.exception("a round of webhooks failed; next one in %s s", POLL_S)
             if lent and len(self._under_way) < SLOTS:
                 continue  # there may be more
@@ -138,7 +138,7 @@ class Sender:
         """Everything that is due by the outbox's clock, sent and settled; returns the number of
         attempts. For simulated time:
 
-        advance the clock to what `WebhookOutbox.depth` says is due first, and call this again.
+        advance the clock to the earliest due time (`WebhookOutbox.depth`) and call this again.
         """
         count = 0
         while (lent := await self._borrow()) or self._under_way:

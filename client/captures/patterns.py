@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .reader import CaptureReader
 
 #: What a head may attend to. For the query at position i: `previous`: key i-1; `current`: key i;
-#: `first`: key 0; `duplicate`: earlier occurrences of its own token; `induction`: the tokens that
+#: `first`: key 0; `duplicate`: earlier occurrences of the same token; `induction`: the tokens that
 #: followed those.
 Behaviour = Literal["previous", "current", "first", "duplicate", "induction"]
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)

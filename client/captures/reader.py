@@ -174,8 +174,8 @@ class CaptureReader:
 
     `source`: the job's folder `<capture root>/<tag>/<job>`; or with `job` the tag's folder, the
     capture root or its store; or files, and then those are read and no more is expected. Of several
-    attempts at a request the last whole one counts. Everything is opened immediately and stays
-    readable, whatever is deleted meanwhile, until `close` or the reader's end.
+    attempts at a request the last whole one counts. All files are opened immediately and stay
+    readable, even if they are deleted meanwhile, until `close` or the reader's end.
 
     Raises MidstreamError: `not_found` when there is nothing, `gone` when it was deleted,
     `capture_damaged` for damaged files, and `invalid_request` when the source holds several jobs or
@@ -183,8 +183,8 @@ class CaptureReader:
     of which a stage or tensor is missing, raise `capture_failed`, unless `partial`.
     """
 
-    #: What the API says of the job's capture (`ok`, `partial`, …) and why; empty for a reader that
-    #: did not ask it.
+    #: The API's status of the job's capture (`ok`, `partial`, …) and its reason; empty for a reader
+    #: that does not use the API.
     status: str = ""
     detail: str = ""
     #: How token ids read: `[tokens]` → as many strings. Set by `Client.capture`, which requests
@@ -514,10 +514,13 @@ class CaptureReader:
         """
         _, blobs, name = self._tensor(layer, hook, request)
         shape = blobs[0].header.manifest.row
-        if shape is None or (shape.heads == 1 and BANK[name.partition(".")[0]] not in OF_HEADS):  # type: ignore[index]
+        bare = name.partition(".")[0]
+        if shape is None or (
+            shape.heads == 1 and BANK[bare] not in OF_HEADS  # type: ignore[index]
+        ):
             raise MidstreamError(
                 "not_found",
-                f"{name.partition('.')[0]} has no heads, or the file does not say which",
+                f"{bare} has no heads, or the file does not say which",
                 field="hook",
             )
         rows = self.array(layer, hook, request)

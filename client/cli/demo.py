@@ -329,8 +329,8 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
-    """The same prompts plain and steered by a named module, side by side; then what the ranks say
-    of themselves.
+    """The same prompts plain and steered by a named module, side by side; then the status of the
+    ranks.
     """
     console.print()
     console.rule(

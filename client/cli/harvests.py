@@ -85,10 +85,11 @@ def harvest_run(
         int | None, typer.Option(help="Every n-th position of a document.", **ROWS)
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(help="So many positions of each document, at random.", **ROWS)
+        int | None,
+        typer.Option(help="Number of random positions to sample from each document.", **ROWS),
     ] = None,
     skip_first: Annotated[
-        int | None, typer.Option(help="Leave out so many positions of each sequence.", **ROWS)
+        int | None, typer.Option(help="Number of first positions to skip in each sequence.", **ROWS)
     ] = None,
     dtype: Annotated[
         str | None,

@@ -238,7 +238,11 @@ def tenants_set(
         "harvests": harvests,
         "harvest_sources": harvest_source or None,
         "weight": weight,
-        "highest_priority": wire.checked(highest_priority, Priority, "highest_priority"),  # type: ignore[arg-type]
+        "highest_priority": wire.checked(
+            highest_priority,
+            Priority,  # type: ignore[arg-type]
+            "highest_priority",
+        ),
     }
     with connect(url) as client:
         _show([client.set_tenant(name, wire.checked(given, Limits))], json_)

@@ -1,4 +1,4 @@
-"""The commands `lens`, what each layer's rows say of the next token, and `tuned`, the maps that
+"""The commands `lens`, each layer's prediction of the next token, and `tuned`, the maps that
 rows may go through first.
 """
 

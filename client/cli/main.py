@@ -235,8 +235,8 @@ acl.register(app)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """The console script: whatever goes wrong is one readable line on stderr and a non-zero
-    exit.
+    """Run the console script; every error is one readable line on stderr and a non-zero exit
+    status.
     """
     try:
         return app(arguments, prog_name="midstream")

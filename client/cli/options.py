@@ -175,7 +175,7 @@ STEER_NAMES: dict[str, Callable[[str], Any]] = {
 #: Those of them that a named module takes.
 MODULE_NAMES = ("scale", "positions")
 _READ: dict[str, Callable[[str], Any]] = STEER_NAMES | {"feature": int, "value": float}
-#: First character of what is not a file → (its field, what comes after it, all that may be said by
+#: First character of what is not a file → (its field, what follows it, all that may be said by
 #: name, what it is called).
 _REFERENCES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "@": ("module", ("scale",), MODULE_NAMES, "a module"),

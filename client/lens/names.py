@@ -200,7 +200,8 @@ def chosen(needed: Filter, card: Card, field: str = "names_filter") -> list[Site
     if callable(needed):
         sites = [site for site in card.sites() if needed(site.full)]
     else:
-        keys: Iterable[Key] = [needed] if isinstance(needed, str) or _is_pair(needed) else needed  # type: ignore[list-item]
+        is_key = isinstance(needed, str) or _is_pair(needed)
+        keys: Iterable[Key] = [needed] if is_key else needed  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         sites = [site for site in card.sites() if site in named]
     if not sites:

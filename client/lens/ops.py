@@ -272,7 +272,9 @@ def patch(
 
 
 def attend(patterns: Mapping[int, Any]) -> Op:
-    """Heads attend as told, with the prompt's own values: z ← A′·v. At `attn.hook_pattern` alone.
+    """Replace attention patterns: z ← A′·v, with the prompt's own values.
+
+    Valid at `attn.hook_pattern` alone.
 
     `patterns`: head → `[query, key]` over the tokens of the prompt, see `Client.patch_attention`.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST, _ROW = 64, 4
 #: Inches of a panel: per token, at least and at most; and of what stands around the panels.
 _TOKEN, _SIDE, _AROUND = 0.11, (1.5, 4.5), (1.3, 0.9)
-#: Tokens are named at the axes if they are no more than that many.
+#: Most tokens that the axes name.
 _NAMED = 64
 #: Characters of a token's name.
 _NAME = 14

@@ -137,7 +137,7 @@ def worker_line(worker: WorkerSteering) -> str:
 
 
 def ranks(worker: WorkerSteering, agreement: Agreement) -> Table:
-    """Return what each rank of one worker says; those of a stage that does not agree are red.
+    """Tabulate the status of one worker's ranks; the ranks of an inconsistent stage are red.
 
     In the queues are receipts, and bytes of rows.
     """

@@ -187,7 +187,7 @@ def _of(result: SweepResult, pair: int) -> str:
 
 
 def _baselines(result: SweepResult) -> Iterator[str]:
-    """Yield what the two prompts say without a patch."""
+    """Yield the two prompts' answers without a patch."""
     for number, pair in enumerate(result.pairs):
         for name, baseline in (("patched prompt", pair.base), ("source prompt", pair.source)):
             if baseline is None:

@@ -32,8 +32,8 @@ class CaptureCalls(JobCalls, TokenCalls):
 
         `folder`: where to keep a download; by default a folder that is gone when the program ends.
         `tag`: by default that of the job's own capture; what the operator captures of every request
-        has another. `partial`: whatever is there of a capture that is `pending`, `error` or
-        `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
+        has another. `partial`: read the files that exist of a capture that is `pending`, `error`
+        or `timed_out`, which otherwise raises `conflict`, `capture_failed` or `receipts_timed_out`.
         The reader's `status` and `detail` are the server's; `gaps()` lists what is missing;
         `tokens()` uses the server's tokenizer, which `Client` asks when it is called and
         `AsyncClient` here, so that `tokens()` need not wait.

@@ -170,7 +170,9 @@ class JobCalls(Calls):
                 async with self._io.stream(**_events_stream(job_id, parser.last_id)) as streamed:
                     if streamed.response.status_code >= 400:
                         wire.raise_problem(await streamed.read())
-                    if streamed.response.status_code == 204:  # over, and nothing more to tell
+                    if (
+                        streamed.response.status_code == 204
+                    ):  # the job has ended and has no further events
                         return
                     async with aclosing(streamed.lines()) as lines:
                         async for line in lines:

@@ -135,8 +135,8 @@ class LensCalls(JobCalls):
         sampling: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Lens:
-        """Return what each layer's rows say of the next token, through the model's own final norm
-        and output matrix.
+        """Return each layer's prediction of the next token, through the model's own final norm and
+        output matrix.
 
         `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose
         rank and log-probability are wanted.

@@ -41,7 +41,7 @@ _MODULES, _GLOBAL, _DYNAMIC = "/v1/steering/modules", "/v1/steering/global", "/v
 
 
 def entries_of(needed: Wanted) -> list[SteeringSpec]:
-    """The entries in whatever was given, tensors packed.
+    """Return the entries of any accepted form of steering, with packed tensors.
 
     Raises MidstreamError naming the field, FileNotFoundError.
     """
@@ -178,5 +178,5 @@ class SteeringCalls(Calls):
 
     @call
     async def dynamic(self, model: str | None = None) -> Dynamic:
-        """Return what each rank of each worker says of itself now, and whether they agree."""
+        """Return the current status of every rank of every worker, and whether they agree."""
         return await self._ask(_about("GET", _DYNAMIC, model), Dynamic)

@@ -263,7 +263,7 @@ def given(**values: Any) -> dict[str, Any]:
 
 
 def job_path(job: JobLike, *parts: str) -> str:
-    """`/v1/jobs/<id>/<parts>`, with whatever a user takes for an id kept inside its segment."""
+    """Return `/v1/jobs/<id>/<parts>`, with the id quoted, so that it stays one path segment."""
     return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])
 
 

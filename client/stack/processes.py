@@ -36,8 +36,8 @@ _NOISE = re.compile(
     re.IGNORECASE,
 )
 
-#: What vLLM's first process says when another of its processes failed, and how that one's reason
-#: looks in the log.
+#: The message of vLLM's first process when another of its processes failed, and the form of that
+#: one's error in the log.
 _POINTS_ABOVE = "See root cause above"
 _LOGGED_ERROR = re.compile(r" ERROR \S+ \S+ \[[^]]*\] (.*)")
 _RAISED = re.compile(r"[\w.]*(?:Error|Exception)(: .+)?$")
@@ -167,7 +167,7 @@ class Child:
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """SIGTERM, wait, and after `stop_timeout_s` (or when `hurry()`) SIGKILL.
 
-        Whether it went of its own accord.
+        Returns whether it exited without SIGKILL.
         """
         if self.process is None:
             return True

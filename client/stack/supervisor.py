@@ -102,7 +102,7 @@ class Supervisor:
     `start()` returns when it is ready, `watch()` keeps it so, `stop()` ends it.
 
     `settings` may leave out the model (the demo model is fetched), ports (0: free ones) and Redis
-    (one of its own). Raises SettingsError for a setting that cannot work,
+    (a private one is started). Raises SettingsError for a setting that cannot work,
     MidstreamError("conflict") when the data directory is in use, and MidstreamError with a child's
     last error line when the stack does not come up.
     """
@@ -243,7 +243,7 @@ class Supervisor:
         )
 
     def watch(self) -> None:
-        """Until a signal: restart, after a growing pause, whatever has died."""
+        """Until a signal: restart processes that died, after a growing pause."""
         while not self._stopping.wait(TICK_S):
             self.tend()
 

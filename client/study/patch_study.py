@@ -272,7 +272,7 @@ class _Study(Generic[C]):
         """The pairs with what is asked of them now."""
         pairs = self._pairs
         if spans is not None or "positions" in fields:
-            # instead of what its own pair says, after `zoom` above all
+            # these replace the pair's own columns, such as those set by `zoom`
             columns = {"spans": None if spans is None else list(spans), "positions": None}
             pairs = [
                 _pair({**_fields(pair), **columns}, f"pairs[{number}]")
@@ -397,7 +397,7 @@ class _Study(Generic[C]):
                 return self._keep(job, request, await client.sweep_result(job, show, cancel=True))
 
     def _connected(self) -> AbstractAsyncContextManager[AllCalls]:
-        """The calls of its client, as coroutines: of its own one until the end of the block."""
+        """Open the client's calls as coroutines; a default client is closed after the block."""
         raise NotImplementedError
 
 
@@ -405,7 +405,7 @@ class PatchStudy(Blocking, _Study[Client]):
     """Two prompts that differ in what they ask, the answer after `clean` and the foil after
     `corrupt`; without `corrupt`: an ablation.
 
-    `client`: by default one of its own at the default address. `model`: by default the one that is
+    `client`: by default a new one for the default address. `model`: by default the one that is
     served.
     """
 

@@ -104,8 +104,8 @@ class MidstreamError(Exception):
         return STATUS_OF_KIND[self.kind]
 
     def problem(self, instance: str | None = None) -> Problem:
-        """The document, which can be encoded whatever text of a client, a file or a folder it
-        quotes.
+        """Return the document; it can be encoded even where it quotes invalid text of a client, a
+        file or a folder.
         """
         return Problem(
             type=f"urn:midstream:{self.kind}",

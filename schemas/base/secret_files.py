@@ -33,7 +33,7 @@ def is_exposed(path: Path) -> bool:
     A file on a file system mounted read-only is not: containers get their secrets so, and have no
     other accounts.
     """
-    if os.name != "posix":  # another system's modes do not tell
+    if os.name != "posix":  # other systems' modes do not show who may read
         return False
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) or not mode & stat.S_IROTH or os.statvfs(path).f_flag & os.ST_RDONLY:

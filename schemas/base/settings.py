@@ -286,7 +286,7 @@ class Settings(Record):
     # empty: none
     trusted_proxies: str = ""
     api_key: str = ""  # sent by the Python client and the command line
-    limit_requests_per_minute: Natural = 0  # of a tenant without limits of its own; 0: no limit
+    limit_requests_per_minute: Natural = 0  # default for tenants without limits; 0: no limit
     limit_tokens_per_minute: Natural = 0
     limit_jobs_in_flight: Natural = 0
     limit_capture_mib: Natural = 0

@@ -24,7 +24,7 @@ SEGMENT_SUFFIX = ".seg"
 
 def index_of(key: str) -> str:
     """The JSON Lines of `BlobEntry` next to a capture file: `.jsonl` next to a segment, `.json`
-    next to one of its own.
+    next to the file of one capture.
     """
     return (
         key.removesuffix(SEGMENT_SUFFIX) + ".jsonl"

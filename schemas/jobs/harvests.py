@@ -131,7 +131,7 @@ class StoredHarvest(Record, omit_defaults=True, kw_only=True):
     id: str
     model: str
     created: float
-    uri: str  # of its own store
+    uri: str  # of the harvest's store
     sites: dict[Hook, list[int]]
     source: HarvestSource
     root: str = ""  # the store that `source.path` is in

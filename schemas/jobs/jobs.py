@@ -149,7 +149,8 @@ class SamplingRequest(Sampling):
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords = []
-    structured_outputs: StructuredRequest | None = None  # type: ignore[assignment]  # converted when the request is parsed
+    # Converted when the request is parsed.
+    structured_outputs: StructuredRequest | None = None  # type: ignore[assignment]
 
 
 class JobRequest(Adapted, kw_only=True):

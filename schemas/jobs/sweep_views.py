@@ -50,4 +50,4 @@ class SweepView(Record):
     job: JobView
     request: SweepRequest | None  # as it was sent; null: an older server accepted it
     result: SweepResult  # what is known so far
-    last_event: str  # events after this id tell what has happened since: pass it as `Last-Event-ID`
+    last_event: str  # pass it as `Last-Event-ID` to receive the events since

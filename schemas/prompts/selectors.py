@@ -158,7 +158,7 @@ _LAYERS = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 PositionName = Literal["last_prompt", "all_prompt", "all_generated", "all"]
 #: As users name them; `image`: the tokens of all images of the prompt.
 RequestedName = Literal["last_prompt", "all_prompt", "all_generated", "all", "image"]
-#: Whatever a request may ever have.
+#: The range of valid positions.
 Place = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]
 
 

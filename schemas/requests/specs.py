@@ -90,7 +90,7 @@ class SitesSpec(Record):
 
     @property
     def wanted(self) -> dict[HookName, LayerSelector]:
-        """Hook as the user named it → layers, whichever way it was written."""
+        """Hook as the user named it → layers, from either form of the spec."""
         return (
             self.hooks
             if self.hooks is not None

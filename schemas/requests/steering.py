@@ -212,7 +212,7 @@ class Desired(Record):
     modules: dict[str, Module] = {}
 
 
-# --- What the ranks say ---------------------------------------------------------------------------
+# --- Status reported by the ranks -----------------------------------------------------------------
 
 
 class RankSteering(Record):

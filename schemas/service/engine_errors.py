@@ -4,7 +4,7 @@ Midstream does not have.
 
 import re
 
-#: What vLLM (0.32) says → what that means here; groups of the match fill the braces.
+#: Error text of vLLM (0.32) → its meaning here; groups of the match fill the braces.
 REASONS: tuple[tuple[str, str], ...] = (
     (
         r"(?<!--engine )(?:trust_remote_code|trust-remote-code)",

@@ -63,7 +63,7 @@ def specs_of(raw: bytes) -> list[SteeringSpec]:
     """
     _check_header(raw)
     try:
-        read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]  # its stub has no types
+        read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]
         metadata = _metadata(raw)
     except (safetensors.SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"it is not a safetensors file: {error}") from error
@@ -113,7 +113,8 @@ def of_sites(
     named: dict[tuple[int, int, str], str] = {}
     for key, tensor in tensors.items():
         match = _SITE.fullmatch(key)
-        hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]  # whether it is a hook is what the next line asks
+        # The next line checks that it is a hook.
+        hook = match and resolve_hook(match["hook"])  # type: ignore[arg-type]
         if match is None or hook not in EVERY:
             names = ", ".join([*EVERY, *(name for name in ALIASES if not name.startswith("hook_"))])
             raise ValueError(

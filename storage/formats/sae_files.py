@@ -35,7 +35,7 @@ PER_FEATURE: dict[Architecture, tuple[str, ...]] = {
     "gated": ("b_gate", "r_mag", "b_mag"),
     "topk": ("b_enc",),
 }
-#: Members of cfg.json that say how an SAE was trained, or what the tensors say again.
+#: Members of cfg.json that say how an SAE was trained, or repeat what the tensors contain.
 _HARMLESS = frozenset(
     {
         "dtype",

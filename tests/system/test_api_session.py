@@ -126,14 +126,24 @@ def test_redis_has_neither_the_cookie_nor_the_key(api: Api, hand: Hand) -> None:
     caller = Caller(api, hand, "ada")
     browser = Browser(api, caller.key.key)
 
-    async def everything() -> bytes:
+    async def everything() -> str:
         redis = hand.ledger.redis
-        return b"\n".join([*(await redis.keys("*")), await redis.get(browser.kept)])
+        read = {
+            b"string": redis.get,
+            b"hash": redis.hgetall,
+            b"set": redis.smembers,
+            b"list": lambda key: redis.lrange(key, 0, -1),
+            b"zset": lambda key: redis.zrange(key, 0, -1),
+            b"stream": redis.xrange,
+        }
+        kinds = {key: await redis.type(key) for key in await redis.keys("*")}
+        return repr([(key, await read[kind](key)) for key, kind in kinds.items() if kind in read])
 
     kept = hand.do(everything())
-    assert browser.kept.encode() in kept
-    assert browser.id.encode() not in kept
-    assert caller.key.key.rpartition("_")[2].encode() not in kept
+    assert browser.kept in kept
+    assert caller.key.id in kept
+    assert browser.id not in kept
+    assert caller.key.key.rpartition("_")[2] not in kept
 
 
 @pytest.mark.parametrize("key", ["x", "ms_000000000000_" + "0" * 64, "\u00e9" * 100])

@@ -28,7 +28,7 @@ from midstream.schemas.jobs.jobs import (
     StageReport,
     State,
 )
-from midstream.schemas.requests.readings import FeaturesReading, LensReading
+from midstream.schemas.requests.readings import FeaturesReading, LensReading, ReaderReading
 
 
 def lens(prompt: int) -> LensReading:
@@ -57,8 +57,14 @@ def features(prompt: int, sae: str) -> FeaturesReading:
     )
 
 
+def reading(prompt: int, name: str) -> ReaderReading:
+    return ReaderReading(
+        request=prompt, name=name, package="p", version="1", digest="d", options={}, parts=[]
+    )
+
+
 def result(prompts: int) -> JobResult:
-    """Everything that a job reports by prompt; of features two autoencoders, of files two for each
+    """Everything that a job reports by prompt; two autoencoders, readers and files for each
     prompt.
     """
     every = range(prompts)
@@ -101,6 +107,7 @@ def result(prompts: int) -> JobResult:
             ProbeResult(request=n, probe="lies", digest="of lies", scores={}, positions=1)
             for n in every
         ],
+        readers=[reading(n, name) for n in every for name in ("first", "second")],
     )
 
 
@@ -120,7 +127,10 @@ def test_a_prompts_share_is_what_the_job_reports_of_it(number: int) -> None:
     ]
     assert [each.request for each in part.lens or []] == [number]
     assert [each.request for each in part.probes] == [number]
-    assert part.readers is None
+    assert [(each.request, each.name) for each in part.readers or []] == [
+        (number, "first"),
+        (number, "second"),
+    ]
 
 
 def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:

@@ -2,7 +2,7 @@
 machines, and lets each see the other's end.
 
 A follower's ranks need what the worker generates at each start (its boot, the buffers' sizes).
-Paths, cores and keys are those of each machine. A follower joins the start that it was told of, and
+Paths, cores and keys are those of each machine. A follower joins the published start, and
 no other: `ms:node:{worker}`, JSON of a `PlaneConfig`.
 
 The ranks alone would not notice a loss: vLLM waits 300 s for the last of them, and a connection
@@ -54,7 +54,7 @@ def _connect(settings: Settings) -> "redis.Redis":
 
 
 def publish(settings: Settings, plane: PlaneConfig) -> None:
-    """Tell the followers of this start, once Redis takes it. Raises redis.RedisError."""
+    """Publish this start to the followers, once Redis accepts writes. Raises redis.RedisError."""
     await_writes(settings.redis_url)
     with _connect(settings) as client:
         client.set(_key(settings.worker_id), to_json(plane))

@@ -97,7 +97,7 @@ class Progress:
     finished: Output | None = None  # set on the last one: the whole output
     # of tokens that are returned, by position; where the request's probes stream
     scores: Sequence[Scored] = ()
-    said: Said | None = None  # with tools: what the text says, of a streamed job
+    said: Said | None = None  # the parsed text of a streamed job with tools
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if they were requested
     prompt: Prompted | None = None  # on the first one, if it was requested
     stopped_by: str = ""  # with `finished`: the probe that ended the request

@@ -178,7 +178,10 @@ class FakeGrades:
         for file in run.files:
             with self._store.open(file.path) as handle:
                 raw = handle.read(file.offset, file.bytes)
-            header = read_header(lambda start, count, raw=raw: raw[start : start + count], len(raw))  # type: ignore[misc]
+            header = read_header(
+                lambda start, count, raw=raw: raw[start : start + count],  # type: ignore[misc]
+                len(raw),
+            )
             for place in header.tensors.values():
                 if place.site is not None:
                     values = np.frombuffer(raw, np.float32, place.length // 4, place.start)

@@ -2,8 +2,8 @@
 to be, on a machine of any speed.
 
 The fault `turnstile:file=PATH`: while the file exists, no attempt of a job takes more steps
-(tokens, cells) than the number in it; without the file the gate is open. Each has steps of its own:
-one of two that run side by side cannot use up what the other is to have.
+(tokens, cells) than the number in it; without the file the gate is open. Steps are counted
+per attempt: one of two concurrent attempts cannot use up the other's steps.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ class Attempt:
             self.task.cancel()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
-        """One event after the other, so that each has a number by which it is told once, however
+        """Write events one after the other: each has a number, so that it is written once, however
         often the call is repeated.
 
         Raises EventsLost.

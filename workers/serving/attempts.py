@@ -115,8 +115,8 @@ class Attempts:
     def stop(
         self, job_ids: Iterable[str], ending: AttemptOutcome, held: Mapping[str, int] | None = None
     ) -> None:
-        """`held`: which attempts are meant, as of `held` at some time; without it, whichever
-        runs.
+        """Stop these jobs' attempts. `held`: only attempts of these numbers; without it, those that
+        run.
         """
         for job_id in job_ids:
             if job_id in self._running:
@@ -456,7 +456,7 @@ class Attempts:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(
                 0
-            )  # a task that stopped itself is cancelled at its next await, whatever `uncancel` says
+            )  # a task that stopped itself is cancelled at its next await, despite `uncancel`
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)

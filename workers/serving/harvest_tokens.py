@@ -218,7 +218,7 @@ class Tokens:
         except MidstreamError:
             raise
         except Exception as error:
-            # whatever a template may raise, it is this conversation that it refuses
+            # a template may raise any exception to reject a conversation
             raise MidstreamError(
                 "invalid_request",
                 f"{where}: the model's chat template rejects it: {error}",

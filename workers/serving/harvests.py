@@ -575,7 +575,9 @@ class HarvestAttempt:
         while remaining:
             batch = sorted(remaining)[:POLL_REQUESTS]
             result = await patiently(
-                lambda batch=batch: self._receipts.receipts(job, batch, world),  # type: ignore[misc]
+                lambda batch=batch: self._receipts.receipts(  # type: ignore[misc]
+                    job, batch, world
+                ),
                 f"receipts of {job}",
             )
             report |= result

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 #: Leases are renewed this many times within their length, so that one missed renewal costs nothing.
 RENEWALS_PER_LEASE = 3
 #: A renewal without an answer is tried over a new connection, that many times within a lease. Where
-#: packets got lost TCP waits twice as long after each try of its own, so that a connection which
+#: packets got lost TCP doubles its wait after each retransmission, so that a connection which
 #: met a short cut can stay silent for longer than the lease.
 TRIES_PER_LEASE = 16
 #: Seconds that a try gets all the same.

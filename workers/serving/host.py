@@ -84,7 +84,7 @@ class EngineHost:
 
         `check_interrupt` is called meanwhile and may raise to give up.
 
-        Raises MidstreamError when the engine does not start; whatever was started is stopped again.
+        Raises MidstreamError when the engine does not start; started parts are stopped again.
         """
         self._thread.start()
         starting = self._schedule(self._start())

@@ -42,7 +42,7 @@ class WorkerMetrics:
             reconciler,
             waiting,
         )
-        self._since = (time.monotonic(), 0, 0)  # when rates were last told, and the tokens then
+        self._since = (time.monotonic(), 0, 0)  # when rates were last computed, and the tokens then
         self._rates = (0.0, 0.0)
         self._readings = Readings(
             OF_WORKER,

@@ -15,7 +15,7 @@ from ...schemas.base.errors import MidstreamError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: What the ledger says when Redis is restarting, loading its AOF, or unreachable. All of it passes.
+#: The ledger's error kind while Redis is restarting, loading its AOF, or unreachable: it passes.
 UNAVAILABLE = "unavailable"
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0

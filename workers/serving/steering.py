@@ -79,7 +79,7 @@ class _Answer:
 class SteeringReconciler:
     """Steering on an engine's ranks, and its convergence to the desired state.
 
-    `tell` is called when whether the worker serves has changed; it may raise `unavailable`.
+    `tell` is called when the worker starts or stops serving; it may raise `unavailable`.
 
     `stop_runs(why)` asks every attempt with interventions or captures to end; set by the host.
     """
@@ -497,8 +497,8 @@ class SteeringReconciler:
         self._answer, self._version = _Answer(), 0
 
     def _complain(self, why: str) -> None:
-        """An ERROR, but not more often than `desync_log_s`: whatever is wrong may be wrong with
-        every request.
+        """Log an ERROR, at most once in `desync_log_s`: the same error may concern every
+        request.
         """
         if time.monotonic() - self._complained < self._settings.desync_log_s:
             logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)

@@ -46,7 +46,7 @@ def order_by_difference(
 
 
 def _rows(result: dict[Site, dict[int, np.ndarray]], site: Site, files: RunFiles) -> np.ndarray:
-    """The whole rows, whatever ranks hold their columns: `[positions, width]`."""
+    """Return the whole rows, joined from all ranks: `[positions, width]`."""
     if not (parts := result.get(site)):
         raise ValueError(f"{files.key} has no rows of {site[0]} of layer {site[1]}")
     return np.concatenate([parts[start] for start in sorted(parts)], axis=1)

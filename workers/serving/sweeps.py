@@ -85,7 +85,7 @@ class _Pair:
         self.source: float | None = None
         self.noise: list[float] = []  # the same of patches that change nothing
         self.noise_left = noise
-        self.useless = ""  # why there is no share to be told
+        self.useless = ""  # why no share can be reported
 
 
 class SweepAttempt:
@@ -624,7 +624,7 @@ class SweepAttempt:
         return settled
 
     def _record(self, pending: _Pending) -> UnitRecord | None:
-        """Return what becomes of a unit; None: it depends on one of which that is not known."""
+        """Return a unit's record; None: it depends on a unit without a record."""
         unit, state = pending.unit, self._pairs[pending.unit.pair]
         if pending.first or unit.kind == "sender":
             receipts = (
@@ -693,7 +693,7 @@ class SweepAttempt:
 
 
 def _of_this_alone(error: MidstreamError) -> str:
-    """Return what an error says that concerns one request; raises it when it concerns more."""
+    """Return the text of an error that concerns one request; raise any other error."""
     if error.kind == "engine_failed" or isinstance(error, Quarantined | CrowdedOut | StoreAway):
         raise error
     return error.detail

@@ -90,7 +90,7 @@ class Settlements:
 
     def __init__(self, redis_url: str, dispatcher: Callable[[], Any]):
         """`dispatcher`: Celery's of the present connection, perhaps None; a task that is over keeps
-        that of its own, which may be lost.
+        the one that it came with, whose connection may be lost.
         """
         self._dispatcher = dispatcher
         self._client = redis_open.client(redis_url, socket_timeout=5, socket_connect_timeout=5)

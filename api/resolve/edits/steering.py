@@ -256,23 +256,23 @@ def resolve_edits(
         ]
         for entries, more in zip(per_prompt, gated_entries(module, parts, bounds), strict=True):
             entries += more
-    beside = (
+    reserved = (
         _room_for_everyone(model_state.global_steering, bounds)
         if specs or patch or gated
         else NO_ROOM
     )
-    _check_each(per_prompt, "steering" if specs or not gated else "probes", bounds.model, beside)
+    _check_each(per_prompt, "steering" if specs or not gated else "probes", bounds.model, reserved)
     if not patch:
         return per_prompt, blobs
     patched = resolve_patches(patch, bounds, model_state, blobs)
     for index, entries in enumerate(per_prompt):
         patched[index] += entries
-    _check_each(patched, "patch", bounds.model, beside)
+    _check_each(patched, "patch", bounds.model, reserved)
     return patched, blobs
 
 
 def _check_each(
-    per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, beside: Room
+    per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo, reserved: Room
 ) -> None:
     """Raises a 400 naming `field` for the first prompt that needs more than there is."""
     rows: dict[tuple[int, ...], int] = {}
@@ -286,7 +286,9 @@ def _check_each(
         sharing = _sharing(entries)
         if rows.get(sharing, MAX_STEERING_ROWS + 1) > MAX_STEERING_ROWS:
             # which of them meet is another matter in each prompt
-            rows[sharing] = _check_room(entries, f"for prompt {index}", model, beside, field=field)
+            rows[sharing] = _check_room(
+                entries, f"for prompt {index}", model, reserved, field=field
+            )
 
 
 def _parts(
@@ -507,7 +509,7 @@ def _check_room(
     entries: list[StoredSteering],
     whom: str,
     model: ModelInfo,
-    beside: Room = NO_ROOM,
+    reserved: Room = NO_ROOM,
     share: int = 1,
     field: str = "steering",
 ) -> int:
@@ -532,8 +534,8 @@ def _check_room(
             "other, or merge directions into one lowrank",
         )
     for requested, taken, present, setting in (
-        (needed.rows, beside.rows, model.steering_rows, "steering_rows"),
-        (needed.entries, beside.entries, model.steering_entries, "steering_entries"),
+        (needed.rows, reserved.rows, model.steering_rows, "steering_rows"),
+        (needed.entries, reserved.entries, model.steering_entries, "steering_entries"),
     ):
         if present and requested + taken > max(1, present // share):
             words = (

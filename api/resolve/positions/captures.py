@@ -180,7 +180,7 @@ def _run(spec: CaptureSpec, bounds: Bounds) -> None:
         )
 
 
-#: What `hooks` gives are the sites, whichever way they were written.
+#: Rules of sites: `hooks` holds them in both forms of the request.
 SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
     ("hook", _one_hook),
     ("layers", _all_layers),

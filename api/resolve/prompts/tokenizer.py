@@ -354,9 +354,7 @@ class Codec:
             text = template.render(
                 messages=messages, add_generation_prompt=rendering.opened, **given
             )
-        except (
-            Exception
-        ) as error:  # whatever a template may raise, it is this conversation that it refuses
+        except Exception as error:  # a template may raise any exception to reject a conversation
             raise invalid("messages", f"the model's chat template rejects them: {error}") from error
         return _cut(text) if rendering.continued else text
 

@@ -46,7 +46,10 @@ def with_modules(parsed: ParsedRequest, entries: Sequence[dict[str, str | float]
     """The request with these modules behind its own steering."""
     first = len(parsed.steering)
     specs = [
-        SteeringSpec(module=str(entry["module"]), scale=entry.get("scale"))  # type: ignore[arg-type]
+        SteeringSpec(
+            module=str(entry["module"]),
+            scale=entry.get("scale"),  # type: ignore[arg-type]
+        )
         for entry in entries
     ]
     written = {f"steering[{first + index}]": FIELD for index in range(len(specs))}

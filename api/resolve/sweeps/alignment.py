@@ -116,7 +116,7 @@ def _shifted(clean: Tokens, corrupt: Tokens, shift: int, how: str) -> Aligned:
 
 
 def _by_diff(clean: Tokens, corrupt: Tokens) -> Aligned:
-    """Equal tokens at both ends, and between them what a diff says."""
+    """Align equal tokens at both ends, and the tokens between them by a diff."""
     made = Aligned()
     for tag, first, last, other, end in _blocks(clean.ids, corrupt.ids):
         if last - first == end - other:

@@ -63,8 +63,8 @@ class Barrier:
         Its answers are the last of the pipeline.
         """
         if self._replicas is not None:
-            # WAIT covers what its own connection has written: this write comes after all that was
-            # confirmed on others.
+            # WAIT covers only its own connection's writes: this write follows all that were
+            # confirmed on other connections.
             pipe.info("server").set(PROBE_KEY, 1, ex=60).info("replication")
             pipe.wait(self._replicas.wait_for, REPLICAS_MS)
             pipe.info("replication")

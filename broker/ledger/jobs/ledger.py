@@ -339,8 +339,8 @@ class Ledger:
         With replicas, they know of it before it is returned.
 
         `identity`: of the worker's model. A job that was accepted for another one fails
-        `model_changed`, or with the setting `on_model_change` = "wait" is left to wait for a worker
-        of its own.
+        `model_changed`, or with the setting `on_model_change` = "wait" stays queued until a worker
+        serves its model.
         `ranks`: number of receipts that each request with an intervention or a capture will get.
         `global_version`: of the global steering that this attempt will run under from start to end;
         `everyone`: it steers something, so every request gets receipts. `unreachable`: why the

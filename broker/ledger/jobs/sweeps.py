@@ -52,7 +52,7 @@ class Sweeps:
         """
         async with self._redis.pipeline(
             transaction=True
-        ) as pipe:  # before the cells are read: what comes later is told again
+        ) as pipe:  # before the cells are read: later events are repeated
             pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
             raw, newest = await pipe.execute()
         result = (await self._ledger.result(job_id)).sweep

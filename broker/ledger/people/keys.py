@@ -51,7 +51,7 @@ class Shown(NamedTuple):
 
 
 #: Compared with when there is no such key, so that the check takes as long.
-NOBODY = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
+UNKNOWN = Shown("", hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).hexdigest())
 
 
 def parse(text: str) -> Shown | None:
@@ -106,7 +106,7 @@ def is_right(shown: Shown, key: Key | None, at: float) -> bool:
 
     Constant time, even for a missing key.
     """
-    same = hmac.compare_digest(shown.sha256, NOBODY.sha256 if key is None else key.sha256)
+    same = hmac.compare_digest(shown.sha256, UNKNOWN.sha256 if key is None else key.sha256)
     return same and key is not None and not has_expired(key, at)
 
 

@@ -75,7 +75,7 @@ def new_harvest_id() -> str:
 
 
 def job_id_of(harvest: str, part: int, tries: int) -> str:
-    """The id of a part's job: the same whoever submits it."""
+    """Return the id of a part's job, equal for every process that submits it."""
     digest = hashlib.sha256(f"{harvest}/{part}/{tries}".encode()).digest()
     return (
         "job_"
@@ -137,7 +137,7 @@ class Harvests:
             detail = f"this Idempotency-Key was used for {harvest_id} with a different body"
             raise MidstreamError("idempotency_mismatch", detail, field="Idempotency-Key")
         self._ledger.took_room(size)
-        # also of a repeat: whoever submitted it first may not have been told
+        # also for a repeat: the first submission may have had no response
         await self._ledger.written()
         return harvest_id
 

@@ -46,8 +46,8 @@ RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON
 #: document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
-#: Used instead of a number of attempts: no message, and a message that starts whichever attempt is
-#: next.
+#: Used instead of a number of attempts: no message, and a message that starts the next attempt,
+#: of any number.
 NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
 
 

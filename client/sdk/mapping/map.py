@@ -169,7 +169,7 @@ class MapCalls(
         server.
 
         A refusal that passes (429, 503 with Retry-After, no connection) is repeated for up to
-        `patience` seconds without any progress; a job that fails for no fault of its own is
+        `patience` seconds without any progress; a job that fails in the service is
         submitted up to `attempts` times. Other errors are raised with the index of the prompt where
         the server names one; what was complete before is in the cache. If it is left early, jobs
         that run are cancelled, except with a `cache`, where the next call finds them.

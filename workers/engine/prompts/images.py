@@ -165,7 +165,7 @@ def _decoded(data: bytes, number: int) -> Image.Image:
         image.load()  # all of it, or an error
         converted: Image.Image = convert_image_mode(image, "RGB")
         return converted
-    except Exception as error:  # whatever a decoder may raise, it is this file that it refuses
+    except Exception as error:  # a decoder may raise any exception for a bad file
         raise MidstreamError(
             "invalid_request",
             f"image {number} of the prompt cannot be decoded: {error}",
@@ -213,7 +213,7 @@ def images_of(config: VllmConfig, limit: int) -> Images:
         return Images(0, [], f"images are untested with {untested}")
     try:
         return Images(limit, _placeholder(model))
-    except Exception as error:  # whatever a processor may raise, it is what stands in the way
+    except Exception as error:  # a processor may raise any exception: it is the reason
         return Images(
             0,
             [],

@@ -97,7 +97,7 @@ class ToolReader:
         self._calls: list[CallDelta] = []
 
     def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Said:
-        """Return what the next part of the text says."""
+        """Parse the next part of the text."""
         parsed = self._checked(
             lambda: self._parser.parse_delta(
                 text, list(token_ids), self._request, self._ask.token_ids, finished=finished
@@ -125,7 +125,7 @@ class ToolReader:
         )
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Message:
-        """Return what the whole text says, where it was not read in parts."""
+        """Parse the whole text, where it was not read in parts."""
         self._parser.set_prompt_token_ids(self._ask.token_ids)
         _, content, result = self._checked(
             lambda: self._parser.parse(
@@ -162,7 +162,7 @@ class ToolReader:
         try:
             return parse()
         except Exception as error:
-            # whatever a parser may raise, it is this output that it cannot read
+            # a parser may raise any exception for an output that it cannot parse
             logger.warning("the parser of tool calls failed", exc_info=True)
             raise MidstreamError(
                 "internal", f"the parser of tool calls failed: {type(error).__name__}: {error}"

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 #: The job of all requests of the run. No job of a user has this id.
 JOB = "certificate"
-BASE, CHUNKED, AGAIN, BESIDE = range(4)  # requests; those with edits follow
+BASE, CHUNKED, AGAIN, MIXED = range(4)  # requests; those with edits follow
 GENERATED = 6
 CHUNK = 5  # tokens, of the request that is prefilled in chunks
 LEAST, MOST = 8, 64  # tokens of the prompt
@@ -238,7 +238,7 @@ class _Run:
         self._compared = sorted({1, *range(length - 1, 1, -max(1, length // COMPARED))})
         self._generated: list[int] = []
         self._positions: list[int] = []  # captured of the base
-        self._number = BESIDE
+        self._number = MIXED
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served after all
 
     async def findings(self) -> tuple[list[Finding], dict[str, str]]:
@@ -407,12 +407,12 @@ class _Run:
         diagonals = [self._diagonal(group, f"group{number}") for number, group in enumerate(groups)]
         requests.append(
             self._one(
-                BESIDE,
+                MIXED,
                 self._prompt,
                 [prompts, *(capture for group in diagonals for capture in group)],
             )
         )
-        plan.copies.append(Copy("rows in a mixed batch = those alone", BESIDE, self._compared))
+        plan.copies.append(Copy("rows in a mixed batch = those alone", MIXED, self._compared))
         vector = from_numpy(direction(self._info.hidden_size))
         name = content_hash(vector)
         for hook in self._hooks:
@@ -427,7 +427,7 @@ class _Run:
                     places = [self._place(group, layer) for layer in layers]
                     edit = EditRun(
                         self._next(),
-                        BESIDE,
+                        MIXED,
                         hook,
                         layers,
                         places,

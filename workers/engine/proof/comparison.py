@@ -48,7 +48,8 @@ BEYOND, LONGEST = 8, 1100
 #: Parts of the names of fields that cannot make two libraries compute differently without a shape
 #: being wrong, or that neither reads.
 _NO_SUSPECTS = re.compile(
-    r"^_|size|^num_|^n_(embd|layer|head|inner|positions|ctx)|dim$|_id$|max_position|version|initializer|dropout|model_type|dtype|cache|^architectures"
+    r"^_|size|^num_|^n_(embd|layer|head|inner|positions|ctx)|dim$|_id$|max_position|version"
+    r"|initializer|dropout|model_type|dtype|cache|^architectures"
 )
 
 Rows = Mapping[tuple[Hook, int], torch.Tensor]  # float32 `[positions, hidden]`

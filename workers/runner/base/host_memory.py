@@ -55,7 +55,7 @@ def pages(size: int, *, locked: bool) -> torch.Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError) as error:
         raise _none(size, "memory", error) from error
-    # goes before the mapping does; an mmap is told after
+    # The array is freed before its mapping; an mmap's finaliser would run after unmapping.
     array = np.frombuffer(memory, dtype=np.uint8)
     if locked:
         cuda = torch.cuda.cudart()

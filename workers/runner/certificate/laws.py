@@ -1,4 +1,4 @@
-"""The laws that rows of a loaded model must obey, and what their violations say about hook points.
+"""The laws that rows of a loaded model must obey, and the hook points that violations disprove.
 
 Pure: rows in, figures out.
 
@@ -434,9 +434,9 @@ def verdict(
             and lacking
             and lacking != [{"pre_attn": 0, "post_block": num_layers - 1}.get(hook)]
         ):
-            beside = " and ".join(NEIGHBOURS[hook])
+            neighbours = " and ".join(NEIGHBOURS[hook])
             (absent if unshown is None else unshown)[hook] = (
-                f"nothing proves its rows, in layer {lacking[0]} for one: only beside {beside} "
+                f"nothing proves its rows, in layer {lacking[0]} for one: only beside {neighbours} "
                 "can they be proven"
             )
     return absent, [*laws, *edits]

@@ -75,7 +75,7 @@ class ActionLedger:
     def fold(self, step: int, kind: Kind, *content: str | int) -> None:
         """Account for one applied action in engine step `step`.
 
-        Raises ValueError when `content` is not what `KINDS` says.
+        Raises ValueError when `content` does not match `KINDS`.
         """
         if kind not in KINDS or len(content) != len(KINDS[kind]):
             raise ValueError(f"{kind!r} with {len(content)} values is not an action")

@@ -3,7 +3,7 @@ and kept while there is room.
 
 Laying out 80 layers' vectors takes milliseconds, which the model thread does not have between two
 steps. What is prepared is what `RowTable.content` would give then, bit for bit, so ranks agree
-whichever thread prepared it. Rows of source runs are not kept: each is used once.
+no matter which thread prepared it. Rows of source runs are not kept: each is used once.
 """
 
 import logging
@@ -73,7 +73,7 @@ class PreparedRows:
         names = {name for entry in spec.entries for name in entry.tensors}
         if any(map(is_row, names)):
             return self._make(spec)
-        if all(map(self._holds, names)):  # else it is refused, whatever is kept of it
+        if all(map(self._holds, names)):  # else it is refused, even if a prepared row is kept
             with self._lock:
                 under_way = self._under_way.get(spec.key)
             if under_way is not None:

@@ -35,7 +35,7 @@ class VectorStore:
         return len(self._vectors)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError when the bytes are not what `name` says or a value is not finite.
+        """Raises ValueError when the bytes do not match `name` or a value is not finite.
 
         Shapes are checked at use.
         """

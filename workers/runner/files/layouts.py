@@ -145,8 +145,8 @@ class Filesystem:
     def _parts(
         self, kind: str, group: list[int], captures: Sequence[FinishedCapture]
     ) -> list[list[int]]:
-        """Numbers of captures that are written together: those of a segment are so few that it can
-        be rewritten in memory.
+        """Numbers of captures that are written together: a segment holds few enough to be
+        rewritten in memory.
         """
         store = self._config.store
         if kind != "segment" or not isinstance(store, Rewriting):

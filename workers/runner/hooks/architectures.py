@@ -315,7 +315,7 @@ def _language_model(architecture: str, text_type: str | None) -> str:
 
 
 def variant_of(architecture: str, config: Mapping[str, Any]) -> Variant:
-    """Return what the table says of an architecture with this text config.
+    """Return the table's entry for an architecture with this text config.
 
     Raises UnsupportedArchitectureError with the reason.
     """

@@ -16,7 +16,7 @@ from ....schemas.model.layer_kinds import grouped
 from .architectures import Adapter
 from .sites import held_layers
 
-#: Classes whose `forward` does what `AttentionKind` says; subclasses do more.
+#: Classes whose `forward` computes what `AttentionKind` describes; subclasses do more.
 _MODULES = (Attention, ChunkedLocalAttention)
 #: Likewise of the backends' classes.
 _IMPLEMENTATIONS = (

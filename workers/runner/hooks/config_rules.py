@@ -240,7 +240,7 @@ def caveats(
 
     `config`: transformers' text config; `max_model_len`: tokens, prompt and generated; `backend`:
     served by vLLM's Transformers backend; `interleaved`: how transformers' model rotates by three
-    positions, not by what the config says; None: by one. Raises DifferentNumbersError for a
+    positions, regardless of the config; None: by one. Raises DifferentNumbersError for a
     config that is not served.
     """
     for rule in (*EVERYWHERE, *REFUSED.get(architecture, ()), *OTHERWISE.get(architecture, ())):
@@ -300,8 +300,8 @@ def caveats(
 
 
 def as_served(architecture: str, config: Any, max_model_len: int) -> dict[str, Any]:
-    """Fields of the config with which transformers computes what vLLM does, where a caveat says how
-    they differ.
+    """Return the config fields with which transformers computes what vLLM does, where a caveat
+    names a difference.
     """
     fields: dict[str, Any] = {}
     if architecture in LEAST_STEP:

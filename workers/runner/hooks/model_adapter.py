@@ -1,4 +1,4 @@
-"""The adapter of a loaded model: what the table says of it, or what its layers turn out to do."""
+"""The adapter of a loaded model: its entry in the table, or the structure found in its layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -95,8 +95,8 @@ class Head:
     def rows_of(
         self, tokens: Sequence[int], reduce: Callable[[torch.Tensor], torch.Tensor]
     ) -> "Head":
-        """The same end of the model for these tokens alone, whichever shards have them: its
-        `logits` are `[rows, tokens]`.
+        """Return this head for these tokens alone, gathered from all shards: its `logits` are
+        `[rows, tokens]`.
 
         `reduce`: the sum over all ranks of the stage, each of which calls this. Raises NoHeadError
         on all of them.

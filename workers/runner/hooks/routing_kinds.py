@@ -59,7 +59,7 @@ def kind_of(number: int, layer: nn.Module) -> RoutingKind | None:
     try:
         result = rule_of(router, next(layer.parameters()).device)
     except Exception as error:
-        # whatever a router of vLLM's raises for rows alone: then the layer's choice is not known
+        # a router of vLLM's may raise any exception for rows alone: the choice is unknown
         return RoutingKind(
             layers=[number], refused=f"{type(router).__name__} cannot be run by itself: {error}"
         )

@@ -56,8 +56,8 @@ class Buffers:
     """Shared by all sites of the rank, filled before the forward; row, slot and entry 0 of the
     tables mean "nothing".
 
-    They stay where they are, but for `ring`: a forward that is not traced writes to whatever `ring`
-    is when it runs.
+    They stay where they are, but for `ring`: a forward that is not traced writes to the `ring`
+    that is set when it runs.
     """
 
     ring: torch.Tensor  # [ring_rows, hidden] model dtype
@@ -325,7 +325,7 @@ def _wrap(
 
 @contextmanager
 def without_sites(module: nn.Module) -> Iterator[None]:
-    """Within it no site in this module runs, whatever calls its parts."""
+    """Disable every site in this module within the block, for all callers of its parts."""
     wrapped = [part for part in module.modules() if hasattr(part.__dict__.get("forward"), "bare")]
     forwards = [part.forward for part in wrapped]
     for part, forward in zip(wrapped, forwards, strict=True):

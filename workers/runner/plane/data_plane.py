@@ -270,7 +270,9 @@ class DataPlane:
         """
         for user in users:
             self._table.prepared.expect(
-                lambda user=user: steering_rows(msgspec.convert(user, list[StoredSteering]))  # type: ignore[misc]
+                lambda user=user: steering_rows(  # type: ignore[misc]
+                    msgspec.convert(user, list[StoredSteering])
+                )
             )
 
     def restart(self) -> None:
@@ -670,7 +672,7 @@ class DataPlane:
         )
         self._tracked[request.id] = tracked
         self._live.add(spec.key)
-        # every rank comes here: nothing of its own may keep it from it
+        # every rank must get here: no state of a single rank may prevent it
         prepared, unprepared = self.readings.prepare(spec)
         if spec.version != __version__:
             self._fail(

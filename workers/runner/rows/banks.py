@@ -134,7 +134,11 @@ class _Prepared:
 
     def expect(self, rows: Callable[[], Sequence[SteeringRow]]) -> None:
         for bank, table in self._tables.items():
-            table.prepared.expect(lambda bank=bank: [row for row in rows() if row.bank == bank])  # type: ignore[misc]
+            table.prepared.expect(
+                lambda bank=bank: [  # type: ignore[misc]
+                    row for row in rows() if row.bank == bank
+                ]
+            )
 
     def get(self, spec: SteeringRow) -> Joined:
         return _of(self._tables, spec).prepared.get(spec)

@@ -1,8 +1,8 @@
 """Compares what the sites of a step did with what was planned for them.
 
 The sites count on the device each row that they edit or capture (`kernels.plan.Planned.counts`). A
-site that did not run, ran twice, or ran with another plan is found here, whatever the plan
-says: `finite_check` brings the counts.
+site that did not run, ran twice, or ran with another plan is found here, regardless of
+the plan: `finite_check` brings the counts.
 """
 
 from collections.abc import Iterator, Sequence

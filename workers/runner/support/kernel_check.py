@@ -23,7 +23,7 @@ from .quantisation import Rounding, UnsupportedQuantisationError, refuse_shared_
 
 logger = logging.getLogger(__name__)
 
-#: What vLLM says where it has no kernel for a format here; other errors of a layer without a model
+#: vLLM's errors where it has no kernel for a format here; other errors of a layer without a model
 #: are left to the real one.
 _NO_KERNEL = (
     "failed to find a kernel",

@@ -12,11 +12,11 @@ from typing import Any
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 
-#: A nap takes this share of the time waited so far, so that an answer is late by no more than that.
+#: A nap takes this share of the time waited so far, which bounds the delay of an answer.
 SHARE = 0.02
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
-#: Linux wakes a sleeping thread up to 50 µs late unless told otherwise (prctl(2),
-#: PR_SET_TIMERSLACK).
+#: Linux wakes a sleeping thread up to 50 µs late unless configured otherwise
+#: (prctl(2), PR_SET_TIMERSLACK).
 _PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 
 _BEGUN = "midstream_begun"

@@ -13,7 +13,7 @@ from itertools import islice
 
 from ....schemas.requests.specs import StoredCapture
 
-#: Rows in each pipeline stage, whose ring holds the rows of its own layers.
+#: Rows in each pipeline stage, whose ring holds the rows of that stage's layers.
 StageRows = list[int]
 
 

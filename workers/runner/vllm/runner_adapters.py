@@ -104,7 +104,9 @@ class V1Adapter(_Adapter):
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         with self._begin(scheduler_output):
-            output = super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+            output = super().execute_model(  # type: ignore[misc]
+                scheduler_output, intermediate_tensors
+            )
         self._drain()
         return output
 
@@ -119,7 +121,9 @@ class V1Adapter(_Adapter):
     def _prepare_inputs(
         self, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)  # type: ignore[misc]
+        prepared = super()._prepare_inputs(  # type: ignore[misc]
+            scheduler_output, num_scheduled_tokens, *args, **kwargs
+        )
         if self.midstream is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
             counts = [int(count) for count in num_scheduled_tokens]
@@ -136,8 +140,10 @@ class V1Adapter(_Adapter):
 
         vLLM then turns the request's generator back, which it cannot on a CPU.
         """
-        generators = self.input_batch.generators  # type: ignore[attr-defined]
-        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
+        batch = self.input_batch  # type: ignore[attr-defined]
+        generators = batch.generators
+        mask = self.discard_request_mask.np[: batch.num_reqs]  # type: ignore[attr-defined]
+        discarded = mask.nonzero()[0].tolist()
         unused = {index: generators.pop(index) for index in discarded if index in generators}
         try:
             return super().sample_tokens(*args, **kwargs)
@@ -151,7 +157,8 @@ class V1Adapter(_Adapter):
     def make_pipeline_buffers(self) -> None:
         """Eager CPU runs skip the dummy run that would make a later stage's input buffers."""
         if self.intermediate_tensors is None:  # type: ignore[has-type]
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
+            model = self.model  # type: ignore[attr-defined]
+            self.intermediate_tensors = model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
                 dtype=self.model_config.dtype,  # type: ignore[attr-defined]
                 device=self.device,  # type: ignore[attr-defined]
@@ -173,7 +180,9 @@ class V2Adapter(_Adapter):
                 scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
             )
         with self._begin(scheduler_output):
-            output = super().execute_model(scheduler_output, intermediate_tensors, **kwargs)  # type: ignore[misc]
+            output = super().execute_model(  # type: ignore[misc]
+                scheduler_output, intermediate_tensors, **kwargs
+            )
         self._drain()
         return output
 

@@ -114,7 +114,8 @@ class _Midstream:
             model.get_total_num_hidden_layers(),
             self.parallel_config.pipeline_parallel_size,  # type: ignore[attr-defined]
         )
-        self._midstream_ring = RingBudget(config.step_rows, stages, self.num_spec_tokens)  # type: ignore[attr-defined]
+        drafts = self.num_spec_tokens  # type: ignore[attr-defined]
+        self._midstream_ring = RingBudget(config.step_rows, stages, drafts)
         self._midstream_blocks = KeptBlocks(manager)
         self._midstream_cells = CellSteps(
             self._midstream_bases,
@@ -133,9 +134,9 @@ class _Midstream:
                 request.request_id, requested.captures, requested.prompt_tokens, request.max_tokens
             )
             if requested.lowest_captured >= 0:
+                parallel = self.parallel_config  # type: ignore[attr-defined]
                 self._midstream_capturing[request.request_id] = Wanted(
-                    requested,
-                    tensor_parallel=self.parallel_config.tensor_parallel_size > 1,  # type: ignore[attr-defined]
+                    requested, tensor_parallel=parallel.tensor_parallel_size > 1
                 )
         if spec is not None and (spec.get("base") or spec.get("entry") is not None):
             touched, entry = max(spec.get("first_affected", -1), 0), spec.get("entry")
@@ -160,7 +161,9 @@ class _Midstream:
         """Return True also while the ranks do not know where a request ends: vLLM runs a step
         without tokens, if it has no other.
         """
-        return bool(self._midstream_ends) or bool(super().has_finished_requests())  # type: ignore[misc]
+        return bool(self._midstream_ends) or bool(
+            super().has_finished_requests()  # type: ignore[misc]
+        )
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._midstream_quarantine.leaving(request.request_id)
@@ -200,7 +203,8 @@ class _Midstream:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # Requests that run may all be in a step under way: the next one is then empty, and those
         # that wait will get their turn.
-        if self.waiting and not self.running and not output.total_num_scheduled_tokens:  # type: ignore[attr-defined]
+        scheduled = output.total_num_scheduled_tokens
+        if self.waiting and not self.running and not scheduled:  # type: ignore[attr-defined]
             self._midstream_blocks.make_room(stuck=True)
         if self._midstream_finished:
             report = {
@@ -223,7 +227,8 @@ class _Midstream:
         if self._midstream_capturing or self._midstream_rows.pending:
             setattr(output, _KEEPING, self._keeping(output))
         running, queued = self.get_request_counts()  # type: ignore[attr-defined]
-        setattr(output, _LOAD, (running, queued, self.kv_cache_manager.usage))  # type: ignore[attr-defined]
+        usage = self.kv_cache_manager.usage  # type: ignore[attr-defined]
+        setattr(output, _LOAD, (running, queued, usage))
         return output
 
     def _reserve_prefill_lookahead(
@@ -237,7 +242,8 @@ class _Midstream:
                 num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens)
             )
         tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
-        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, tokens))  # type: ignore[misc]
+        reserve = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        return int(reserve(request, num_computed_tokens, tokens))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         for request_id, position in found_in(model_runner_output):
@@ -245,20 +251,24 @@ class _Midstream:
             if self._midstream_quarantine.isolate(request, request_id, position):
                 _hash_anew(request, always=True)
         self._midstream_probes.hear(news_of(model_runner_output))
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
         self._midstream_probes.attach(outputs)
         return outputs
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        """Return where a probe ends the request, tokens behind the one that crosses are dropped, in
-        whatever step they were computed.
+        """End a request at the token where a probe crosses its threshold; later tokens are dropped,
+        no matter in which step they were computed.
         """
         kept, probe = self._midstream_probes.cut(request, new_token_ids)
         stopped = False
         if kept or not probe:
-            kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)  # type: ignore[misc]
+            kept, stopped = super()._update_request_with_output(  # type: ignore[misc]
+                request, kept, *args, **kwargs
+            )
         if probe and not stopped:
             # With the status of a stop token vLLM would leave the last token out of the text.
             request.status, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, True
