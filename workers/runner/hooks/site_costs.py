@@ -1,16 +1,16 @@
 """Estimates what the hook sites add to one step on a GPU: launches, bytes and time, from the
 model's shape alone.
 
-`step_cost` is the function for tables and for `midstream doctor --plan`. Nothing in here was
-measured on a GPU: every assumption is a field of `Machine`. Launches and bytes follow from the
-table of architectures and from what the kernel reads and writes.
+`midstream doctor --plan` shows them, and `benchmarks/site_costs.py` compares designs by them.
+Nothing in here was measured on a GPU: every assumption is a field of `Machine`. Launches and bytes
+follow from the table of architectures and from what the kernel reads and writes.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ....schemas.prompts.selectors import HOOKS, Hook
-from .architectures import ARCHITECTURES, Adapter, Variant, neighbours
+from .architectures import Variant, neighbours
 
 
 @dataclass(frozen=True)
@@ -60,35 +60,6 @@ class Shape:
         return read + (2 * self.layers * machine.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
 
 
-def shape_of(
-    adapter: Adapter, *, parameters: float, tp: int = 1, stages: int = 1, item_bytes: int = 2
-) -> Shape:
-    """Return the shape of a checkpoint, before it is loaded.
-
-    `parameters`: of the whole model; `stages`: of a pipeline.
-    """
-    layers = -(-adapter.num_layers // stages)
-    share = layers / adapter.num_layers
-    return Shape(
-        adapter.architecture,
-        adapter.variant,
-        layers,
-        adapter.hidden_size,
-        parameters * share,
-        tp,
-        item_bytes,
-    )
-
-
-_LLAMA = ARCHITECTURES["LlamaForCausalLM"][0]
-#: The shapes of the tables in `docs/kernels.md`.
-SHAPES: tuple[Shape, ...] = (
-    Shape("Llama-3.1-8B, TP=1", _LLAMA, 32, 4096, 8.03e9),
-    Shape("Llama-3.1-8B, TP=4", _LLAMA, 32, 4096, 8.03e9, tp=4),
-    Shape("Llama-3.3-70B, TP=4", _LLAMA, 80, 8192, 70.6e9, tp=4),
-)
-
-
 @dataclass(frozen=True)
 class StepCost:
     """Cost that the sites add to one step of one rank."""
@@ -103,15 +74,8 @@ class StepCost:
     )
 
 
-def launches(
-    variant: Variant, hooks: Collection[Hook], layers: int, *, merged: bool = True
-) -> Sequence[tuple[Hook, ...]]:
-    """The launches of one forward of a captured graph, in order.
-
-    `merged`: neighbouring sites share one.
-    """
-    if not merged:
-        return [(hook,) for hook in HOOKS if hook in hooks and hook in variant.taps] * layers
+def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
+    """The launches of one forward of a captured graph, in order; neighbouring sites share one."""
     groups = neighbours(variant, hooks, next_layer=True)
     first: list[tuple[Hook, ...]] = [HOOKS[:1]] if groups and HOOKS[0] in groups[-1] else []
     last = tuple(hook for hook in groups[-1] if hook != HOOKS[0]) if groups else ()
@@ -126,23 +90,21 @@ def step_cost(
     edited: Collection[Hook] = (),
     captured: Collection[Hook] = (),
     configurations: int = 1,
-    merged: bool = True,
-    idle_graphs: bool = True,
+    groups: Sequence[tuple[Hook, ...]] | None = None,
     machine: Machine | None = None,
 ) -> StepCost:
     """Return what one step of `rows` token rows costs in a captured graph, where all rows are
     edited and captured at all layers.
 
     `hooks`: those that are installed. `edited`: an addition of one vector, `configurations`
-    different ones in the step.
-    `merged`, `idle_graphs`: false for the design before: a launch for each site, and one family of
-    graphs, that holds them all.
+    different ones in the step. `groups`: the launches, of another design than today's, in which an
+    idle step replays graphs without sites.
     """
     machine = machine or Machine()
-    groups = launches(shape.variant, hooks, shape.layers, merged=merged)
     busy_hooks = {*edited, *captured}
-    if idle_graphs and not busy_hooks & set(hooks):
-        groups = []
+    if groups is None:
+        is_busy = bool(busy_hooks & set(hooks))
+        groups = launches(shape.variant, hooks, shape.layers) if is_busy else []
     seconds, moved, host, unfused = 0.0, 0, 0, 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
@@ -192,55 +154,3 @@ CASES: dict[str, tuple[tuple[Hook, ...], tuple[Hook, ...]]] = {
     "both": (("post_block",), ("post_block",)),
     "all six captured": ((), HOOKS),
 }
-#: The design → `merged` and `idle_graphs` of `step_cost`.
-DESIGNS: dict[str, tuple[bool, bool]] = {
-    "a launch per site, one family": (False, False),
-    "merged, one family": (True, False),
-    "merged, two families": (True, True),
-}
-
-
-def table(machine: Machine | None = None, *, rows: int = 64) -> str:
-    """The costs of `SHAPES`, `CASES` and `DESIGNS` as Markdown; each edited row adds a vector of
-    its own.
-    """
-    lines = [
-        "| model | hooks | step | " + " | ".join(DESIGNS) + " |",
-        "|" + "---|" * (3 + len(DESIGNS)),
-    ]
-    for shape in SHAPES:
-        for hooks, named in ((HOOKS, "six"), (("post_block",), "`post_block`")):
-            for case, (edited, captured) in CASES.items():
-                if {*edited, *captured} <= {*hooks}:
-                    cells = [
-                        _cell(
-                            step_cost(
-                                shape,
-                                hooks,
-                                rows=rows,
-                                edited=edited,
-                                captured=captured,
-                                configurations=rows,
-                                merged=merged,
-                                idle_graphs=idle_graphs,
-                                machine=machine,
-                            ),
-                            shape.step_s(machine or Machine()),
-                        )
-                        for merged, idle_graphs in DESIGNS.values()
-                    ]
-                    lines.append(f"| {shape.name} | {named} | {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(cost: StepCost, step_s: float) -> str:
-    if not cost.launches:
-        return "0"
-    return (
-        f"{cost.launches}, {cost.bytes / 1e6:,.0f} MB, {cost.seconds * 1e3:.2f} ms "
-        f"({cost.seconds / step_s:.1%})"
-    )
-
-
-if __name__ == "__main__":
-    print(table())
