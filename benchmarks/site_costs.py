@@ -12,7 +12,6 @@ from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import ARCHITECTURES
 from midstream.workers.runner.hooks.site_costs import (
     CASES,
-    Machine,
     Shape,
     StepCost,
     launches,
@@ -83,7 +82,7 @@ def table() -> str:
                     cells = [
                         _cell(
                             cost(shape, hooks, design, edited=edited, captured=captured),
-                            shape.step_s(Machine()),
+                            shape.step_s(),
                         )
                         for design in DESIGNS
                     ]

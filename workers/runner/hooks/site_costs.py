@@ -27,7 +27,9 @@ class Machine:
     all_reduce_us: float = 8.0  # two for each layer, with more than one rank
     # what fusing an all-reduce with the norm behind it saves; a site between the two prevents it
     fusion_us: float = 4.0
-    host_bytes_per_s: float = 5e10  # of the link that captured rows leave by, next to the next step
+
+
+_MACHINE = Machine()
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Shape:
     def row_bytes(self) -> int:
         return self.hidden_size * self.item_bytes
 
-    def step_s(self, machine: Machine) -> float:
+    def step_s(self) -> float:
         """A decode step of stock vLLM, without attention and sampling: weights are read once, two
         all-reduces for each layer.
         """
@@ -55,9 +57,9 @@ class Shape:
             self.parameters
             * (self.weight_bytes or self.item_bytes)
             / self.tp
-            / (machine.bytes_per_s * machine.weights_share)
+            / (_MACHINE.bytes_per_s * _MACHINE.weights_share)
         )
-        return read + (2 * self.layers * machine.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
+        return read + (2 * self.layers * _MACHINE.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,8 @@ class StepCost:
     bytes: int  # of the GPU's memory, read and written
     host_bytes: int  # captured rows that leave for the host
     seconds: float  # added to the step
-    unfused_seconds: (
-        # also lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
-        float
-    )
+    # also lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
+    unfused_seconds: float
 
 
 def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
@@ -91,7 +91,6 @@ def step_cost(
     captured: Collection[Hook] = (),
     configurations: int = 1,
     groups: Sequence[tuple[Hook, ...]] | None = None,
-    machine: Machine | None = None,
 ) -> StepCost:
     """Return what one step of `rows` token rows costs in a captured graph, where all rows are
     edited and captured at all layers.
@@ -100,7 +99,6 @@ def step_cost(
     different ones in the step. `groups`: the launches, of another design than today's, in which an
     idle step replays graphs without sites.
     """
-    machine = machine or Machine()
     busy_hooks = {*edited, *captured}
     if groups is None:
         is_busy = bool(busy_hooks & set(hooks))
@@ -114,8 +112,9 @@ def step_cost(
         )  # the vectors, read once
         moved += local * shape.row_bytes
         host += sum(rows for hook in group if hook in captured) * shape.row_bytes
-        launch_us = machine.busy_launch_us if busy else machine.idle_launch_us
-        seconds += launch_us / 1e6 + local * shape.row_bytes / (machine.bytes_per_s * machine.share)
+        launch_us = _MACHINE.busy_launch_us if busy else _MACHINE.idle_launch_us
+        rate = _MACHINE.bytes_per_s * _MACHINE.share
+        seconds += launch_us / 1e6 + local * shape.row_bytes / rate
     if shape.tp > 1:  # between an all-reduce and the norm behind it
         unfused = (
             sum(_between(shape.variant, hooks, branch) for branch in ("attn_out", "mlp_out"))
@@ -123,7 +122,7 @@ def step_cost(
             if groups
             else 0
         )
-    return StepCost(len(groups), moved, host, seconds, unfused * machine.fusion_us / 1e6)
+    return StepCost(len(groups), moved, host, seconds, unfused * _MACHINE.fusion_us / 1e6)
 
 
 def _row_transfers(
