@@ -287,35 +287,31 @@ class _Storages:
 
 def write(arrays: Mapping[str, np.ndarray]) -> bytes:
     """A dictionary from name to float32 tensor, as `torch.load(…, weights_only=True)` reads it."""
-    folder, out = "vectors/", io.BytesIO()
+    out, members = io.BytesIO(), dict[str, bytes]()
     pickle = b"\x80\x02}("  # protocol 2, an empty dictionary, a mark
+    for key, (name, values) in enumerate(arrays.items()):
+        strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]
+        pickle += _pickled(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(("
+        pickle += (
+            _pickled("storage")
+            + b"ctorch\nFloatStorage\n"
+            + _pickled(str(key))
+            + _pickled("cpu")
+            + _pickled(values.size)
+        )
+        pickle += (
+            b"tQK\x00"
+            + _pickled(values.shape)
+            + _pickled(tuple(strides))
+            + b"\x89ccollections\nOrderedDict\n)RtR"
+        )
+        members[f"data/{key}"] = values.astype("<f4").tobytes()
+    members |= {PICKLE: pickle + b"u.", "byteorder": b"little", "version": b"3\n"}
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for key, (name, values) in enumerate(arrays.items()):
-            strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]
-            pickle += _pickled(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(("
-            pickle += (
-                _pickled("storage")
-                + b"ctorch\nFloatStorage\n"
-                + _pickled(str(key))
-                + _pickled("cpu")
-                + _pickled(values.size)
-            )
-            pickle += (
-                b"tQK\x00"
-                + _pickled(values.shape)
-                + _pickled(tuple(strides))
-                + b"\x89ccollections\nOrderedDict\n)RtR"
-            )
-            archive.writestr(_entry(f"{folder}data/{key}"), values.astype("<f4").tobytes())
-        archive.writestr(_entry(folder + PICKLE), pickle + b"u.")
-        archive.writestr(_entry(f"{folder}byteorder"), b"little")
-        archive.writestr(_entry(f"{folder}version"), b"3\n")
+        for name, content in members.items():
+            # without the time: the same vectors are the same bytes
+            archive.writestr(zipfile.ZipInfo(f"vectors/{name}"), content)
     return out.getvalue()
-
-
-def _entry(name: str) -> zipfile.ZipInfo:
-    """A member without the time: the same vectors are the same bytes."""
-    return zipfile.ZipInfo(name)
 
 
 def _pickled(value: str | int | tuple[int, ...]) -> bytes:
