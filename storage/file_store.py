@@ -224,11 +224,7 @@ class FileHandle:
             raise
 
     def read(self, start: int, count: int) -> bytes:
-        parts = []
-        while count > 0 and (part := self._read(start, count)):
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return _read_all(self._read, start, count)
 
     def _read(self, start: int, count: int) -> bytes:
         if sys.platform != "win32":
@@ -317,14 +313,10 @@ class FileDraft:
         _write_at(self._descriptor, buffers, offset)
 
     def read(self, start: int, count: int) -> bytes:
-        parts = []
-        while count > 0:
-            part = os.pread(self._descriptor, count, start)
-            if not part:
-                raise OSError(errno.EIO, f"the file ends at {start}, {count} bytes early")
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = _read_all(lambda at, rest: os.pread(self._descriptor, rest, at), start, count)
+        if missing := count - len(data):
+            raise OSError(errno.EIO, f"the file ends at {start + len(data)}, {missing} bytes early")
+        return data
 
     def view(self) -> memoryview:
         size = os.fstat(self._descriptor).st_size
@@ -569,6 +561,17 @@ def _must_be_at(path: Path, identity: tuple[int, int]) -> None:
         raise NotInPlaceError(f"{path.name} was deleted while being written") from error
     if result != identity:
         raise NotInPlaceError(f"{path.name} was replaced while being written")
+
+
+def _read_all(read: Callable[[int, int], bytes], start: int, count: int) -> bytes:
+    """The bytes `[start, start + count)` by as many calls of `read` as it takes; fewer at the
+    file's end.
+    """
+    parts = []
+    while count > 0 and (part := read(start, count)):
+        parts.append(part)
+        start, count = start + len(part), count - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _write_at(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:

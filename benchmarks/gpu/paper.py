@@ -4,8 +4,8 @@ for GPUs that are not here.
     python benchmarks/gpu/paper.py [--architecture 90] [--widths 8192 …] [--json]
 
 Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
-variant that a model can need, then the estimated cost of a step from
-`workers/runner/hooks/site_costs.py`. `tests/unit/test_site_paper.py` keeps the facts as they are.
+variant that a model can need, then the estimated cost of a step from `benchmarks/site_costs.py`.
+`tests/unit/test_site_paper.py` keeps the facts as they are.
 """
 
 # ruff: noqa: E402 -- the environment and where our modules are are settled first
@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import torch
 import triton
 from site_compiler import KINDS, Absent
+from site_costs import table
 
 from midstream.kernels import triton_site
 from midstream.kernels.plan import SitePlan
-from midstream.workers.runner.hooks.site_costs import table
 
 #: Llama-3.1-8B and Llama-3.3-70B; a width that is no power of two.
 WIDTHS = (4096, 8192, 576)

@@ -106,71 +106,59 @@ def _interpret(pickle: bytes) -> Any:
     raise ValueError("its pickle ends early")
 
 
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = (
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINUNICODE8",
-)
-_FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-
-
 def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
     """One instruction. Raises ValueError for what a file of tensors does not need."""
-    if name in _LITERALS:
-        stack.append(argument)
-    elif name in _CONSTANTS:
-        stack.append(_CONSTANTS[name])
-    elif name in _FIXED_TUPLES:
-        count = _FIXED_TUPLES[name]
-        stack[-count:] = [tuple(stack[-count:])]
-    elif name in ("BINPUT", "LONG_BINPUT"):
-        memo[argument] = stack[-1]
-    elif name == "MEMOIZE":
-        memo[len(memo)] = stack[-1]
-    elif name in ("BINGET", "LONG_BINGET"):
-        stack.append(memo[argument])
-    elif name == "MARK":
-        stack.append(_MARK)
-    elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"):
-        stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
-    elif name == "TUPLE":
-        stack.append(tuple(_marked(stack)))
-    elif name == "LIST":
-        stack.append(_marked(stack))
-    elif name == "APPEND":
-        item = stack.pop()
-        _of(stack[-1], list).append(item)
-    elif name == "APPENDS":
-        items = _marked(stack)
-        _of(stack[-1], list).extend(items)
-    elif name in ("SETITEM", "SETITEMS"):
-        pairs = _marked(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-        if not all(isinstance(key, str | int) for key in pairs[::2]):
-            raise ValueError("its dictionaries have keys other than texts and numbers")
-        _of(stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
-    elif name == "BUILD":  # attributes of a state dict: nothing of them is needed
-        stack.pop()
-    elif name == "GLOBAL":
-        stack.append(_Global(*argument.split(" ", 1)))
-    elif name == "STACK_GLOBAL":
-        called = stack.pop()
-        stack.append(_Global(_of(stack.pop(), str), _of(called, str)))
-    elif name == "BINPERSID":
-        stack.append(_storage(stack.pop()))
-    elif name == "REDUCE":
-        arguments = stack.pop()
-        stack.append(_reduced(stack.pop(), arguments))
-    elif name not in ("PROTO", "FRAME"):
-        raise ValueError(
-            f"its pickle has the instruction {name}: save tensors, or dictionaries of "
-            "tensors, with torch.save"
-        )
+    match name:
+        case "PROTO" | "FRAME":
+            pass
+        case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+            stack.append(argument)
+        case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+            stack.append(argument)
+        case "NONE" | "NEWTRUE" | "NEWFALSE":
+            stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
+        case "TUPLE1" | "TUPLE2" | "TUPLE3":
+            count = int(name[-1])
+            stack[-count:] = [tuple(stack[-count:])]
+        case "BINPUT" | "LONG_BINPUT":
+            memo[argument] = stack[-1]
+        case "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        case "BINGET" | "LONG_BINGET":
+            stack.append(memo[argument])
+        case "MARK":
+            stack.append(_MARK)
+        case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
+            stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
+        case "TUPLE":
+            stack.append(tuple(_marked(stack)))
+        case "LIST":
+            stack.append(_marked(stack))
+        case "APPEND" | "APPENDS":
+            items = _marked(stack) if name == "APPENDS" else [stack.pop()]
+            _of(stack[-1], list).extend(items)
+        case "SETITEM" | "SETITEMS":
+            pairs = _marked(stack) if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+            if not all(isinstance(key, str | int) for key in pairs[::2]):
+                raise ValueError("its dictionaries have keys other than texts and numbers")
+            _of(stack[-1], dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+        case "BUILD":  # attributes of a state dict: nothing of them is needed
+            stack.pop()
+        case "GLOBAL":
+            stack.append(_Global(*argument.split(" ", 1)))
+        case "STACK_GLOBAL":
+            called = stack.pop()
+            stack.append(_Global(_of(stack.pop(), str), _of(called, str)))
+        case "BINPERSID":
+            stack.append(_storage(stack.pop()))
+        case "REDUCE":
+            arguments = stack.pop()
+            stack.append(_reduced(stack.pop(), arguments))
+        case _:
+            raise ValueError(
+                f"its pickle has the instruction {name}: save tensors, or dictionaries of "
+                "tensors, with torch.save"
+            )
 
 
 def _marked(stack: list[Any]) -> list[Any]:
@@ -299,35 +287,31 @@ class _Storages:
 
 def write(arrays: Mapping[str, np.ndarray]) -> bytes:
     """A dictionary from name to float32 tensor, as `torch.load(…, weights_only=True)` reads it."""
-    folder, out = "vectors/", io.BytesIO()
+    out, members = io.BytesIO(), dict[str, bytes]()
     pickle = b"\x80\x02}("  # protocol 2, an empty dictionary, a mark
+    for key, (name, values) in enumerate(arrays.items()):
+        strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]
+        pickle += _pickled(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(("
+        pickle += (
+            _pickled("storage")
+            + b"ctorch\nFloatStorage\n"
+            + _pickled(str(key))
+            + _pickled("cpu")
+            + _pickled(values.size)
+        )
+        pickle += (
+            b"tQK\x00"
+            + _pickled(values.shape)
+            + _pickled(tuple(strides))
+            + b"\x89ccollections\nOrderedDict\n)RtR"
+        )
+        members[f"data/{key}"] = values.astype("<f4").tobytes()
+    members |= {PICKLE: pickle + b"u.", "byteorder": b"little", "version": b"3\n"}
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for key, (name, values) in enumerate(arrays.items()):
-            strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]
-            pickle += _pickled(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(("
-            pickle += (
-                _pickled("storage")
-                + b"ctorch\nFloatStorage\n"
-                + _pickled(str(key))
-                + _pickled("cpu")
-                + _pickled(values.size)
-            )
-            pickle += (
-                b"tQK\x00"
-                + _pickled(values.shape)
-                + _pickled(tuple(strides))
-                + b"\x89ccollections\nOrderedDict\n)RtR"
-            )
-            archive.writestr(_entry(f"{folder}data/{key}"), values.astype("<f4").tobytes())
-        archive.writestr(_entry(folder + PICKLE), pickle + b"u.")
-        archive.writestr(_entry(f"{folder}byteorder"), b"little")
-        archive.writestr(_entry(f"{folder}version"), b"3\n")
+        for name, content in members.items():
+            # without the time: the same vectors are the same bytes
+            archive.writestr(zipfile.ZipInfo(f"vectors/{name}"), content)
     return out.getvalue()
-
-
-def _entry(name: str) -> zipfile.ZipInfo:
-    """A member without the time: the same vectors are the same bytes."""
-    return zipfile.ZipInfo(name)
 
 
 def _pickled(value: str | int | tuple[int, ...]) -> bytes:

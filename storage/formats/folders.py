@@ -1,4 +1,4 @@
-"""Folders that operators let requests name: found below a root, and nowhere else."""
+"""Folders that operators let requests name: found below a root, and nowhere else; their files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +41,16 @@ def folder_below(
     if all(missing):
         raise invalid("path", f"{path!r} has no {' and no '.join(missing)}", allowed=allowed)
     return folder
+
+
+def bounded_file(path: Path, most: int, fault: type[ValueError]) -> bytes:
+    """The bytes of a file. Raises `fault` for one that is missing, or larger than `most` bytes."""
+    try:
+        if (size := path.stat().st_size) > most:
+            raise fault(f"{path.name} has {size} bytes; the limit is {most}")
+        return path.read_bytes()
+    except OSError as error:
+        raise fault(f"{path.name} cannot be read: {error.strerror}") from error
 
 
 def _inside(file: Path, top: Path) -> bool:

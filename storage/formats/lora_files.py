@@ -17,7 +17,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_LORA_BYTES, MAX_LORA_CONFIG
 from ...schemas.prompts.selectors import as_ranges
 from .capture_blobs import DamagedBlob
-from .folders import folder_below
+from .folders import bounded_file, folder_below
 from .tensor_files import whole_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -91,15 +91,10 @@ def read(folder: Path) -> LoraContent:
 
 def raw_files(folder: Path) -> tuple[bytes, bytes]:
     """The bytes of config and weights. Raises LoraError for one that is missing or too large."""
-    result = []
-    for name, limit in ((CONFIG, MAX_LORA_CONFIG), (WEIGHTS, MAX_LORA_BYTES)):
-        try:
-            if (size := (folder / name).stat().st_size) > limit:
-                raise LoraError(f"{name} has {size} bytes; the limit is {limit}")
-            result.append((folder / name).read_bytes())
-        except OSError as error:
-            raise LoraError(f"{name} cannot be read: {error.strerror}") from error
-    return result[0], result[1]
+    return (
+        bounded_file(folder / CONFIG, MAX_LORA_CONFIG, LoraError),
+        bounded_file(folder / WEIGHTS, MAX_LORA_BYTES, LoraError),
+    )
 
 
 def digest_of(config: bytes, weights: bytes) -> str:

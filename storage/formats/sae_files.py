@@ -21,7 +21,7 @@ from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
 from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
-from .folders import folder_below
+from .folders import bounded_file, folder_below
 from .tensor_files import TensorFile, TensorFileError, opened
 
 CONFIG, WEIGHTS, GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
@@ -128,7 +128,7 @@ def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
     """
     gemma = not (folder / CONFIG).is_file()
     try:
-        config = b"" if gemma else _config_bytes(folder / CONFIG)
+        config = b"" if gemma else bounded_file(folder / CONFIG, MAX_SAE_CONFIG, SaeError)
         with opened(folder / (GEMMA_SCOPE if gemma else WEIGHTS), MAX_SAE_BYTES) as file:
             digest = hashlib.sha256(hashlib.sha256(config).digest() + file.digest()).hexdigest()
             yield (
@@ -138,15 +138,6 @@ def reading(folder: Path) -> Iterator[tuple[SaeContent, TensorFile]]:
             file.check_unchanged()
     except TensorFileError as error:
         raise SaeError(str(error)) from error
-
-
-def _config_bytes(path: Path) -> bytes:
-    try:
-        if (size := path.stat().st_size) > MAX_SAE_CONFIG:
-            raise SaeError(f"{CONFIG} has {size} bytes; the limit is {MAX_SAE_CONFIG}")
-        return path.read_bytes()
-    except OSError as error:
-        raise SaeError(f"{CONFIG} cannot be read: {error.strerror}") from error
 
 
 # --- The two formats

@@ -29,6 +29,7 @@ from midstream.workers.runner.support.drafters import (
     refusals,
     served,
 )
+from midstream.workers.runner.support.rules import Rule
 
 #: Fields of vLLM's `SpeculativeConfig` that say how much or how fast, or that belong to a method
 #: that is refused.
@@ -133,24 +134,29 @@ def test_without_drafts_nothing_is_refused() -> None:
     assert refusals(SimpleNamespace(speculative_config=None)) == []  # type: ignore[arg-type]
 
 
+def option_of(rule: Rule) -> str:
+    """The field of vLLM's `SpeculativeConfig`; empty for a rule on another section."""
+    section, _, name = rule.name.partition(".")
+    return name if section == "speculative_config" else ""
+
+
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "mtp"])
 def test_another_value_of_each_option_is_refused_by_name(method: str) -> None:
-    conditions = (*CONDITIONS, *METHODS[method].conditions)
-    assert {condition.field for condition in conditions} <= set(OTHER_VALUES)
-    for condition in conditions:
-        (found,) = refusals(drafting(method, **{condition.field: OTHER_VALUES[condition.field]}))
-        assert found.startswith(
-            f"speculative_config.{condition.field} is {OTHER_VALUES[condition.field]!r}, valid: "
-        )
+    conditions = {option_of(rule): rule for rule in (*CONDITIONS, *METHODS[method].conditions)}
+    del conditions[""]
+    assert conditions.keys() <= set(OTHER_VALUES)
+    for name, condition in conditions.items():
+        (found,) = refusals(drafting(method, **{name: OTHER_VALUES[name]}))
+        assert found.startswith(f"speculative_config.{name} is {OTHER_VALUES[name]!r}, valid: ")
         assert condition.why in found
 
 
 def test_every_option_of_vllm_has_a_condition_or_is_harmless() -> None:
     ruled = {
-        condition.field
+        option_of(condition)
         for method in METHODS.values()
         for condition in (*CONDITIONS, *method.conditions)
-    }
+    } - {""}
     ruled |= {"method", "draft_tensor_parallel_size"}
     assert ruled == {"method", "draft_tensor_parallel_size", *OTHER_VALUES}
     assert {field.name for field in fields(SpeculativeConfig)} == ruled | HARMLESS  # type: ignore[arg-type]

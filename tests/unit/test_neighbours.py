@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tree import ROOT
@@ -16,7 +17,7 @@ from midstream.workers.runner.hooks.architectures import (
     Variant,
     neighbours,
 )
-from midstream.workers.runner.hooks.site_costs import CASES, SHAPES, launches, step_cost, table
+from midstream.workers.runner.hooks.site_costs import CASES, launches, step_cost
 
 PAIRS = [("attn_out", "post_attn"), ("mlp_in",), ("mlp_out", "post_block", "pre_attn")]
 #: (launches before, after) of a layer with all its hooks in a traced forward; where it runs as
@@ -185,26 +186,35 @@ def test_a_loop_with_something_between_two_layers_is_found(between: str) -> None
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_70b_takes_half_the_launches_and_an_idle_step_none() -> None:
-    model = SHAPES[-1]
-    before, merged, after = (
-        step_cost(model, merged=merged, idle_graphs=idle_graphs).launches
-        for merged, idle_graphs in ((False, False), (True, False), (True, True))
+@pytest.fixture(scope="module")
+def costs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "site_costs", ROOT / "benchmarks" / "site_costs.py"
     )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_70b_takes_half_the_launches_and_an_idle_step_none(costs: ModuleType) -> None:
+    model = costs.SHAPES[-1]
+    before, merged, after = (costs.cost(model, HOOKS, design).launches for design in costs.DESIGNS)
     assert (before, merged, after) == (480, 241, 0)
     assert step_cost(model).unfused_seconds == 0
 
 
-def test_bytes_are_those_of_rows_read_and_written() -> None:
-    model = SHAPES[-1]
+def test_bytes_are_those_of_rows_read_and_written(costs: ModuleType) -> None:
+    model = costs.SHAPES[-1]
     row = 8192 * 2
     captured = step_cost(model, ("post_block",), captured=("post_block",))
     assert captured.bytes == 80 * 64 * 3 * row
     assert captured.host_bytes == 80 * 64 * row
     steered = step_cost(model, ("post_block",), edited=("post_block",), configurations=64)
     assert steered.bytes == 80 * 64 * (3 + 1) * row
-    apart, together = (
-        step_cost(model, captured=HOOKS, merged=merged).bytes for merged in (False, True)
+    apart, together, _ = (
+        costs.cost(model, HOOKS, design, captured=HOOKS).bytes for design in costs.DESIGNS
     )
     # Six sites read 1 or 2 rows each; merged, a launch reads a row once. All write six.
     assert apart == 64 * row * (80 * (3 * 2 + 3 * 1 + 6))
@@ -217,10 +227,10 @@ def test_the_launches_of_a_forward_hold_every_site_once() -> None:
         assert sorted(hook for group in groups for hook in group) == sorted([*variant.taps] * 4)
 
 
-def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case() -> None:
-    text = table()
+def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case(costs: ModuleType) -> None:
+    text = costs.table()
     assert text in (ROOT / "docs" / "kernels.md").read_text(), (
-        "print it with `python -m midstream.workers.runner.hooks.site_costs`"
+        "print it with `python benchmarks/site_costs.py`"
     )
-    assert all(shape.name in text for shape in SHAPES)
+    assert all(shape.name in text for shape in costs.SHAPES)
     assert all(f"| {case} |" in text for case in CASES)

@@ -16,7 +16,7 @@ from ...schemas.model.banks import BANKS, asked_hooks
 from ...schemas.prompts.selectors import HOOKS, Hook
 from ...schemas.requests.interventions import EVERY, FAMILIES, MAX_RANK, SCALARS
 from ..runner.hooks.architectures import PRE_NORM, UnsupportedArchitectureError, Variant, variant_of
-from ..runner.hooks.site_costs import CASES, Machine, Shape, StepCost, step_cost
+from ..runner.hooks.site_costs import CASES, Shape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: As `kernels.plan` has them, which imports torch; a test compares.
@@ -233,13 +233,11 @@ def plan(
     tokens_per_second: float = 5000.0,
     gpu_bytes: int = 0,
     host_bytes: int = 0,
-    machine: Machine | None = None,
 ) -> Plan:
     """For one engine. `gpu_bytes`, `host_bytes`: memory of one GPU and of its machine; 0: unknown.
 
     Raises UnsupportedArchitectureError for a hook that the model does not have.
     """
-    machine = machine or Machine()
     eager = settings.enforce_eager if settings.enforce_eager is not None else not gpu
     hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
     present = [hook for hook in model.inside.hooks if hook in inside]
@@ -279,14 +277,14 @@ def plan(
         [*hooks, *present],
         layers,
         ring,
-        shape.step_s(machine),
+        shape.step_s(),
         [
             *buffers(model.row_bytes, settings, len(hooks) * layers, ring, gpu=gpu),
             *_inside(model, settings, model.inside.sites(inside, layers), ring, gpu=gpu),
             *_adapters(model, settings, layers, gpu=gpu),
             *_host_memory(settings, queue),
         ],
-        _work(shape, hooks, settings, machine) if gpu and not eager else [],
+        _work(shape, hooks, settings) if gpu and not eager else [],
         _streams(model, hooks, tokens_per_second),
         _limits(model, settings, [*hooks, *present], layers, ring, queue, tokens_per_second),
     )
@@ -463,9 +461,7 @@ def _host_memory(settings: Settings, queue: int) -> list[Memory]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _work(
-    shape: Shape, hooks: Collection[Hook], settings: Settings, machine: Machine
-) -> list[Work]:
+def _work(shape: Shape, hooks: Collection[Hook], settings: Settings) -> list[Work]:
     """With the hooks that the settings name, and with the one that most uses need."""
     sets: dict[str, Collection[Hook]] = {f"{len(hooks)} hooks": hooks}
     if len(hooks) > 1:
@@ -483,9 +479,8 @@ def _work(
                 edited=edited,
                 captured=captured,
                 configurations=rows,
-                machine=machine,
             )
-            result.append(Work(name, case, cost, cost.seconds / shape.step_s(machine)))
+            result.append(Work(name, case, cost, cost.seconds / shape.step_s()))
     return result
 
 

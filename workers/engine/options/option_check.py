@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from ....schemas.base.settings import Settings, SettingsError
 from ....schemas.service.choices import suggestion
+from ...runner.support.rules import is_one_of
 from .option_lists import OURS, PROVEN, UNKNOWN, WRONG
 
 #: Of one value in an error or a caveat.
@@ -84,10 +85,7 @@ def unproven(name: str, value: Any) -> str:
     entry = PROVEN.get(name)
     if entry is None:
         return f"the engine option {name}={_shown(value)} is not proven with Midstream"
-    if entry.values and not any(
-        value == proven and isinstance(value, bool) == isinstance(proven, bool)
-        for proven in entry.values
-    ):
+    if entry.values and not is_one_of(value, entry.values):
         return (
             f"the engine option {name}={_shown(value)} is not proven with Midstream, only "
             f"{', '.join(map(_shown, entry.values))}"

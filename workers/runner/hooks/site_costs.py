@@ -1,16 +1,16 @@
 """Estimates what the hook sites add to one step on a GPU: launches, bytes and time, from the
 model's shape alone.
 
-`step_cost` is the function for tables and for `midstream doctor --plan`. Nothing in here was
-measured on a GPU: every assumption is a field of `Machine`. Launches and bytes follow from the
-table of architectures and from what the kernel reads and writes.
+`midstream doctor --plan` shows them, and `benchmarks/site_costs.py` compares designs by them.
+Nothing in here was measured on a GPU: every assumption is a field of `Machine`. Launches and bytes
+follow from the table of architectures and from what the kernel reads and writes.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ....schemas.prompts.selectors import HOOKS, Hook
-from .architectures import ARCHITECTURES, Adapter, Variant, neighbours
+from .architectures import Variant, neighbours
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Machine:
     all_reduce_us: float = 8.0  # two for each layer, with more than one rank
     # what fusing an all-reduce with the norm behind it saves; a site between the two prevents it
     fusion_us: float = 4.0
-    host_bytes_per_s: float = 5e10  # of the link that captured rows leave by, next to the next step
+
+
+_MACHINE = Machine()
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Shape:
     def row_bytes(self) -> int:
         return self.hidden_size * self.item_bytes
 
-    def step_s(self, machine: Machine) -> float:
+    def step_s(self) -> float:
         """A decode step of stock vLLM, without attention and sampling: weights are read once, two
         all-reduces for each layer.
         """
@@ -55,38 +57,9 @@ class Shape:
             self.parameters
             * (self.weight_bytes or self.item_bytes)
             / self.tp
-            / (machine.bytes_per_s * machine.weights_share)
+            / (_MACHINE.bytes_per_s * _MACHINE.weights_share)
         )
-        return read + (2 * self.layers * machine.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
-
-
-def shape_of(
-    adapter: Adapter, *, parameters: float, tp: int = 1, stages: int = 1, item_bytes: int = 2
-) -> Shape:
-    """Return the shape of a checkpoint, before it is loaded.
-
-    `parameters`: of the whole model; `stages`: of a pipeline.
-    """
-    layers = -(-adapter.num_layers // stages)
-    share = layers / adapter.num_layers
-    return Shape(
-        adapter.architecture,
-        adapter.variant,
-        layers,
-        adapter.hidden_size,
-        parameters * share,
-        tp,
-        item_bytes,
-    )
-
-
-_LLAMA = ARCHITECTURES["LlamaForCausalLM"][0]
-#: The shapes of the tables in `docs/kernels.md`.
-SHAPES: tuple[Shape, ...] = (
-    Shape("Llama-3.1-8B, TP=1", _LLAMA, 32, 4096, 8.03e9),
-    Shape("Llama-3.1-8B, TP=4", _LLAMA, 32, 4096, 8.03e9, tp=4),
-    Shape("Llama-3.3-70B, TP=4", _LLAMA, 80, 8192, 70.6e9, tp=4),
-)
+        return read + (2 * self.layers * _MACHINE.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -97,21 +70,12 @@ class StepCost:
     bytes: int  # of the GPU's memory, read and written
     host_bytes: int  # captured rows that leave for the host
     seconds: float  # added to the step
-    unfused_seconds: (
-        # also lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
-        float
-    )
+    # also lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
+    unfused_seconds: float
 
 
-def launches(
-    variant: Variant, hooks: Collection[Hook], layers: int, *, merged: bool = True
-) -> Sequence[tuple[Hook, ...]]:
-    """The launches of one forward of a captured graph, in order.
-
-    `merged`: neighbouring sites share one.
-    """
-    if not merged:
-        return [(hook,) for hook in HOOKS if hook in hooks and hook in variant.taps] * layers
+def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
+    """The launches of one forward of a captured graph, in order; neighbouring sites share one."""
     groups = neighbours(variant, hooks, next_layer=True)
     first: list[tuple[Hook, ...]] = [HOOKS[:1]] if groups and HOOKS[0] in groups[-1] else []
     last = tuple(hook for hook in groups[-1] if hook != HOOKS[0]) if groups else ()
@@ -126,23 +90,19 @@ def step_cost(
     edited: Collection[Hook] = (),
     captured: Collection[Hook] = (),
     configurations: int = 1,
-    merged: bool = True,
-    idle_graphs: bool = True,
-    machine: Machine | None = None,
+    groups: Sequence[tuple[Hook, ...]] | None = None,
 ) -> StepCost:
     """Return what one step of `rows` token rows costs in a captured graph, where all rows are
     edited and captured at all layers.
 
     `hooks`: those that are installed. `edited`: an addition of one vector, `configurations`
-    different ones in the step.
-    `merged`, `idle_graphs`: false for the design before: a launch for each site, and one family of
-    graphs, that holds them all.
+    different ones in the step. `groups`: the launches, of another design than today's, in which an
+    idle step replays graphs without sites.
     """
-    machine = machine or Machine()
-    groups = launches(shape.variant, hooks, shape.layers, merged=merged)
     busy_hooks = {*edited, *captured}
-    if idle_graphs and not busy_hooks & set(hooks):
-        groups = []
+    if groups is None:
+        is_busy = bool(busy_hooks & set(hooks))
+        groups = launches(shape.variant, hooks, shape.layers) if is_busy else []
     seconds, moved, host, unfused = 0.0, 0, 0, 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
@@ -152,8 +112,9 @@ def step_cost(
         )  # the vectors, read once
         moved += local * shape.row_bytes
         host += sum(rows for hook in group if hook in captured) * shape.row_bytes
-        launch_us = machine.busy_launch_us if busy else machine.idle_launch_us
-        seconds += launch_us / 1e6 + local * shape.row_bytes / (machine.bytes_per_s * machine.share)
+        launch_us = _MACHINE.busy_launch_us if busy else _MACHINE.idle_launch_us
+        rate = _MACHINE.bytes_per_s * _MACHINE.share
+        seconds += launch_us / 1e6 + local * shape.row_bytes / rate
     if shape.tp > 1:  # between an all-reduce and the norm behind it
         unfused = (
             sum(_between(shape.variant, hooks, branch) for branch in ("attn_out", "mlp_out"))
@@ -161,7 +122,7 @@ def step_cost(
             if groups
             else 0
         )
-    return StepCost(len(groups), moved, host, seconds, unfused * machine.fusion_us / 1e6)
+    return StepCost(len(groups), moved, host, seconds, unfused * _MACHINE.fusion_us / 1e6)
 
 
 def _row_transfers(
@@ -192,55 +153,3 @@ CASES: dict[str, tuple[tuple[Hook, ...], tuple[Hook, ...]]] = {
     "both": (("post_block",), ("post_block",)),
     "all six captured": ((), HOOKS),
 }
-#: The design → `merged` and `idle_graphs` of `step_cost`.
-DESIGNS: dict[str, tuple[bool, bool]] = {
-    "a launch per site, one family": (False, False),
-    "merged, one family": (True, False),
-    "merged, two families": (True, True),
-}
-
-
-def table(machine: Machine | None = None, *, rows: int = 64) -> str:
-    """The costs of `SHAPES`, `CASES` and `DESIGNS` as Markdown; each edited row adds a vector of
-    its own.
-    """
-    lines = [
-        "| model | hooks | step | " + " | ".join(DESIGNS) + " |",
-        "|" + "---|" * (3 + len(DESIGNS)),
-    ]
-    for shape in SHAPES:
-        for hooks, named in ((HOOKS, "six"), (("post_block",), "`post_block`")):
-            for case, (edited, captured) in CASES.items():
-                if {*edited, *captured} <= {*hooks}:
-                    cells = [
-                        _cell(
-                            step_cost(
-                                shape,
-                                hooks,
-                                rows=rows,
-                                edited=edited,
-                                captured=captured,
-                                configurations=rows,
-                                merged=merged,
-                                idle_graphs=idle_graphs,
-                                machine=machine,
-                            ),
-                            shape.step_s(machine or Machine()),
-                        )
-                        for merged, idle_graphs in DESIGNS.values()
-                    ]
-                    lines.append(f"| {shape.name} | {named} | {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(cost: StepCost, step_s: float) -> str:
-    if not cost.launches:
-        return "0"
-    return (
-        f"{cost.launches}, {cost.bytes / 1e6:,.0f} MB, {cost.seconds * 1e3:.2f} ms "
-        f"({cost.seconds / step_s:.1%})"
-    )
-
-
-if __name__ == "__main__":
-    print(table())

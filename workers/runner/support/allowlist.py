@@ -7,15 +7,11 @@ Midstream leads to a refused value; a plug-in of vLLM, an environment variable o
 default may.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
-
 import vllm
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 
 from .drafters import refusals
+from .rules import Rule
 from .seams import READ, WINDOW
 from .vllm_source import release
 
@@ -27,31 +23,6 @@ _OURS = "Midstream's own class is needed"
 
 class UnsupportedConfigurationError(ValueError):
     """vLLM is configured in a way in which rows may be wrong."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One setting. `name`: its path in `VllmConfig`, unless `read` says how to get it."""
-
-    name: str
-    valid: tuple[Any, ...]
-    why: str  # another value is refused
-    read: Callable[[VllmConfig], Any] | None = None
-    since: str = ""  # the first version of vLLM that has it; empty: all in `seams.WINDOW`
-
-    def value(self, config: VllmConfig) -> Any:
-        """The setting's value; a valid one if the section that it belongs to is absent.
-
-        Raises AttributeError if vLLM has none.
-        """
-        if self.read is not None:
-            return self.read(config)
-        value: Any = config
-        for name in self.name.split("."):
-            if value is None:
-                return self.valid[0]
-            value = getattr(value, name)
-        return value
 
 
 RULES = (
@@ -256,37 +227,13 @@ def check(config: VllmConfig) -> None:
     """Raises UnsupportedConfigurationError that names every setting with another value than those
     known to be right.
     """
-    known = release(vllm.__version__)
+    known, name = release(vllm.__version__), f"this vLLM ({vllm.__version__})"
     wrong = [
-        line for rule in RULES if known >= release(rule.since) and (line := _refusal(rule, config))
+        line
+        for rule in RULES
+        if known >= release(rule.since) and (line := rule.refusal(config, name))
     ] + refusals(config)
     if wrong:
         raise UnsupportedConfigurationError(
             "this configuration of vLLM is not supported: " + "; ".join(wrong)
         )
-
-
-def _refusal(rule: Rule, config: VllmConfig) -> str:
-    try:
-        value = rule.value(config)
-    except AttributeError:
-        return f"{rule.name} is not a setting of this vLLM ({vllm.__version__})"
-    if any(
-        value == valid and isinstance(value, bool) == isinstance(valid, bool)
-        for valid in rule.valid
-    ):
-        return ""
-    return (
-        f"{rule.name} is {_shown(value)}, valid: {', '.join(map(_shown, rule.valid))} ({rule.why})"
-    )
-
-
-def _shown(value: Any) -> str:
-    """Short, also for a whole section of the configuration."""
-    if isinstance(value, Enum):
-        return value.name
-    return (
-        repr(value)
-        if isinstance(value, str | int | float | list | dict | None)
-        else f"a {type(value).__name__}"
-    )

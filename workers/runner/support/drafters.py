@@ -8,7 +8,6 @@ its drafter. Data only; `refusals` reads it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 from ..hooks.architectures import Adapter
 from ..hooks.sites import has_sites
+from .rules import Rule
 
 
 class UnsupportedDrafterError(ValueError):
@@ -25,20 +25,11 @@ class UnsupportedDrafterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Condition:
-    """A field of vLLM's `SpeculativeConfig`, and the values that are served."""
-
-    field: str
-    served: tuple[Any, ...]
-    why: str  # another value is refused
-
-
-@dataclass(frozen=True)
 class Method:
     """A method of speculative decoding."""
 
     refused: str = ""  # why; empty: served
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[Rule, ...] = ()
     # architectures of the drafting model that are served; empty: there is no such model
     drafters: frozenset[str] = frozenset()
 
@@ -46,34 +37,60 @@ class Method:
 _UNTESTED = "its rows and tokens have not been compared with those without drafts"
 #: Of every method.
 CONDITIONS = (
-    Condition(
-        "rejection_sample_method",
+    Rule(
+        "speculative_config with scheduler_config.async_scheduling",
+        (False,),
+        "positions are known only on the GPU, where drafts are rejected",
+        lambda config: bool(config.scheduler_config.async_scheduling),
+    ),
+    Rule(
+        "parallel_config.pipeline_parallel_size with speculative_config",
+        (1,),
+        "untested",
+        lambda config: config.parallel_config.pipeline_parallel_size,
+    ),
+    Rule(
+        "speculative_config.rejection_sample_method",
         ("standard",),
         ("`synthetic` accepts tokens that the model would not choose, `block` is untested"),
     ),
-    Condition("draft_sample_method", ("greedy",), "drafts that are sampled are untested"),
-    Condition("parallel_drafting", (False,), "drafts that are made side by side are untested"),
-    Condition(
-        "enable_adaptive_verification", (False,), "the GPU decides how many drafts a request has"
+    Rule(
+        "speculative_config.draft_sample_method",
+        ("greedy",),
+        "drafts that are sampled are untested",
     ),
-    Condition(
-        "num_speculative_tokens_per_batch_size",
+    Rule(
+        "speculative_config.parallel_drafting",
+        (False,),
+        "drafts that are made side by side are untested",
+    ),
+    Rule(
+        "speculative_config.enable_adaptive_verification",
+        (False,),
+        "the GPU decides how many drafts a request has",
+    ),
+    Rule(
+        "speculative_config.num_speculative_tokens_per_batch_size",
         (None,),
         "a number of drafts that changes from step to step is untested",
     ),
-    Condition("use_heterogeneous_vocab", (False,), "a drafter with other tokens is untested"),
+    Rule(
+        "speculative_config.use_heterogeneous_vocab",
+        (False,),
+        "a drafter with other tokens is untested",
+    ),
 )
 #: Of the methods with a model that reads what the target computed.
 _OF_HEADS = (
-    Condition("use_local_argmax_reduction", (False,), "it is untested"),
-    Condition("disable_padded_drafter_batch", (False,), "it is untested"),
-    Condition(
-        "disable_eagle_block_drop",
+    Rule("speculative_config.use_local_argmax_reduction", (False,), "it is untested"),
+    Rule("speculative_config.disable_padded_drafter_batch", (False,), "it is untested"),
+    Rule(
+        "speculative_config.disable_eagle_block_drop",
         (False,),
         "the drafter would read cached blocks that it has not filled",
     ),
-    Condition(
-        "index_share_for_mtp_iteration",
+    Rule(
+        "speculative_config.index_share_for_mtp_iteration",
         (None, False),
         "the drafter would write to what the target reads",
     ),
@@ -159,26 +176,8 @@ def refusals(config: VllmConfig) -> list[str]:
                 f"{', '.join(served())} ({method.refused})"
             )
         ]
-    result = []
-    if config.scheduler_config.async_scheduling:
-        result.append(
-            "speculative_config with scheduler_config.async_scheduling is True, valid: False "
-            "(positions are known only on the GPU, where drafts are rejected)"
-        )
-    if (stages := config.parallel_config.pipeline_parallel_size) != 1:
-        result.append(
-            f"parallel_config.pipeline_parallel_size with speculative_config is {stages}, "
-            "valid: 1 (untested)"
-        )
-    for condition in (*CONDITIONS, *method.conditions):
-        if not hasattr(drafting, condition.field):
-            result.append(f"speculative_config.{condition.field} is not a setting of this vLLM")
-        elif (value := getattr(drafting, condition.field)) not in condition.served:
-            valid = ", ".join(map(repr, condition.served))
-            result.append(
-                f"speculative_config.{condition.field} is {value!r}, valid: {valid} "
-                f"({condition.why})"
-            )
+    rules = (*CONDITIONS, *method.conditions)
+    result = [line for rule in rules if (line := rule.refusal(config))]
     return result + (_of_model(config, method) if method.drafters else [])
 
 
