@@ -30,7 +30,7 @@ from ...schemas.service.choices import suggestion
 from ..durations import seconds
 from ..render import jobs
 from ..sdk import wire
-from ..sdk.keys import key_request
+from ..sdk.service import key_request
 from .jobs import AsJson, Url, connect, err, out, print_list
 
 RedisUrl = Annotated[

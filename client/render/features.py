@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from ..sdk.features import Features
+from ..sdk.readings import Features
 from .lens import shown
 
 

@@ -13,7 +13,7 @@ from ..sdk.answers.grid import MEANING, Grid, titled
 
 if TYPE_CHECKING:
     from ..captures.reader import CaptureReader
-    from ..sdk.lens import Lens
+    from ..sdk.readings import Lens
 
 #: Pixels: of a row of a heatmap, and around it.
 _ROW, _AROUND = 18, 160

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.lens import TunedLens
-from ..sdk.lens import Lens
+from ..sdk.readings import Lens
 from . import figures
 from .jobs import facts, size
 from .jobs import table as columns

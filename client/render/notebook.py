@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from ..captures.reader import CaptureReader
     from ..notebook import Listing
     from ..sdk.answers.grid import Grid
-    from ..sdk.features import Features
-    from ..sdk.lens import Lens
     from ..sdk.mapping.map import Mapped
+    from ..sdk.readings import Features, Lens
     from ..sdk.wire import Answer
 
 #: Characters in a line of a table.

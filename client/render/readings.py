@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from ...schemas.jobs.jobs import JobResult
-from ..sdk.features import Features
-from ..sdk.lens import known_tokens, lens_of
+from ..sdk.readings import Features, known_tokens, lens_of
 from . import features, lens
 
 #: Of more prompts, only the first are shown.

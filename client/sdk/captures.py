@@ -1,23 +1,138 @@
-"""Calls on stored captures: open, list, delete."""
+"""Calls on stored captures, and attention patterns: jobs that capture queries, keys and values, and
+what follows from them.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ...schemas.base.errors import invalid
+from ...schemas.base.tensors import from_numpy
 from ...schemas.jobs.captures import CapturePage
+from ...schemas.jobs.jobs import JobResult
+from ...schemas.prompts.selectors import LayerSelector
+from ...schemas.requests.specs import PatchSource, PatchSpec
+from ..captures.attention import mixed
+from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
 from ..captures.row_matrix import Rows, matrix
 from . import wire
 from .answers import download
 from .calls import call, finish
 from .jobs import JobCalls
-from .tokens import TokenCalls
 from .wire import Call, JobLike, ManifestFile
 
 
-class CaptureCalls(JobCalls, TokenCalls):
+def capture_fields(
+    prompt: str | Sequence[int], layers: LayerSelector, fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of a job that captures the queries and keys of a prompt as attention uses them,
+    after any edit of them.
+
+    `fields`: others of the job, such as `model` and `steering`.
+    """
+    capture = {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"}
+    return {
+        "sampling": {"max_tokens": 1},
+        **fields,
+        "prompts": [prompt if isinstance(prompt, str) else list(prompt)],
+        "capture": capture,
+    }
+
+
+#: Fields of a job that count for its values, too: what decides them, and how it is handled. Of
+#: results, webhooks and the like there is one.
+_SAME = frozenset(
+    {"model", "lora", "steering", "patch", "priority", "expires_in", "progress", "timeout"}
+)
+#: (layer, head) → `[query, key]`.
+Patterns = Mapping[tuple[int, int], np.ndarray]
+
+
+def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Patterns]:
+    """The patterns of each layer, lowest first.
+
+    Raises MidstreamError for layers there are not, and for probes that may edit values.
+    """
+    layers = sorted({layer for layer, _ in patterns})
+    if not layers or layers[0] < 0:
+        raise invalid(
+            "patterns",
+            f"are of layers {layers}",
+            allowed="heads of one or more layers, counted from 0",
+        )
+    given = fields.get("probes") or []
+    for probe in given if isinstance(given, list | tuple) else [given]:
+        if (
+            probe.get("action") if isinstance(probe, Mapping) else getattr(probe, "action", None)
+        ) == "steer":
+            raise invalid(
+                "probes",
+                "a probe that steers by its scores may edit the values",
+                allowed="other actions of probes",
+            )
+    return {
+        layer: {place: pattern for place, pattern in patterns.items() if place[0] == layer}
+        for layer in layers
+    }
+
+
+def values_fields(
+    prompt: str | Sequence[int], layer: int, patches: list[PatchSpec], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of a job that captures what `attention_patches` takes of a layer, with `patches`
+    of the layers below it.
+    """
+    capture = {"hooks": {"q": [layer], "v": [layer]}, "positions": "all_prompt", "at": "after"}
+    same = {name: value for name, value in fields.items() if name in _SAME}
+    return {
+        **patched_fields(prompt, patches, same),
+        "sampling": {"max_tokens": 1},
+        "capture": capture,
+    }
+
+
+def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSpec]:
+    """z ← A′·v, a patch for each token of the prompt: what the heads of `patterns` give if they
+    attend so to their own values.
+
+    `patterns`: of one layer. `reader`: a capture of `q` and `v` of that layer at all positions of
+    the prompt. Raises MidstreamError as `mixed` does.
+    """
+    ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
+    kind = reader.attention_kind(layer)
+    rows = mixed(reader.array(layer, "v"), heads, kind)
+    mask = ",".join(
+        f"{head * kind.head_dim}-{(head + 1) * kind.head_dim - 1}" for head in sorted(heads)
+    )
+    return [
+        PatchSpec(
+            layers=layer,
+            positions=[position],
+            hook="z",
+            source=PatchSource(vector=from_numpy(row)),
+            mask=mask,
+        )
+        for position, row in zip(reader.positions(), rows, strict=True)
+    ]
+
+
+def patched_fields(
+    prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of the job with these patches next to its own."""
+    own = fields.get("patch", [])
+    prompts = [prompt if isinstance(prompt, str) else list(prompt)]
+    patched = (
+        {"patch": [*(own if isinstance(own, list | tuple) else [own]), *patches]} if patches else {}
+    )
+    return {**fields, "prompts": prompts, **patched}
+
+
+class CaptureCalls(JobCalls):
     @call
     async def capture(
         self,
@@ -76,6 +191,52 @@ class CaptureCalls(JobCalls, TokenCalls):
         Raises `gone` when they were deleted before, `conflict` while the job runs.
         """
         await self._do(Call("DELETE", wire.capture_path(job_id)))
+
+    @call
+    async def attention(
+        self,
+        /,
+        prompt: str | Sequence[int],
+        *,
+        layers: LayerSelector = "all",
+        heads: LayerSelector | None = None,
+        **fields: Any,
+    ) -> Attention:
+        """Return what each token of a prompt attends to: patterns `[heads, query, key]` of
+        `layers`.
+
+        `prompt`: text or token ids. `heads`: by default all. `fields`: of the job that computes
+        them, such as `model`, `steering` or `lora`; edits at `q` and `k` are in the patterns. The
+        job's capture stays on the server, see `Attention.job`. Raises what the job raises, and what
+        `CaptureReader.attention` raises.
+        """
+        with await self.capture(
+            await self.run(**({"progress": False} | capture_fields(prompt, layers, fields)))
+        ) as reader:
+            return await self._io.work(attention_of, reader, layers, heads)
+
+    @call
+    async def patch_attention(
+        self, /, prompt: str | Sequence[int], patterns: Patterns, **fields: Any
+    ) -> JobResult:
+        """Run a prompt in which some heads attend as `patterns` say: z ← A′·v, with the prompt's
+        own values, layer after layer.
+
+        `patterns`: (layer, head) → `[query, key]` over the tokens of the prompt, where no query
+        attends to a key behind it; rows need not sum to 1. Tokens that are generated attend as the
+        model does. `fields`: of the job, such as `model`, `capture` and `sampling`; probes may not
+        steer. Takes a request for each layer, which captures its values behind the patches below,
+        and the job itself. Raises what `attention_patches` and the jobs raise.
+        """
+        patches: list[PatchSpec] = []
+        for layer, value in by_layer(patterns, fields).items():
+            with await self.capture(
+                await self.run(
+                    **({"progress": False} | values_fields(prompt, layer, patches, fields))
+                )
+            ) as reader:
+                patches = [*patches, *attention_patches(reader, value)]
+        return await self.run(**patched_fields(prompt, patches, fields))
 
     async def _words(self, job_id: JobLike, ids: list[int]) -> list[str]:
         return (await self.detokenize((await self.job(job_id)).model, ids)).token_strs

@@ -4,28 +4,20 @@
 
 from .. import notebook
 from . import discovery, wire
-from .attention import AttentionCalls
 from .calls import Blocking
-from .features import FeatureCalls
 from .harvests import HarvestCalls
-from .keys import KeyCalls
-from .lens import LensCalls
 from .mapping.map import MapCalls
+from .readings import ReadingCalls
 from .service import ServiceCalls
 from .sweeps import SweepCalls
 from .transport import AwaitingTransport, BlockingTransport, Transport
-from .webhooks import WebhookCalls
 
 
 class AllCalls(
     MapCalls,
-    AttentionCalls,
-    LensCalls,
-    FeatureCalls,
+    ReadingCalls,
     SweepCalls,
     HarvestCalls,
-    KeyCalls,
-    WebhookCalls,
     ServiceCalls,
 ):
     """All calls of both clients, as coroutines."""

@@ -30,17 +30,6 @@ def _path(harvest: HarvestLike, *more: str) -> str:
     )
 
 
-def _submission(request: HarvestRequest | None, key: str | None, fields: dict[str, Any]) -> Call:
-    body = values.request(request, fields, HarvestRequest)
-    return Call(
-        "POST", _HARVESTS, body=body, headers={"idempotency-key": key or wire.idempotency_key()}
-    )
-
-
-def _page(limit: int | None) -> Call:
-    return Call("GET", _HARVESTS, params={} if limit is None else {"limit": limit})
-
-
 def _ended(view: HarvestView) -> HarvestView:
     """A harvest that succeeded; raises what went wrong with another."""
     if view.error is not None:
@@ -63,7 +52,10 @@ class HarvestCalls(Calls):
         """Submit a harvest, by struct or by its fields (`model=…, source={…}, layers=[…]`); returns
         immediately. Safe to repeat.
         """
-        return await self._ask_patiently(_submission(request, idempotency_key, fields), HarvestView)
+        body = values.request(request, fields, HarvestRequest)
+        headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
+        call = Call("POST", _HARVESTS, body=body, headers=headers)
+        return await self._ask_patiently(call, HarvestView)
 
     @call
     async def harvest(self, harvest: HarvestLike) -> HarvestView:
@@ -73,7 +65,7 @@ class HarvestCalls(Calls):
     @call
     async def harvests(self, *, limit: int | None = None) -> HarvestPage:
         """The newest."""
-        return await self._ask(_page(limit), HarvestPage)
+        return await self._ask(Call("GET", _HARVESTS, params=wire.given(limit=limit)), HarvestPage)
 
     @call
     async def wait_harvest(

@@ -1,7 +1,7 @@
-"""Calls on jobs: submit, follow, wait, results, and OpenAI-style completions."""
+"""Calls on jobs and models: submit, follow, wait, results, tokens, and OpenAI-style completions."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +11,7 @@ import httpx
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
 from ...schemas.jobs.openai import ChatRequest, CompletionRequest
+from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
 from ..images import with_images
 from . import wire
 from .answers.progress import prompts_bar
@@ -32,17 +33,6 @@ def poll(job_id: JobLike, version: str, seconds: float) -> Call:
         headers=headers,
         timeout=seconds + 30,
     )
-
-
-def _events_stream(job_id: JobLike, after: str) -> dict[str, Any]:
-    headers = {"accept": "text/event-stream", **({"last-event-id": after} if after else {})}
-    # The server sends a comment every 15 s: silence for longer means that the connection is dead.
-    return {
-        "method": "GET",
-        "url": wire.job_path(job_id, "events"),
-        "headers": headers,
-        "timeout": httpx.Timeout(10.0, read=45.0),
-    }
 
 
 class JobCalls(Calls):
@@ -164,10 +154,19 @@ class JobCalls(Calls):
         """The job's events until it is over; after a lost connection it resumes behind the last one
         seen.
         """
+        # The server sends a comment every 15 s: silence for longer means that the connection is
+        # dead.
         parser, patience = wire.EventParser(after), wire.Patience()
+        timeout = httpx.Timeout(10.0, read=45.0)
         while True:
             try:
-                async with self._io.stream(**_events_stream(job_id, parser.last_id)) as streamed:
+                seen = {"last-event-id": parser.last_id} if parser.last_id else {}
+                async with self._io.stream(
+                    method="GET",
+                    url=wire.job_path(job_id, "events"),
+                    headers={"accept": "text/event-stream"} | seen,
+                    timeout=timeout,
+                ) as streamed:
                     if streamed.response.status_code >= 400:
                         wire.raise_problem(await streamed.read())
                     if (
@@ -219,6 +218,34 @@ class JobCalls(Calls):
             return False
 
     @call
+    async def tokenize(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = True,
+    ) -> Tokenized:
+        """Token ids of a text or of a conversation, as a job of it has them, and how each reads
+        (`token_strs`).
+        """
+        chat = None if messages is None else list(messages)
+        body = {
+            "model": model,
+            "add_special_tokens": add_special_tokens,
+            **wire.given(prompt=prompt, messages=chat),
+        }
+        return await self._ask(Call("POST", "/v1/tokenize", body=body), Tokenized)
+
+    @call
+    async def detokenize(self, model: str, tokens: Sequence[int]) -> Detokenized:
+        """The text of token ids (`prompt`), special tokens included, and how each reads
+        (`token_strs`).
+        """
+        body = DetokenizeRequest(model=model, tokens=[int(token) for token in tokens])
+        return await self._ask(Call("POST", "/v1/detokenize", body=body), Detokenized)
+
+    @call
     async def completion(
         self,
         /,
@@ -232,16 +259,16 @@ class JobCalls(Calls):
         **openai: Any,
     ) -> Answer:
         """`POST /v1/completions` with OpenAI's fields (`max_tokens`, `temperature`, …) and ours."""
-        own = {
+        fields = {
+            "model": model,
+            "prompt": prompt,
+            **openai,
             "steering": steering,
             "patch": patch,
             "capture": capture,
             "capture_wait": capture_wait,
         }
-        body = wire.openai_body(
-            CompletionRequest, {"model": model, "prompt": prompt, **openai, **own}
-        )
-        return await self._held("/v1/completions", body)
+        return await self._held("/v1/completions", wire.openai_body(CompletionRequest, fields))
 
     @call
     async def chat(
@@ -262,17 +289,16 @@ class JobCalls(Calls):
         `images`: paths of PNG or JPEG files, their bytes, or images of Pillow; they come before the
         text of the last user message.
         """
-        own = {
+        fields = {
+            "model": model,
+            "messages": with_images(messages, images),
+            **openai,
             "steering": steering,
             "patch": patch,
             "capture": capture,
             "capture_wait": capture_wait,
         }
-        body = wire.openai_body(
-            ChatRequest,
-            {"model": model, "messages": with_images(messages, images), **openai, **own},
-        )
-        return await self._held("/v1/chat/completions", body)
+        return await self._held("/v1/chat/completions", wire.openai_body(ChatRequest, fields))
 
     async def _held(self, path: str, body: dict[str, Any]) -> Answer:
         """The answer to a request that the server holds; of the job that it became where that took

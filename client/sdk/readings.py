@@ -1,18 +1,149 @@
-"""Code shared by the calls that read one prompt: the lens and features."""
+"""Readings of one prompt: the logit lens and the features of autoencoders, and their answers as
+arrays.
+"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import numpy as np
 
-from ...schemas.prompts.tokens import Detokenized
+from ...schemas.base.errors import MidstreamError
+from ...schemas.requests.readings import FeaturesReading, LensReading
+from .. import notebook
 from . import wire
+from .calls import call
+from .jobs import JobCalls
 
 #: As `positions` of a capture: a name, numbers, a span.
 Positions = str | Sequence[Any] | Mapping[str, Any]
+#: Names of autoencoders, or name → how many features of each token come back.
+Saes = Sequence[str] | Mapping[str, int]
+TOP_K = 10
 
 
-def one_prompt(prompt: Any, max_tokens: int, sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Lens:
+    """Logit lens of one prompt.
+
+    `tokens[i, j, k]`: the k-th most likely next token, of layer `layers[i]` at `positions[j]`.
+    """
+
+    job: str
+    hook: str
+    layers: list[int]
+    positions: list[int]  # absolute token positions
+    token_ids: list[int]  # the token at each position
+    tokens: np.ndarray  # int64 `[layers, positions, k]`, most likely first
+    logprobs: np.ndarray  # float32 `[layers, positions, k]`, nats
+    named: list[int]  # token ids that the request named
+    ranks: np.ndarray  # int64 `[layers, positions, named]`; 0: the most likely of the vocabulary
+    named_logprobs: np.ndarray  # float32 `[layers, positions, named]`, nats
+    words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
+
+    def word(self, token: int) -> str:
+        """The token's text; its number where that is not known."""
+        return self.words.get(int(token), f"#{int(token)}")
+
+    def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:
+        """The heat map of top tokens (matplotlib, extra `plots`).
+
+        `path`: saved there. `places`: of `positions`; by default all.
+
+        Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+        """
+        return notebook.rendered("lens_figure", self, path, places)
+
+    def plotly(self) -> Any:
+        """An interactive heatmap: `plotly.graph_objects.Figure`.
+
+        Raises MidstreamError without plotly.
+        """
+        return notebook.rendered("plotly_figure", self)
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("lens_html", self))
+
+
+def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None = None) -> Lens:
+    """Return the lens as arrays. `words`: token id → text."""
+    shape = len(reading.layers), len(reading.positions)
+    return Lens(
+        job=job,
+        hook=reading.hook,
+        layers=reading.layers,
+        positions=reading.positions,
+        token_ids=reading.token_ids,
+        tokens=np.array(reading.top_tokens, dtype=np.int64).reshape(*shape, -1),
+        logprobs=np.array(reading.top_logprobs, dtype=np.float32).reshape(*shape, -1),
+        named=reading.named_tokens,
+        ranks=np.array(reading.named_ranks, dtype=np.int64).reshape(
+            *shape, len(reading.named_tokens)
+        ),
+        named_logprobs=np.array(reading.named_logprobs, dtype=np.float32).reshape(
+            *shape, len(reading.named_tokens)
+        ),
+        words=words or {},
+    )
+
+
+def known_tokens(readings: Sequence[LensReading]) -> list[int]:
+    """All token ids in these, ascending."""
+    result: set[int] = set()
+    for reading in readings:
+        result.update(
+            reading.token_ids,
+            reading.named_tokens,
+            *(row for layer in reading.top_tokens for row in layer),
+        )
+    return sorted(result)
+
+
+@dataclass(frozen=True)
+class Features:
+    """The most active features of each token of one prompt, and of what was generated for it where
+    positions name that.
+    """
+
+    job: str
+    reading: FeaturesReading
+    words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
+
+    def word(self, place: int) -> str:
+        """The text of the token at this place of `reading.positions`; its id where that is not
+        known.
+        """
+        token = self.reading.token_ids[place]
+        return self.words.get(token, f"#{token}")
+
+    def of(self, place: int) -> dict[int, float]:
+        """Feature → activation, most active first, of the token at this place of
+        `reading.positions`.
+        """
+        return dict(zip(self.reading.features[place], self.reading.activations[place], strict=True))
+
+    def activations(self, feature: int) -> np.ndarray:
+        """float32 `[positions]` of one feature; 0 where it is not among the tokens' most active
+        ones.
+        """
+        return np.array(
+            [self.of(place).get(feature, 0.0) for place in range(len(self.reading.positions))],
+            np.float32,
+        )
+
+    def _repr_html_(self) -> str:
+        return str(notebook.rendered("features_html", self))
+
+    def top(self, count: int = 10) -> list[tuple[int, float]]:
+        """The features with the largest activation on any token, most active first."""
+        largest: dict[int, float] = {}
+        for place in range(len(self.reading.positions)):
+            for feature, value in self.of(place).items():
+                largest[feature] = max(value, largest.get(feature, 0.0))
+        return sorted(largest.items(), key=lambda item: -item[1])[:count]
+
+
+def _one_prompt(prompt: Any, max_tokens: int, sampling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Fields of a job of one prompt: text, token ids, or a conversation."""
     chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
     return {
@@ -21,6 +152,96 @@ def one_prompt(prompt: Any, max_tokens: int, sampling: Mapping[str, Any] | None)
     }
 
 
-def words(tokens: Iterable[int], texts: httpx.Response) -> dict[int, str]:
-    """Token id → its text. `texts`: the answer to `_detokenize` of the same tokens."""
-    return dict(zip(tokens, wire.decode(texts, Detokenized).token_strs, strict=True))
+class ReadingCalls(JobCalls):
+    async def _texts(self, model: str, tokens: Sequence[int]) -> dict[int, str]:
+        """Token id → its text."""
+        return dict(zip(tokens, (await self.detokenize(model, tokens)).token_strs, strict=True))
+
+    @call
+    async def lens(
+        self,
+        /,
+        prompt: Any,
+        *,
+        layers: Any = "all",
+        positions: Positions = "all_prompt",
+        top_k: int = 5,
+        tokens: Sequence[int | str] = (),
+        hook: str | None = None,
+        tuned: str | None = None,
+        at: str | None = None,
+        max_tokens: int = 1,
+        timeout: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Lens:
+        """Return what each layer's rows say of the next token, through the model's own final norm
+        and output matrix.
+
+        `prompt`: text, token ids, or a conversation. `tokens`: ids, or texts of one token, whose
+        rank and log-probability are wanted.
+        `hook`: post_block by default. `tuned`: the name of a tuned lens, whose maps rows go through
+        first. `at`: after edits of the same place by default. `fields`: of the job: `model`,
+        `steering`, …
+        """
+        spec = wire.given(
+            layers=layers,
+            positions=positions,
+            top_k=top_k,
+            tokens=list(tokens),
+            hook=hook,
+            tuned=tuned,
+            at=at,
+        )
+        fields |= {"lens": spec, **_one_prompt(prompt, max_tokens, sampling)}
+        result = await self.run(timeout=timeout, progress=False, **fields)
+        if not result.lens:
+            raise MidstreamError("not_found", f"job {result.id} has no lens")
+        texts = await self._texts(result.model, known_tokens(result.lens[:1]))
+        return lens_of(result.lens[0], result.id, texts)
+
+    @call
+    async def features(
+        self, /, prompt: Any, sae: str, *, top_k: int = TOP_K, **options: Any
+    ) -> Features:
+        """The `top_k` most active features of the autoencoder `sae`.
+
+        `options`: as of `features_of`.
+        """
+        return (await self.features_of(prompt, {sae: top_k}, **options))[sae]
+
+    @call
+    async def features_of(
+        self,
+        /,
+        prompt: Any,
+        saes: Saes,
+        *,
+        positions: Positions = "all_prompt",
+        at: str | None = None,
+        max_tokens: int = 1,
+        timeout: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> dict[str, Features]:
+        """Name of each autoencoder → the most active features of each token at `positions`, by one
+        request.
+
+        `prompt`: text, token ids, or a conversation. `at`: after edits of the same place by
+        default. `fields`: of the job: `model`, `steering`, …
+        """
+        if not isinstance(saes, Mapping):
+            saes = dict.fromkeys([saes] if isinstance(saes, str) else saes, TOP_K)
+        fields |= {
+            "features": [
+                wire.given(sae=sae, positions=positions, top_k=top_k, at=at)
+                for sae, top_k in saes.items()
+            ],
+            **_one_prompt(prompt, max_tokens, sampling),
+        }
+        result = await self.run(timeout=timeout, progress=False, **fields)
+        if not result.features:
+            raise MidstreamError("not_found", f"job {result.id} has no features")
+        tokens = {token for reading in result.features for token in reading.token_ids}
+        texts = await self._texts(result.model, sorted(tokens))
+        return {reading.sae: Features(result.id, reading, texts) for reading in result.features}

@@ -1,17 +1,175 @@
-"""The call for the service's status."""
+"""Calls on the service: status, keys, tenants; deliveries, secrets and receivers of webhooks."""
 
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from ...schemas.access.keys import (
+    DEFAULT_TENANT,
+    CreatedKey,
+    KeyId,
+    KeyList,
+    KeyRequest,
+    KeyView,
+    Limits,
+    TenantList,
+    TenantName,
+    TenantView,
+)
+from ...schemas.access.webhooks import (
+    Delivery,
+    DeliveryPage,
+    DeliveryState,
+    DisabledEndpoint,
+    DisabledList,
+    RotateRequest,
+    SecretList,
+)
 from ...schemas.service.status import Status
+from . import wire
 from .calls import Calls, call
 from .wire import Call
 
-_STATUS = Call("GET", "/v1/status", timeout=10.0)
+_KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
+_DELIVERIES, _SECRETS, _DISABLED = (
+    "/v1/webhooks/deliveries",
+    "/v1/webhooks/secrets",
+    "/v1/webhooks/disabled",
+)
+_DAY_S = 24 * 3600.0
+
+
+def key_request(
+    name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
+) -> KeyRequest:
+    """Raises MidstreamError naming what is wrong."""
+    return wire.checked(
+        {"name": name, "tenant": tenant, "scopes": scopes, "expires_in": expires_in}, KeyRequest
+    )
+
+
+def _tenant(method: str, name: str, limits: Limits | None = None) -> Call:
+    return Call(method, f"{_TENANTS}/{wire.checked(name, TenantName, 'tenant')}", body=limits)
+
+
+def _delivery(delivery_id: str) -> str:
+    return f"{_DELIVERIES}/{quote(delivery_id, safe='')}"
 
 
 class ServiceCalls(Calls):
+    """Keys and tenants require scope admin, but for `tenant`.
+
+    `tenant` of webhooks is for admins, who see all deliveries without it.
+    """
+
     @call
     async def status(self) -> Status:
         """Queues, workers, relay, webhooks and Redis.
 
         Raises `forbidden` without the scope `observe`.
         """
-        return await self._ask(_STATUS, Status)
+        return await self._ask(Call("GET", "/v1/status", timeout=10.0), Status)
+
+    @call
+    async def create_key(
+        self,
+        name: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        scopes: str | Sequence[str] = ("submit", "read"),
+        expires_in: float | str | None = None,
+    ) -> CreatedKey:
+        """A new key, which is shown here and never again.
+
+        `expires_in`: seconds, or a text such as `90d` or `12h`.
+        """
+        body = key_request(name, tenant, scopes, expires_in)
+        return await self._ask(Call("POST", _KEYS, body=body), CreatedKey)
+
+    @call
+    async def api_keys(self) -> list[KeyView]:
+        """All keys, without their secrets."""
+        return (await self._ask(Call("GET", _KEYS), KeyList)).keys
+
+    @call
+    async def revoke_key(self, key_id: str) -> None:
+        """It is refused everywhere within five seconds. Raises `not_found`."""
+        await self._do(Call("DELETE", f"{_KEYS}/{wire.checked(key_id, KeyId, 'id')}"))
+
+    @call
+    async def tenants(self) -> list[TenantView]:
+        """All tenants: limits as they hold and what is used."""
+        return (await self._ask(Call("GET", _TENANTS), TenantList)).tenants
+
+    @call
+    async def tenant(self, name: str | None = None) -> TenantView:
+        """Limits as they hold and what is used; of the key's own tenant where no name is given."""
+        return await self._ask(
+            Call("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
+        )
+
+    @call
+    async def set_tenant(self, name: str, limits: Limits) -> TenantView:
+        """Set its limits; null takes the service's setting, 0 is no limit."""
+        return await self._ask(_tenant("PUT", name, limits), TenantView)
+
+    @call
+    async def deliveries(
+        self,
+        *,
+        job: str | None = None,
+        state: DeliveryState | None = None,
+        tenant: str | None = None,
+        limit: int | None = None,
+        cursor: str | None = None,
+    ) -> DeliveryPage:
+        """One page of webhooks and their attempts, newest first; `next` of the page is the next
+        `cursor`.
+        """
+        params = wire.given(job=job, state=state, tenant=tenant, limit=limit, cursor=cursor)
+        return await self._ask(Call("GET", _DELIVERIES, params=params), DeliveryPage)
+
+    @call
+    async def delivery(self, delivery_id: str) -> Delivery:
+        """`delivery_id`: the `webhook-id`.
+
+        Raises `not_found`, also after the record has expired.
+        """
+        return await self._ask(Call("GET", _delivery(delivery_id)), Delivery)
+
+    @call
+    async def redeliver(self, delivery_id: str) -> Delivery:
+        """Send it again under its id, or now if it waits.
+
+        Raises `conflict` while its receiver is disabled.
+        """
+        return await self._ask(Call("POST", f"{_delivery(delivery_id)}/redeliver"), Delivery)
+
+    @call
+    async def webhook_secrets(self) -> SecretList:
+        """The secrets that sign webhooks about jobs of this key, newest first; created if there are
+        none.
+        """
+        return await self._ask(Call("GET", _SECRETS), SecretList)
+
+    @call
+    async def rotate_webhook_secret(
+        self, *, keep_former_s: float | str = _DAY_S, own: bool = False
+    ) -> SecretList:
+        """A new secret; the previous one also signs for `keep_former_s`: seconds, or `12h`.
+
+        `own`: for this key only, from now on.
+        """
+        body = wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest)
+        return await self._ask(Call("POST", _SECRETS, body=body), SecretList)
+
+    @call
+    async def disabled_webhooks(self, *, tenant: str | None = None) -> list[DisabledEndpoint]:
+        """Receivers that responded with 410."""
+        return (
+            await self._ask(Call("GET", _DISABLED, params=wire.given(tenant=tenant)), DisabledList)
+        ).endpoints
+
+    @call
+    async def enable_webhooks(self, url: str, *, tenant: str | None = None) -> None:
+        """Send to this receiver again. Raises `not_found` when it is not disabled."""
+        await self._do(Call("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))

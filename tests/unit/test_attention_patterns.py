@@ -20,14 +20,14 @@ from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
 from midstream.client.render import attention_figure, figures
-from midstream.client.sdk.attention import (
-    AttentionCalls,
+from midstream.client.sdk.calls import Blocking
+from midstream.client.sdk.captures import (
+    CaptureCalls,
     attention_patches,
     by_layer,
     capture_fields,
     values_fields,
 )
-from midstream.client.sdk.calls import Blocking
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport, Transport
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import to_numpy
@@ -349,7 +349,7 @@ def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> No
     }  # fmt: skip
 
 
-class _Awaiting(AttentionCalls):
+class _Awaiting(CaptureCalls):
     """A client without a server: notes the jobs that it is given."""
 
     def __init__(self, transport: Transport) -> None:
@@ -364,7 +364,7 @@ class _Awaiting(AttentionCalls):
         return reader(hooks=tuple(self.jobs[-1]["capture"]["hooks"]))
 
 
-class _Blocking(Blocking, AttentionCalls):
+class _Blocking(Blocking, CaptureCalls):
     def __init__(self) -> None:
         self._awaited = _Awaiting(BlockingTransport("http://127.0.0.1:1", {}))
         self.jobs = self._awaited.jobs

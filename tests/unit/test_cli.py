@@ -19,7 +19,7 @@ from rich.console import Console
 from midstream.client.cli import keys, main, options
 from midstream.client.render import jobs, steering
 from midstream.client.sdk import wire
-from midstream.client.sdk.keys import key_request
+from midstream.client.sdk.service import key_request
 from midstream.schemas.access.keys import SCOPES, KeyView, Limits, TenantView, Usage
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from midstream.client import AsyncClient, Client
 from midstream.client.cli import main, options
 from midstream.client.render import steering as show_steering
-from midstream.client.sdk import steering
+from midstream.client.sdk import registered
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
 from midstream.schemas.base.tensors import from_numpy
@@ -215,8 +215,8 @@ def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
         {"post_block.3": JOY},
         tmp_path / "joy.safetensors",
     ):
-        assert steering.entries_of(given) == wanted  # type: ignore[arg-type]
-    assert steering.entries_of(str(tmp_path / "joy.safetensors")) == wanted
+        assert registered.entries_of(given) == wanted  # type: ignore[arg-type]
+    assert registered.entries_of(str(tmp_path / "joy.safetensors")) == wanted
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         MidstreamError, match=r"joy\.safetensors: it is in no format that is read here"
     ):
-        steering.entries_of(tmp_path / "joy.safetensors")
+        registered.entries_of(tmp_path / "joy.safetensors")
 
 
 # --- What is typed ---

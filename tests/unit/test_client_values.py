@@ -14,8 +14,8 @@ from sweep_kit import VIEW
 
 from midstream import Client, ServerUnreachable, UnknownArgument
 from midstream.client import values
-from midstream.client.sdk import steering, wire
-from midstream.client.sdk.keys import key_request
+from midstream.client.sdk import registered, wire
+from midstream.client.sdk.service import key_request
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json
 from midstream.schemas.base.tensors import to_numpy
@@ -138,10 +138,10 @@ def test_one_entry_stands_for_a_list_of_one() -> None:
         0
     ].clean == [1]  # type: ignore[index]
     assert job(sampling={"stop": "end"}).sampling.stop == ["end"]
-    assert steering.entries_of({"module": "joy", "scale": np.float64(2)}) == [
+    assert registered.entries_of({"module": "joy", "scale": np.float64(2)}) == [
         SteeringSpec(module="joy", scale=2.0)
     ]
-    assert [entry.layers for entry in steering.entries_of({"post_block.3": VECTOR})] == [3]
+    assert [entry.layers for entry in registered.entries_of({"post_block.3": VECTOR})] == [3]
 
 
 def test_a_span_is_not_taken_for_an_entry_of_a_list() -> None:

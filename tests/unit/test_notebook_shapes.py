@@ -17,7 +17,7 @@ from midstream import CaptureReader, Client, Mapped, MidstreamError
 from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
 from midstream.client.sdk.answers.grid import Grid, grid_of
-from midstream.client.sdk.lens import Lens
+from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import records as base
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.jobs.jobs import CaptureResults, JobPage, JobResult, JobView, Output, State

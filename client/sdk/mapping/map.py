@@ -27,12 +27,7 @@ from ..answers import download
 from ..answers.progress import mapped_bar
 from ..calls import call, stream
 from ..captures import CaptureCalls
-from ..loras import LoraCalls
-from ..probes import ProbeCalls
-from ..saes import SaeCalls
-from ..source_runs import RunCalls
-from ..steering import SteeringCalls
-from ..tuned_lenses import TunedLensCalls
+from ..registered import LENSES, LORAS, MODULES, PROBES, SAES, Kind, RegisteredCalls
 from . import key as map_key
 from .cache import MapCache
 
@@ -55,6 +50,14 @@ AGAIN = frozenset(
 LOOK_S = 1.0
 #: The longest pause before a refused request is repeated.
 MAX_PAUSE_S = 60.0
+#: How requests call what they name → its kind.
+_KINDS: dict[str, Kind[Any]] = {
+    "module": MODULES,
+    "sae": SAES,
+    "lora": LORAS,
+    "tuned": LENSES,
+    "probe": PROBES,
+}
 _OF_PROMPT = re.compile(r"(?:prompts|messages)\[(\d+)\](.*)", re.DOTALL)
 
 
@@ -131,9 +134,7 @@ class _Plan:
     steering: int  # version of global steering
 
 
-class MapCalls(
-    CaptureCalls, SteeringCalls, SaeCalls, LoraCalls, TunedLensCalls, ProbeCalls, RunCalls
-):
+class MapCalls(CaptureCalls, RegisteredCalls):
     @stream
     async def map(
         self,
@@ -252,18 +253,9 @@ class MapCalls(
     async def _digest(self, named: map_key.Named, model: str) -> str:
         """Return the digest of a name's present content. Raises `not_found`."""
         kind, name = named
-        match kind:
-            case "module":
-                return (await self.module(name, model)).digest
-            case "sae":
-                return (await self.sae(name, model)).digest
-            case "lora":
-                return (await self.lora(name, model)).digest
-            case "tuned":
-                return (await self.tuned_lens(name, model)).digest
-            case "probe":
-                return (await self.probe(name, model)).digest
-        return (await self.source_run(name, model)).job
+        if kind == "run":
+            return (await self.source_run(name, model)).job
+        return str((await self._named(_KINDS[kind], name, model)).digest)
 
 
 class _Mapping:
