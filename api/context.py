@@ -26,12 +26,9 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
 from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
-from ..broker.ledger.named.loras import Loras
 from ..broker.ledger.named.probes import Probes
-from ..broker.ledger.named.saes import Saes
 from ..broker.ledger.named.source_runs import SourceRuns
 from ..broker.ledger.named.steering import Steering
-from ..broker.ledger.named.tuned_lenses import TunedLenses
 from ..broker.ledger.people.keys import Keys
 from ..broker.ledger.people.sessions import Sessions
 from ..broker.ledger.recovery.harvests import Harvests
@@ -110,9 +107,6 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = Steering(ledger)
-        self.loras = Loras(ledger)
-        self.saes = Saes(ledger)
-        self.lenses = TunedLenses(ledger)
         self.probes = Probes(ledger)
         self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_dir)
@@ -232,8 +226,8 @@ class AppContext:
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             # whatever has become of the modules, probes, runs, adapters and autoencoders since
             return known
-        lora = await named_lora(parsed.lora, info, self.loras)
-        parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
+        lora = await named_lora(parsed.lora, info, self.ledger)
+        parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.ledger))
         parsed = replace(parsed, features=await self._wishes(info, parsed.features))
         probes = await probes_of(parsed.probes, info, self.probes, watching)
         model_state = (
@@ -319,7 +313,7 @@ class AppContext:
         for index, spec in enumerate(specs):
             if isinstance(spec, FeatureSpec):
                 spec = FeatureWish(
-                    spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.saes)
+                    spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.ledger)
                 )
             wishes.append(spec)
         return wishes
@@ -330,7 +324,7 @@ class AppContext:
         for index, spec in enumerate(specs):
             if spec.sae is not None and spec.sae not in saes:
                 saes[spec.sae] = await named_sae(
-                    spec.sae, f"steering[{index}].sae", info, self.saes
+                    spec.sae, f"steering[{index}].sae", info, self.ledger
                 )
         rows: dict[tuple[str, int], Rows] = {}
         for name, features in check_specs(specs, saes).items():

@@ -12,12 +12,12 @@ from litestar import Response, delete, get, put
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
-from litestar.params import JSONBody, PathParameter, QueryParameter
+from litestar.params import JSONBody, QueryParameter
 
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller, own, scoped, shown, unscoped
 from ...schemas.base.errors import MidstreamError, unknown
-from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, NAME_PATTERN
+from ...schemas.base.limits import MAX_DESCRIPTION
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
 from ...schemas.requests.interventions import FAMILY
@@ -44,20 +44,14 @@ from ..resolve.edits import module_export, steering
 from ..web.auth import caller_of
 from ..web.body import FILE_TYPES, JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
+from .registered import name_parameter
 
 #: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it
 #: looks.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
-Name = Annotated[
-    str,
-    PathParameter(
-        description="The module's name: letters, digits, `.`, `_` and `-`",
-        max_length=MAX_MODULE_NAME,
-        pattern=NAME_PATTERN,
-    ),
-]
+Name = Annotated[str, name_parameter("module")]
 
 
 def _module_of(raw: bytes) -> ModuleRequest:

@@ -32,7 +32,7 @@ async def submit_sweep(
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
-    lora = await named_lora(body.lora, info, context.loras)
+    lora = await named_lora(body.lora, info, context.ledger)
     probes = await context.watching(info)
     sweep, blobs = await _planned(context, body, info, caller)
     job = Job(
@@ -99,7 +99,7 @@ async def post_sweep(
 async def post_sweep_plan(data: JSONBody[SweepRequest], request: JsonRequest) -> SweepPlan:
     context = context_of(request)
     info = await context.model(data.model)
-    await named_lora(data.lora, info, context.loras)
+    await named_lora(data.lora, info, context.ledger)
     sweep, _ = await _planned(context, data, info, caller_of(request))
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)

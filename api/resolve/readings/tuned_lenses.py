@@ -4,12 +4,20 @@ against what is registered.
 
 import msgspec
 
-from ....broker.ledger.named.tuned_lenses import TunedLenses
-from ....schemas.base.errors import invalid, unknown
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Registry
+from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
-from ....schemas.requests.lens import LENS_HOOKS, FittedLens, LensSpec, TunedLens, TunedLensRequest
+from ....schemas.requests.lens import (
+    LENS_HOOKS,
+    TUNED_LENSES,
+    FittedLens,
+    LensSpec,
+    TunedLens,
+    TunedLensRequest,
+)
 from ....storage.formats.tuned_files import check_on, folder_of
 
 
@@ -44,19 +52,15 @@ def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: 
     )
 
 
-async def fitted(spec: LensSpec | None, model: ModelInfo, lenses: TunedLenses) -> LensSpec | None:
+async def fitted(spec: LensSpec | None, model: ModelInfo, ledger: Ledger) -> LensSpec | None:
     """The lens with the tuned lens that it names.
 
     Raises a 400 naming `lens.tuned`, with those there are.
     """
     if spec is None or spec.tuned is None:
         return spec
-    tuned = await lenses.get(model.name, spec.tuned)
-    if tuned is None:
-        names = await lenses.names(model.name)
-        raise unknown(
-            "tuned lens", spec.tuned, model.name, names, field="lens.tuned", kind="invalid_request"
-        )
+    lenses = Registry(ledger, TUNED_LENSES)
+    tuned = await lenses.known(model.name, spec.tuned, "lens.tuned", "invalid_request")
     # The model may have been restarted since, with other settings or another checkpoint.
     if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
         raise invalid(
