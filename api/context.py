@@ -44,7 +44,6 @@ from ..schemas.base.settings import Settings, asks_for_keys
 from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.models import ModelInfo, TokenizerBundle
-from ..schemas.requests.features import FeatureSpec
 from ..schemas.requests.specs import PatchSpec, SteeringSpec
 from ..schemas.service.compatibility import misfit_of
 from ..storage.store import open_store
@@ -58,13 +57,12 @@ from .resolve.edits.loras import named_lora
 from .resolve.edits.model_state import NOTHING, ModelState, find_runs
 from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
-from .resolve.prompts.requested_features import FeatureWish
 from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
 from .resolve.readings.probes import probes_of
+from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae
-from .resolve.readings.tuned_lenses import fitted
 from .web import request_context
 from .web.auth import Gate, caller_of
 from .web.key_revocation import ALWAYS, HeldKey, KeyWatch
@@ -227,8 +225,7 @@ class AppContext:
             # whatever has become of the modules, probes, runs, adapters and autoencoders since
             return known
         lora = await named_lora(parsed.lora, info, self.ledger)
-        parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.ledger))
-        parsed = replace(parsed, features=await self._wishes(info, parsed.features))
+        parsed = await with_artifacts(parsed, info, self.ledger)
         probes = await probes_of(parsed.probes, info, self.probes, watching)
         model_state = (
             await self.model_state(info.name, named, caller, parsed.patch)
@@ -304,19 +301,6 @@ class AppContext:
         """The probes that score all traffic of the model."""
         _, names = await self.ledger.watched_model(info.name)
         return await self.probes.watching(info, names)
-
-    async def _wishes(
-        self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]
-    ) -> list[FeatureWish]:
-        """Return what should be read, with the autoencoders. Raises a 400 naming the field."""
-        wishes = []
-        for index, spec in enumerate(specs):
-            if isinstance(spec, FeatureSpec):
-                spec = FeatureWish(
-                    spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.ledger)
-                )
-            wishes.append(spec)
-        return wishes
 
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
         """The features that steering names. Raises a 400 naming the field."""

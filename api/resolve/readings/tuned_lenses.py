@@ -52,19 +52,19 @@ def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: 
     )
 
 
-async def fitted(spec: LensSpec | None, model: ModelInfo, ledger: Ledger) -> LensSpec | None:
-    """The lens with the tuned lens that it names.
+async def fitted(spec: LensSpec, field: str, model: ModelInfo, ledger: Ledger) -> LensSpec:
+    """Return the lens with the tuned lens that it names.
 
-    Raises a 400 naming `lens.tuned`, with those there are.
+    Raises a 400 naming `tuned` below `field`, with the names that exist.
     """
-    if spec is None or spec.tuned is None:
+    if spec.tuned is None:
         return spec
-    lenses = Registry(ledger, TUNED_LENSES)
-    tuned = await lenses.known(model.name, spec.tuned, "lens.tuned", "invalid_request")
+    lenses, at = Registry(ledger, TUNED_LENSES), f"{field}.tuned"
+    tuned = await lenses.known(model.name, spec.tuned, at, "invalid_request")
     # The model may have been restarted since, with other settings or another checkpoint.
     if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
         raise invalid(
-            "lens.tuned",
+            at,
             f"{spec.tuned!r} was registered for a model of another shape",
             allowed="register it again",
         )
