@@ -13,6 +13,7 @@ from ...schemas.base.errors import MidstreamError, invalid, unknown
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ..context import AppContext, context_of
 from ..resolve.readings.probes import check_action, resolve_probe
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 
@@ -28,6 +29,7 @@ Name = Annotated[
 
 @put(
     "/v1/probes/{name:str}",
+    opt=needs("steer-global"),
     status_code=200,
     summary="Register or replace a probe",
     description="A linear map of a row to a score for each label. Requests accepted earlier "
@@ -63,13 +65,13 @@ async def put_probe(
     )
 
 
-@get("/v1/probes", summary="List probes", responses=ERRORS)
+@get("/v1/probes", opt=needs("read"), summary="List probes", responses=ERRORS)
 async def list_probes(request: JsonRequest, model: Model = None) -> ProbePage:
     context = context_of(request)
     return ProbePage(probes=await context.probes.of_model((await context.the_model(model)).name))
 
 
-@get("/v1/probes/{name:str}", summary="Get a probe", responses=ERRORS)
+@get("/v1/probes/{name:str}", opt=needs("read"), summary="Get a probe", responses=ERRORS)
 async def get_probe(name: Name, request: JsonRequest, model: Model = None) -> Probe:
     context = context_of(request)
     return await _known(context, (await context.the_model(model)).name, name)
@@ -77,6 +79,7 @@ async def get_probe(name: Name, request: JsonRequest, model: Model = None) -> Pr
 
 @delete(
     "/v1/probes/{name:str}",
+    opt=needs("steer-global"),
     status_code=204,
     summary="Delete a probe",
     description="Requests accepted earlier keep it.",
@@ -91,6 +94,7 @@ async def delete_probe(name: Name, request: JsonRequest, model: Model = None) ->
 
 @put(
     "/v1/probes/{name:str}/watch",
+    opt=needs("steer-global"),
     status_code=200,
     summary="Let a probe watch all traffic",
     description=(
@@ -119,6 +123,7 @@ async def watch(
 
 @delete(
     "/v1/probes/{name:str}/watch",
+    opt=needs("steer-global"),
     status_code=200,
     summary="End a probe's watch",
     responses={**ERRORS, 409: PROBLEM},

@@ -22,6 +22,7 @@ from ..context import AppContext, context_of
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 
@@ -159,15 +160,19 @@ def routes_of(kind: Kind) -> list[Any]:
     return [
         post(
             path,
+            opt=needs("steer-global"),
             status_code=200,
             summary=f"Register or replace {kind.thing}",
             description=kind.description,
             responses={201: created, **ERRORS, 413: PROBLEM, 415: PROBLEM},
         )(put_in),
-        get(path, summary=f"List {kind.things}", responses=ERRORS)(every),
-        get(f"{path}/{{name:str}}", summary=f"Get {kind.thing}", responses=ERRORS)(one),
+        get(path, opt=needs("read"), summary=f"List {kind.things}", responses=ERRORS)(every),
+        get(
+            f"{path}/{{name:str}}", opt=needs("read"), summary=f"Get {kind.thing}", responses=ERRORS
+        )(one),
         delete(
             f"{path}/{{name:str}}",
+            opt=needs("steer-global"),
             status_code=204,
             summary=f"Delete {kind.thing}",
             description="Its files stay. Requests accepted earlier keep it.",

@@ -12,7 +12,7 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.requests.source_runs import RunPage, RunView
 from ..context import context_of
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
@@ -26,6 +26,7 @@ Name = Annotated[
 
 @get(
     "/v1/runs",
+    opt=needs("read"),
     summary="List the source runs, newest first",
     description="Named runs only.",
     responses=ERRORS,
@@ -42,7 +43,7 @@ async def list_runs(
     )
 
 
-@get("/v1/runs/{name:str}", summary="Describe a source run", responses=ERRORS)
+@get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -53,6 +54,7 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
 
 @delete(
     "/v1/runs/{name:str}",
+    opt=needs("submit"),
     status_code=204,
     summary="Delete a source run",
     description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "
