@@ -11,6 +11,7 @@ from ...schemas.artifacts.probes import PROBES, Probe, ProbeRequest, WatchReques
 from ...schemas.base.errors import invalid
 from ..context import context_of
 from ..resolve.readings.probes import check_action, resolve_probe
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 from .registered import Named, name_parameter, name_routes, put_response, put_responses
@@ -20,6 +21,7 @@ Name = Annotated[str, name_parameter("probe")]
 
 @put(
     "/v1/probes/{name:str}",
+    opt=needs("steer-global"),
     status_code=200,
     summary="Register or replace a probe",
     description="A linear map of a row to a score for each label. Requests accepted earlier "
@@ -43,6 +45,7 @@ async def put_probe(
 
 @put(
     "/v1/probes/{name:str}/watch",
+    opt=needs("steer-global"),
     status_code=200,
     summary="Let a probe watch all traffic",
     description=(
@@ -71,6 +74,7 @@ async def watch(
 
 @delete(
     "/v1/probes/{name:str}/watch",
+    opt=needs("steer-global"),
     status_code=200,
     summary="End a probe's watch",
     responses={**ERRORS, 409: PROBLEM},

@@ -21,6 +21,7 @@ from ..context import AppContext, context_of
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 
@@ -125,6 +126,7 @@ def folder_route(row: FromFolder) -> Any:
     register.__name__ = f"post_{kind.singular}"
     return post(
         f"/v1/{kind.plural}",
+        opt=needs("steer-global"),
         status_code=200,
         summary=f"Register or replace {row.thing}",
         description=row.description,
@@ -159,10 +161,13 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
     every.__name__ = f"list_{kind.plural}"
     one.__name__, forget.__name__ = f"get_{kind.singular}", f"delete_{kind.singular}"
     return [
-        get(path, summary=f"List {row.things}", responses=ERRORS)(every),
-        get(f"{path}/{{name:str}}", summary=f"Get {row.thing}", responses=ERRORS)(one),
+        get(path, opt=needs("read"), summary=f"List {row.things}", responses=ERRORS)(every),
+        get(
+            f"{path}/{{name:str}}", opt=needs("read"), summary=f"Get {row.thing}", responses=ERRORS
+        )(one),
         delete(
             f"{path}/{{name:str}}",
+            opt=needs("steer-global"),
             status_code=204,
             summary=f"Delete {row.thing}",
             description=deletion,

@@ -9,7 +9,7 @@ from ...broker.ledger.named.source_runs import SourceRuns
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.requests.source_runs import RunPage, RunView
 from ..context import context_of
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
@@ -23,6 +23,7 @@ Name = Annotated[
 
 @get(
     "/v1/runs",
+    opt=needs("read"),
     summary="List the source runs, newest first",
     description="Named runs only.",
     responses=ERRORS,
@@ -39,7 +40,7 @@ async def list_runs(
     )
 
 
-@get("/v1/runs/{name:str}", summary="Describe a source run", responses=ERRORS)
+@get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -48,6 +49,7 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
 
 @delete(
     "/v1/runs/{name:str}",
+    opt=needs("submit"),
     status_code=204,
     summary="Delete a source run",
     description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "

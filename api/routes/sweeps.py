@@ -20,7 +20,7 @@ from ..resolve.admission.admission import handled
 from ..resolve.edits.loras import named_lora
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.plan import Planned, plan_sweep
-from ..web.auth import caller_of, seen
+from ..web.auth import caller_of, needs, seen
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission
 
@@ -65,6 +65,7 @@ async def _planned(
 
 @post(
     "/v1/sweeps",
+    opt=needs("submit"),
     status_code=202,
     summary="Submit a sweep of patches",
     description=(
@@ -88,6 +89,7 @@ async def post_sweep(
 
 @post(
     "/v1/sweeps/plan",
+    opt=needs("read"),
     status_code=200,
     summary="Check a sweep without running it",
     description=(
@@ -144,6 +146,7 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
 
 @get(
     "/v1/sweeps/{job_id:str}",
+    opt=needs("read"),
     summary="Get a sweep: its job, its request and its grids so far",
     responses={410: PROBLEM, **ERRORS},
 )
