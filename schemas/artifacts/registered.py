@@ -10,7 +10,7 @@ from ..base.records import Record
 
 
 class FolderRequest(Record):
-    """Fields of every registration of a folder on the server."""
+    """Fields of every registration of a folder on the server. A kind adds its own, `kw_only`."""
 
     name: PathName
     # of the folder, relative to the setting of its kind
