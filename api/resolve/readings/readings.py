@@ -192,16 +192,16 @@ async def with_artifacts(
     parsed: "ParsedRequest", model: ModelInfo, ledger: Ledger
 ) -> "ParsedRequest":
     """Return the request with the artifacts that its readings name. Raises a 400 naming one."""
+    found: dict[str, Any] = {}
     for field, spec in asked(parsed).items():
         if (find := READINGS[field].find) is None:
             continue
         if isinstance(spec, list):
             specs = enumerate(spec)
-            found = [await find(one, f"{field}[{index}]", model, ledger) for index, one in specs]
+            found[field] = [await find(one, f"{field}[{at}]", model, ledger) for at, one in specs]
         else:
-            found = await find(spec, field, model, ledger)
-        parsed = replace(parsed, **{field: found})
-    return parsed
+            found[field] = await find(spec, field, model, ledger)
+    return replace(parsed, **found)
 
 
 def _each(parsed: "ParsedRequest") -> list[tuple[str, str, Any]]:
