@@ -26,12 +26,9 @@ from ..broker.artifacts.retention import Usage
 from ..broker.ledger.core.scripts import stored_tags
 from ..broker.ledger.jobs.ledger import Ledger, Outcome, new_job_id
 from ..broker.ledger.jobs.watch import SharedReads, Watcher
-from ..broker.ledger.named.loras import Loras
 from ..broker.ledger.named.probes import Probes
-from ..broker.ledger.named.saes import Saes
 from ..broker.ledger.named.source_runs import SourceRuns
 from ..broker.ledger.named.steering import Steering
-from ..broker.ledger.named.tuned_lenses import TunedLenses
 from ..broker.ledger.people.keys import Keys
 from ..broker.ledger.people.sessions import Sessions
 from ..broker.ledger.recovery.harvests import Harvests
@@ -47,7 +44,6 @@ from ..schemas.base.settings import Settings, asks_for_keys
 from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.models import ModelInfo, TokenizerBundle
-from ..schemas.requests.features import FeatureSpec
 from ..schemas.requests.specs import PatchSpec, SteeringSpec
 from ..schemas.service.compatibility import misfit_of
 from ..storage.store import open_store
@@ -61,13 +57,12 @@ from .resolve.edits.loras import named_lora
 from .resolve.edits.model_state import NOTHING, ModelState, find_runs
 from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
-from .resolve.prompts.requested_features import FeatureWish
 from .resolve.prompts.tokenizer import Codec
 from .resolve.prompts.tokenizer_pool import BundleHelpers, Helpers
 from .resolve.prompts.vllm_lens_fields import check_answer
 from .resolve.readings.probes import probes_of
+from .resolve.readings.readings import with_artifacts
 from .resolve.readings.saes import named_sae
-from .resolve.readings.tuned_lenses import fitted
 from .web import request_context
 from .web.auth import Gate, caller_of
 from .web.key_revocation import ALWAYS, HeldKey, KeyWatch
@@ -110,9 +105,6 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = Steering(ledger)
-        self.loras = Loras(ledger)
-        self.saes = Saes(ledger)
-        self.lenses = TunedLenses(ledger)
         self.probes = Probes(ledger)
         self.harvests = Harvests(ledger)
         self._features = FeatureFiles(settings.sae_dir)
@@ -232,9 +224,8 @@ class AppContext:
         if names and idempotency and (known := await self.ledger.repeated(idempotency)):
             # even if its modules, probes, runs, adapters or autoencoders have been removed since
             return known
-        lora = await named_lora(parsed.lora, info, self.loras)
-        parsed = replace(parsed, lens=await fitted(parsed.lens, info, self.lenses))
-        parsed = replace(parsed, features=await self._wishes(info, parsed.features))
+        lora = await named_lora(parsed.lora, info, self.ledger)
+        parsed = await with_artifacts(parsed, info, self.ledger)
         probes = await probes_of(parsed.probes, info, self.probes, watching)
         model_state = (
             await self.model_state(info.name, named, caller, parsed.patch)
@@ -311,26 +302,13 @@ class AppContext:
         _, names = await self.ledger.watched_model(info.name)
         return await self.probes.watching(info, names)
 
-    async def _wishes(
-        self, info: ModelInfo, specs: Iterable[FeatureSpec | FeatureWish]
-    ) -> list[FeatureWish]:
-        """Return what should be read, with the autoencoders. Raises a 400 naming the field."""
-        wishes = []
-        for index, spec in enumerate(specs):
-            if isinstance(spec, FeatureSpec):
-                spec = FeatureWish(
-                    spec, await named_sae(spec.sae, f"features[{index}].sae", info, self.saes)
-                )
-            wishes.append(spec)
-        return wishes
-
     async def features(self, info: ModelInfo, specs: Sequence[SteeringSpec]) -> Named:
         """The features that steering names. Raises a 400 naming the field."""
         saes = {}
         for index, spec in enumerate(specs):
             if spec.sae is not None and spec.sae not in saes:
                 saes[spec.sae] = await named_sae(
-                    spec.sae, f"steering[{index}].sae", info, self.saes
+                    spec.sae, f"steering[{index}].sae", info, self.ledger
                 )
         rows: dict[tuple[str, int], Rows] = {}
         for name, features in check_specs(specs, saes).items():

@@ -11,12 +11,14 @@ from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Schema
 from litestar.plugins import OpenAPISchemaPlugin
+from litestar.routes import HTTPRoute
 from litestar.typing import FieldDefinition
 
+from ..schemas.access.keys import Scope
 from ..schemas.base.version import __version__
 from ..schemas.jobs.openai import OpenAIProblem
 from .routes.pages import HEADERS, Operations, Swagger
-from .web.auth import needed
+from .web.auth import needs, scope_of
 from .web.problems import OPENAI_PATHS
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Records(OpenAPISchemaPlugin):
             field_definition, required=[], property_fields={}
         )
 
-    def complete(self, document: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, document: dict[str, Any], app: Litestar) -> dict[str, Any]:
         """The document with every type described, what each operation needs, and where its answer
         leads.
         """
@@ -69,11 +71,12 @@ class Records(OpenAPISchemaPlugin):
             for path, operations in document["paths"].items()
             for method, operation in operations.items()
         }
+        scopes = scopes_of(app)
         return {
             **document,
             "paths": {
                 path: {
-                    method: _operation(method, path, operation, ids)
+                    method: _operation(path, operation, ids, scopes[f"{method} {path}"])
                     for method, operation in operations.items()
                 }
                 for path, operations in document["paths"].items()
@@ -156,8 +159,19 @@ LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
 }
 
 
+def scopes_of(app: Litestar) -> dict[str, Scope | None]:
+    """Return the scope that each operation requires, such as `get /v1/jobs`."""
+    return {
+        f"{method.lower()} {route.path_format}": scope_of(handler)
+        for route in app.routes
+        if isinstance(route, HTTPRoute)
+        for method, (handler, _) in route.route_handler_map.items()
+        if method != "OPTIONS"
+    }
+
+
 def _operation(
-    method: str, path: str, operation: dict[str, Any], ids: dict[str, str]
+    path: str, operation: dict[str, Any], ids: dict[str, str], scope: Scope | None
 ) -> dict[str, Any]:
     """The operation with its scope, the refusals that come with it, and links out of its
     answers.
@@ -168,7 +182,6 @@ def _operation(
     responses = {
         status: _linked(response, ids) for status, response in operation["responses"].items()
     }
-    scope = needed(method.upper(), path)
     if scope is None:
         return {**operation, "responses": responses, "security": []}
     description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
@@ -213,7 +226,7 @@ class Document(JsonRenderPlugin):
         self._records = records
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        return msgspec.json.encode(self._records.complete(openapi_schema))
+        return msgspec.json.encode(self._records.complete(openapi_schema, request.app))
 
 
 def config(records: Records) -> OpenAPIConfig:
@@ -226,6 +239,7 @@ def config(records: Records) -> OpenAPIConfig:
             "/schema",
             route_handlers=[],
             include_in_schema=False,
+            opt=needs(None),
             dto=None,
             return_dto=None,
             response_headers=HEADERS,
@@ -237,7 +251,7 @@ def document(app: Litestar) -> bytes:
     """The document as it is kept in `docs/openapi.json`: indented, keys in order, so that a change
     shows in a review.
     """
-    complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema())
+    complete = app.plugins.get(Records).complete(app.openapi_schema.to_schema(), app)
     return (
         msgspec.json.format(msgspec.json.encode(complete, order="deterministic"), indent=2) + b"\n"
     )

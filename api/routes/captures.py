@@ -30,7 +30,7 @@ from ...storage.store import Signing
 from ..context import AppContext, context_of
 from ..responses import packed
 from ..responses.outcome import capture_url, matches, result_of
-from ..web.auth import caller_of, tenant_asked
+from ..web.auth import caller_of, needs, tenant_asked
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, JobId, Known, PageSize, Whose
 
@@ -163,6 +163,7 @@ def _link(context: AppContext, entry: FileEntry) -> str | None:
 
 @get(
     "/v1/captures",
+    opt=needs("read"),
     summary="List captures, newest first",
     description=(
         "Jobs with capture files that have not been deleted, including jobs whose "
@@ -186,7 +187,12 @@ async def list_captures(
     )
 
 
-@get("/v1/captures/{job_id:str}", summary="Get a job's capture manifest", responses=CAPTURE_ERRORS)
+@get(
+    "/v1/captures/{job_id:str}",
+    opt=needs("read"),
+    summary="Get a job's capture manifest",
+    responses=CAPTURE_ERRORS,
+)
 async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
     context = context_of(request)
     _, results = await captured(context, caller_of(request), job_id)
@@ -207,6 +213,7 @@ async def get_manifest(job_id: JobId, request: JsonRequest) -> CaptureManifest:
 
 @delete(
     "/v1/captures/{job_id:str}",
+    opt=needs("submit"),
     status_code=204,
     summary="Delete a job's captures",
     description="Afterwards, a request for the manifest or a file is answered with 410. "
@@ -223,6 +230,7 @@ async def delete_captures(job_id: JobId, request: JsonRequest) -> None:
 
 @get(
     "/v1/captures/{job_id:str}/files/{name:str}",
+    opt=needs("read"),
     summary="Download one blob: a whole safetensors file",
     description="The ETag is the blob's CRC32, as 8 hexadecimal digits.",
     media_type=MEDIA_TYPE,
@@ -271,6 +279,7 @@ def _attachment(name: str, length: int) -> dict[str, str]:
 
 @get(
     "/v1/captures/{job_id:str}/safetensors",
+    opt=needs("read"),
     summary="Download the rows of one prompt as one safetensors file",
     description=(
         "Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` "

@@ -44,7 +44,7 @@ from ..responses.outcome import (
 )
 from ..responses.streaming import Streamed
 from ..web import problems
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.problems import JOB_HEADER
@@ -185,6 +185,7 @@ async def _activations(context: AppContext, result: JobResult) -> dict[str, Lens
 
 @post(
     "/v1/completions",
+    opt=needs("submit"),
     status_code=200,
     summary="Create a completion",
     description=DESCRIPTION,
@@ -200,6 +201,7 @@ async def complete(
 
 @post(
     "/v1/chat/completions",
+    opt=needs("submit"),
     status_code=200,
     summary="Create a chat completion",
     description=DESCRIPTION,

@@ -10,7 +10,7 @@ from ...schemas.service.feed import MAX_FEED
 from ..context import context_of
 from ..responses import events
 from ..responses.feed import job_feed
-from ..web.auth import caller_of, tenant_asked
+from ..web.auth import caller_of, needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, Whose
@@ -25,7 +25,7 @@ from .jobs import ERRORS, Whose
     "`service` every two seconds; `error` with a problem "
     "when the key is revoked or expires. A new connection begins with the newest jobs again.",
     media_type=events.MEDIA_TYPE,
-    opt=EVENTS,
+    opt=needs("read") | EVENTS,
     responses=ERRORS,
 )
 async def feed(

@@ -20,7 +20,7 @@ from ..context import HARVEST_LOOK_S as LOOK_S
 from ..context import AppContext, context_of
 from ..resolve.admission.harvests import plan_harvest
 from ..responses import events
-from ..web.auth import caller_of, tenant_asked
+from ..web.auth import caller_of, needs, tenant_asked
 from ..web.body import JsonRequest
 from ..web.open_calls import EVENTS
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, Key, PageSize, Whose
@@ -30,6 +30,7 @@ HarvestId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The h
 
 @post(
     "/v1/harvests",
+    opt=needs("submit"),
     status_code=202,
     summary="Harvest a corpus",
     description="Rows of every document of a source become shards in a store, each once. The "
@@ -55,14 +56,14 @@ async def post_harvest(
     )
 
 
-@get("/v1/harvests", summary="List harvests, newest first", responses=ERRORS)
+@get("/v1/harvests", opt=needs("read"), summary="List harvests, newest first", responses=ERRORS)
 async def list_harvests(
     request: JsonRequest, limit: PageSize = 50, tenant: Whose = None
 ) -> HarvestPage:
     return await context_of(request).harvests.list(tenant_asked(caller_of(request), tenant), limit)
 
 
-@get("/v1/harvests/{harvest_id:str}", summary="Get a harvest", responses=ERRORS)
+@get("/v1/harvests/{harvest_id:str}", opt=needs("read"), summary="Get a harvest", responses=ERRORS)
 async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestView:
     return await _seen(request, harvest_id)
 
@@ -74,7 +75,7 @@ async def get_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestVie
     "/v1/harvests/{harvest_id}` answers, whenever it has changed; "
     "`done` is the last.",
     media_type=events.MEDIA_TYPE,
-    opt=EVENTS,
+    opt=needs("read") | EVENTS,
     responses=ERRORS,
 )
 async def harvest_events(harvest_id: HarvestId, request: JsonRequest) -> Response[Any]:
@@ -119,6 +120,7 @@ async def _progress(context: AppContext, harvest_id: str, caller: Caller) -> Asy
 
 @post(
     "/v1/harvests/{harvest_id:str}/pause",
+    opt=needs("submit"),
     status_code=202,
     summary="Pause a harvest",
     description=(
@@ -133,6 +135,7 @@ async def pause_harvest(harvest_id: HarvestId, request: JsonRequest) -> HarvestV
 
 @post(
     "/v1/harvests/{harvest_id:str}/resume",
+    opt=needs("submit"),
     status_code=202,
     summary="Resume a harvest",
     responses={409: PROBLEM, **ERRORS},
@@ -143,6 +146,7 @@ async def resume_harvest(harvest_id: HarvestId, request: JsonRequest) -> Harvest
 
 @post(
     "/v1/harvests/{harvest_id:str}/cancel",
+    opt=needs("submit"),
     status_code=202,
     summary="Cancel a harvest",
     description="What was written stays until it is deleted, without a manifest.",
@@ -154,6 +158,7 @@ async def cancel_harvest(harvest_id: HarvestId, request: JsonRequest) -> Harvest
 
 @delete(
     "/v1/harvests/{harvest_id:str}",
+    opt=needs("submit"),
     status_code=204,
     summary="Delete a harvest",
     description="Its record and all its files. Only one that has ended.",

@@ -35,7 +35,7 @@ from ..responses.outcome import (
     not_ready,
 )
 from ..web import problems
-from ..web.auth import caller_of, seen, tenant_asked
+from ..web.auth import caller_of, needs, seen, tenant_asked
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.open_calls import EVENTS
@@ -122,6 +122,7 @@ def preferred_wait(header: str | None) -> float | None:
 
 @post(
     "/v1/jobs",
+    opt=needs("submit"),
     status_code=202,
     summary="Submit a job",
     description="The job is durable once the response is sent. `Prefer: wait=N` holds the "
@@ -166,6 +167,7 @@ async def answer_submission(
 
 @get(
     "/v1/jobs",
+    opt=needs("read"),
     summary="List jobs, newest first",
     responses=ERRORS,
 )
@@ -190,6 +192,7 @@ async def list_jobs(
 
 @get(
     "/v1/jobs/{job_id:str}",
+    opt=needs("read"),
     summary="Get a job",
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
@@ -224,7 +227,7 @@ async def get_job(
     "`Last-Event-ID`; "
     "204 if the job has ended and no event follows.",
     media_type=events.MEDIA_TYPE,
-    opt=EVENTS,
+    opt=needs("read") | EVENTS,
     responses={
         204: ResponseSpec(None, description="The job has ended and no event follows"),
         **ERRORS,
@@ -246,6 +249,7 @@ async def job_events(job_id: JobId, request: JsonRequest, last: Last = None) -> 
 
 @get(
     "/v1/jobs/{job_id:str}/result",
+    opt=needs("read"),
     summary="Get a job's result",
     responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
@@ -269,6 +273,7 @@ PATHS = {
 
 @get(
     "/v1/jobs/{job_id:str}/request",
+    opt=needs("read"),
     summary="Get the request that a job came from",
     description="The body as it was sent, up to 16 KiB, and the beginning of the prompts.",
     responses=ERRORS,
@@ -294,6 +299,7 @@ async def job_request(job_id: JobId, request: JsonRequest) -> JobRequestView:
 
 @post(
     "/v1/jobs/{job_id:str}/cancel",
+    opt=needs("submit"),
     status_code=202,
     summary="Cancel a job",
     responses={409: PROBLEM, **ERRORS},

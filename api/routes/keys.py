@@ -22,7 +22,7 @@ from ...schemas.base.errors import invalid
 from ...schemas.base.limits import MAX_TAG
 from ...schemas.base.records import now
 from ..context import AppContext, context_of
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM
 
@@ -50,6 +50,7 @@ TenantParameter = Annotated[
 
 @post(
     "/v1/keys",
+    opt=needs("admin"),
     summary="Create a key",
     description=(
         "Only this response contains the key; the service stores the SHA-256 of its secret."
@@ -65,6 +66,7 @@ async def create_key(data: JSONBody[KeyRequest], request: JsonRequest) -> Respon
 
 @get(
     "/v1/keys",
+    opt=needs("admin"),
     summary="List keys",
     description="Keys of all tenants, oldest first, including expired ones.",
     responses=ERRORS,
@@ -75,6 +77,7 @@ async def list_keys(request: JsonRequest) -> KeyList:
 
 @delete(
     "/v1/keys/{key_id:str}",
+    opt=needs("admin"),
     status_code=204,
     summary="Revoke a key",
     description="Rejected everywhere within five seconds. The streams and held responses that "
@@ -97,6 +100,7 @@ async def _view(context: AppContext, name: str) -> TenantView:
 
 @get(
     "/v1/tenants",
+    opt=needs("admin"),
     summary="List tenants",
     description="Tenants that have keys or limits of their own.",
     responses={503: PROBLEM},
@@ -114,6 +118,7 @@ async def list_tenants(request: JsonRequest) -> TenantList:
 
 @get(
     "/v1/tenants/{name:str}",
+    opt=needs("admin"),
     summary="Get a tenant's limits and usage",
     description=(
         "A tenant need not be created: a tenant without limits of its own has those of "
@@ -127,6 +132,7 @@ async def get_tenant(name: TenantParameter, request: JsonRequest) -> TenantView:
 
 @put(
     "/v1/tenants/{name:str}",
+    opt=needs("admin"),
     summary="Set a tenant's limits",
     description="Replaces all limits: an omitted one takes its `limit_*` setting; 0 means no "
     "limit. They apply from the next "
@@ -148,7 +154,12 @@ async def put_tenant(
     return await _view(context, name)
 
 
-@get("/v1/tenant", summary="Get your tenant's limits and usage", responses={503: PROBLEM})
+@get(
+    "/v1/tenant",
+    opt=needs("read"),
+    summary="Get your tenant's limits and usage",
+    responses={503: PROBLEM},
+)
 async def own_tenant(request: JsonRequest) -> TenantView:
     return await _view(context_of(request), caller_of(request).tenant)
 

@@ -30,7 +30,7 @@ from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import Module
 from ..context import MEASURED_OF_TENANT, AppContext, context_of
 from ..responses.norms import Measured, measured
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import JsonRequest
 from .captures import CAPTURE_ERRORS, captured, opened, parse_layers, reading, tag_of
 from .jobs import PROBLEM, JobId
@@ -43,6 +43,7 @@ MIB = 1 << 20
 
 @get(
     "/v1/captures/{job_id:str}/norms",
+    opt=needs("read"),
     summary="Norms of one prompt's captured rows, and cosines to a module",
     description="Computed in float32 from the stored rows, for each layer and position. With "
     "`module`, the cosine of each row to the "

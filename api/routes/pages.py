@@ -21,6 +21,7 @@ from ...schemas.base.records import to_json
 from ...schemas.base.settings import Settings
 from ...schemas.base.version import __version__
 from ..context import context_of
+from ..web.auth import needs
 from ..web.body import JsonRequest
 
 #: Scripts, styles and calls of the pages go to this API alone. Swagger UI writes `style` attributes
@@ -120,7 +121,7 @@ def _stored(name: str) -> bytes:
     return resources.files(__package__.rpartition(".")[0]).joinpath("assets", name).read_bytes()
 
 
-@get("/schema/assets/{name:str}", include_in_schema=False, sync_to_thread=True)
+@get("/schema/assets/{name:str}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
 def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Response[bytes]:
     if name not in ASSETS:
         raise MidstreamError("not_found", f"unknown asset {name!r}", allowed=", ".join(ASSETS))
@@ -187,12 +188,12 @@ def _page_file(request: JsonRequest, name: str) -> Response[bytes]:
     return Response(result.raw, headers=headers, media_type=result.media_type)
 
 
-@get("/page/{path:path}", include_in_schema=False, sync_to_thread=True)
+@get("/page/{path:path}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
 def page_asset(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Response[bytes]:
     return _page_file(request, str(path).lstrip("/"))
 
 
-@get("/", include_in_schema=False, sync_to_thread=True)
+@get("/", opt=needs(None), include_in_schema=False, sync_to_thread=True)
 def front(request: JsonRequest) -> Response[bytes]:
     """The live page for browsers; for everything else what is here and where, as JSON."""
     if "text/html" in request.headers.get("accept", ""):

@@ -1,6 +1,4 @@
-"""Routes of what is registered from a folder on the server: LoRA adapters, sparse autoencoders,
-tuned lenses.
-"""
+"""Routes of registered artifacts, and the kinds that are registered from a folder on the server."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,69 +9,59 @@ from litestar import Response, delete, get, post
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, PathParameter
 
-from ...schemas.artifacts.loras import Lora, LoraPage, LoraRequest
-from ...schemas.artifacts.saes import Sae, SaePage, SaeRequest
-from ...schemas.base.errors import MidstreamError, unknown
+from ...broker.ledger.named.registry import Names, Registry
+from ...schemas.artifacts.loras import LORAS
+from ...schemas.artifacts.registered import Kind, Registered
+from ...schemas.artifacts.saes import SAES
 from ...schemas.base.limits import MAX_MODULE_NAME, NAME_PATTERN
 from ...schemas.base.settings import Settings
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.lens import TunedLens, TunedLensPage, TunedLensRequest
+from ...schemas.requests.lens import TUNED_LENSES
 from ..context import AppContext, context_of
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.saes import resolve_sae
 from ..resolve.readings.tuned_lenses import resolve_tuned
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Differences between the routes of registered kinds.
+class Named:
+    """How the routes of a kind describe it."""
 
-    `plural`: the last part of their path, the page's field, and the context's member.
-    """
-
-    singular: str  # in the names of the handlers
-    plural: str
+    kind: Kind[Any]
     thing: str  # in summaries, with its article
     things: str
-    noun: str  # in errors
     short: str
-    asked: Any
-    made: Any
-    page: Any
-    resolve: Callable[[Any, ModelInfo, str], Any]  # reads files: not for the event loop
+
+
+@dataclass(frozen=True)
+class FromFolder(Named):
+    """A kind that is registered from a folder on the server."""
+
+    resolve: Callable[[Any, ModelInfo, str], Registered]  # reads files: not for the event loop
     folder: Callable[[Settings], str]
     description: str
 
 
-KINDS = (
-    Kind(
-        "lora",
-        "loras",
+FROM_FOLDERS = (
+    FromFolder(
+        LORAS,
         "a LoRA adapter",
         "LoRA adapters",
         "adapter",
-        "adapter",
-        LoraRequest,
-        Lora,
-        LoraPage,
         resolve_lora,
         lambda settings: settings.lora_dir,
         "`path` is a folder below the setting `lora_dir`, as PEFT saves an adapter. "
         "The digest of its files is its identity: "
         "requests accepted earlier keep the former one, and fail if its files have changed.",
     ),
-    Kind(
-        "sae",
-        "saes",
+    FromFolder(
+        SAES,
         "a sparse autoencoder",
         "sparse autoencoders",
-        "sparse autoencoder",
         "autoencoder",
-        SaeRequest,
-        Sae,
-        SaePage,
         resolve_sae,
         lambda settings: settings.sae_dir,
         "`path` is a folder below the setting `sae_dir` with `cfg.json` and "
@@ -82,16 +70,11 @@ KINDS = (
         "its files is its identity: requests accepted earlier "
         "keep the former one, and fail if its files have changed.",
     ),
-    Kind(
-        "lens",
-        "lenses",
+    FromFolder(
+        TUNED_LENSES,
         "a tuned lens",
         "tuned lenses",
         "tuned lens",
-        "tuned lens",
-        TunedLensRequest,
-        TunedLens,
-        TunedLensPage,
         resolve_tuned,
         lambda settings: settings.lens_dir,
         "`path` is a folder below the setting `lens_dir` with `lens.safetensors`: "
@@ -102,88 +85,102 @@ KINDS = (
 )
 
 
-def routes_of(kind: Kind) -> list[Any]:
-    """Register, list, get and delete."""
-    path = f"/v1/{kind.plural}"
-    Name = Annotated[
-        str,
-        PathParameter(
-            description=f"The {kind.short}'s name: letters, digits, `.`, `_` and `-`",
-            max_length=MAX_MODULE_NAME,
-            pattern=NAME_PATTERN,
-        ),
-    ]
+def name_parameter(short: str) -> PathParameter:
+    """Return the path parameter that names an artifact."""
+    return PathParameter(
+        description=f"The {short}'s name: letters, digits, `.`, `_` and `-`",
+        max_length=MAX_MODULE_NAME,
+        pattern=NAME_PATTERN,
+    )
 
-    async def put_in(
-        data: JSONBody[kind.asked],  # type: ignore[name-defined]
-        request: JsonRequest,
-    ) -> Response[kind.made]:  # type: ignore[name-defined]
+
+def put_responses(record: type[Registered]) -> dict[int, ResponseSpec]:
+    """Return the documented responses of a registration, except 200."""
+    created = ResponseSpec(record, description="The name is new", generate_examples=False)
+    return {201: created, **ERRORS, 413: PROBLEM, 415: PROBLEM}
+
+
+def put_response(
+    context: AppContext, kind: Kind[Any], artifact: Registered, former: Registered | None
+) -> Response[Any]:
+    """Return the response to a registration: 201 with its address where the name is new."""
+    if former is not None:
+        return Response(artifact.replacing(former), status_code=200)
+    base = context.settings.public_url.rstrip("/")
+    where = f"{base}/v1/{kind.plural}/{artifact.name}"
+    return Response(artifact, status_code=201, headers={"Location": where})
+
+
+def folder_route(row: FromFolder) -> Any:
+    """Return the route that registers a folder."""
+    kind = row.kind
+
+    async def register(data: JSONBody[kind.request], request: JsonRequest) -> Response[kind.record]:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(data.model)
-        made = await anyio.to_thread.run_sync(
-            kind.resolve, data, info, kind.folder(context.settings)
-        )
-        former = await registry(context).put(made)
-        if former is None:
-            where = f"{context.settings.public_url.rstrip('/')}{path}/{data.name}"
-            return Response(made, status_code=201, headers={"Location": where})
-        return Response(made.replacing(former), status_code=200)
+        folder = row.folder(context.settings)
+        artifact = await anyio.to_thread.run_sync(row.resolve, data, info, folder)
+        former = await Registry(context.ledger, kind).put(artifact)
+        return put_response(context, kind, artifact, former)
 
-    async def every(
-        request: JsonRequest,
-        model: Model = None,
-    ) -> kind.page:  # type: ignore[name-defined]
-        context = context_of(request)
-        return kind.page(
-            **{kind.plural: await registry(context).of_model((await context.the_model(model)).name)}
-        )
+    register.__name__ = f"post_{kind.singular}"
+    return post(
+        f"/v1/{kind.plural}",
+        opt=needs("steer-global"),
+        status_code=200,
+        summary=f"Register or replace {row.thing}",
+        description=row.description,
+        responses=put_responses(kind.record),
+    )(register)
 
-    async def one(
-        name: Name,
-        request: JsonRequest,
-        model: Model = None,
-    ) -> kind.made:  # type: ignore[name-defined]
+
+def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion: str) -> list[Any]:
+    """Return the routes that list, get and delete artifacts of a kind.
+
+    `deletion`: describes what stays after one is deleted.
+    """
+    kind, path = row.kind, f"/v1/{row.kind.plural}"
+    Name = Annotated[str, name_parameter(row.short)]
+
+    async def every(request: JsonRequest, model: Model = None) -> kind.page:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(model)
-        result = await registry(context).get(info.name, name)
-        if result is None:
-            raise await missing(context, info.name, name)
-        return result
+        return kind.page(**{kind.plural: await names(context).of_model(info.name)})
+
+    async def one(name: Name, request: JsonRequest, model: Model = None) -> kind.record:  # type: ignore[name-defined]
+        context = context_of(request)
+        info = await context.the_model(model)
+        return await names(context).known(info.name, name)
 
     async def forget(name: Name, request: JsonRequest, model: Model = None) -> None:
         context = context_of(request)
         info = await context.the_model(model)
-        if not await registry(context).delete(info.name, name):
-            raise await missing(context, info.name, name)
+        if not await names(context).delete(info.name, name):
+            raise await names(context).unknown(info.name, name)
 
-    def registry(context: AppContext) -> Any:
-        return getattr(context, kind.plural)
-
-    async def missing(context: AppContext, model: str, name: str) -> MidstreamError:
-        return unknown(kind.noun, name, model, await registry(context).names(model))
-
-    created = ResponseSpec(kind.made, description="The name is new", generate_examples=False)
-    for handler, named in ((put_in, "post"), (one, "get"), (forget, "delete")):
-        handler.__name__ = f"{named}_{kind.singular}"
     every.__name__ = f"list_{kind.plural}"
+    one.__name__, forget.__name__ = f"get_{kind.singular}", f"delete_{kind.singular}"
     return [
-        post(
-            path,
-            status_code=200,
-            summary=f"Register or replace {kind.thing}",
-            description=kind.description,
-            responses={201: created, **ERRORS, 413: PROBLEM, 415: PROBLEM},
-        )(put_in),
-        get(path, summary=f"List {kind.things}", responses=ERRORS)(every),
-        get(f"{path}/{{name:str}}", summary=f"Get {kind.thing}", responses=ERRORS)(one),
+        get(path, opt=needs("read"), summary=f"List {row.things}", responses=ERRORS)(every),
+        get(
+            f"{path}/{{name:str}}", opt=needs("read"), summary=f"Get {row.thing}", responses=ERRORS
+        )(one),
         delete(
             f"{path}/{{name:str}}",
+            opt=needs("steer-global"),
             status_code=204,
-            summary=f"Delete {kind.thing}",
-            description="Its files stay. Requests accepted earlier keep it.",
+            summary=f"Delete {row.thing}",
+            description=deletion,
             responses=ERRORS,
         )(forget),
     ]
 
 
-ROUTES: list[Any] = [route for kind in KINDS for route in routes_of(kind)]
+def folder_routes(row: FromFolder) -> list[Any]:
+    """Return all routes of a kind that is registered from a folder."""
+    deletion = "Its files stay. Requests accepted earlier keep it."
+    names = name_routes(row, lambda context: Registry(context.ledger, row.kind), deletion)
+    return [folder_route(row), *names]
+
+
+ROUTES: list[Any] = [route for row in FROM_FOLDERS for route in folder_routes(row)]

@@ -27,7 +27,7 @@ from ...schemas.service.health import Health, Readiness
 from ...schemas.service.status import Status
 from ..context import AppContext, context_of
 from ..operations import scraped
-from ..web.auth import knows_us
+from ..web.auth import knows_us, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM
 from .steering import answers_of_ranks
@@ -39,7 +39,7 @@ METRICS_TYPE = CONTENT_TYPE_LATEST.partition("; charset")[0]
 SCRAPE_S = 1.0
 
 
-@get("/v1/models", summary="List the served models", responses={503: PROBLEM})
+@get("/v1/models", opt=needs("read"), summary="List the served models", responses={503: PROBLEM})
 async def list_models(request: JsonRequest) -> ModelList:
     ledger = context_of(request).ledger
     live = Tally(worker.model for worker in await ledger.workers())
@@ -58,6 +58,7 @@ ModelName = Annotated[
 
 @get(
     "/v1/models/{name:str}",
+    opt=needs("read"),
     summary="Get a model, with the certificate of its hook points",
     responses=ERRORS,
 )
@@ -102,13 +103,14 @@ def _card(info: ModelInfo, workers: int) -> ModelCard:
 _INSTANCE = instance_of(os.getppid())
 
 
-@get("/healthz", summary="Liveness: this process responds")
+@get("/healthz", opt=needs(None), summary="Liveness: this process responds")
 async def healthz() -> Health:
     return Health(status="ok", version=__version__, instance=_INSTANCE)
 
 
 @get(
     "/readyz",
+    opt=needs(None),
     summary="Readiness: a job would run now",
     responses={
         503: ResponseSpec(
@@ -193,7 +195,13 @@ def _why(workers: list[WorkerInfo], models: list[ModelInfo]) -> list[str]:
     return ill or foreign or unknown or ["worker: none is running"]
 
 
-@get("/metrics", summary="Prometheus metrics", include_in_schema=False, media_type=METRICS_TYPE)
+@get(
+    "/metrics",
+    opt=needs("observe"),
+    summary="Prometheus metrics",
+    include_in_schema=False,
+    media_type=METRICS_TYPE,
+)
 async def metrics(request: JsonRequest) -> Response[Any]:
     context = context_of(request)
     status: Status | None = None

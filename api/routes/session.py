@@ -15,7 +15,7 @@ from ...schemas.access.sessions import SessionRequest, SessionView
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.version import __version__
 from ..context import AppContext, context_of
-from ..web.auth import COOKIE, Visit, address_of, own_page, visit_of
+from ..web.auth import COOKIE, Visit, address_of, needs, own_page, visit_of
 from ..web.body import JsonRequest
 from .pages import links
 
@@ -24,12 +24,18 @@ MAX_BODY = 4096
 NO_STORE = {"Cache-Control": "no-store"}
 
 
-@get("/session", include_in_schema=False)
+@get("/session", opt=needs(None), include_in_schema=False)
 async def get_session(request: JsonRequest) -> Response[SessionView]:
     return Response(_view(context_of(request), await visit_of(request)), headers=NO_STORE)
 
 
-@post("/session", status_code=200, include_in_schema=False, request_max_body_size=MAX_BODY)
+@post(
+    "/session",
+    opt=needs(None),
+    status_code=200,
+    include_in_schema=False,
+    request_max_body_size=MAX_BODY,
+)
 async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Response[SessionView]:
     context = context_of(request)
     if {"sec-fetch-site", "origin"} & request.headers.keys() and not own_page(request):
@@ -65,7 +71,7 @@ async def log_in(data: JSONBody[SessionRequest], request: JsonRequest) -> Respon
     return Response(_view(context, visit), cookies=[cookie], headers=NO_STORE)
 
 
-@delete("/session", status_code=204, include_in_schema=False)
+@delete("/session", opt=needs(None), status_code=204, include_in_schema=False)
 async def log_out(request: JsonRequest) -> Response[None]:
     """End the session and its open streams."""
     context = context_of(request)

@@ -1,18 +1,15 @@
 """The routes of source runs: which captures have a name, what is in one, and its end."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from litestar import delete, get
 from litestar.params import PathParameter
 
 from ...broker.ledger.named.source_runs import SourceRuns
-from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.requests.source_runs import RunPage, RunView
 from ..context import context_of
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, Model, PageSize
 
@@ -26,6 +23,7 @@ Name = Annotated[
 
 @get(
     "/v1/runs",
+    opt=needs("read"),
     summary="List the source runs, newest first",
     description="Named runs only.",
     responses=ERRORS,
@@ -42,17 +40,16 @@ async def list_runs(
     )
 
 
-@get("/v1/runs/{name:str}", summary="Describe a source run", responses=ERRORS)
+@get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
 async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunView:
     context = context_of(request)
     info = await context.the_model(model)
-    runs = SourceRuns(context.ledger, caller_of(request))
-    async with _named(runs, info.name):
-        return await runs.view(info.name, name)
+    return await SourceRuns(context.ledger, caller_of(request)).view(info.name, name)
 
 
 @delete(
     "/v1/runs/{name:str}",
+    opt=needs("submit"),
     status_code=204,
     summary="Delete a source run",
     description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "
@@ -63,23 +60,7 @@ async def get_run(name: Name, request: JsonRequest, model: Model = None) -> RunV
 async def delete_run(name: Name, request: JsonRequest, model: Model = None) -> None:
     context = context_of(request)
     info = await context.the_model(model)
-    runs = SourceRuns(context.ledger, caller_of(request))
-    async with _named(runs, info.name):
-        await runs.delete(info.name, name)
-
-
-@asynccontextmanager
-async def _named(runs: SourceRuns, model: str) -> AsyncIterator[None]:
-    """An unknown name is answered with those there are."""
-    try:
-        yield
-    except MidstreamError as error:
-        if error.kind != "not_found":
-            raise
-        names = ", ".join(await runs.names(model)) or "none exists"
-        raise MidstreamError(
-            "not_found", f"{error.detail} of model {model!r}", field="name", allowed=names
-        ) from error
+    await SourceRuns(context.ledger, caller_of(request)).delete(info.name, name)
 
 
 ROUTES: list[Any] = [list_runs, get_run, delete_run]

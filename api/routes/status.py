@@ -5,12 +5,14 @@ from litestar import get
 from ...broker.ledger.jobs.status import read_status
 from ...schemas.service.status import Status
 from ..context import context_of
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import PROBLEM
 
 
 @get(
     "/v1/status",
+    opt=needs("observe"),
     summary="Status of the whole service",
     description="Queues by model, priority and tenant; live workers and their load; relay, "
     "webhooks and Redis. Needs the scope "

@@ -12,12 +12,12 @@ from litestar import Response, delete, get, put
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import OpenAPIMediaType, Operation, RequestBody, Schema
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
-from litestar.params import JSONBody, PathParameter, QueryParameter
+from litestar.params import JSONBody, QueryParameter
 
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller, own, scoped, shown, unscoped
 from ...schemas.base.errors import MidstreamError, unknown
-from ...schemas.base.limits import MAX_DESCRIPTION, MAX_MODULE_NAME, NAME_PATTERN
+from ...schemas.base.limits import MAX_DESCRIPTION
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
 from ...schemas.requests.interventions import FAMILY
@@ -41,23 +41,17 @@ from ..context import AppContext, context_of
 from ..operations.global_change import change, is_applied
 from ..operations.rank_agreement import agreement
 from ..resolve.edits import module_export, steering
-from ..web.auth import caller_of
+from ..web.auth import caller_of, needs
 from ..web.body import FILE_TYPES, JsonRequest
 from .jobs import ERRORS, PROBLEM, Model
+from .registered import name_parameter
 
 #: How long `GET /v1/steering/dynamic` waits for the workers' answers, in seconds, and how often it
 #: looks.
 ANSWER_S, LOOK_S = 2.0, 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 
-Name = Annotated[
-    str,
-    PathParameter(
-        description="The module's name: letters, digits, `.`, `_` and `-`",
-        max_length=MAX_MODULE_NAME,
-        pattern=NAME_PATTERN,
-    ),
-]
+Name = Annotated[str, name_parameter("module")]
 
 
 def _module_of(raw: bytes) -> ModuleRequest:
@@ -96,7 +90,7 @@ class ModuleOperation(Operation):
         429: PROBLEM,
     },
     operation_class=ModuleOperation,
-    opt={"file": _module_of},
+    opt=needs("submit") | {"file": _module_of},
 )
 async def put_module(
     name: Name,
@@ -134,7 +128,7 @@ async def put_module(
     return Response(msgspec.structs.replace(_view(module), replaced=former.digest), status_code=200)
 
 
-@get("/v1/steering/modules", summary="List named modules", responses=ERRORS)
+@get("/v1/steering/modules", opt=needs("read"), summary="List named modules", responses=ERRORS)
 async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     context = context_of(request)
     info = await context.the_model(model)
@@ -148,7 +142,12 @@ async def list_modules(request: JsonRequest, model: Model = None) -> ModulePage:
     )
 
 
-@get("/v1/steering/modules/{name:str}", summary="Get a named module", responses=ERRORS)
+@get(
+    "/v1/steering/modules/{name:str}",
+    opt=needs("read"),
+    summary="Get a named module",
+    responses=ERRORS,
+)
 async def get_module(name: Name, request: JsonRequest, model: Model = None) -> ModuleView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -157,6 +156,7 @@ async def get_module(name: Name, request: JsonRequest, model: Model = None) -> M
 
 @get(
     "/v1/steering/modules/{name:str}/file",
+    opt=needs("read"),
     summary="Get a named module as a file",
     description=(
         "A safetensors file of its entries: sent back, it is the same module. "
@@ -187,6 +187,7 @@ async def get_module_file(name: Name, request: JsonRequest, model: Model = None)
 
 @delete(
     "/v1/steering/modules/{name:str}",
+    opt=needs("submit"),
     status_code=204,
     summary="Delete a named module",
     description="Requests accepted earlier keep its content.",
@@ -278,6 +279,7 @@ def _entry(entry: SteeringTemplate) -> EntryView:
 
 @put(
     "/v1/steering/global",
+    opt=needs("steer-global"),
     summary="Set a model's global steering",
     description="Every live worker prepares the change on all its ranks; if one cannot, "
     "nothing changes (409, 503). Once the response is "
@@ -302,6 +304,7 @@ async def put_global(
 
 @delete(
     "/v1/steering/global",
+    opt=needs("steer-global"),
     status_code=200,
     summary="Remove global steering from a model",
     description=(
@@ -320,7 +323,12 @@ async def delete_global(request: JsonRequest, model: Model = None) -> GlobalView
     )
 
 
-@get("/v1/steering/global", summary="Get a model's global steering", responses=ERRORS)
+@get(
+    "/v1/steering/global",
+    opt=needs("read"),
+    summary="Get a model's global steering",
+    responses=ERRORS,
+)
 async def get_global(request: JsonRequest, model: Model = None) -> GlobalView:
     context = context_of(request)
     info = await context.the_model(model)
@@ -375,6 +383,7 @@ def _own(modules: Mapping[str, str], tenant: str) -> dict[str, str]:
 
 @get(
     "/v1/steering/dynamic",
+    opt=needs("read"),
     summary="Steering applied by the ranks, and whether they agree",
     description=(
         "Queries every live worker. Answers with 200 even if ranks differ or a worker "

@@ -20,7 +20,7 @@ from ..resolve.admission.admission import handled
 from ..resolve.edits.loras import named_lora
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.plan import Planned, plan_sweep
-from ..web.auth import caller_of, seen
+from ..web.auth import caller_of, needs, seen
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, SUBMIT_ERRORS, JobId, Key, Prefer, answer_submission
 
@@ -32,7 +32,7 @@ async def submit_sweep(
     info = await context.model(body.model)
     if idempotency and (known := await context.ledger.repeated(idempotency)):
         return known  # counted already
-    lora = await named_lora(body.lora, info, context.loras)
+    lora = await named_lora(body.lora, info, context.ledger)
     probes = await context.watching(info)
     sweep, blobs = await _planned(context, body, info, caller)
     job = Job(
@@ -65,6 +65,7 @@ async def _planned(
 
 @post(
     "/v1/sweeps",
+    opt=needs("submit"),
     status_code=202,
     summary="Submit a sweep of patches",
     description=(
@@ -88,6 +89,7 @@ async def post_sweep(
 
 @post(
     "/v1/sweeps/plan",
+    opt=needs("read"),
     status_code=200,
     summary="Check a sweep without running it",
     description=(
@@ -99,7 +101,7 @@ async def post_sweep(
 async def post_sweep_plan(data: JSONBody[SweepRequest], request: JsonRequest) -> SweepPlan:
     context = context_of(request)
     info = await context.model(data.model)
-    await named_lora(data.lora, info, context.loras)
+    await named_lora(data.lora, info, context.ledger)
     sweep, _ = await _planned(context, data, info, caller_of(request))
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)
@@ -144,6 +146,7 @@ def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) 
 
 @get(
     "/v1/sweeps/{job_id:str}",
+    opt=needs("read"),
     summary="Get a sweep: its job, its request and its grids so far",
     responses={410: PROBLEM, **ERRORS},
 )

@@ -10,12 +10,14 @@ from ..context import context_of
 from ..resolve.admission.admission import check_vocabulary
 from ..resolve.prompts.request_parsing import parse_conversation, plain_messages
 from ..resolve.prompts.tokenizer import TooLong
+from ..web.auth import needs
 from ..web.body import JsonRequest
 from .jobs import SUBMIT_ERRORS
 
 
 @post(
     "/v1/tokenize",
+    opt=needs("read"),
     status_code=200,
     summary="Tokenise text or a conversation",
     description=(
@@ -57,6 +59,7 @@ async def tokenize(data: JSONBody[TokenizeRequest], request: JsonRequest) -> Res
 
 @post(
     "/v1/detokenize",
+    opt=needs("read"),
     status_code=200,
     summary="Convert token ids to text",
     responses=SUBMIT_ERRORS,

@@ -17,7 +17,7 @@ from ...schemas.access.webhooks import (
 )
 from ...schemas.base.limits import MAX_NAME, MAX_URL
 from ..context import context_of
-from ..web.auth import caller_of, tenant_asked
+from ..web.auth import caller_of, needs, tenant_asked
 from ..web.body import JsonRequest
 from .jobs import ERRORS, PROBLEM, Cursor, PageSize, Whose
 
@@ -33,7 +33,12 @@ WITH_BODY = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 UNKEPT = {"Cache-Control": "no-store"}
 
 
-@get("/v1/webhooks/deliveries", summary="List webhook deliveries, newest first", responses=ERRORS)
+@get(
+    "/v1/webhooks/deliveries",
+    opt=needs("read"),
+    summary="List webhook deliveries, newest first",
+    responses=ERRORS,
+)
 async def list_deliveries(
     request: JsonRequest,
     job: Annotated[
@@ -56,6 +61,7 @@ async def list_deliveries(
 
 @get(
     "/v1/webhooks/deliveries/{delivery_id:str}",
+    opt=needs("read"),
     summary="Get a webhook delivery and its attempts",
     responses=ERRORS,
 )
@@ -65,6 +71,7 @@ async def get_delivery(delivery_id: DeliveryId, request: JsonRequest) -> Deliver
 
 @post(
     "/v1/webhooks/deliveries/{delivery_id:str}/redeliver",
+    opt=needs("submit"),
     status_code=202,
     summary="Redeliver a webhook",
     description=(
@@ -88,6 +95,7 @@ async def _seen(request: JsonRequest, delivery_id: str) -> Delivery:
 
 @get(
     "/v1/webhooks/secrets",
+    opt=needs("submit"),
     summary="Get the signing secrets",
     description=(
         "The secrets that sign webhooks about jobs submitted with this key; created by "
@@ -105,6 +113,7 @@ async def get_secrets(request: JsonRequest) -> Response[SecretList]:
 
 @post(
     "/v1/webhooks/secrets",
+    opt=needs("submit"),
     status_code=201,
     summary="Rotate the signing secret",
     description=(
@@ -125,6 +134,7 @@ async def rotate_secret(
 
 @get(
     "/v1/webhooks/disabled",
+    opt=needs("read"),
     summary="List disabled receivers: those that responded with 410",
     responses=ERRORS,
 )
@@ -135,6 +145,7 @@ async def list_disabled(request: JsonRequest, tenant: Whose = None) -> DisabledL
 
 @delete(
     "/v1/webhooks/disabled",
+    opt=needs("submit"),
     status_code=204,
     summary="Re-enable a receiver",
     description="Deliveries disabled in the meantime are not sent unless you redeliver them.",

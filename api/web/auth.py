@@ -1,8 +1,8 @@
 """Authentication and authorization. Every request passes `authorize` before its body is read.
 
-What a route needs is a row in `SCOPE_OF`; a route without one is for admins alone. What belongs to
-another tenant is answered as what is not there, so handlers ask `seen` (jobs), or look names up as
-their caller's tenant knows them.
+A route handler states the scope that it requires (`needs`); one without is for admins alone. What
+belongs to another tenant is answered as what is not there, so handlers ask `seen` (jobs), or look
+names up as their caller's tenant knows them.
 """
 
 import hmac
@@ -33,99 +33,6 @@ KNOWN_S = 3.0
 #: Key ids that a process caches, including unknown ones; the least recently used are dropped.
 REMEMBERED = 10_000
 
-#: Method and path → required scope; None: no authentication.
-SCOPE_OF: dict[str, Scope | None] = {
-    "GET /": None,  # links, and the page
-    "GET /page/{path}": None,  # its assets
-    "GET /session": None,  # says whether there is one
-    "POST /session": None,  # the login: has the key in its body
-    "DELETE /session": None,
-    "GET /healthz": None,
-    "GET /readyz": None,  # reports readiness to unauthenticated callers, without reasons
-    "GET /schema": None,  # the published documentation has the same
-    "GET /schema/openapi.json": None,
-    "GET /schema/swagger": None,
-    "GET /schema/assets/{name}": None,  # assets of the pages
-    "GET /schema/{path}": None,  # there is nothing
-    "GET /metrics": "observe",
-    "GET /v1/status": "observe",
-    "GET /v1/models": "read",
-    "GET /v1/models/{name}": "read",
-    "POST /v1/tokenize": "read",
-    "POST /v1/detokenize": "read",
-    "POST /v1/jobs": "submit",
-    "GET /v1/jobs": "read",
-    "GET /v1/feed": "read",
-    "GET /v1/jobs/{job_id}": "read",
-    "GET /v1/jobs/{job_id}/events": "read",
-    "GET /v1/jobs/{job_id}/request": "read",
-    "GET /v1/jobs/{job_id}/result": "read",
-    "POST /v1/jobs/{job_id}/cancel": "submit",
-    "POST /v1/completions": "submit",
-    "POST /v1/chat/completions": "submit",
-    "POST /v1/sweeps": "submit",
-    "POST /v1/sweeps/plan": "read",
-    "GET /v1/sweeps/{job_id}": "read",
-    "POST /v1/harvests": "submit",
-    "GET /v1/harvests": "read",
-    "GET /v1/harvests/{harvest_id}": "read",
-    "GET /v1/harvests/{harvest_id}/events": "read",
-    "POST /v1/harvests/{harvest_id}/pause": "submit",
-    "POST /v1/harvests/{harvest_id}/resume": "submit",
-    "POST /v1/harvests/{harvest_id}/cancel": "submit",
-    "DELETE /v1/harvests/{harvest_id}": "submit",
-    "GET /v1/captures": "read",
-    "GET /v1/captures/{job_id}": "read",
-    "DELETE /v1/captures/{job_id}": "submit",
-    "GET /v1/captures/{job_id}/files/{name}": "read",
-    "GET /v1/captures/{job_id}/safetensors": "read",
-    "GET /v1/captures/{job_id}/norms": "read",
-    "GET /v1/runs": "read",
-    "GET /v1/runs/{name}": "read",
-    "DELETE /v1/runs/{name}": "submit",
-    "GET /v1/steering/modules": "read",
-    "GET /v1/steering/modules/{name}": "read",
-    "GET /v1/steering/modules/{name}/file": "read",
-    "PUT /v1/steering/modules/{name}": "submit",
-    "DELETE /v1/steering/modules/{name}": "submit",
-    "GET /v1/steering/global": "read",
-    "PUT /v1/steering/global": "steer-global",
-    "DELETE /v1/steering/global": "steer-global",
-    "GET /v1/steering/dynamic": "read",
-    "GET /v1/loras": "read",
-    "GET /v1/loras/{name}": "read",
-    "POST /v1/loras": "steer-global",
-    "DELETE /v1/loras/{name}": "steer-global",
-    "GET /v1/saes": "read",
-    "GET /v1/saes/{name}": "read",
-    "POST /v1/saes": "steer-global",
-    "DELETE /v1/saes/{name}": "steer-global",
-    "GET /v1/lenses": "read",
-    "GET /v1/lenses/{name}": "read",
-    "POST /v1/lenses": "steer-global",
-    "DELETE /v1/lenses/{name}": "steer-global",
-    "GET /v1/probes": "read",
-    "GET /v1/probes/{name}": "read",
-    "PUT /v1/probes/{name}": "steer-global",
-    "DELETE /v1/probes/{name}": "steer-global",
-    "PUT /v1/probes/{name}/watch": "steer-global",
-    "DELETE /v1/probes/{name}/watch": "steer-global",
-    "GET /v1/webhooks/deliveries": "read",
-    "GET /v1/webhooks/deliveries/{delivery_id}": "read",
-    "POST /v1/webhooks/deliveries/{delivery_id}/redeliver": "submit",
-    "GET /v1/webhooks/secrets": "submit",
-    "POST /v1/webhooks/secrets": "submit",
-    "GET /v1/webhooks/disabled": "read",
-    "DELETE /v1/webhooks/disabled": "submit",
-    "POST /v1/keys": "admin",
-    "GET /v1/keys": "admin",
-    "DELETE /v1/keys/{key_id}": "admin",
-    "GET /v1/tenants": "admin",
-    "GET /v1/tenants/{name}": "admin",
-    "PUT /v1/tenants/{name}": "admin",
-    "GET /v1/tenant": "read",
-}
-
 #: The page's session, and what its calls that change something must carry.
 COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
 
@@ -136,13 +43,15 @@ HOW = (
 )
 
 
-def needed(method: str, path: str) -> Scope | None:
-    """The scope that a route requires; None: no authentication."""
-    return (
-        None
-        if method == "OPTIONS"
-        else SCOPE_OF.get(f"{method} {path.rstrip('/') or '/'}", "admin")
-    )
+def needs(scope: Scope | None) -> dict[str, Any]:
+    """Return the `opt` of a route handler that requires `scope`; None: no authentication."""
+    return {"scope": scope}
+
+
+def scope_of(handler: BaseRouteHandler) -> Scope | None:
+    """Return the scope that a route handler requires: admin, unless it states another."""
+    scope: Scope | None = handler.opt.get("scope", "admin")
+    return scope
 
 
 class Visit(NamedTuple):
@@ -245,9 +154,8 @@ async def authorize(
     connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
 ) -> None:
     """The guard of all routes. Raises `unauthorized`, `forbidden`, and as `OpenCalls.enter`."""
-    method = connection.scope["method"]  # type: ignore[typeddict-item]
-    scope = needed(method, connection.scope["path_template"])
-    if scope is None:
+    scope = scope_of(handler)
+    if scope is None or connection.scope["method"] == "OPTIONS":  # type: ignore[typeddict-item]
         return
     caller = await _caller(connection)
     if not caller.may(scope):

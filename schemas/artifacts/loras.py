@@ -2,13 +2,10 @@
 they may change.
 """
 
-from typing import Annotated
-
-import msgspec
-
 from ..access.handling import Handling
-from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name, PathName, Reference
+from ..base.limits import MAX_LORAS, Reference
 from ..base.records import Record
+from .registered import FolderRequest, Kind, Registered
 
 
 class LoraModule(Record):
@@ -59,23 +56,13 @@ class Adapted(Handling, kw_only=True):
     lora: Reference | None = None  # the name of an adapter: everything is computed with it
 
 
-class LoraRequest(Record):
+class LoraRequest(FolderRequest):
     """Body of `POST /v1/loras`."""
 
-    name: PathName
-    path: Annotated[
-        str, msgspec.Meta(min_length=1, max_length=MAX_PATH)
-    ]  # of PEFT's folder, relative to the setting `lora_dir`
-    model: Name | None = None  # required only if several are served
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
-
-class Lora(Record):
+class Lora(Registered):
     """A registered adapter, as the ledger keeps it and as it is shown."""
 
-    name: str
-    model: str
-    digest: str
     path: str
     rank: int  # the largest of its modules
     modules: list[str]  # that it changes, `*` for the layer's number
@@ -83,14 +70,6 @@ class Lora(Record):
     created: float
     description: str = ""
     replaced: str = ""  # digest that the name had until this request
-
-    def replacing(self, former: "Lora") -> "Lora":
-        """With the digest that the name had, if that was another one."""
-        return (
-            self
-            if former.digest == self.digest
-            else msgspec.structs.replace(self, replaced=former.digest)
-        )
 
     def stored(self) -> StoredLora:
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
@@ -100,3 +79,6 @@ class LoraPage(Record):
     """Answer of `GET /v1/loras`."""
 
     loras: list[Lora]
+
+
+LORAS = Kind("lora", "loras", "adapter", Lora, LoraRequest, LoraPage, "ms:loras:", MAX_LORAS)

@@ -16,6 +16,7 @@ from ..base.limits import (
     MAX_LABEL,
     MAX_LAYER,
     MAX_PROBE_LABELS,
+    MAX_PROBES,
     MAX_REQUEST_PROBES,
     Name,
     Reference,
@@ -23,6 +24,7 @@ from ..base.limits import (
 from ..base.records import Record, Wire
 from ..base.tensors import Tensor
 from ..prompts.selectors import Hook, HookName
+from .registered import Kind, Registered
 
 #: How the scores of a request's tokens become one: that of the last token, the largest, the mean,
 #: or the exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
@@ -84,12 +86,9 @@ class ProbeContent(Record):
         ).hexdigest()
 
 
-class Probe(Record):
+class Probe(Registered):
     """A registered probe, as the ledger keeps it and as it is shown; without its numbers."""
 
-    name: str
-    model: str
-    digest: str
     content: ProbeContent
     hidden_size: int
     bytes: int  # of its tensors
@@ -117,6 +116,9 @@ class ProbePage(Record):
     """Answer of `GET /v1/probes`."""
 
     probes: list[Probe]
+
+
+PROBES = Kind("probe", "probes", "probe", Probe, ProbeRequest, ProbePage, "ms:probes:", MAX_PROBES)
 
 
 class WatchRequest(Record):

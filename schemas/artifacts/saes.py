@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base.limits import MAX_DESCRIPTION, MAX_PATH, MAX_SAE_WIDTH, Count, Index, Name, PathName
+from ..base.limits import MAX_SAE_WIDTH, MAX_SAES, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
+from .registered import FolderRequest, Kind, Registered
 
 #: How a pre-activation becomes an activation, by SAELens' names.
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
@@ -41,25 +42,17 @@ class StoredSae(Record):
     bytes: int  # of its weights in float32
 
 
-class SaeRequest(Record):
+class SaeRequest(FolderRequest):
     """Body of `POST /v1/saes`."""
 
-    name: PathName
-    # of the folder, relative to the setting `sae_dir`
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
     # required where the files do not name it (Gemma Scope's); else it must be theirs
     hook: HookName | None = None
     layer: Index | None = None  # likewise
-    model: Name | None = None  # required only if several are served
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
-class Sae(Record):
+class Sae(Registered):
     """A registered SAE, as the ledger keeps it and as it is shown."""
 
-    name: str
-    model: str
-    digest: str
     path: str
     hook: Hook
     layer: int
@@ -69,14 +62,6 @@ class Sae(Record):
     trained_on: str = ""  # the model, as the files name it
     description: str = ""
     replaced: str = ""  # digest that the name had until this request
-
-    def replacing(self, former: "Sae") -> "Sae":
-        """With the digest that the name had, if that was another one."""
-        return (
-            self
-            if former.digest == self.digest
-            else msgspec.structs.replace(self, replaced=former.digest)
-        )
 
     def stored(self) -> StoredSae:
         return StoredSae(
@@ -93,3 +78,6 @@ class SaePage(Record):
     """Answer of `GET /v1/saes`."""
 
     saes: list[Sae]
+
+
+SAES = Kind("sae", "saes", "sparse autoencoder", Sae, SaeRequest, SaePage, "ms:saes:", MAX_SAES)

@@ -6,15 +6,13 @@ from typing import Annotated
 
 import msgspec
 
+from ..artifacts.registered import FolderRequest, Kind, Registered
 from ..base.limits import (
-    MAX_DESCRIPTION,
     MAX_LENS_TOKEN,
     MAX_LENS_TOKENS,
     MAX_LENS_TOP,
-    MAX_PATH,
+    MAX_TUNED,
     Index,
-    Name,
-    PathName,
     Reference,
 )
 from ..base.records import Record
@@ -47,25 +45,16 @@ class LensSpec(Record):
     at: At = "after"
 
 
-class TunedLensRequest(Record):
+class TunedLensRequest(FolderRequest):
     """Body of `POST /v1/lenses`."""
 
-    name: PathName
-    path: Annotated[
-        str, msgspec.Meta(min_length=1, max_length=MAX_PATH)
-    ]  # of the folder, relative to the setting `lens_dir`
     hook: HookName = "post_block"  # whose rows the maps take
     residual: bool = False  # the maps give what is added to a row: h + W h + b instead of W h + b
-    model: Name | None = None  # required only if several are served
-    description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
 
-class TunedLens(Record):
+class TunedLens(Registered):
     """A registered tuned lens, as the ledger keeps it and as it is shown."""
 
-    name: str
-    model: str
-    digest: str  # SHA-256 of its file
     path: str
     hook: Hook
     residual: bool
@@ -75,14 +64,6 @@ class TunedLens(Record):
     created: float
     description: str = ""
     replaced: str = ""  # digest that the name had until this request
-
-    def replacing(self, former: "TunedLens") -> "TunedLens":
-        """With the digest that the name had, if that was another one."""
-        return (
-            self
-            if former.digest == self.digest
-            else msgspec.structs.replace(self, replaced=former.digest)
-        )
 
     def stored(self) -> StoredTuned:
         return StoredTuned(
@@ -100,3 +81,15 @@ class TunedLensPage(Record):
     """Answer of `GET /v1/lenses`."""
 
     lenses: list[TunedLens]
+
+
+TUNED_LENSES = Kind(
+    "lens",
+    "lenses",
+    "tuned lens",
+    TunedLens,
+    TunedLensRequest,
+    TunedLensPage,
+    "ms:lenses:",
+    MAX_TUNED,
+)

@@ -248,11 +248,11 @@ async def adapter(engine: Any, job: Job) -> AsyncIterator[None]:
     if job.lora is None:
         yield
         return
-    await engine.hold_lora(job.lora)
+    await engine.hold_artifacts([job.lora])
     try:
         yield
     finally:
-        await engine.release_lora(job.lora)
+        await engine.release_artifacts([job.lora])
 
 
 async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:

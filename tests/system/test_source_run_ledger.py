@@ -282,7 +282,7 @@ def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_gone(
             assert await runs.lookup(MODEL, "clean") is None
             assert await refusal(runs.delete(MODEL, "clean")) == (
                 "not_found",
-                "unknown source run 'clean'",
+                f"unknown source run 'clean' of model {MODEL!r}",
             )
 
     asyncio.run(main())

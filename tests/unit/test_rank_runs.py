@@ -68,7 +68,7 @@ class Rig:
         )
 
     async def hold(self, *keys: str) -> None:
-        await self.runs.hold(keys, self.locate)
+        await self.runs.hold([await self.locate(key) for key in keys])
 
     @asynccontextmanager
     async def held(self, *keys: str):

@@ -19,6 +19,8 @@ from ...schemas.requests.specs import Entry, Grade, StoredCapture, StoredSteerin
 from ...schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ..runner.probes.probe_news import Scored
 
+#: A registered artifact as a job keeps it.
+StoredArtifact = StoredLora | StoredSae
 #: Returns the tensor of a content hash; raises MidstreamError if it is not stored.
 Fetch = Callable[[str], Awaitable[Tensor]]
 #: Returns the files with the rows of a run (`run_key`); raises MidstreamError if it is not ready,
@@ -156,30 +158,18 @@ class Engine(Protocol):
     def held_runs(self) -> list[str]:
         """Keys of the runs loaded on the ranks, in use or not."""
 
-    async def hold_lora(self, lora: StoredLora) -> None:
-        """Have this adapter on every rank, and keep it there until `release_lora`.
+    async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
+        """Have these artifacts, all of one kind and of contents that differ, on every rank that
+        needs them, and keep them there until `release_artifacts`. Waits while others leave no room
+        for all of them.
 
-        Waits while others leave no room for it.
-
-        Raises MidstreamError("invalid_request") when the files are not what was registered or do
-        not fit this model, MidstreamError("intervention_failed") when a rank cannot load them, and
-        Quarantined; a call that raises, or is cancelled, holds nothing.
+        Raises MidstreamError("invalid_request") when there can be none, a folder is gone, or an
+        adapter is not what was registered or does not fit this model;
+        MidstreamError("intervention_failed") when a rank cannot load one or its files have changed;
+        and Quarantined. A call that raises, or is cancelled, holds nothing.
         """
 
-    async def release_lora(self, lora: StoredLora) -> None:
-        """Release it; it may stay loaded."""
-
-    async def hold_saes(self, saes: Sequence[StoredSae]) -> None:
-        """Have these sparse autoencoders, of contents that differ, on every rank that reads rows
-        for them, and keep them there until `release_saes`. Waits while others leave no room for all
-        of them.
-
-        Raises MidstreamError("invalid_request") when there can be none or a folder is gone,
-        MidstreamError("intervention_failed") when a rank cannot load one or its files have changed,
-        and Quarantined; a call that raises, or is cancelled, holds nothing.
-        """
-
-    async def release_saes(self, saes: Sequence[StoredSae]) -> None:
+    async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
         """Release them; they may stay loaded."""
 
     # Global steering and modules: `workers.serving.steering` calls these one at a time, never

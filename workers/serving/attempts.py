@@ -31,7 +31,7 @@ from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ...schemas.requests.steering import GlobalSteering
 from ..engine.admission import CellSlots, CrowdedOut
 from ..engine.prompts.format_check import FormatsBusy
-from ..engine.protocol import Engine, Progress, check_lengths
+from ..engine.protocol import Engine, Progress, StoredArtifact, check_lengths
 from ..engine.ranks.collective import Quarantined
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, AttemptOutcome, JobFailed, StoreAway
@@ -272,7 +272,7 @@ class Attempts:
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
             check_lengths(attempt.job, self._engine.info)
-            async with self._adapter(attempt.job), self._autoencoders(attempt.job):
+            async with self._artifacts(attempt.job):
                 outputs = await self._work(attempt)
             attempt.check()
             crash_point("worker.generated")
@@ -313,36 +313,13 @@ class Attempts:
             return await self._give_up(attempt, problem_of(error))
 
     @asynccontextmanager
-    async def _adapter(self, job: Job) -> AsyncIterator[None]:
-        """The job's adapter on the ranks, if it has one."""
-        if job.lora is None:
+    async def _artifacts(self, job: Job) -> AsyncIterator[None]:
+        """Have the job's registered artifacts on the ranks, kind by kind."""
+        async with contextlib.AsyncExitStack() as held:
+            for artifacts in _artifacts_of(job):
+                await self._engine.hold_artifacts(artifacts)
+                held.push_async_callback(self._engine.release_artifacts, artifacts)
             yield
-            return
-        await self._engine.hold_lora(job.lora)
-        try:
-            yield
-        finally:
-            await self._engine.release_lora(job.lora)
-
-    @asynccontextmanager
-    async def _autoencoders(self, job: Job) -> AsyncIterator[None]:
-        """The sparse autoencoders that read the job's features on the ranks."""
-        readings = (capture.reading for captures in job.captures for capture in captures)
-        saes = list(
-            {
-                reading.sae.digest: reading.sae
-                for reading in readings
-                if isinstance(reading, StoredFeatures)
-            }.values()
-        )
-        if not saes:
-            yield
-            return
-        await self._engine.hold_saes(saes)
-        try:
-            yield
-        finally:
-            await self._engine.release_saes(saes)
 
     async def _generate(self, attempt: Attempt) -> list[Output]:
         """Run all prompts of the job concurrently: the engine batches them with each other and with
@@ -512,6 +489,20 @@ class Attempts:
         except TimeoutError:
             return False
         return True
+
+
+def _artifacts_of(job: Job) -> list[Sequence[StoredArtifact]]:
+    """Return the artifacts that ranks hold for the job: its adapter, then the sparse autoencoders
+    that read its features. One order of kinds for all jobs: two never wait for each other's room.
+    """
+    readings = (capture.reading for captures in job.captures for capture in captures)
+    saes = {
+        reading.sae.digest: reading.sae
+        for reading in readings
+        if isinstance(reading, StoredFeatures)
+    }
+    adapters = [] if job.lora is None else [job.lora]
+    return [artifacts for artifacts in (adapters, list(saes.values())) if artifacts]
 
 
 def _other_attempt(error: BaseException) -> AttemptOutcome | None:

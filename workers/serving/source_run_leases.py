@@ -46,7 +46,7 @@ class SourceRunLeases:
         deletion for their age.
 
         `names`: what the job calls them → the job whose captures they are. `locate`: instead of the
-        ledger's. No holder may begin another such block inside, see `RankRuns`. Raises
+        ledger's. No holder may begin another such block inside, see `RankCache`. Raises
         MidstreamError("intervention_failed") naming the run when one is not there or a rank cannot
         load it, StoreAway when that is because the artifact store is unavailable, and Quarantined.
         """

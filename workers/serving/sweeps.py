@@ -276,7 +276,7 @@ class SweepAttempt:
     async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
         """Cells of a path whose senders they are.
 
-        No runs are held while others are waited for: see `RankRuns`.
+        No runs are held while others are waited for: see `RankCache`.
         """
         runs = self._requests.runs(pair)
         controls, cells = (

@@ -2,9 +2,10 @@
 against what is registered.
 """
 
-from ....broker.ledger.named.loras import Loras
-from ....schemas.artifacts.loras import Lora, LoraRequest, LoraSupport, StoredLora
-from ....schemas.base.errors import invalid, unknown
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Registry
+from ....schemas.artifacts.loras import LORAS, Lora, LoraRequest, LoraSupport, StoredLora
+from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....storage.formats.lora_files import check_on, folder_of
@@ -30,21 +31,12 @@ def resolve_lora(lora_request: LoraRequest, model: ModelInfo, root: str) -> Lora
     )
 
 
-async def named_lora(name: str | None, model: ModelInfo, loras: Loras) -> StoredLora | None:
+async def named_lora(name: str | None, model: ModelInfo, ledger: Ledger) -> StoredLora | None:
     """The adapter that a request names. Raises a 400 naming `lora`, with those there are."""
     if name is None:
         return None
     support = _support(model)
-    lora = await loras.get(model.name, name)
-    if lora is None:
-        raise unknown(
-            "adapter",
-            name,
-            model.name,
-            await loras.names(model.name),
-            field="lora",
-            kind="invalid_request",
-        )
+    lora = await Registry(ledger, LORAS).known(model.name, name, "lora", "invalid_request")
     # The model may have been restarted since, with other settings or another checkpoint. (Shapes
     # are compared before it is loaded.)
     if lora.rank > support.max_rank:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ....broker.ledger.named.probes import Probes, misfit
 from ....schemas.artifacts.probes import Probe, ProbeContent, ProbeRequest, ProbeUse, StoredProbe
-from ....schemas.base.errors import invalid, unknown
+from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_PROBE_LABELS, MAX_PROBE_TOKENS, MAX_REQUEST_PROBES
 from ....schemas.base.records import now, to_msgpack
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
@@ -164,16 +164,7 @@ async def probes_of(
         at = f"probes[{index}]"
         if use.probe in (earlier.probe for earlier in uses[:index]):
             raise invalid(at, f"{use.probe!r} is listed twice")
-        probe = await probes.get(model.name, use.probe)
-        if probe is None:
-            raise unknown(
-                "probe",
-                use.probe,
-                model.name,
-                await probes.names(model.name),
-                field=at,
-                kind="invalid_request",
-            )
+        probe = await probes.known(model.name, use.probe, at, "invalid_request")
         if (why := misfit(probe, model)) is not None:
             raise invalid(at, f"{use.probe!r} {why}", allowed="register it again")
         check_action(probe, use.action, f"{at}.action", model)

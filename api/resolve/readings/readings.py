@@ -5,11 +5,13 @@ A kind of reading is a row in `READINGS`. How much may come back is limited toge
 consumer `memory` returns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ....broker.ledger.jobs.ledger import Ledger
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
@@ -26,6 +28,8 @@ from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_eac
 from ..prompts.requested_features import FeatureWish
 from ..prompts.tokenizer import Codec, TooLong
 from .readers import resolve_reader
+from .saes import wish_of
+from .tuned_lenses import fitted
 
 if TYPE_CHECKING:
     from ..prompts.request_parsing import ParsedRequest
@@ -160,18 +164,44 @@ def _features(wish: FeatureWish, bounds: Bounds, at: str) -> list[StoredCapture]
 # --- All readings
 # --------------------------------------------------------------------------------------------------
 
-#: Field of a request → (kind of reading, as workers report it; one capture per prompt of what it
-#: asks). A field may hold a list.
-READINGS: dict[str, tuple[str, Callable[[Any, Bounds, str], list[StoredCapture]]]] = {
-    "lens": ("lens", _lens),
-    "features": ("features", _features),
-    "readers": ("reader", resolve_reader),
+
+@dataclass(frozen=True)
+class ReadingKind:
+    """A kind of reading, and how a request's specs of it are resolved."""
+
+    kind: str  # as workers report it
+    captures: Callable[[Any, Bounds, str], list[StoredCapture]]  # one per prompt
+    #: Returns a spec with the registered artifact that it names. Raises a 400 naming the field.
+    find: Callable[[Any, str, ModelInfo, Ledger], Awaitable[Any]] | None = None
+
+
+#: Field of a request → kind of reading. A field may hold a list.
+READINGS: dict[str, ReadingKind] = {
+    "lens": ReadingKind("lens", _lens, fitted),
+    "features": ReadingKind("features", _features, wish_of),
+    "readers": ReadingKind("reader", resolve_reader),
 }
 
 
 def asked(parsed: "ParsedRequest") -> dict[str, Any]:
     """Field → spec, or specs, of each reading that a request asks for."""
     return {field: spec for field in READINGS if (spec := getattr(parsed, field))}
+
+
+async def with_artifacts(
+    parsed: "ParsedRequest", model: ModelInfo, ledger: Ledger
+) -> "ParsedRequest":
+    """Return the request with the artifacts that its readings name. Raises a 400 naming one."""
+    found: dict[str, Any] = {}
+    for field, spec in asked(parsed).items():
+        if (find := READINGS[field].find) is None:
+            continue
+        if isinstance(spec, list):
+            specs = enumerate(spec)
+            found[field] = [await find(one, f"{field}[{at}]", model, ledger) for at, one in specs]
+        else:
+            found[field] = await find(spec, field, model, ledger)
+    return replace(parsed, **found)
 
 
 def _each(parsed: "ParsedRequest") -> list[tuple[str, str, Any]]:
@@ -196,9 +226,9 @@ def resolve_readings(
     """
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in _each(parsed):
-        kind, resolve = READINGS[field]
-        _check_served(kind, at, bounds.model)
-        captures = resolve(spec, bounds, at)
+        reading = READINGS[field]
+        _check_served(reading.kind, at, bounds.model)
+        captures = reading.captures(spec, bounds, at)
         if twin := next((other for other, before in stored_captures if before == captures), ""):
             raise invalid(at, f"asks the same as {twin}", allowed="omit one of them")
         stored_captures.append((at, captures))

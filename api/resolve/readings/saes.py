@@ -2,13 +2,16 @@
 name against what is registered.
 """
 
-from ....broker.ledger.named.saes import Saes
-from ....schemas.artifacts.saes import Sae, SaeRequest
-from ....schemas.base.errors import invalid, unknown
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Registry
+from ....schemas.artifacts.saes import SAES, Sae, SaeRequest
+from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
+from ....schemas.requests.features import FeatureSpec
 from ....storage.formats.sae_files import check_on, folder_of, size_of
+from ..prompts.requested_features import FeatureWish
 
 
 def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
@@ -40,18 +43,9 @@ def resolve_sae(sae_request: SaeRequest, model: ModelInfo, root: str) -> Sae:
     )
 
 
-async def named_sae(name: str, field: str, model: ModelInfo, saes: Saes) -> Sae:
+async def named_sae(name: str, field: str, model: ModelInfo, ledger: Ledger) -> Sae:
     """The SAE that a request names in `field`. Raises a 400 naming it, with those there are."""
-    sae = await saes.get(model.name, name)
-    if sae is None:
-        raise unknown(
-            "sparse autoencoder",
-            name,
-            model.name,
-            await saes.names(model.name),
-            field=field,
-            kind="invalid_request",
-        )
+    sae = await Registry(ledger, SAES).known(model.name, name, field, "invalid_request")
     # The model may have been restarted since, with other settings or another checkpoint.
     if (
         sae.hook not in model.hooks
@@ -64,3 +58,12 @@ async def named_sae(name: str, field: str, model: ModelInfo, saes: Saes) -> Sae:
         )
         raise invalid(field, wrong, allowed="register it again")
     return sae
+
+
+async def wish_of(
+    spec: FeatureSpec | FeatureWish, field: str, model: ModelInfo, ledger: Ledger
+) -> FeatureWish:
+    """Return the features to read, with their autoencoder. Raises a 400 naming the field."""
+    if isinstance(spec, FeatureWish):
+        return spec
+    return FeatureWish(spec, await named_sae(spec.sae, f"{field}.sae", model, ledger))

@@ -4,12 +4,20 @@ against what is registered.
 
 import msgspec
 
-from ....broker.ledger.named.tuned_lenses import TunedLenses
-from ....schemas.base.errors import invalid, unknown
+from ....broker.ledger.jobs.ledger import Ledger
+from ....broker.ledger.named.registry import Registry
+from ....schemas.base.errors import invalid
 from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
-from ....schemas.requests.lens import LENS_HOOKS, FittedLens, LensSpec, TunedLens, TunedLensRequest
+from ....schemas.requests.lens import (
+    LENS_HOOKS,
+    TUNED_LENSES,
+    FittedLens,
+    LensSpec,
+    TunedLens,
+    TunedLensRequest,
+)
 from ....storage.formats.tuned_files import check_on, folder_of
 
 
@@ -44,23 +52,19 @@ def resolve_tuned(tuned_lens_request: TunedLensRequest, model: ModelInfo, root: 
     )
 
 
-async def fitted(spec: LensSpec | None, model: ModelInfo, lenses: TunedLenses) -> LensSpec | None:
-    """The lens with the tuned lens that it names.
+async def fitted(spec: LensSpec, field: str, model: ModelInfo, ledger: Ledger) -> LensSpec:
+    """Return the lens with the tuned lens that it names.
 
-    Raises a 400 naming `lens.tuned`, with those there are.
+    Raises a 400 naming `tuned` below `field`, with the names that exist.
     """
-    if spec is None or spec.tuned is None:
+    if spec.tuned is None:
         return spec
-    tuned = await lenses.get(model.name, spec.tuned)
-    if tuned is None:
-        names = await lenses.names(model.name)
-        raise unknown(
-            "tuned lens", spec.tuned, model.name, names, field="lens.tuned", kind="invalid_request"
-        )
+    lenses, at = Registry(ledger, TUNED_LENSES), f"{field}.tuned"
+    tuned = await lenses.known(model.name, spec.tuned, at, "invalid_request")
     # The model may have been restarted since, with other settings or another checkpoint.
     if tuned.hidden_size != model.hidden_size or tuned.layers[-1] >= model.num_layers:
         raise invalid(
-            "lens.tuned",
+            at,
             f"{spec.tuned!r} was registered for a model of another shape",
             allowed="register it again",
         )

@@ -4,29 +4,21 @@ The ledger's side of `schemas.probes`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import msgspec
-
-from ....schemas.artifacts.probes import Probe, StoredProbe
+from ....schemas.artifacts.probes import PROBES, Probe, StoredProbe
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_PROBES, MAX_WATCHING
-from ....schemas.base.records import from_msgpack
-from ....schemas.base.version import __version__
 from ....schemas.jobs.models import ModelInfo
 from ..core import scripts
 from ..jobs.ledger import Ledger, reachable
+from .registry import Names
 
 
-class Probes:
-    """Belongs to the ledger's event loop.
-
-    All calls raise MidstreamError("unavailable") while Redis is unreachable.
-    """
+class Probes(Names[Probe]):
+    """Names of probes, whose tensors are stored with them."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._redis: Any = ledger.redis
+        super().__init__(ledger, PROBES)
         self._scripts = scripts.Scripts(ledger.redis)
 
     @reachable
@@ -39,7 +31,7 @@ class Probes:
         where the model has `MAX_PROBES` others, or `MAX_WATCHING` others that watch all traffic,
         and `conflict` when another change came in between.
         """
-        packed = await self._redis.hget(_key(probe.model), probe.name)
+        packed = await self._redis.hget(self._key(probe.model), probe.name)
         await self._ledger.check_room(sum(map(len, blobs.values())))
         arguments = scripts.put_probe(self._ledger.settings, probe, packed, blobs)
         outcome, *detail = scripts.text(await self._scripts.put_probe(args=arguments))
@@ -59,27 +51,14 @@ class Probes:
             raise MidstreamError(
                 "conflict", f"the probe {probe.name!r} was changed or deleted meanwhile: try again"
             )
-        return None if packed is None else _read(packed, probe.name)
-
-    @reachable
-    async def get(self, model: str, name: str) -> Probe | None:
-        packed = await self._redis.hget(_key(model), name)
-        return None if packed is None else _read(packed, name)
-
-    @reachable
-    async def of_model(self, model: str) -> list[Probe]:
-        """By name."""
-        return [
-            _read(packed, name.decode())
-            for name, packed in sorted((await self._redis.hgetall(_key(model))).items())
-        ]
+        return None if packed is None else self._read(packed, probe.name)
 
     @reachable
     async def named(self, model: str, names: Sequence[bytes]) -> list[Probe]:
         """Return those of these names that exist, in this order."""
-        result = await self._redis.hmget(_key(model), names) if names else []
+        result = await self._redis.hmget(self._key(model), names) if names else []
         return [
-            _read(packed, name.decode())
+            self._read(packed, name.decode())
             for name, packed in zip(names, result, strict=True)
             if packed is not None
         ]
@@ -102,12 +81,7 @@ class Probes:
         return [probe.stored(probe.watch or "none", watching=True) for probe in result]
 
     @reachable
-    async def names(self, model: str) -> list[str]:
-        return sorted(name.decode() for name in await self._redis.hkeys(_key(model)))
-
-    @reachable
     async def delete(self, model: str, name: str) -> bool:
-        """Return whether there was one. Accepted jobs keep it."""
         return bool(
             await self._scripts.delete_probe(
                 args=scripts.pack(self._ledger.settings, model=model, name=name)
@@ -130,18 +104,3 @@ def misfit(probe: Probe, model: ModelInfo) -> str | None:
     if content.hook not in model.hooks:
         return f"reads hook {content.hook}; the model has {', '.join(model.hooks)}"
     return None
-
-
-def _key(model: str) -> str:
-    return f"ms:probes:{model}"
-
-
-def _read(packed: bytes, name: str) -> Probe:
-    try:
-        return from_msgpack(packed, Probe)
-    except msgspec.DecodeError as error:
-        detail = (
-            f"the probe {name!r} was stored by another version of midstream; midstream "
-            f"{__version__} cannot read it: {error}"
-        )
-        raise MidstreamError("version_mismatch", f"{detail}; register it again") from error

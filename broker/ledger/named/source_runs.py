@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
-from ....schemas.base.errors import MidstreamError, Problem
+from ....schemas.base.errors import MidstreamError, Problem, unknown
 from ....schemas.base.records import from_json, from_msgpack, now, to_json
 from ....schemas.base.settings import Settings
 from ....schemas.base.version import __version__
@@ -186,9 +186,7 @@ class SourceRuns:
 
     async def view(self, model: str, name: str) -> RunView:
         """Raises MidstreamError("not_found")."""
-        run = await self.lookup(model, name)
-        if run is None:
-            raise unknown(name)
+        run = await self._existing(model, name)
         (view,) = await self._views([run], model)
         if view.state != "ready":
             return view
@@ -222,9 +220,7 @@ class SourceRuns:
         May be repeated. Raises MidstreamError: `not_found`, `conflict` while its job runs,
         `internal` when the disk refuses.
         """
-        run = await self.lookup(model, name)
-        if run is None:
-            raise unknown(name)
+        run = await self._existing(model, name)
         try:
             await Captures(self._ledger).delete(run.job)
         except MidstreamError as error:
@@ -294,6 +290,12 @@ class SourceRuns:
         await self._redis.set(_cache(worker), to_json(held), px=int(seconds * 1000))
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    async def _existing(self, model: str, name: str) -> Run:
+        run = await self.lookup(model, name)
+        if run is None:
+            raise unknown("source run", name, model, await self.names(model))
+        return run
 
     @reachable
     async def _named(self, model: str) -> Runs:
@@ -408,10 +410,6 @@ class SourceRuns:
                 return []
             receipts += [receipt_decoder.decode(raw) for raw in packed]
         return receipts
-
-
-def unknown(name: str) -> MidstreamError:
-    return MidstreamError("not_found", f"unknown source run {name!r}")
 
 
 def _readiness(

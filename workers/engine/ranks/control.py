@@ -15,7 +15,8 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import RankSpec, StoredSteering, steering_rows
 from ....schemas.requests.steering import GlobalSteering, RankApplied, RankSteering
 from ..admission import RowAdmission, RowDemand
-from ..protocol import Fetch, Locate
+from ..protocol import Fetch, Locate, StoredArtifact
+from .cache import RankCache
 from .collective import Quarantined, Ranks, Refused, Undo
 from .loras import RankLoras
 from .saes import RankSaes
@@ -39,8 +40,13 @@ class RankControl(ABC):
         self._ranks = Ranks(self._call, self.world, lambda reason: self.on_quarantine(reason))
         self._vectors = RankVectors(self._ranks, settings.vector_cache_mib << 20)
         self._runs = RankRuns(self._ranks, settings.run_cache_mib << 20)
-        self._loras = RankLoras(self._ranks, settings.lora_dir, settings.max_cpu_loras)
-        self._saes = RankSaes(self._ranks, settings.sae_dir, settings.sae_cache_mib << 20)
+        self._loras = RankLoras(
+            self._ranks, settings.lora_dir, settings.max_cpu_loras, lambda: self.info.lora
+        )
+        self._artifacts: dict[type[StoredArtifact], RankCache[Any]] = {
+            StoredLora: self._loras,
+            StoredSae: RankSaes(self._ranks, settings.sae_dir, settings.sae_cache_mib << 20),
+        }
         self._patience_s = settings.steering_wait_s
         self._rows = RowAdmission(settings.steering_rows, settings.steering_entries)
 
@@ -71,7 +77,8 @@ class RankControl(ABC):
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         if keys:
-            await self._runs.hold(keys, locate)
+            # also those that are loaded: they may have been deleted since
+            await self._runs.hold([await locate(key) for key in dict.fromkeys(keys)])
 
     async def release_runs(self, keys: Sequence[str]) -> None:
         self._runs.release(keys)
@@ -79,17 +86,11 @@ class RankControl(ABC):
     def held_runs(self) -> list[str]:
         return self._runs.names
 
-    async def hold_lora(self, lora: StoredLora) -> None:
-        await self._loras.hold(lora, self.info.lora)
+    async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
+        await self._artifacts[type(artifacts[0])].hold(artifacts)
 
-    async def release_lora(self, lora: StoredLora) -> None:
-        self._loras.release(lora)
-
-    async def hold_saes(self, saes: Sequence[StoredSae]) -> None:
-        await self._saes.hold(saes)
-
-    async def release_saes(self, saes: Sequence[StoredSae]) -> None:
-        self._saes.release(saes)
+    async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
+        self._artifacts[type(artifacts[0])].release(artifact.digest for artifact in artifacts)
 
     async def prepare_global(self, steering: GlobalSteering) -> list[RankApplied]:
         try:

@@ -1,8 +1,8 @@
 """Vectors on the ranks: each is sent once, to all ranks or to none, and kept while in use."""
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -10,22 +10,23 @@ from ....schemas.base.records import to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import StoredSteering
 from ..protocol import Fetch
+from .cache import RankRecord, release
 from .collective import Ranks, Undo, unbroken
 
 #: Of that many requests that will use what is sent, the ranks lay out the steering ahead.
 _USERS = 64
 
 
-class RankVectors:
-    """The worker's record of vectors on the ranks; unused ones stay cached within the budget.
+class RankVectors(RankRecord):
+    """The worker's record of vectors on the ranks; sizes are bytes. No holder waits for room.
 
-    What named modules and global steering hold (`pinned`) does not count against it.
+    What named modules and global steering hold (`pinned`) does not count against the budget.
     """
 
-    def __init__(self, ranks: Ranks, budget_bytes: int) -> None:
-        self._ranks, self._budget = ranks, budget_bytes
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
-        self._held: Counter[str] = Counter()
+    drop, dropping = "midstream_drop_vectors", "dropping vectors"
+
+    def __init__(self, ranks: Ranks, budget: int) -> None:
+        super().__init__(ranks, budget)
         self._pinned: Counter[str] = Counter()
         self._lock = asyncio.Lock()
 
@@ -61,18 +62,12 @@ class RankVectors:
                 holders[name] += 1
                 self._sizes.move_to_end(name)
 
-    def release(self, names: Sequence[str], *, pinned: bool = False) -> None:
+    def release(self, keys: Iterable[str], *, pinned: bool = False) -> None:
         """Undo one `hold` of the same names."""
-        holders = self._pinned if pinned else self._held
-        for name in dict.fromkeys(names):
-            holders[name] -= 1
-            if holders[name] <= 0:  # below: `forget` came in between
-                del holders[name]
+        release(self._pinned if pinned else self._held, keys)
 
     def forget(self) -> None:
-        """The ranks have dropped everything, including held vectors."""
-        self._sizes.clear()
-        self._held.clear()
+        super().forget()
         self._pinned.clear()
 
     async def _send(
@@ -83,7 +78,7 @@ class RankVectors:
         users: Sequence[list[StoredSteering]],
     ) -> None:
         sizes = {name: len(tensor.data) for name, tensor in tensors.items()}
-        await self._evict(sum(sizes.values()) if counted else 0, keep)
+        await self._make_room(sum(sizes.values()) if counted else 0, keep)
         payload = {
             name: {"dtype": t.dtype, "shape": t.shape, "data": t.data}
             for name, t in tensors.items()
@@ -96,26 +91,11 @@ class RankVectors:
             "midstream_put_vectors",
             payload,
             distinct,
-            undo=Undo("midstream_drop_vectors", (sorted(tensors),)),
+            undo=Undo(self.drop, (sorted(tensors),)),
         )
         self._sizes.update(sizes)
 
-    async def _evict(self, coming: int, keep: set[str]) -> None:
+    async def _make_room(self, coming: int, keep: Collection[str]) -> None:
         """Make room for `coming` bytes: evict unused vectors, least recently used first."""
-        excess = (
-            sum(size for name, size in self._sizes.items() if name not in self._pinned)
-            + coming
-            - self._budget
-        )
-        dropped = []
-        for name, size in self._sizes.items():
-            if excess <= 0:
-                break
-            if name not in self._held and name not in self._pinned and name not in keep:
-                dropped.append(name)
-                excess -= size
-        if dropped:
-            for name in dropped:
-                # first: after a failure on one rank it is unknown which ranks have them
-                del self._sizes[name]
-            await self._ranks.apply("dropping vectors", "midstream_drop_vectors", dropped)
+        counted = sum(size for name, size in self._sizes.items() if name not in self._pinned)
+        await self._evict(counted + coming - self._budget, {*keep, *self._pinned})

@@ -1,0 +1,83 @@
+"""A further kind of registered artifact needs a description for the ledger and a row for its
+routes, and no code of its own in either.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from ledger_kit import MODEL, open_ledger
+
+from midstream.api import app
+from midstream.api.openapi import document
+from midstream.api.routes.registered import FromFolder, folder_routes
+from midstream.broker.ledger.named.registry import Registry
+from midstream.schemas.artifacts.registered import FolderRequest, Kind, Registered
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import Record
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.models import ModelInfo
+
+
+class Ruler(Registered):
+    """A registered ruler."""
+
+    inches: int
+    replaced: str = ""
+
+
+class RulerRequest(FolderRequest, kw_only=True):
+    """Body of `POST /v1/rulers`."""
+
+    inches: int
+
+
+class RulerPage(Record):
+    """Answer of `GET /v1/rulers`."""
+
+    rulers: list[Ruler]
+
+
+RULERS = Kind("ruler", "rulers", "ruler", Ruler, RulerRequest, RulerPage, "ms:rulers:", 2)
+
+
+def ruler(name: str, digest: str = "d") -> Ruler:
+    return Ruler(name=name, model=MODEL, digest=digest, inches=12)
+
+
+def resolve_ruler(request: RulerRequest, model: ModelInfo, root: str) -> Ruler:
+    return Ruler(name=request.name, model=model.name, digest="d", inches=request.inches)
+
+
+def test_the_ledger_keeps_a_further_kind(redis_url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+            rulers = Registry(ledger, RULERS)
+            assert await rulers.put(ruler("one")) is None
+            assert await rulers.put(ruler("one", "e")) == ruler("one")
+            assert ruler("one", "e").replacing(ruler("one")).replaced == "d"
+            assert await rulers.known(MODEL, "one") == ruler("one", "e")
+            await rulers.put(ruler("two"))
+            with pytest.raises(MidstreamError, match="has 2 rulers"):
+                await rulers.put(ruler("three"))
+            assert await rulers.delete(MODEL, "two")
+            assert await rulers.of_model(MODEL) == [ruler("one", "e")]
+            with pytest.raises(MidstreamError, match=r"unknown ruler 'two' .*\(allowed: one\)"):
+                await rulers.known(MODEL, "two")
+            assert await rulers.delete(MODEL, "one")
+
+    asyncio.run(main())
+
+
+def test_a_further_kind_gets_its_routes_from_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = FromFolder(
+        RULERS, "a ruler", "rulers", "ruler", resolve_ruler, lambda settings: "", "A ruler."
+    )
+    monkeypatch.setattr(app, "ROUTES", [*app.ROUTES, *folder_routes(row)])
+    paths = json.loads(document(app.make_app(Settings())))["paths"]
+    assert {verb: paths["/v1/rulers"][verb]["summary"] for verb in paths["/v1/rulers"]} == {
+        "get": "List rulers",
+        "post": "Register or replace a ruler",
+    }
+    assert set(paths["/v1/rulers/{name}"]) == {"get", "delete"}
