@@ -12,7 +12,7 @@ from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_PROMPTS, MAX_UNSERVED
 from ....schemas.extensions import ReaderSpec
-from ....schemas.jobs.jobs import JobRequest, Sampling, SamplingRequest
+from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ....schemas.prompts.chat import (
     PLAIN,
@@ -112,7 +112,12 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         body,
         kind="generate",
         prompts=prompts or chats,
-        sampling=_as_stored(body.sampling),
+        sampling=msgspec.structs.replace(
+            body.sampling,
+            structured_outputs=structured(
+                body.sampling.structured_outputs, "sampling.structured_outputs"
+            ),
+        ),
         sampling_at="sampling.",
         max_tokens_at="sampling.max_tokens",
     )
@@ -221,18 +226,6 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
         given["stop"] = [body.stop]
     given["structured_outputs"] = format_of(body)
     return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
-
-
-def _as_stored(sampling: SamplingRequest) -> Sampling:
-    given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-    return Sampling(
-        **{
-            **given,
-            "structured_outputs": structured(
-                sampling.structured_outputs, "sampling.structured_outputs"
-            ),
-        }
-    )
 
 
 def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
