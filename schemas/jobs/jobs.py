@@ -70,20 +70,24 @@ BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
 ReaderList = Annotated[list[ReaderSpec], msgspec.Meta(max_length=MAX_READERS)]
 
 
-class Structured(Record, omit_defaults=True):
-    """Constraint on the generated text, one of these; JSON schemas and structural tags as JSON
-    text.
-    """
+class StructuredRequest(Record, omit_defaults=True):
+    """vLLM's `structured_outputs`: exactly one constraint, and how JSON is written."""
 
-    json: str | None = None  # a JSON schema
-    json_object: bool | None = None  # any JSON object
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None  # EBNF, as xgrammar reads it, or Lark
-    structural_tag: str | None = None
+    json: SchemaText | dict[str, Any] | None = None  # a JSON schema, as text or as an object
+    json_object: Literal[True] | None = None
+    regex: Annotated[str, msgspec.Meta(max_length=MAX_REGEX)] | None = None
+    choice: (
+        Annotated[
+            list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]],
+            msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES),
+        ]
+        | None
+    ) = None
+    grammar: SchemaText | None = None
+    structural_tag: SchemaText | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    whitespace_pattern: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] | None = None
 
 
 class Sampling(Record, omit_defaults=True):  # what is not used, older workers need not know
@@ -111,27 +115,7 @@ class Sampling(Record, omit_defaults=True):  # what is not used, older workers n
     skip_special_tokens: bool = True  # in the text
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: Structured | None = None
-
-
-class StructuredRequest(Record):
-    """vLLM's `structured_outputs`: exactly one constraint, and how JSON is written."""
-
-    json: SchemaText | dict[str, Any] | None = None  # a JSON schema, as text or as an object
-    json_object: Literal[True] | None = None
-    regex: Annotated[str, msgspec.Meta(max_length=MAX_REGEX)] | None = None
-    choice: (
-        Annotated[
-            list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]],
-            msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES),
-        ]
-        | None
-    ) = None
-    grammar: SchemaText | None = None
-    structural_tag: SchemaText | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] | None = None
+    structured_outputs: StructuredRequest | None = None  # of a job: JSON as text
 
 
 class SamplingRequest(Sampling):
@@ -149,8 +133,6 @@ class SamplingRequest(Sampling):
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords = []
-    # Converted when the request is parsed.
-    structured_outputs: StructuredRequest | None = None  # type: ignore[assignment]
 
 
 class JobRequest(Adapted, kw_only=True):

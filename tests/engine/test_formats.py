@@ -18,13 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tolerances import FP32_ROWS
 from transformers import PreTrainedTokenizerFast
 
-from midstream.schemas.jobs.jobs import Structured
+from midstream.schemas.jobs.jobs import StructuredRequest
 from midstream.schemas.prompts.selectors import HOOKS
 
 EVERYTHING = {hook: list(range(LAYERS)) for hook in HOOKS}
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 ALLOWED = {ALPHABET.index(letter) for letter in "xyz"}
-FORM = Structured(regex="(x|y|z){5,9}")
+FORM = StructuredRequest(regex="(x|y|z){5,9}")
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -110,7 +110,7 @@ def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alon
 
 def test_a_constraint_that_does_not_compile_fails_its_own_job_alone(host: Host) -> None:
     broken, job = (
-        host.job(prompt_of(9), structured_outputs=Structured(regex="[(")),
+        host.job(prompt_of(9), structured_outputs=StructuredRequest(regex="[(")),
         host.job(prompt_of(9)),
     )
     answer = host.run_any(broken, job)
@@ -126,7 +126,7 @@ def test_constrained_requests_end_where_the_constraint_does(host: Host) -> None:
         job = host.job(
             prompt_of(9 + number, seed=number),
             max_tokens=8,
-            structured_outputs=Structured(choice=[choice]),
+            structured_outputs=StructuredRequest(choice=[choice]),
         )
         jobs.append(replace(job, sampling=replace(job.sampling, ignore_eos=False)))
     answers = host.run(*jobs)

@@ -14,7 +14,7 @@ from msgspec import UnsetType
 from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_NESTING, MAX_SCHEMA, MAX_TEMPLATE_OPTIONS, MAX_TOOLS_BYTES
 from ....schemas.base.records import to_json
-from ....schemas.jobs.jobs import Structured, StructuredRequest
+from ....schemas.jobs.jobs import StructuredRequest
 from ....schemas.jobs.openai import (
     ChatRequest,
     JsonObjectFormat,
@@ -64,15 +64,14 @@ def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> A
 
 
 def _schema(raw: msgspec.Raw | bytes, at: str) -> str:
-    """A JSON schema as text."""
-    schema = bounded_json(raw, at)
-    if not isinstance(schema, dict):
+    """A JSON schema as text: as it is written, so that it keeps within its bound."""
+    if not isinstance(bounded_json(raw, at), dict):
         raise invalid(at, "is not a JSON schema", allowed="an object")
-    return to_json(schema).decode()
+    return bytes(raw).decode()
 
 
-def structured(structured_request: StructuredRequest | None, at: str) -> Structured | None:
-    """The constraint at `at`. Raises a 400 unless there is exactly one."""
+def structured(structured_request: StructuredRequest | None, at: str) -> StructuredRequest | None:
+    """The constraint at `at`, its JSON schema as text. Raises a 400 unless there is exactly one."""
     if structured_request is None:
         return None
     given = [name for name in CONSTRAINTS if getattr(structured_request, name) is not None]
@@ -85,25 +84,14 @@ def structured(structured_request: StructuredRequest | None, at: str) -> Structu
         raise invalid(f"{at}.grammar", "is empty")
     if structured_request.regex is not None and "\0" in structured_request.regex:
         raise invalid(f"{at}.regex", "contains a NUL character")
-    same = {
-        name: getattr(structured_request, name)
-        for name in Structured.__struct_fields__
-        if name != "json"
-    }
-    if structured_request.json is None:
-        return Structured(**same)
-    return Structured(
-        **same,
-        json=_schema(
-            structured_request.json.encode()
-            if isinstance(structured_request.json, str)
-            else to_json(structured_request.json),
-            f"{at}.json",
-        ),
-    )
+    schema = structured_request.json
+    if schema is None:
+        return structured_request
+    raw = schema.encode() if isinstance(schema, str) else to_json(schema)
+    return msgspec.structs.replace(structured_request, json=_schema(raw, f"{at}.json"))
 
 
-def format_of(body: OpenAIRequest) -> Structured | None:
+def format_of(body: OpenAIRequest) -> StructuredRequest | None:
     """The constraint of `response_format` or `structured_outputs`.
 
     Raises a 400 when both ask for one.
@@ -114,9 +102,9 @@ def format_of(body: OpenAIRequest) -> Structured | None:
     if body.structured_outputs is not None:
         raise invalid("structured_outputs", "is given with response_format", allowed="one of them")
     if isinstance(response_format, JsonObjectFormat):
-        return Structured(json_object=True)
+        return StructuredRequest(json_object=True)
     assert isinstance(response_format, JsonSchemaFormat)
-    return Structured(
+    return StructuredRequest(
         json=_schema(response_format.json_schema.schema, "response_format.json_schema.schema")
     )
 

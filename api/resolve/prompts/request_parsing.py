@@ -12,7 +12,7 @@ from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_PROMPTS, MAX_UNSERVED
 from ....schemas.extensions import ReaderSpec
-from ....schemas.jobs.jobs import JobRequest, Sampling, SamplingRequest
+from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ....schemas.prompts.chat import (
     PLAIN,
@@ -108,23 +108,18 @@ def parse_job(body: JobRequest) -> ParsedRequest:
         parse_conversation(f"messages[{index}]", messages)
         for index, messages in enumerate(body.messages or [])
     ]
-    return ParsedRequest(
+    return _parsed(
+        body,
         kind="generate",
-        model=body.model,
         prompts=prompts or chats,
-        sampling=_as_stored(body.sampling),
+        sampling=msgspec.structs.replace(
+            body.sampling,
+            structured_outputs=structured(
+                body.sampling.structured_outputs, "sampling.structured_outputs"
+            ),
+        ),
         sampling_at="sampling.",
         max_tokens_at="sampling.max_tokens",
-        capture=body.capture,
-        steering=body.steering,
-        patch=body.patch,
-        lens=body.lens,
-        readers=body.readers,
-        features=body.features,
-        metadata=body.metadata,
-        handling=handling_of(body),
-        lora=body.lora,
-        probes=body.probes,
     )
 
 
@@ -138,24 +133,14 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
     sampling = _sampling(body, max_tokens or 1, body.logprobs)
     if body.echo and sampling.prompt_logprobs is None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
-    return ParsedRequest(
+    return _parsed(
+        body,
         kind="completion",
-        model=body.model,
         prompts=_completion_prompts(body.prompt),
         sampling=sampling,
         n=body.n or 1,
         echo=bool(body.echo or body.return_token_ids or body.prompt_logprobs is not None),
-        capture=body.capture,
-        steering=body.steering,
-        patch=body.patch,
-        lens=body.lens,
-        readers=body.readers,
-        features=body.features,
         stream=bool(body.stream),
-        metadata=body.metadata or {},
-        handling=handling_of(body),
-        lora=body.lora,
-        probes=body.probes,
     )
 
 
@@ -169,9 +154,9 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         raise invalid("top_logprobs", "needs logprobs: true")
     named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(body, named)
-    return ParsedRequest(
+    return _parsed(
+        body,
         kind="chat",
-        model=body.model,
         prompts=[
             replace(parse_conversation("messages", body.messages), rendering=rendering_of(body))
         ],
@@ -183,17 +168,21 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         ),
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
-        capture=body.capture,
-        steering=body.steering,
-        patch=body.patch,
-        lens=body.lens,
-        readers=body.readers,
-        features=body.features,
         stream=bool(body.stream),
+    )
+
+
+#: Members of a parsed request that every body has under the same name.
+_SAME = ("model", "capture", "steering", "patch", "lens", "readers", "features", "lora", "probes")
+
+
+def _parsed(body: JobRequest | OpenAIRequest, **own: Any) -> ParsedRequest:
+    """Return the request with the members that all bodies share; `own`: the others."""
+    return ParsedRequest(
+        **{name: getattr(body, name) for name in _SAME},
         metadata=body.metadata or {},
         handling=handling_of(body),
-        lora=body.lora,
-        probes=body.probes,
+        **own,
     )
 
 
@@ -237,18 +226,6 @@ def _sampling(body: OpenAIRequest, max_tokens: int, logprobs: int | None) -> Sam
         given["stop"] = [body.stop]
     given["structured_outputs"] = format_of(body)
     return Sampling(**{"temperature": 1.0, **given, "max_tokens": max_tokens, "logprobs": logprobs})
-
-
-def _as_stored(sampling: SamplingRequest) -> Sampling:
-    given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-    return Sampling(
-        **{
-            **given,
-            "structured_outputs": structured(
-                sampling.structured_outputs, "sampling.structured_outputs"
-            ),
-        }
-    )
 
 
 def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[ParsedPrompt]:
