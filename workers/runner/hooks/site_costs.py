@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ....schemas.prompts.selectors import HOOKS, Hook
-from .architectures import ARCHITECTURES, Adapter, Variant, neighbours
+from .architectures import ARCHITECTURES, Variant, neighbours
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,6 @@ class Shape:
             / (machine.bytes_per_s * machine.weights_share)
         )
         return read + (2 * self.layers * machine.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
-
-
-def shape_of(
-    adapter: Adapter, *, parameters: float, tp: int = 1, stages: int = 1, item_bytes: int = 2
-) -> Shape:
-    """Return the shape of a checkpoint, before it is loaded.
-
-    `parameters`: of the whole model; `stages`: of a pipeline.
-    """
-    layers = -(-adapter.num_layers // stages)
-    share = layers / adapter.num_layers
-    return Shape(
-        adapter.architecture,
-        adapter.variant,
-        layers,
-        adapter.hidden_size,
-        parameters * share,
-        tp,
-        item_bytes,
-    )
 
 
 _LLAMA = ARCHITECTURES["LlamaForCausalLM"][0]
