@@ -78,8 +78,8 @@ lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets
 # mypy finds `midstream` through a link of that name, because the repository's folder may have any name.
 types: $(READY)
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
-	@cd .cache/types && MYPYPATH=. "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
-	  -m midstream $(PACKAGES:%=-p midstream.%)
+	@cd .cache/types && MYPYPATH=".:$(CURDIR)/tests/fake_engine" "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
+	  -m midstream $(PACKAGES:%=-p midstream.%) -p midstream_fake_engine
 
 format: $(READY) ## format the code with ruff
 	@$(BIN)/ruff check --fix .

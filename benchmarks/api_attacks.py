@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+from fake_engine import install
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
@@ -467,6 +468,7 @@ def one(http: httpx.Client, pid: int, prober: Probe, attack: Attack) -> dict[str
 
 
 def main() -> None:
+    install()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[])

@@ -284,10 +284,12 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     """
     import redis
     from control_plane import MODEL, http_round, processor_s
+    from fake_engine import install
 
     from midstream.client.stack.supervisor import Supervisor, prepare, read_state
     from midstream.schemas.base.settings import Settings, to_environment
 
+    install()
     count = JOBS if at_once > 1 else FEW_JOBS
     with tempfile.TemporaryDirectory(prefix="midstream-capacity-") as folder:
         data = Path(folder)

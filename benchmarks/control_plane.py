@@ -26,6 +26,7 @@ from typing import Any
 
 import aiohttp
 import redis
+from fake_engine import install
 from noop_tasks import DONE, QUEUE, noop_app
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
@@ -82,6 +83,7 @@ async def http_round(
 
 
 def main() -> None:
+    install()
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=64)

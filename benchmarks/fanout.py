@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from control_plane import MODEL, http_round, processor_s
+from fake_engine import install
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.base.settings import Settings, to_environment
@@ -128,6 +129,7 @@ def measure(
 
 
 def main() -> None:
+    install()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=600)
     parser.add_argument("--concurrency", type=int, default=64)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fake_engine"))
 
 from engines import DEMO_MODEL, EngineProcess, bench_prompts, settings_for, tokenised
 from stack import Stack
@@ -191,7 +192,7 @@ def scale(arguments: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             options = {
                 "engine": "fake",
-                "fake_token_s": 0.08,
+                "engine_options": {"token_s": 0.08},
                 "max_num_seqs": 4,
                 "harvest_requests_in_flight": 8,
                 "worker_concurrency": 8,

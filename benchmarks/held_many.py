@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from fake_engine import install
 
 from midstream.client.stack.supervisor import Supervisor, prepare, read_state
 from midstream.schemas.base.settings import Settings
@@ -50,7 +51,7 @@ def service(engine_s: float, concurrency: int) -> Iterator[Supervisor]:
             api_port=0,
             flower_port=0,
             log_level="WARNING",
-            fake_token_s=engine_s,
+            engine_options={"token_s": engine_s},
             worker_concurrency=concurrency,
             max_num_seqs=concurrency,
             dispatch_window=concurrency,
@@ -160,6 +161,7 @@ def measure_memory(levels: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    install()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--held", type=int, nargs="*", default=[1, 64, 512])
     parser.add_argument("--memory", type=int, nargs="*", default=[1000, 4000])

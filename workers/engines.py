@@ -1,19 +1,25 @@
-"""Chooses the engine that a worker hosts."""
+"""Chooses the engine that a worker hosts: vLLM, or one that an installed package offers."""
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from ..schemas.base.errors import MidstreamError
 from ..schemas.base.settings import Settings, SettingsError
 from .engine.protocol import Engine
 
+VLLM = "vllm"
+#: Entry points of this group are functions or classes that make an `Engine` of the settings.
+GROUP = "midstream.engines"
+
 
 def make_engine(settings: Settings) -> Engine:
     """The engine that `settings.engine` names, not started yet.
 
-    Raises MidstreamError("engine_failed") where vLLM is not installed.
+    Raises MidstreamError("engine_failed") where vLLM is not installed, and SettingsError for an
+    unknown engine.
     """
-    if settings.engine == "fake":
-        from .fake.engine import FakeEngine
-
-        return FakeEngine(settings)
+    if settings.engine != VLLM:
+        return cast(Engine, _offered(settings.engine).load()(settings))
     try:
         from .engine.vllm import VllmEngine
     except ModuleNotFoundError as error:
@@ -26,14 +32,29 @@ def make_engine(settings: Settings) -> Engine:
 def check_options(settings: Settings) -> list[str]:
     """Checks `settings.engine_options` where vLLM is installed; returns what is unproven.
 
-    Raises SettingsError.
+    Another engine checks its own. Raises SettingsError, also for an unknown engine.
     """
+    if settings.engine != VLLM:
+        _offered(settings.engine)
+        return []
     if not settings.engine_options:
         return []
-    if settings.engine == "fake":
-        raise SettingsError("engine_options: they belong to vLLM, and the setting engine is fake")
     try:
         from .engine.options.option_check import accepted
     except ModuleNotFoundError:
         return []  # the worker that has it checks them
     return accepted(settings).caveats
+
+
+def _offered(name: str) -> EntryPoint:
+    """The engine of this name that one installed package offers; nothing of it is imported yet.
+
+    Raises SettingsError.
+    """
+    offers = entry_points(group=GROUP)
+    named = [offer for offer in offers if offer.name == name]
+    if len(named) != 1:
+        valid = ", ".join([VLLM, *sorted({offer.name for offer in offers} - {VLLM})])
+        wrong = "several packages offer this engine" if named else "unknown engine"
+        raise SettingsError(f"engine={name!r}: {wrong}; valid: {valid}")
+    return named[0]

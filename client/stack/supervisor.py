@@ -530,8 +530,8 @@ def prepare(settings: Settings, data: Path, say: Say) -> Settings:
     Raises SettingsError naming the setting.
     """
     changes: dict[str, Any] = {"data_dir": str(data)}
-    if settings.engine == "fake":
-        changes["model_name"] = settings.served_model or "fake"
+    if settings.engine != "vllm":
+        changes["model_name"] = settings.served_model or settings.engine
     elif not settings.model:
         say("no model is set (MIDSTREAM_MODEL, --model): using the demo model")
         from ...workers.demo_model import fetch_demo_model

@@ -18,7 +18,6 @@ from .records import Record, to_json
 from .secret_files import is_burnt, is_exposed
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -132,7 +131,7 @@ class Settings(Record):
     # platform's
     block_size: Count | None = None
     num_gpu_blocks: Count | None = None  # override of the KV cache's size in blocks
-    # vLLM's own: the table [engine] of the file, see `workers.engine.option_check`
+    # the engine's own: the table [engine] of the file, see `workers.engine.option_check`
     engine_options: dict[str, Any] = {}
     engine_unproven: bool = False  # also those whose rows were not compared
 
@@ -259,9 +258,8 @@ class Settings(Record):
     harvest_requests_in_flight: Count = 64
 
     # The worker
-    # `fake` generates without a model: control-plane tests and benchmarks only
-    engine: Literal["vllm", "fake"] = "vllm"
-    fake_token_s: NonNegative = 0.0  # seconds per token of the fake engine
+    # `vllm`, or an entry point of the group `midstream.engines`
+    engine: str = "vllm"
     worker_id: str = ""  # stable over restarts; empty: host name and model
     worker_concurrency: Count = 128  # concurrent jobs of one worker
     capture_timeout_s: Positive = 60.0  # from the last output to the last receipt

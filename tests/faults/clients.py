@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+from midstream_fake_engine.model import HIDDEN_SIZE
 
 from midstream.schemas.prompts.selectors import HOOKS
-from midstream.workers.fake.model import HIDDEN_SIZE
 
 MODEL = "fake-model"
 #: Ways of asking and how often each is chosen.

@@ -16,11 +16,11 @@ from typing import Any
 import redis
 import s3_kit
 from clients import MODEL
+from midstream_fake_engine.model import identity_of
 from s3_kit import FaultProxy
 from stack import Stack, free_port
 
 from midstream.schemas.base.settings import Settings
-from midstream.workers.fake.model import identity_of
 
 #: The weights that workers have under the name `clients.MODEL`: at first, and after a fault of the
 #: kind `model`.
@@ -28,7 +28,7 @@ MODELS = [MODEL, f"{MODEL}@other"]
 #: Leases of a minute would make the gate wait for them; what is shown does not depend on their
 #: length.
 SETTINGS: dict[str, Any] = {
-    "fake_token_s": 0.02,
+    "engine_options": {"token_s": 0.02},
     "lease_s": 5.0,
     "visibility_timeout_s": 6,
     "sweep_interval_s": 0.5,

@@ -27,6 +27,7 @@ if __name__ == "__main__":
         str(Path(__file__).parent),
         str(Path(__file__).parents[1] / "system"),
         str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[1] / "fake_engine"),
     ]
 
 from chaos import FULL, Chaos, Fault, schedule
@@ -34,13 +35,13 @@ from clients import HELD, Clients, Observed, Plan, plans
 from cluster import MODELS, Cluster
 from harvest_kit import check_equal
 from judge import Verdict, judge
+from midstream_fake_engine.model import identity_of
 from monitor import Monitor
 from receiver import LADDER_S, STEP_S, Clock, Receiver
 from s3_kit import FaultProxy
 
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
-from midstream.workers.fake.model import identity_of
 
 #: Clients that wait for their jobs at the same time.
 AT_ONCE = 128

@@ -20,6 +20,13 @@ import redis
 from clients import TERMINAL, Observed
 from cluster import MODELS
 from harvest_kit import check_rows, checked
+from midstream_fake_engine.model import (
+    Dice,
+    identity_of,
+    make_tokenizer,
+    residual_rows,
+    weights_of,
+)
 from monitor import Monitor
 from receiver import Receiver
 from tokenizers import Tokenizer
@@ -32,13 +39,6 @@ from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, State
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
-from midstream.workers.fake.model import (
-    Dice,
-    identity_of,
-    make_tokenizer,
-    residual_rows,
-    weights_of,
-)
 
 #: Jobs that are looked at together.
 AT_ONCE = 32

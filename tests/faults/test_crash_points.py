@@ -59,7 +59,12 @@ WALK: dict[str, tuple[str, Plan]] = {
 HARVESTS = {name for name in CRASH_POINTS if name.startswith("harvest.")}
 #: What has to go wrong besides, for a point to be reached.
 BESIDES = {"worker.released": "engine_dies:tokens=3;"}
-SETTINGS = {"fake_token_s": 0.01, "max_attempts": 50, "lease_s": 3.0, "dispatch_window": 1}
+SETTINGS = {
+    "engine_options": {"token_s": 0.01},
+    "max_attempts": 50,
+    "lease_s": 3.0,
+    "dispatch_window": 1,
+}
 DEATH_S = 40.0
 
 

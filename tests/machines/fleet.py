@@ -35,7 +35,7 @@ from midstream.broker.ops.acl import OPERATOR
 from midstream.schemas.base.settings import Settings, load_settings
 
 SETTINGS: dict[str, Any] = {
-    "fake_token_s": 0.02,
+    "engine_options": {"token_s": 0.02},
     "lease_s": 5.0,
     "visibility_timeout_s": 6,
     "sweep_interval_s": 0.5,

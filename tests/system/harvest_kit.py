@@ -3,10 +3,10 @@ compared.
 """
 
 import numpy as np
+from midstream_fake_engine.model import make_tokenizer, residual_rows
 
 from midstream.client.harvest import Harvest, open, verify
 from midstream.storage.store import ArtifactStore
-from midstream.workers.fake.model import make_tokenizer, residual_rows
 
 
 def texts(count: int, length: int = 40) -> list[str]:

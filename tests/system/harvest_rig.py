@@ -6,13 +6,13 @@ import asyncio
 from typing import Any
 
 from ledger_kit import worker_info
+from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from sweep_rig import Rig
 
 from midstream.broker.ledger.recovery.harvests import Harvests, new_harvest_id
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import OVER, HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs.models import WorkerInfo
-from midstream.workers.fake.model import HIDDEN_SIZE, identity_of
 from midstream.workers.serving.attempts import Attempts
 
 

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import midstream_fake_engine
 import msgspec
 import pytest
 import redis
@@ -85,6 +86,7 @@ class Stack:
             "worker_concurrency": 32,
         }
         self._chosen = chosen | settings
+        midstream_fake_engine.install()
         self._redis_port = free_port()
         self._chosen["redis_url"] = f"redis://127.0.0.1:{self._redis_port}/0"
         self.directory = directory
@@ -326,7 +328,7 @@ class Stack:
 
         `more`: other fields of the job.
         """
-        from midstream.workers.fake.model import identity_of, make_tokenizer
+        from midstream_fake_engine.model import identity_of, make_tokenizer
 
         tokenizer, name = make_tokenizer(), self.settings.served_model
         served = self.do(

@@ -14,6 +14,15 @@ import numpy as np
 import pytest
 import redis
 from ledger_kit import worker_info
+from midstream_fake_engine.engine import FakeEngine
+from midstream_fake_engine.grades import (
+    Edit,
+    expected_divergence,
+    expected_logprob,
+    own_row,
+    replaced,
+)
+from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, make_tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
@@ -38,15 +47,6 @@ from midstream.schemas.jobs.sweeps import (
 from midstream.schemas.prompts.selectors import as_ranges
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import dims_name
-from midstream.workers.fake.engine import FakeEngine
-from midstream.workers.fake.grades import (
-    Edit,
-    expected_divergence,
-    expected_logprob,
-    own_row,
-    replaced,
-)
-from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, make_tokenizer
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.steering import SteeringReconciler
@@ -314,7 +314,7 @@ class Rig:
         engine.
         """
         job_id = await self.submit(asked)
-        async with self.worker(fake_token_s=0.01) as runs:
+        async with self.worker(engine_options={"token_s": 0.01}) as runs:
             for name, value in enters.items():
                 setattr(self.engine, name, value)
             running = asyncio.create_task(runs.run_job(job_id))

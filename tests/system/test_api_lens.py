@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from midstream_fake_engine.model import NUM_LAYERS, VOCABULARY
 from up_kit import Up
 
 from midstream.client import AsyncClient, Client
 from midstream.client.render import lens as render
 from midstream.schemas.base.errors import MidstreamError
-from midstream.workers.fake.model import NUM_LAYERS, VOCABULARY
 
 LENS = {"layers": [0, 3], "positions": "all_prompt", "top_k": 3, "tokens": ["e", 7]}
 

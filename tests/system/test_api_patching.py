@@ -36,7 +36,7 @@ PATIENCE_S = 50.0
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"fake_token_s": 0.01, "steering_poll_s": 0.05, **TIMES}
+    settings = {"engine_options": {"token_s": 0.01}, "steering_poll_s": 0.05, **TIMES}
     with Stack(
         tmp_path_factory.mktemp("patching"), api=True, callbacks=False, **settings
     ) as running:

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS
 from safetensors.numpy import save_file
 from stack import Stack
 from typer.testing import CliRunner
 
 from midstream.client import Client
 from midstream.client.cli.main import app
-from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS
 
 ADMIN = "ms_admin0000000_" + "a" * 43
 

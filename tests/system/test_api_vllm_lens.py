@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import zstandard
+from midstream_fake_engine.model import residual_rows
 from ports import free_port
 from stack import Stack
 
 from midstream.client import Client
 from midstream.schemas.base.records import to_json
 from midstream.schemas.base.tensors import from_numpy
-from midstream.workers.fake.model import residual_rows
 
 MODEL, HIDDEN, LAYERS = "fake-model", 8, 4
 PROMPT = "The weather today is"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from up_kit import Up
 
 from midstream import AsyncClient, Client, MidstreamError
@@ -17,7 +18,6 @@ from midstream.client.sdk.answers import download
 from midstream.schemas.access.keys import Limits
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary
-from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}
 SWEEP: dict[str, Any] = {

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from midstream_fake_engine.model import identity_of
 from stack import Stack
 
 from midstream.schemas.jobs.jobs import State
-from midstream.workers.fake.model import identity_of
 
 #: A worker that no broadcast reaches hears of a cancellation when it renews its leases, which it
 #: does three times in each.
@@ -29,7 +29,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {
         "dispatch_window": 1,
         "worker_concurrency": 1,
-        "fake_token_s": 0.02,
+        "engine_options": {"token_s": 0.02},
         "sweep_cells_in_flight": 1,
     }
     times = {"lease_s": LEASE_S, "visibility_timeout_s": 60, "capture_timeout_s": 300.0}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 from up_kit import Up
 
 from midstream import CaptureSpec, PatchStudy, Span, returned_rows
@@ -18,7 +19,6 @@ from midstream.client.sdk import wire
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobResult, State
-from midstream.workers.fake.model import HIDDEN_SIZE, NUM_LAYERS, residual_rows
 
 CAPTURE = {"layers": "all", "positions": "all_prompt", "tag": "mine"}
 
@@ -203,7 +203,7 @@ def test_a_chat_is_answered(client: Client) -> None:
 
 
 def test_a_response_that_was_held_too_long_is_fetched_as_a_job(tmp_path: Path) -> None:
-    up = Up(tmp_path / "data", fake_token_s=0.2, max_wait_s=0.5)
+    up = Up(tmp_path / "data", engine_options={"token_s": 0.2}, max_wait_s=0.5)
     try:
         with Client(up.ready()) as client:
             answer = client.completion(
@@ -380,7 +380,7 @@ def test_a_job_that_is_refused_fails_the_command(up: Up) -> None:
 
 
 def test_cancel_stops_a_running_job_and_waiting_for_it_fails(tmp_path: Path) -> None:
-    up = Up(tmp_path / "data", fake_token_s=0.2)
+    up = Up(tmp_path / "data", engine_options={"token_s": 0.2})
     try:
         with Client(up.ready()) as client:
             job = client.submit(model="fake", prompts=["hello"], sampling={"max_tokens": 500})

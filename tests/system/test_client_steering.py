@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE
 from safetensors.numpy import save_file
 from up_kit import Up
 
 from midstream.client import AsyncClient, Client
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.requests.steering import Dynamic
-from midstream.workers.fake.model import HIDDEN_SIZE
 
 RANKS = 2
 JOY, CALM = np.ones(HIDDEN_SIZE, np.float32), np.linspace(-1, 1, HIDDEN_SIZE, dtype=np.float32)

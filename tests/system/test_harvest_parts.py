@@ -15,6 +15,7 @@ import redis
 import s3_kit
 from harvest_kit import check_equal, check_rows, checked, texts
 from harvest_rig import live, stored, work
+from midstream_fake_engine.model import make_tokenizer, residual_rows
 from s3_kit import FaultProxy
 from sweep_rig import Rig
 
@@ -32,7 +33,6 @@ from midstream.schemas.jobs.harvests import (
 )
 from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.storage.store import below, open_store
-from midstream.workers.fake.model import make_tokenizer, residual_rows
 from midstream.workers.serving import harvests as serving
 from midstream.workers.serving.attempt import AttemptOutcome
 
@@ -172,7 +172,7 @@ def test_an_attempt_that_was_cut_short_is_gone_on_with(redis_url: str, tmp_path:
         async with rig.worker() as runs:
             harvest = await submitted(rig)
             await work(rig, runs, harvest.id, parts=1)
-        async with rig.worker(fake_token_s=0.005, max_num_seqs=2) as runs:
+        async with rig.worker(engine_options={"token_s": 0.005}, max_num_seqs=2) as runs:
             (job, *_) = (await harvests.view(harvest.id)).jobs
             running = asyncio.create_task(runs.run_part(job))
             while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
@@ -307,7 +307,7 @@ def test_what_a_cancelled_harvest_had_kept_is_dropped(redis_url: str, tmp_path: 
         async with rig.worker() as runs:
             harvest = await submitted(rig)
             await work(rig, runs, harvest.id, parts=1)
-        async with rig.worker(fake_token_s=0.005, max_num_seqs=2) as runs:
+        async with rig.worker(engine_options={"token_s": 0.005}, max_num_seqs=2) as runs:
             (job, *_) = (await harvests.view(harvest.id)).jobs
             running = asyncio.create_task(runs.run_part(job))
             while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
@@ -324,7 +324,7 @@ def test_what_a_cancelled_harvest_had_kept_is_dropped(redis_url: str, tmp_path: 
 def test_an_accepted_cancel_is_final(redis_url: str, tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
         harvests = Harvests(rig.ledger)
-        async with rig.worker(fake_token_s=0.005, max_num_seqs=2) as runs:
+        async with rig.worker(engine_options={"token_s": 0.005}, max_num_seqs=2) as runs:
             harvest = await submitted(rig)
             await work(rig, runs, harvest.id, parts=1)
             (job, *_) = (await harvests.view(harvest.id)).jobs

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from harvest_kit import texts
+from midstream_fake_engine.model import make_bundle, make_tokenizer
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.harvests import HarvestCut, HarvestPlan, HarvestSource, StoredHarvest
-from midstream.workers.fake.model import make_bundle, make_tokenizer
 from midstream.workers.serving.harvest_cut import Document
 from midstream.workers.serving.harvest_process import SourceProcess, SourceReader
 

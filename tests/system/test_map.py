@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from midstream_fake_engine.model import residual_rows
 from up_kit import Up
 
 from midstream import Client
-from midstream.workers.fake.model import residual_rows
 
 #: Maps prompts with a cache; after `pause` results it says so and waits for its end.
 PROGRAM = """

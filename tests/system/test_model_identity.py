@@ -9,6 +9,7 @@ import httpx
 import pytest
 from edge import model_info
 from ledger_kit import BOOT, IDENTITY, MODEL, WORKER, make_job, open_ledger, sent, worker_info
+from midstream_fake_engine.model import identity_of
 from stack import Stack
 
 from midstream.broker.ledger.recovery.reaper import Reaper
@@ -21,7 +22,6 @@ from midstream.schemas.jobs.harvests import OVER
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import receipt_decoder
 from midstream.workers.app import EXIT_ENGINE_DIED, EXIT_NO_ENGINE
-from midstream.workers.fake.model import identity_of
 
 OTHER = "b" * 64
 

@@ -33,7 +33,10 @@ PROMPTS = 2
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     with Machines(
-        tmp_path_factory.mktemp("netns"), Link.make(), fake_token_s=TOKEN_S, lease_s=LEASE_S
+        tmp_path_factory.mktemp("netns"),
+        Link.make(),
+        engine_options={"token_s": TOKEN_S},
+        lease_s=LEASE_S,
     ) as started:
         yield started
 

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import s3_kit
+from midstream_fake_engine.model import NUM_LAYERS, residual_rows
 from s3_kit import FaultProxy
 from stack import Stack
 from typer.testing import CliRunner
@@ -28,7 +29,6 @@ from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.s3_client import RETRY_S
 from midstream.storage.s3_store import S3Store, open_store
-from midstream.workers.fake.model import NUM_LAYERS, residual_rows
 
 PATIENCE_S = 60.0
 

@@ -24,7 +24,12 @@ API_2 = free_port()
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("several")
     with Stack(
-        directory, api=True, workers=2, fake_token_s=0.01, worker_concurrency=8, lease_s=6.0
+        directory,
+        api=True,
+        workers=2,
+        engine_options={"token_s": 0.01},
+        worker_concurrency=8,
+        lease_s=6.0,
     ) as started:
         start(started, "worker-3")
         start(started, "api-2")

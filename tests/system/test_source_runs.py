@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from ledger_kit import enqueue
+from midstream_fake_engine.model import NUM_LAYERS
 from redis_kit import handed_over
 from stack import Stack
 
@@ -18,7 +19,6 @@ from midstream.schemas.jobs.jobs import JobView, State
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunRow, RunView, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
-from midstream.workers.fake.model import NUM_LAYERS
 
 MODEL = "fake-model"
 PATIENCE_S = 60.0
@@ -34,7 +34,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
         "run_cache_mib": 2,
-        "fake_token_s": 0.02,
+        "engine_options": {"token_s": 0.02},
     }
     with Stack(
         tmp_path_factory.mktemp("stack"),
@@ -223,7 +223,7 @@ def test_names_and_rows_survive_a_killed_worker_and_a_killed_redis(stack: Stack)
     running = patched(stack, "kept", job, max_tokens=250)
     worker = {"w1": "worker", "w1-2": "worker-2"}[str(stack.wait_running(running).worker)]
     stack.kill(worker)
-    stack.restart(worker, fault="", fake_token_s=0.002)
+    stack.restart(worker, fault="", engine_options={"token_s": 0.002})
     handed_over(stack.settings.redis_url)  # nobody was promised anything yet
     stack.kill("redis")
     stack.restart("redis")

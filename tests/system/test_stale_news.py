@@ -27,7 +27,7 @@ TOKEN_S, VISIBILITY_S = 0.02, 4
 #: A worker may be kept from its work for 3 s. What it has generated is given up only after it has
 #: lost its lease: see `sweep.lua`.
 SETTINGS = {
-    "fake_token_s": TOKEN_S,
+    "engine_options": {"token_s": TOKEN_S},
     "visibility_timeout_s": VISIBILITY_S,
     "lease_s": 5,
     "capture_timeout_s": 8,

@@ -183,7 +183,9 @@ def test_ranks_that_disagree_put_a_sweep_back_and_its_cells_stay(
 
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.01, fault="disagree:rank=1,after=120,times=1") as runs:
+        async with at.worker(
+            engine_options={"token_s": 0.01}, fault="disagree:rank=1,after=120,times=1"
+        ) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             while (  # noqa: ASYNC110
                 view := await at.ledger.view(job_id)
@@ -220,7 +222,7 @@ def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(
 
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.02) as runs:
+        async with at.worker(engine_options={"token_s": 0.02}) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 20)
             await at.ledger.request_cancel(job_id)
@@ -291,7 +293,7 @@ def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(
 
     async def scenario(at: Rig) -> None:
         job_id = await at.submit(asked)
-        async with at.worker(fake_token_s=0.01) as runs:
+        async with at.worker(engine_options={"token_s": 0.01}) as runs:
             running = asyncio.create_task(runs.run_job(job_id))
             await at.known(job_id, 30)
             await at.ledger.redis.hdel(f"ms:units:{job_id}", *(await at.records(job_id)))

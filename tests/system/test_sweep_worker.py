@@ -234,7 +234,7 @@ def test_a_sweep_survives_its_workers_death_with_the_finished_cells_kept(stack: 
     asked = sweep(pair(CLEAN * 4, CORRUPT * 4), metric="kl")
     units = Units(asked)
     stack.end("worker")
-    stack.restart("worker", fake_token_s=0.02, sweep_cells_in_flight=4)
+    stack.restart("worker", engine_options={"token_s": 0.02}, sweep_cells_in_flight=4)
     job_id = submit(stack, asked)
     known = stack.wait(job_id, until=lambda view: view.cells >= 100).cells
     stack.kill("worker")

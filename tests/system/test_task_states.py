@@ -89,7 +89,9 @@ class Watcher:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("stack"), fake_token_s=0.02, lease_s=15) as running:
+    with Stack(
+        tmp_path_factory.mktemp("stack"), engine_options={"token_s": 0.02}, lease_s=15
+    ) as running:
         yield running
 
 

@@ -111,7 +111,11 @@ def test_a_part_that_is_killed_is_started_again_and_the_job_completes(
     tmp_path: Path, name: str
 ) -> None:
     up = Up(
-        tmp_path / "data", fake_token_s=0.1, lease_s=6, visibility_timeout_s=4, sweep_interval_s=0.5
+        tmp_path / "data",
+        engine_options={"token_s": 0.1},
+        lease_s=6,
+        visibility_timeout_s=4,
+        sweep_interval_s=0.5,
     )
     try:
         with Client(up.ready()) as client:

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 from ledger_kit import enqueue, submit_unsent
+from midstream_fake_engine.model import identity_of
 from stack import Stack
 
 from midstream import __version__
@@ -21,7 +22,6 @@ from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.settings import to_environment
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.service.compatibility import WIRE, disagreement
-from midstream.workers.fake.model import identity_of
 
 MODEL = "fake-model"
 

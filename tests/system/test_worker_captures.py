@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from extension_kit import install_example, install_unruly
+from midstream_fake_engine.model import residual_rows
 from stack import Stack
 
 from midstream.broker.ledger.jobs.captures import Captures
@@ -21,7 +22,6 @@ from midstream.client import CaptureReader
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.readings import READER, OptionValue, StoredReader
 from midstream.schemas.requests.specs import StoredCapture
-from midstream.workers.fake.model import residual_rows
 
 PLUGIN = """
 from midstream.workers.runner.files.finished_rows import Outcome

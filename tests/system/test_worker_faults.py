@@ -33,13 +33,13 @@ def captured(stack: Stack, job_id: str) -> list[str]:
 def test_a_worker_killed_during_a_job_leaves_one_result_and_no_double_counts(
     tmp_path: Path,
 ) -> None:
-    with Stack(tmp_path, fake_token_s=0.1, max_num_seqs=1, lease_s=15) as stack:
+    with Stack(tmp_path, engine_options={"token_s": 0.1}, max_num_seqs=1, lease_s=15) as stack:
         job_id = stack.submit(["first", "second"], max_tokens=30, capture=CAPTURE)
         # the first prompt is captured, durable and reported
         stack.wait(job_id, until=lambda view: view.receipts == 1)
         assert captured(stack, job_id) == ["p0000.a1.pp0.safetensors"]
         stack.kill("worker")
-        stack.restart("worker", fake_token_s=0.001)
+        stack.restart("worker", engine_options={"token_s": 0.001})
         view = stack.wait(job_id)
         assert (view.state, view.attempt, view.receipts, view.receipts_expected) == (
             State.SUCCEEDED,
@@ -60,16 +60,16 @@ def test_a_worker_killed_during_a_job_leaves_one_result_and_no_double_counts(
 def test_a_restarted_worker_takes_its_jobs_back_without_waiting_for_the_lease(
     tmp_path: Path,
 ) -> None:
-    with Stack(tmp_path, fake_token_s=1.0, lease_s=120, callbacks=False) as stack:
+    with Stack(tmp_path, engine_options={"token_s": 1.0}, lease_s=120, callbacks=False) as stack:
         job_id = stack.submit(["a"], max_tokens=50)
         stack.wait_running(job_id)
         stack.kill("worker")
-        stack.restart("worker", fake_token_s=0.001)
+        stack.restart("worker", engine_options={"token_s": 0.001})
         assert stack.wait(job_id).attempt == 2
 
 
 def test_a_stream_whose_events_a_failover_lost_begins_again(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=60, callbacks=False) as stack:
+    with Stack(tmp_path, engine_options={"token_s": TOKEN_S}, lease_s=60, callbacks=False) as stack:
         job_id = stack.submit(["a", "b"], max_tokens=100, stream=True)
         while (
             said := stack.do(lambda ledger: ledger.redis.hget(f"ms:job:{job_id}", "said"))
@@ -90,7 +90,7 @@ def test_a_stream_whose_events_a_failover_lost_begins_again(tmp_path: Path) -> N
 # field case 37
 def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_path: Path) -> None:
     settings = {
-        "fake_token_s": TOKEN_S,
+        "engine_options": {"token_s": TOKEN_S},
         "lease_s": 60,
         "worker_concurrency": 3,
         "fault": "engine_dies:tokens=60",
@@ -117,7 +117,11 @@ def test_when_the_engine_dies_the_worker_exits_and_its_jobs_are_run_again(tmp_pa
 @pytest.mark.long
 def test_a_job_that_always_kills_the_engine_fails(tmp_path: Path) -> None:
     with Stack(
-        tmp_path, fake_token_s=TOKEN_S, max_attempts=2, lease_s=15, fault="engine_dies:tokens=3"
+        tmp_path,
+        engine_options={"token_s": TOKEN_S},
+        max_attempts=2,
+        lease_s=15,
+        fault="engine_dies:tokens=3",
     ) as stack:
         job_id = stack.submit(["a"], max_tokens=40)
         assert stack.exit_code("worker", 60) == EXIT_ENGINE_DIED
@@ -131,7 +135,9 @@ def test_a_job_that_always_kills_the_engine_fails(tmp_path: Path) -> None:
 
 # field case 37
 def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=0.05, worker_concurrency=2, lease_s=15) as stack:
+    with Stack(
+        tmp_path, engine_options={"token_s": 0.05}, worker_concurrency=2, lease_s=15
+    ) as stack:
         jobs = [stack.submit(["a"], max_tokens=60, capture=CAPTURE) for _ in range(6)]
         for job_id in jobs[:2]:
             stack.wait(job_id, until=lambda view: view.state is not State.QUEUED)
@@ -142,14 +148,14 @@ def test_sigterm_finishes_what_runs_and_leaves_the_rest_in_the_queue(tmp_path: P
         )
         assert states[State.SUCCEEDED] >= 2
         assert set(states) == {State.SUCCEEDED, State.QUEUED}
-        stack.restart("worker", fake_token_s=0.001)
+        stack.restart("worker", engine_options={"token_s": 0.001})
         views = [stack.wait(job_id) for job_id in jobs]
         assert {(view.state, view.attempt) for view in views} == {(State.SUCCEEDED, 1)}
 
 
 # field case 37
 def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
-    with Stack(tmp_path, fake_token_s=0.005, lease_s=10) as stack:
+    with Stack(tmp_path, engine_options={"token_s": 0.005}, lease_s=10) as stack:
         accepted: list[str] = []
         for number in range(60):
             if number in (20, 40):
@@ -167,7 +173,7 @@ def test_redis_killed_under_load_loses_nothing_that_was_accepted(tmp_path: Path)
 # field case 38
 def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: Path) -> None:
     with Stack(
-        tmp_path, workers=2, fake_token_s=TOKEN_S, lease_s=4, visibility_timeout_s=30
+        tmp_path, workers=2, engine_options={"token_s": TOKEN_S}, lease_s=4, visibility_timeout_s=30
     ) as stack:
         job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
         first = stack.wait_running(job_id).worker
@@ -193,7 +199,9 @@ def test_a_worker_stalled_past_its_lease_finds_its_late_result_fenced(tmp_path: 
 def test_a_lone_worker_stalled_past_its_lease_discards_the_attempt_and_reruns_it(
     tmp_path: Path,
 ) -> None:
-    with Stack(tmp_path, fake_token_s=TOKEN_S, lease_s=4, visibility_timeout_s=30) as stack:
+    with Stack(
+        tmp_path, engine_options={"token_s": TOKEN_S}, lease_s=4, visibility_timeout_s=30
+    ) as stack:
         job_id = stack.submit(["a"], max_tokens=150, capture=CAPTURE)
         stack.wait_running(job_id)
         stack.kill("worker", signal.SIGSTOP)

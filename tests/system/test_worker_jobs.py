@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from ledger_kit import enqueue
+from midstream_fake_engine.model import HIDDEN_SIZE
 from stack import Stack
 
 from midstream import __version__
@@ -19,7 +20,6 @@ from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
-from midstream.workers.fake.model import HIDDEN_SIZE
 
 ALL_LAYERS = StoredCapture(
     sites={"post_block": [0, 1, 2, 3]}, positions="all_prompt", tag="t", layout="packed"
@@ -47,7 +47,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """
     directory = tmp_path_factory.mktemp("stack")
     with Stack(
-        directory, tensor_parallel_size=2, pipeline_parallel_size=2, fake_token_s=0.02, lease_s=30
+        directory,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        engine_options={"token_s": 0.02},
+        lease_s=30,
     ) as running:
         yield running
 

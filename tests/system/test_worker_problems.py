@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE
 from stack import Stack
 
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.specs import StoredSteering
-from midstream.workers.fake.model import HIDDEN_SIZE
 
 VECTOR = from_numpy(np.ones(HIDDEN_SIZE, dtype=np.float32))
 STEERING = [

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from ledger_kit import sent, worker_info
+from midstream_fake_engine.engine import FakeEngine
+from midstream_fake_engine.model import identity_of
 
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.steering import Steering
@@ -23,8 +25,6 @@ from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.prompts.format_check import FormatsBusy
 from midstream.workers.engine.protocol import EngineRequest, Progress
 from midstream.workers.engine.ranks.collective import Quarantined
-from midstream.workers.fake.engine import FakeEngine
-from midstream.workers.fake.model import identity_of
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.heartbeat import Heartbeat
@@ -51,7 +51,9 @@ class Harness:
             "worker_id": "w1",
             "engine": "fake",
         }
-        self.settings = Settings(**values, relay_url="tcp://127.0.0.1:9", fake_token_s=0.01)  # type: ignore[arg-type]
+        self.settings = Settings(
+            **values, relay_url="tcp://127.0.0.1:9", engine_options={"token_s": 0.01}
+        )  # type: ignore[arg-type]
         self.generate = generate
         self.died = asyncio.Event()
         self.aborted: list[tuple[str, int]] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE, Dice, make_tokenizer
 from stack import Stack
 
 from midstream.broker.ledger.jobs.ledger import Ledger
@@ -24,7 +25,6 @@ from midstream.schemas.requests.steering import (
     WorkerSteering,
     content_digest,
 )
-from midstream.workers.fake.model import HIDDEN_SIZE, Dice, make_tokenizer
 from midstream.workers.serving.attempts import CLAIM_PATIENCE_S
 
 MODEL = "fake-model"
@@ -138,7 +138,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {
         "workers": 2,
         "tensor_parallel_size": 2,
-        "fake_token_s": 0.01,
+        "engine_options": {"token_s": 0.01},
         "lease_s": 10,
         "steering_wait_s": 60.0,
     }
@@ -311,7 +311,7 @@ def test_desynced_ranks_are_found_by_the_first_receipt_and_resynced(
 ) -> None:
     settings = {
         "tensor_parallel_size": 2,
-        "fake_token_s": 0.01,
+        "engine_options": {"token_s": 0.01},
         "lease_s": 10,
         "on_desync": on_desync,
     }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import midstream_fake_engine
 from ports import free_port
 
 from midstream.client.sdk.discovery import STATE_FILE
@@ -28,6 +29,7 @@ class Up:
     """
 
     def __init__(self, data: Path, command: Sequence[str] = ("up",), **settings: object):
+        midstream_fake_engine.install()
         self.data = data
         ports = {
             "api_port": free_port(),
@@ -45,7 +47,9 @@ class Up:
         self.environment = {
             **os.environ,
             **{
-                f"MIDSTREAM_{name.upper()}": str(value)
+                f"MIDSTREAM_{name.upper()}": json.dumps(value)
+                if isinstance(value, dict)
+                else str(value)
                 for name, value in chosen.items()
                 if value is not None
             },

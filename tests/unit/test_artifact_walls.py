@@ -69,7 +69,6 @@ OPENS: dict[str, str] = {
     ),
     "workers/engine/proof/reference.py": "/proc and the container's memory",
     "workers/engine/options/engine_arguments.py": "vLLM's logging options",
-    "workers/fake/turnstile.py": "the gate that a test holds",
     "workers/runner/support/build_errors.py": "the note of why a rank could not build the model",
     "workers/runner/base/config.py": "the code of the sites",
     "workers/runner/base/extensions.py": "the code of extensions",

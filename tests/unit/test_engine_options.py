@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extension_kit import install
 from option_cases import CASES, Case
 from tiny import checkpoint
 from tree import ROOT
@@ -36,7 +37,7 @@ from midstream.workers.engine.options.option_lists import (
     tables,
 )
 from midstream.workers.engine.vllm import VllmEngine
-from midstream.workers.engines import check_options
+from midstream.workers.engines import check_options, make_engine
 from midstream.workers.runner.support.allowlist import check
 
 PAGE = ROOT / "docs" / "engine-options.md"
@@ -179,8 +180,23 @@ def test_the_engine_names_a_refused_option_before_it_starts_anything() -> None:
 
 
 def test_the_fake_engine_takes_no_options_of_vllm() -> None:
-    with pytest.raises(SettingsError, match="fake"):
-        check_options(Settings(engine="fake", engine_options={"seed": 1}))
+    with pytest.raises(MidstreamError, match="unknown field `seed`") as caught:
+        make_engine(Settings(engine="fake", engine_options={"seed": 1}))
+    assert caught.value.kind == "engine_failed"
+
+
+def test_an_engine_that_no_package_offers_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"engine='fak': unknown engine; valid: vllm, fake"):
+        check_options(Settings(engine="fak"))
+
+
+def test_an_engine_that_two_packages_offer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "other", "1", {}, "[midstream.engines]\nfake = other:Engine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SettingsError, match="several packages offer this engine"):
+        check_options(Settings(engine="fake"))
 
 
 # Where options come from

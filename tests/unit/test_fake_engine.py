@@ -9,6 +9,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from midstream_fake_engine import ranks
+from midstream_fake_engine.engine import FakeEngine
+from midstream_fake_engine.model import HIDDEN_SIZE, residual_rows
+from midstream_fake_engine.rank import FakeFaults, FakeRank
+from midstream_fake_engine.turnstile import Turnstile
 from tokenizers import Tokenizer
 
 from midstream.client import CaptureReader
@@ -24,11 +29,6 @@ from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine.protocol import Progress
 from midstream.workers.engine.requests import prompt_request
 from midstream.workers.engines import make_engine
-from midstream.workers.fake import ranks
-from midstream.workers.fake.engine import FakeEngine
-from midstream.workers.fake.model import HIDDEN_SIZE, residual_rows
-from midstream.workers.fake.rank import FakeFaults, FakeRank
-from midstream.workers.fake.turnstile import Turnstile
 
 
 def settings(tmp_path: Path, **changed: object) -> Settings:

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from midstream_fake_engine.model import make_bundle, make_tokenizer
 
 from midstream.broker.artifacts.corpora import find, roots_of, store_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.storage.store import open_store
-from midstream.workers.fake.model import make_bundle, make_tokenizer
 from midstream.workers.serving import harvest_source, harvest_tables
 from midstream.workers.serving.harvest_cut import Document
 from midstream.workers.serving.harvest_source import HarvestSource as Reader

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from midstream_fake_engine.engine import FakeEngine
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
@@ -17,7 +18,6 @@ from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.workers.engine.ranks.collective import Quarantined, Refused, Undo, unbroken
 from midstream.workers.engine.ranks.control import disagreement
-from midstream.workers.fake.engine import FakeEngine
 
 TENSORS = {
     content_hash(t): t for t in (from_numpy(np.full(8, n, dtype=np.float32)) for n in range(3))

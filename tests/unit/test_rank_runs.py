@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from midstream_fake_engine.model import HIDDEN_SIZE
+from midstream_fake_engine.rank import FakeFaults
+from midstream_fake_engine.ranks import FakeRanks
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.requests.source_runs import RunFile, RunFiles
 from midstream.workers.engine.ranks.collective import Quarantined, Ranks
 from midstream.workers.engine.ranks.source_runs import RankRuns
-from midstream.workers.fake.model import HIDDEN_SIZE
-from midstream.workers.fake.rank import FakeFaults
-from midstream.workers.fake.ranks import FakeRanks
 
 A, B, C, D = (f"job_{letter}.0.t" for letter in "abcd")
 SIZE = 100

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from midstream_fake_engine.model import make_bundle, make_tokenizer
 from test_resolve_captures import bounds
 
 from midstream.api.resolve.positions.captures import resolve_captures
@@ -15,7 +16,6 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.requests.lens import LensSpec
 from midstream.schemas.requests.readings import READER, StoredLens
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
-from midstream.workers.fake.model import make_bundle, make_tokenizer
 
 SERVED = {"readings": {"lens": ""}}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from midstream_fake_engine.engine import FakeEngine
 
 from midstream.broker.ledger.named.steering import Look
 from midstream.schemas.base.errors import MidstreamError
@@ -25,7 +26,6 @@ from midstream.schemas.requests.steering import (
     SteeringTemplate,
     WorkerSteering,
 )
-from midstream.workers.fake.engine import FakeEngine
 from midstream.workers.serving.redis_retry import end_tasks
 from midstream.workers.serving.steering import SteeringReconciler
 from midstream.workers.serving.steering_leases import SteeringLease

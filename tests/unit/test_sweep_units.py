@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 import pytest
+from midstream_fake_engine.model import make_bundle, make_info, make_tokenizer
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.settings import Settings
@@ -16,7 +17,6 @@ from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import ZEROS, parse_row
 from midstream.schemas.requests.specs import columns_of, steering_rows
 from midstream.workers.engine.protocol import check_lengths
-from midstream.workers.fake.model import make_bundle, make_info, make_tokenizer
 from midstream.workers.serving.sweep_requests import SweepRequests
 
 BASE, SOURCE = [10, 11, 12, 13], [20, 21, 22, 23, 24]

@@ -73,7 +73,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "app",
         "serving",
         "engines demo_model",
-        "fake",
         "engine",
         "runner",
     ),
@@ -345,7 +344,7 @@ def test_importing_the_workers_tasks_does_not_load_the_edge() -> None:
 def test_a_worker_with_the_fake_engine_starts_without_torch() -> None:
     """It takes a second of a core; the system tests start more than a hundred of them."""
     assert (
-        loaded_by(["midstream.workers.app", "midstream.workers.fake.engine"])
+        loaded_by(["midstream.workers.app", "midstream_fake_engine.engine"])
         & {"torch", "vllm", "transformers"}
         == set()
     )

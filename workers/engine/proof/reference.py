@@ -58,13 +58,6 @@ class Truncation(NamedTuple):
     bytes: int  # of memory, about
 
 
-class Trace(NamedTuple):
-    """One pass over a prompt."""
-
-    layers: Sequence[Tensors]
-    logits: torch.Tensor  # `[positions, vocabulary]`
-
-
 def truncation(
     kinds: Sequence[Hashable], sizes: Sequence[int], rest: int, limit: int
 ) -> Truncation:

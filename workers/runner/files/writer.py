@@ -22,9 +22,7 @@ from .finished_rows import Consumer, FinishedCapture, Outcome
 from .harvest_shards import Harvest
 from .layouts import Filesystem, StoreConfig, each
 
-if (
-    TYPE_CHECKING
-):  # it imports the kernels' buffers, and so torch, which the fake engine's worker does without
+if TYPE_CHECKING:  # it imports torch, which an engine without kernels does not need
     from ..base.config import PlaneConfig
 
 logger = logging.getLogger(__name__)

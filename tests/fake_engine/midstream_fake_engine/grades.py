@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...schemas.base.records import to_msgpack
-from ...schemas.prompts.selectors import Hook, select
-from ...schemas.requests.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
-from ...schemas.requests.specs import RankSpec, StoredSteering
-from ...storage.formats.capture_blobs import DamagedBlob, read_header
-from ...storage.store import ArtifactStore
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.prompts.selectors import Hook, select
+from midstream.schemas.requests.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
+from midstream.schemas.requests.specs import RankSpec, StoredSteering
+from midstream.storage.formats.capture_blobs import DamagedBlob, read_header
+from midstream.storage.store import ArtifactStore
+
 from .model import HIDDEN_SIZE, residual_rows
 
 #: (hook, layer, position) and what stands there: a row's bytes, or what would be done to it.

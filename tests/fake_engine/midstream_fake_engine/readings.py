@@ -6,20 +6,25 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.records import to_msgpack
-from ...schemas.base.settings import Settings
-from ...schemas.prompts.selectors import HOOKS
-from ...schemas.requests.readings import (
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.prompts.selectors import HOOKS
+from midstream.schemas.requests.readings import (
     FeaturesPart,
     LensPart,
     StoredFeatures,
     StoredLens,
     StoredReader,
 )
-from ..runner.base.extensions import ExtensionError, named, trusted
-from ..runner.files.finished_rows import FinishedCapture, Outcome, ReadingError
-from ..runner.readings.installed_readers import InstalledReaders, LoadedReader, load_readers
+from midstream.workers.runner.base.extensions import ExtensionError, named, trusted
+from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome, ReadingError
+from midstream.workers.runner.readings.installed_readers import (
+    InstalledReaders,
+    LoadedReader,
+    load_readers,
+)
+
 from .model import HIDDEN_SIZE, NUM_LAYERS, VOCABULARY
 
 

@@ -11,25 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from ...broker.receipts.curve import client_keys
-from ...broker.receipts.outbox import Outbox
-from ...schemas.artifacts.probes import ProbeScore
-from ...schemas.base.dtypes import narrowed
-from ...schemas.base.settings import Settings
-from ...schemas.base.version import __version__
-from ...schemas.jobs.receipts import Receipt
-from ...schemas.prompts.selectors import select
-from ...schemas.requests.specs import RankSpec, StoredCapture
-from ...storage.store import open_store
-from ..engine.identity import BOOT
-from ..engine.protocol import EngineRequest
-from ..engine.ranks.collective import check_apply_results
-from ..runner.files.finished_rows import FinishedCapture
-from ..runner.files.layouts import StoreConfig
-from ..runner.files.writer import BOOT_DIGITS, WriteJob, Writer
-from ..runner.probes.gates import Gates, gates_of
-from ..runner.probes.watches import Watch
-from ..runner.readings.installed_readers import LoadedReader
+from midstream.broker.receipts.curve import client_keys
+from midstream.broker.receipts.outbox import Outbox
+from midstream.schemas.artifacts.probes import ProbeScore
+from midstream.schemas.base.dtypes import narrowed
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.version import __version__
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import select
+from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.store import open_store
+from midstream.workers.engine.identity import BOOT
+from midstream.workers.engine.protocol import EngineRequest
+from midstream.workers.engine.ranks.collective import check_apply_results
+from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream.workers.runner.files.layouts import StoreConfig
+from midstream.workers.runner.files.writer import BOOT_DIGITS, WriteJob, Writer
+from midstream.workers.runner.probes.gates import Gates, gates_of
+from midstream.workers.runner.probes.watches import Watch
+from midstream.workers.runner.readings.installed_readers import LoadedReader
+
 from .grades import FakeGrades, Ungradable
 from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows, weights_of
 from .rank import FakeFaults, FakeRank

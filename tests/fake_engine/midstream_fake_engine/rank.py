@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.base.records import to_msgpack
-from ...schemas.base.settings import Settings
-from ...schemas.base.tensors import Tensor
-from ...schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
-from ...schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
-from ...schemas.requests.steering import GlobalSteering, SteeringTemplate
-from ..runner.edits.actions import ActionLedger, Kind
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.tensors import Tensor
+from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
+from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
+from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
+from midstream.workers.runner.edits.actions import ActionLedger, Kind
+
 from .model import HIDDEN_SIZE
 
 Answer = tuple[bool, str]

@@ -9,17 +9,17 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from ...schemas.artifacts.loras import LoraModule, LoraSupport
-from ...schemas.base.records import to_msgpack
-from ...schemas.base.settings import Settings
-from ...schemas.base.version import __version__
-from ...schemas.jobs.models import ModelInfo, TokenizerBundle, encode_bundle
-from ...schemas.prompts.selectors import HOOKS, Hook
-from ...schemas.requests.specs import StoredSteering
-from ...schemas.service.global_capture import from_settings
-from ..engine.ranks.saes import served
-from ..runner.files.consumers import available
-from ..runner.readings.installed_readers import LoadedReader
+from midstream.schemas.artifacts.loras import LoraModule, LoraSupport
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.base.version import __version__
+from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, encode_bundle
+from midstream.schemas.prompts.selectors import HOOKS, Hook
+from midstream.schemas.requests.specs import StoredSteering
+from midstream.schemas.service.global_capture import from_settings
+from midstream.workers.engine.ranks.saes import served
+from midstream.workers.runner.files.consumers import available
+from midstream.workers.runner.readings.installed_readers import LoadedReader
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 8

@@ -20,19 +20,21 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from tokenizers import Tokenizer
 
-from ...schemas.base.errors import MidstreamError
-from ...schemas.base.settings import Settings
-from ...schemas.jobs.jobs import Output, Sampling, TokenLogprob
-from ...schemas.requests.specs import RankSpec, StoredSteering
-from ...schemas.requests.steering import GlobalSteering, RankSteering
-from ..engine.protocol import EngineRequest, Progress
-from ..engine.ranks.control import RankControl, row_wish
-from ..engine.ranks.rank_spec import rank_spec
-from ..runner.probes.probe_news import Scored
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.settings import Settings
+from midstream.schemas.jobs.jobs import Output, Sampling, TokenLogprob
+from midstream.schemas.requests.specs import RankSpec, StoredSteering
+from midstream.schemas.requests.steering import GlobalSteering, RankSteering
+from midstream.workers.engine.protocol import EngineRequest, Progress
+from midstream.workers.engine.ranks.control import RankControl, row_wish
+from midstream.workers.engine.ranks.rank_spec import rank_spec
+from midstream.workers.runner.probes.probe_news import Scored
+
 from .model import Dice, make_bundle, make_info, make_tokenizer, weights_of
 from .rank import FakeFaults
 from .ranks import FakeRanks
@@ -40,17 +42,31 @@ from .readings import loaded
 from .turnstile import Turnstile
 
 
+class FakeOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """The setting `engine_options` of a fake engine."""
+
+    token_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds per token; 0 returns a whole output immediately."""
+
+
+def _options(settings: Settings) -> FakeOptions:
+    try:
+        return msgspec.convert(settings.engine_options, FakeOptions)
+    except msgspec.ValidationError as error:
+        raise MidstreamError("engine_failed", f"engine_options: {error}") from error
+
+
 class FakeEngine(RankControl):
     """An `Engine` without a model.
 
-    `settings.fake_token_s`: seconds per token; 0 returns a whole output immediately.
+    Its options are `FakeOptions`.
     """
 
     enters = True  # no layer is skipped, but the rows at the entry are checked
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self._settings = settings
+        self._token_s = _options(settings).token_s
         self.faults = FakeFaults(settings.fault)
         turnstile = self.faults.get("turnstile")
         self._turnstile = Turnstile(turnstile["file"]) if turnstile else None
@@ -125,9 +141,7 @@ class FakeEngine(RankControl):
                     if (ask.job, ask.attempt) in self._aborted:
                         return
                     writing.add_token()
-                    if writing.finish_reason is None and (
-                        ask.stream or self._settings.fake_token_s
-                    ):
+                    if writing.finish_reason is None and (ask.stream or self._token_s):
                         yield writing.progress()
             finally:
                 if spec is not None:
@@ -150,8 +164,8 @@ class FakeEngine(RankControl):
             await self._turnstile.step(
                 attempt, lambda: attempt in self._aborted or bool(self._reason)
             )
-        if self._settings.fake_token_s:
-            await asyncio.sleep(self._settings.fake_token_s)
+        if self._token_s:
+            await asyncio.sleep(self._token_s)
         elif ask.stream:
             await asyncio.sleep(0)
         if self._reason:
