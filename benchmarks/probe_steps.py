@@ -117,6 +117,11 @@ class Stand:
         self._streams = torch.randn(2, CAPACITY, hidden).bfloat16()
         self._weights = torch.zeros(_CACHES // 4)
 
+    def forward(self, rows: int) -> None:
+        """Visit all sites with so many rows."""
+        for visit in self._visits:
+            visit(self._streams[0, :rows], self._streams[1, :rows])
+
     def step(
         self, new: list[NewRequest], ended: dict[str, Finish], windows: list[tuple[str, int, int]]
     ) -> list[float]:
@@ -132,8 +137,7 @@ class Stand:
             row += count
         self.plane.plan(StepView(rows, row))
         planned = time.thread_time()
-        for visit in self._visits:
-            visit(self._streams[0, :row], self._streams[1, :row])
+        self.forward(row)
         visited = time.thread_time()
         self.plane.drain()
         return [planned - began, visited - planned, time.thread_time() - visited]

@@ -10,6 +10,9 @@ PROTOCOL = 1
 #: `Receipt.kind` of captures that the artifact store did not take, though nothing is wrong with
 #: them: the job waits for the store.
 STORE_AWAY = "store_away"
+#: `Receipt.kind` of a failure that is of no single concern: its kind follows from what the job
+#: requested.
+BY_REQUEST = ""
 #: What a rank's refusal of a source run says when the artifact store could not be read now, though
 #: nothing is wrong with the run.
 READ_LATER = "the artifact store cannot be read now"
@@ -72,9 +75,8 @@ class Receipt(Wire):
     message: str = ""
     applied: int = 0  # token rows that an intervention changed, over all layers
     files: list[CapturedFile] = []
-    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY; empty: by
-    # what the job requested
-    kind: str = ""
+    # with `error`: capture_failed | reading_failed | intervention_failed | STORE_AWAY | BY_REQUEST
+    kind: str = BY_REQUEST
     consumed: list[Consumed] = []
     global_version: int = 0  # of the global steering that the request began under
     # how often this rank's action ledger was reset: checksums are compared within one epoch

@@ -26,6 +26,7 @@ from midstream.workers.runner.base.config import Place, PlaneConfig
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
+from midstream.workers.runner.plane.reentry import ReentryGate
 
 CAPACITY = 64
 VECTOR = from_numpy(np.full(HIDDEN, 2.0, dtype=np.float32))
@@ -43,11 +44,13 @@ class Rig:
         rank: int = 0,
         world: int = 1,
         traced: bool = False,
+        gate: ReentryGate | None = None,
+        loras: Any = None,
         **options: Any,
     ) -> None:
         """`world` ranks are one stage.
 
-        `traced`: its forward does not ask whether a site is busy.
+        `traced`: its forward does not ask whether a site is busy. `gate`, `loras`: see `DataPlane`.
         """
         self.directory = directory
         config = PlaneConfig(
@@ -86,7 +89,14 @@ class Rig:
         self._rank.buffers = make_buffers(len(self._rank.sites), capacity=CAPACITY, **sizes)
         place = Place(rank=rank, world=world, tp=rank, pp=0, stages=1)
         self.plane = DataPlane(
-            config, place, self._rank.sites, self._rank.buffers, num_layers=2, traced=traced
+            config,
+            place,
+            self._rank.sites,
+            self._rank.buffers,
+            num_layers=2,
+            traced=traced,
+            gate=gate,
+            loras=loras,
         )
         self.idle = False  # whether the last forward was of the idle family
         self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})

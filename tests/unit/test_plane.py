@@ -286,7 +286,8 @@ def test_ten_thousand_requests_leave_no_state_behind(tmp_path: Path) -> None:
             rig._rank.buffers.site_rows,
         )
     )
-    assert not any((rig.plane._tracked, rig.plane._live, rig.plane._ends, rig.plane._finished))
+    requests = rig.plane._requests
+    assert not any((requests.tracked, requests.live, requests.ends, requests.finished))
     assert len(checksums) == 10_000
     told = rig.receipts()
     rig.plane._slabs.collect()

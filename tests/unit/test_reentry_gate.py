@@ -1,8 +1,9 @@
 """At which layer does a step's forward begin, and what do the layers of a rank then see?"""
 
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from midstream.workers.runner.plane.reentry import (
     first_layer,
     install_gate,
 )
+from midstream.workers.runner.plane.step_parts import RanStep
 from midstream.workers.runner.rows.planner import Tracked
 
 HIDDEN, BLOCK, PROMPT = 8, 4, 10
@@ -185,8 +187,23 @@ class Runs:
         )
 
 
+class Failures:
+    """The reasons of the requests that failed, in the place of `Requests`."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def guard(self, *_: Any) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def fail(self, tracked: Tracked, why: str, kind: str) -> None:
+        assert kind == "intervention_failed"
+        self.reasons.append(f"{tracked.spec.request}: {why}")
+
+
 def entering(gate: ReentryGate, *keys: str) -> Reentry:
-    made = Reentry(gate, Runs(*keys), HIDDEN, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    cpu = torch.device("cpu")
+    made = Reentry(Failures(), gate, Runs(*keys), HIDDEN, torch.float32, cpu)  # type: ignore[arg-type]
     made.block_size = BLOCK
     return made
 
@@ -197,13 +214,8 @@ def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str]
     for number, (spec, first, count) in enumerate(step):
         mine.append((Tracked(spec), RequestRows(str(number), row, count, first)))
         row += count
-    failed: list[str] = []
-    entering.plan(
-        mine,
-        StepView([rows for _, rows in mine], row),
-        lambda tracked, why: failed.append(f"{tracked.spec.request}: {why}"),
-    )
-    return failed, row
+    entering.plan(mine, StepView([rows for _, rows in mine], row))
+    return cast("Failures", entering._requests).reasons, row
 
 
 @pytest.mark.parametrize("kind", [PairLayer, SingleLayer])
@@ -231,7 +243,7 @@ def test_reentry_skips_lower_layers_and_restores_rows_exactly(kind: type[nn.Modu
     # −0: a zero of the stream keeps its sign
     assert residual is None or bool(hidden.signbit().all())
     assert forward.skipped == 3 * rows
-    forward.done()
+    forward.drain(RanStep(None, None))
     model(torch.randn(rows, HIDDEN))
     assert [len(layer.seen) for layer in model.held] == [1, 1, 1, 2, 2, 2]
 
@@ -273,5 +285,5 @@ def test_reentry_decisions_ignore_rank_state() -> None:
     forward = entering(gate, "j.0.base")
     tracked = Tracked(msgspec.structs.replace(cell(3)), failure="no", reported=True)
     rows = RequestRows("0", 0, 6, 4)
-    forward.plan([(tracked, rows)], StepView([rows], 6), lambda *_: None)
+    forward.plan([(tracked, rows)], StepView([rows], 6))
     assert gate.begin == 3

@@ -15,6 +15,7 @@ from ....schemas.requests.specs import Grade
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy, locked_like
 from ..rows.planner import Tracked
+from .step_parts import StepPart
 
 #: Distributions kept for comparison; the least recently used are evicted first.
 KEPT = 64
@@ -26,7 +27,7 @@ class _Due(NamedTuple):
     row: int  # of the step's logits: the one behind the prompt's last token
 
 
-class Grading:
+class Grading(StepPart):
     """Grading on the last stage's first rank.
 
     `plan` before the forward, `take` with the logits that follow from it.
@@ -46,12 +47,11 @@ class Grading:
         """
         return [due.tracked for due in self._due]
 
-    def plan(self, request_rows: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
-        """`request_rows`: the requests of `view` with a spec."""
+    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
         self._due = []
         ending = {
             rows.id: tracked
-            for tracked, rows in request_rows
+            for tracked, rows in own
             if tracked.spec.grade is not None and tracked.graded is None and not tracked.reported
             if rows.first_position
             < tracked.spec.prompt_tokens

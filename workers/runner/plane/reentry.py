@@ -4,7 +4,7 @@ Only forwards that run as Python do. Why, how, and what it gains:
 `docs/decisions/0006-reentry-and-grading.md`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from ..hooks.architectures import ARCHITECTURES, Adapter
 from ..hooks.sites import held_layers, places
 from ..rows.finite_check import all_finite
 from ..rows.planner import Tracked
+from .requests import Requests
+from .step_parts import RanStep, StepPart
 
 #: Of one request: the engine's request as this rank knows it, and its rows of the step.
 _Member = tuple[Tracked, RequestRows]
@@ -155,11 +157,12 @@ def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
     )
 
 
-class Reentry:
-    """One per rank: `plan` before the forward, `done` after it."""
+class Reentry(StepPart):
+    """One per rank: `plan` before the forward, `drain` after it."""
 
     def __init__(
         self,
+        requests: Requests,
         gate: ReentryGate,
         runs: RunStore,
         hidden_size: int,
@@ -167,46 +170,33 @@ class Reentry:
         device: torch.device,
     ) -> None:
         """`hidden_size` and `dtype`: of the stream."""
-        self._gate, self._runs, self._hidden_size, self._dtype, self._device = (
-            gate,
-            runs,
-            hidden_size,
-            dtype,
-            device,
-        )
+        self._requests, self._gate, self._runs = requests, gate, runs
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self.block_size = 1  # of the KV cache, once it is known
         self.steps = 0  # that began above the first layer
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
 
-    def plan(
-        self, members: Sequence[_Member], view: StepView, fail: Callable[[Tracked, str], None]
-    ) -> None:
-        """`members`: the requests of `view` with a spec.
-
-        Calls `fail` for those whose rows are not on this rank.
-        """
-        if not any(tracked.spec.entry is not None for tracked, _ in members):
+    def plan(self, own: Sequence[_Member], view: StepView) -> None:
+        """Open the gate; fails the requests whose rows are not on this rank."""
+        entered = [tracked for tracked, _ in own if tracked.spec.entry is not None]
+        if not entered:
             return
-        specs = {rows.id: tracked.spec for tracked, rows in members}
-        begin = first_layer([(specs.get(rows.id), rows) for rows in view.requests], self.block_size)
-        if not begin:
-            return
-        self.steps += 1
-        self.skipped += self._gate.open(begin) * view.num_rows
-        if begin in self._gate.layers:  # the other stages' forward continues what they get
-            self._gate.stream = self._stream(begin, members, view.num_rows, fail)
+        with self._requests.guard(entered, "intervention_failed"):
+            specs = {rows.id: tracked.spec for tracked, rows in own}
+            step = [(specs.get(rows.id), rows) for rows in view.requests]
+            begin = first_layer(step, self.block_size)
+            if not begin:
+                return
+            self.steps += 1
+            self.skipped += self._gate.open(begin) * view.num_rows
+            if begin in self._gate.layers:  # the other stages' forward continues what they get
+                self._gate.stream = self._stream(begin, own, view.num_rows)
 
-    def done(self) -> None:
+    def drain(self, step: RanStep) -> None:
         if self._gate.begin:
             self._gate.close()
 
-    def _stream(
-        self,
-        layer: int,
-        own: Sequence[_Member],
-        num_rows: int,
-        fail: Callable[[Tracked, str], None],
-    ) -> torch.Tensor:
+    def _stream(self, layer: int, own: Sequence[_Member], num_rows: int) -> torch.Tensor:
         """`[num_rows, hidden_size]`, what enters `layer`."""
         by_run: dict[str, list[_Member]] = {}
         for tracked, rows in own:
@@ -218,16 +208,19 @@ class Reentry:
                 self._fill(stream, key, layer, members)
             except LookupError as error:
                 if len(members) == 1:
-                    fail(members[0][0], str(error))
+                    self._fail(members[0], error)
                     continue
                 for member in members:  # find the requests whose rows are missing
                     try:
                         self._fill(stream, key, layer, [member])
                     except LookupError as of_one:
-                        fail(member[0], str(of_one))
+                        self._fail(member, of_one)
         return (stream if self._device.type == "cpu" else locked_copy(stream)).to(
             self._device, non_blocking=True
         )
+
+    def _fail(self, member: _Member, error: LookupError) -> None:
+        self._requests.fail(member[0], str(error), "intervention_failed")
 
     def _fill(self, stream: torch.Tensor, key: str, layer: int, members: Sequence[_Member]) -> None:
         """Raises LookupError when one of these requests' rows is not in the run, or the run not

@@ -98,6 +98,11 @@ class Room:
                     for recording in leaving:
                         self._leave(recording, reached)
 
+    def close(self) -> None:
+        """Write and move what is pending."""
+        self._writer.close()
+        self._mover.close()
+
     def _leave(self, recording: Recording, reached: int) -> None:
         row_bytes = recording.width(self._hidden_size) * self._dtype.itemsize
         remaining = recording.leave(reached, self._streams.part // row_bytes)

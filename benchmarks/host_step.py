@@ -1,0 +1,156 @@
+"""Host time per engine step of a rank's data plane, without a model and without its sites.
+
+    python benchmarks/host_step.py [--requests 64 256] [--layers 30] [--hidden 576] [--steps 1000]
+
+Prints µs of one thread in `begin`, `choose`, `plan` and `drain`, and their sum, per step in which
+every request generates one token: plain requests without a spec, captured, steered, and both.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from probe_steps import CAPACITY, PROMPT, Stand
+
+from midstream import __version__
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.requests.specs import (
+    RankSpec,
+    StoredCapture,
+    StoredSteering,
+    steering_digest,
+)
+from midstream.workers.runner.base.engine_step import Finish, NewRequest, RequestRows, StepView
+
+PARTS = ("begin", "choose", "plan", "drain")
+KINDS = {"plain": (False, False), "captured": (True, False), "steered": (False, True)} | {
+    "both": (True, True)
+}
+#: Steps that requests run: after these they end, and new ones come.
+LIFE = 64
+
+
+class Load:
+    """Requests on one plane that end and come again every `LIFE` steps."""
+
+    def __init__(self, folder: Path, kind: str, requests: int, layers: int, hidden: int) -> None:
+        self._stand = Stand(folder, layers, hidden)
+        self._plane = self._stand.plane
+        self._requests, self._kind, self._round = requests, kind, 0
+        captured, steered = KINDS[kind]
+        vector = from_numpy(np.ones(hidden, dtype=np.float32))
+        self._plane.rank_state.put_vectors({content_hash(vector): vector})
+        steering = [
+            StoredSteering(
+                layers=[layers // 2],
+                hook="post_block",
+                positions="all",
+                family="add",
+                tensors=[content_hash(vector)],
+            )
+        ] * steered
+        self._spec = RankSpec(
+            version=__version__,
+            job="",
+            request=0,
+            attempt=1,
+            prompt_tokens=PROMPT,
+            captures=[StoredCapture(sites={"post_block": [layers // 2]}, positions="all", tag="t")]
+            * captured,
+            steering=steering,
+            digest=steering_digest(steering),
+        )
+
+    def life(self) -> list[list[float]]:
+        """Seconds of `PARTS` in each step that generates, from the prompts to the end."""
+        self._round += 1
+        ids = [f"{self._round}.{number}" for number in range(self._requests)]
+        new = []
+        if self._kind != "plain":
+            new = [
+                NewRequest(
+                    one,
+                    msgspec.to_builtins(msgspec.structs.replace(self._spec, job=f"j{one}")),
+                    0,
+                    LIFE,
+                )
+                for one in ids
+            ]
+        prompts = CAPACITY // PROMPT
+        for batch in range(0, len(ids), prompts):
+            part = slice(batch, batch + prompts)
+            self._step(new[part], {}, ids[part], 0, PROMPT)
+        times = [self._step([], {}, ids, PROMPT + step, 1) for step in range(LIFE)]
+        tokens = list(range(PROMPT + LIFE + 1))
+        self._step([], {one: Finish(tokens, False) for one in ids}, [], 0, 0)
+        return times
+
+    def _step(
+        self,
+        new: list[NewRequest],
+        ended: dict[str, Finish],
+        ids: list[str],
+        first: int,
+        count: int,
+    ) -> list[float]:
+        windows = [(one, first, count) for one in ids]
+        view = StepView(
+            [RequestRows(one, row * count, count, first) for row, one in enumerate(ids)],
+            count * len(ids),
+        )
+        times = []
+        for part in (
+            lambda: self._plane.begin(new, ended, 0),
+            lambda: self._plane.choose(windows),
+            lambda: self._plane.plan(view),
+            lambda: self._plane.drain(),
+        ):
+            if len(times) == PARTS.index("drain"):
+                self._stand.forward(view.num_rows)
+            start = time.thread_time()
+            part()
+            times.append(time.thread_time() - start)
+        return times
+
+    def close(self) -> None:
+        self._plane.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--steps", type=int, default=1000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for requests in options.requests:
+        with tempfile.TemporaryDirectory(prefix="midstream-bench-") as folder:
+            loads = {
+                kind: Load(Path(folder, kind), kind, requests, options.layers, options.hidden)
+                for kind in KINDS
+            }
+            times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+            for _ in range(max(1, options.steps // LIFE)):  # in turns: the machine drifts
+                for kind, load in loads.items():
+                    times[kind] += load.life()
+            for load in loads.values():
+                load.close()
+        for kind, steps in times.items():
+            parts = [statistics.median(part) * 1e6 for part in zip(*steps, strict=True)]
+            results.append({"requests": requests, "kind": kind, "steps": len(steps)})
+            results[-1] |= dict(zip(PARTS, (round(part, 1) for part in parts), strict=True))
+            results[-1]["sum"] = round(sum(parts), 1)
+            print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
+    print(json.dumps({"benchmark": "host_step", **vars(options), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Requests that a rank tracks, from their admission to their reports."""
+
+import logging
+from collections.abc import Collection
+
+from ....schemas.jobs.receipts import BY_REQUEST
+from ....schemas.prompts.selectors import select
+from ..base.engine_step import Finish
+from ..edits.taints import Taints
+from ..rows.planner import Tracked
+from .reports import Reports
+
+logger = logging.getLogger(__name__)
+
+TAINTED = "its cached prefix was computed by a request whose intervention failed"
+_TAINTING = "its cached prefix is being computed by a request whose intervention failed"
+
+
+class Guard:
+    """An error inside fails these requests and nothing else."""
+
+    __slots__ = ("_concerned", "_kind", "_requests")
+
+    def __init__(self, requests: "Requests", concerned: Collection[Tracked], kind: str) -> None:
+        self._requests, self._concerned, self._kind = requests, concerned, kind
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        requests = self._requests
+        logger.error("the data plane failed in step %d", requests.step, exc_info=error)
+        why = f"internal error on rank {requests.rank}: {type(error).__name__}: {error}"
+        for tracked in list(self._concerned):
+            requests.fail(tracked, why, self._kind)
+        return True
+
+
+class Requests:
+    """One per rank."""
+
+    def __init__(self, rank: int, reports: Reports) -> None:
+        self.rank, self.reports = rank, reports
+        self.step = 0  # of the engine, since this rank began
+        self.tracked: dict[str, Tracked] = {}
+        self.taints = Taints()
+        self.live: set[str] = set()  # keys of the tracked
+        # reported by the worker, for requests that have not finished here
+        self.ends: dict[str, int] = {}
+        # finished here; the worker has not reported where they end
+        self.finished: dict[str, tuple[Tracked, Finish]] = {}
+
+    def guard(self, concerned: Collection[Tracked], kind: str) -> Guard:
+        """Return a context in which an error fails these requests. `kind`: see `Receipt.kind`."""
+        return Guard(self, concerned, kind)
+
+    def resume(self, tracked: Tracked, cached_tokens: int) -> None:
+        """Check a resumed request, which may continue on blocks that another one computed."""
+        tracked.admitted, tracked.cached_tokens = self.step, cached_tokens
+        if self.taints.spoil(tracked.spec, cached_tokens):
+            self.fail(tracked, TAINTED, "intervention_failed")
+
+    def finish(self, tracked: Tracked, finish: Finish) -> None:
+        """Close a request that the scheduler ended, once it is known where it ends."""
+        tracked.stopped_by = finish.stopped_by
+        key = tracked.spec.key
+        self.live.discard(key)
+        end = self.ends.pop(key, None)
+        if tracked.reported:
+            self.taints.renew(tracked.spec.digest, self.step)
+            return
+        if not finish.aborted and not tracked.spec.told_when_over:
+            end = len(finish.token_ids)
+        if end is None:
+            self.finished[key] = (tracked, finish)
+        else:
+            self._close(tracked, finish.token_ids, end)
+
+    def end(self, key: str, num_tokens: int) -> None:
+        """See `DataPlane.end`."""
+        if key in self.finished:
+            tracked, finish = self.finished.pop(key)
+            with self.guard([tracked], BY_REQUEST):
+                self._close(tracked, finish.token_ids, num_tokens)
+        elif key in self.live:
+            self.ends[key] = num_tokens
+
+    def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:
+        """Write what was recorded of the first `num_tokens` tokens, and report; with -1 neither."""
+        if num_tokens >= 0:
+            token_id = token_ids[:num_tokens]
+            # The last sampled token was never fed back, unless a probe found in its row that the
+            # request ends there.
+            rows = len(token_id) - (
+                1 if len(token_id) < len(token_ids) or not tracked.stopped_by else 0
+            )
+            for row, sites in tracked.edited:
+                # rejected drafts, and what was computed before the end was known, are not its own
+                beyond = select(row.positions, rows, tracked.reached, tracked.spec.prompt_tokens)
+                tracked.applied -= len(tracked.open_of(row, beyond)) * sites
+            self.reports.over(self.step, tracked, token_id, rows)
+
+    def fail(self, tracked: Tracked, message: str, kind: str, since: int | None = None) -> None:
+        """Report the failure now, without waiting for the request to end.
+
+        The request continues in the engine and fills cache blocks that claim its interventions:
+        their digest is tainted.
+        `since`: the step in which it went wrong, where that is not this one.
+        """
+        self.reports.failed(self.step, tracked, message, kind)
+        digest = tracked.spec.digest
+        edited = kind not in ("capture_failed", "probe_failed")
+        # else no request, not even itself, is served what it fills under this digest
+        shared = edited and tracked.spec.entry is None
+        if digest and shared and (self.taints.add(digest, self.step) or since is not None):
+            first = self.step if since is None else since
+            for other in list(self.tracked.values()):
+                # came in the same step or later, on blocks that this one was to fill
+                served = other.cached_tokens > other.spec.first_affected
+                if (
+                    other.spec.digest == digest
+                    and other.admitted >= first
+                    and served
+                    and not other.reported
+                ):
+                    self.fail(other, _TAINTING, kind)
+
+    def fail_all(self, message: str) -> None:
+        """Fail every request that is here, and keep nothing of it.
+
+        The engine may continue some of them: those stay tracked, as failed ones.
+        """
+        waiting = [tracked for tracked, _ in self.finished.values()]
+        for tracked in [*waiting, *self.tracked.values()]:
+            self.fail(tracked, message, BY_REQUEST)
+            tracked.holds([])
+            tracked.recordings = {}
+        self.finished.clear()
+
+    def cleanse(self, step: int) -> None:
+        """Forget failures up to `step`, except those of requests that are still here."""
+        self.taints.forget(
+            step, {tracked.spec.digest for tracked in self.tracked.values() if tracked.failure}
+        )

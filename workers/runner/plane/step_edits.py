@@ -1,0 +1,87 @@
+"""Edits in a rank's step: rows of the steering table, from a request's admission to its end."""
+
+import logging
+from collections.abc import Sequence
+
+from ....kernels.plan import ROWS_PER_TOKEN
+from ....schemas.requests.specs import columns_of, steering_rows
+from ..base.engine_step import RequestRows, StepView
+from ..edits.actions import ActionLedger
+from ..edits.installed_ops import check_here
+from ..edits.model_state import RankState
+from ..edits.source_runs import RunStore
+from ..edits.steering_tables import HeldRows
+from ..rows.banks import Banks
+from ..rows.planner import Tracked
+from .faults import Faults
+from .requests import TAINTED, Requests
+from .step_parts import StepPart
+
+logger = logging.getLogger(__name__)
+
+
+class Edits(StepPart):
+    """One per rank."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        banks: Banks,
+        state: RankState,
+        runs: RunStore,
+        actions: ActionLedger,
+        faults: Faults,
+    ) -> None:
+        self._requests, self._banks, self._faults = requests, banks, faults
+        self._state, self._runs, self._actions = state, runs, actions
+        self._rows = HeldRows(banks.table, actions)
+
+    def acquire(self, tracked: Tracked) -> None:
+        """Acquire the rows of its steering, or fail it with the reason."""
+        spec, step = tracked.spec, self._requests.step
+        needed = steering_rows(spec.global_steering) + steering_rows(spec.steering)
+        try:
+            if self._requests.taints.spoil(spec, tracked.cached_tokens):
+                raise RuntimeError(TAINTED)
+            if needed and "admit" in self._faults:
+                raise RuntimeError("fault injected: admit")
+            if (most := max(columns_of(needed), default=-1) + 1) > ROWS_PER_TOKEN:
+                raise ValueError(
+                    f"its steering takes {most} rows of the table at one token; at most "
+                    f"{ROWS_PER_TOKEN} are allowed"
+                )
+            for entry in (*spec.global_steering, *spec.steering):
+                self._state.check_sites(entry.hook, entry.layers)
+                check_here([entry])
+            tracked.holds(self._rows.acquire(step, needed))
+            if needed:
+                self._actions.fold(step, "steer", *spec.ids, spec.digest)
+        except Exception as error:
+            # raised with a reason; a sweep may raise thousands of them
+            known = type(error) in (LookupError, ValueError)
+            logger.error("request %s cannot be steered: %s", spec.key, error, exc_info=not known)
+            self._requests.fail(tracked, str(error), "intervention_failed")
+
+    def release(self, tracked: Tracked) -> None:
+        tracked.edited = [(spec, self._banks.num_sites(row, spec)) for row, spec in tracked.rows]
+        self._rows.release(self._requests.step, tracked.rows)
+        tracked.holds([])
+
+    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+        """Plan the edits of the step, once the gates of its positions are decided."""
+        for tracked, rows in own:
+            if tracked.gates is not None and (
+                why := tracked.decide(rows.first_position + rows.num_rows)
+            ):
+                self._requests.fail(tracked, f"{why} (rank {self._requests.rank})", "probe_failed")
+        steered = [tracked for tracked, _ in own if tracked.rows]
+        with self._requests.guard(steered, "intervention_failed"):
+            self._banks.plan_steering(own)
+
+    def forget(self) -> None:
+        self._banks.table.clear()
+        self._runs.clear()
+        self._state.forget()
+
+    def close(self) -> None:
+        self._banks.table.prepared.close()

@@ -1,0 +1,53 @@
+"""Probes in a rank's step: what they watch, and when its rows are scored."""
+
+from collections.abc import Mapping
+
+from ..base.engine_step import NewRequest
+from ..probes.gates import gates_of
+from ..rows.planner import Tracked
+from .probe_scores import Scorer
+from .requests import Requests
+from .step_parts import RanStep, StepPart
+
+
+class Probes(StepPart):
+    """One per rank."""
+
+    def __init__(self, requests: Requests, scorer: Scorer) -> None:
+        self._requests, self._scorer = requests, scorer
+
+    def begin(self, ended: Mapping[str, int]) -> None:
+        """Score what ended requests and gates wait for."""
+        tracked = self._requests.tracked
+        watched = [item for item in tracked.values() if item.watch is not None]
+        with self._requests.guard(watched, "probe_failed"):
+            over = [watch for item in ended if (watch := tracked[item].watch) is not None]
+            self._scorer.settle(
+                wait=bool(ended) or any(item.gates is not None for item in watched), over=over
+            )
+
+    def admit(self, tracked: Tracked, request: NewRequest) -> None:
+        if tracked.reported:
+            return
+        with self._requests.guard([tracked], "probe_failed"):
+            recordings = tracked.recordings.values()
+            tracked.watch = self._scorer.watch(request.id, tracked.spec, recordings)
+            tracked.gates = gates_of(tracked.spec, tracked.watch)
+
+    def drain(self, step: RanStep) -> None:
+        """Score the rows of this step that probes watch, and those that the prefix cache served."""
+        if step.recorded is None:
+            return
+        if watched := [
+            tracked
+            for tracked in self._requests.tracked.values()
+            if tracked.watch is not None and not tracked.reported
+        ]:
+            with self._requests.guard(watched, "probe_failed"):
+                self._scorer.take(
+                    step.recorded,
+                    [recording for tracked in watched for recording in tracked.recordings.values()],
+                )
+
+    def forget(self) -> None:
+        self._scorer.clear()

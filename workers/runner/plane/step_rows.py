@@ -1,0 +1,205 @@
+"""Captured rows in a rank's step: recorded, checked, kept for the same prompt, and handed on."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ....schemas.jobs.receipts import BY_REQUEST
+from ..base.config import Place
+from ..base.engine_step import NewRequest, RequestRows, StepView
+from ..base.host_memory import HostMemoryError
+from ..base.row_index import Keeping, KeptBlock
+from ..edits.model_state import RankState
+from ..rows.banks import Banks
+from ..rows.capture import Recording
+from ..rows.execution_check import Miscount
+from ..rows.finite_check import NonFinite, precedes_edits, reason
+from ..rows.memory_bound import Room
+from ..rows.planner import Tracked
+from ..rows.row_store import RowStore
+from ..rows.streams import Streams
+from .faults import Faults
+from .requests import Requests
+from .step_parts import RanStep, StepPart
+
+
+class Rows(StepPart):
+    """One per rank."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        place: Place,
+        banks: Banks,
+        state: RankState,
+        streams: Streams,
+        room: Room,
+        store: RowStore,
+        block_size: Callable[[], int],
+        faults: Faults,
+    ) -> None:
+        """`block_size`: of blocks whose rows are kept."""
+        self._requests, self._place, self._banks, self._faults = requests, place, banks, faults
+        self._state, self._streams, self._room = state, streams, room
+        self._store, self._block_size = store, block_size
+        self._keeping: Keeping | None = None  # of the step
+        # the last step in which a failed request did not leave rows that the scheduler takes for
+        # kept
+        self.unkept = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the rows that are kept."""
+        return self._store.held
+
+    def begin(self, ended: Mapping[str, int]) -> None:
+        self._settle(ended)
+
+    def admit(self, tracked: Tracked, request: NewRequest) -> None:
+        """Set up its recordings. It is steered even if it cannot be captured: its cached blocks say
+        that they were.
+        """
+        spec = tracked.spec
+        try:
+            for capture in spec.captures:
+                for hook, layers in capture.sites.items():
+                    self._state.check_sites(hook, layers)
+            recordings = [
+                self._banks.recording(capture, self._place.tp == 0) for capture in spec.captures
+            ]
+        except ValueError as error:
+            self._requests.fail(tracked, str(error), "capture_failed")
+            return
+        tracked.recordings = {
+            number: recording
+            for number, recording in enumerate(recordings)
+            if recording is not None
+        }
+        for recording in tracked.recordings.values():
+            recording.stream = self._streams.of(spec, recording, request.max_tokens)
+
+    def prepare(self, keeping: Keeping | None) -> None:
+        """Serve the rows that the prefix cache skips, then bound the memory of all."""
+        self._keeping = keeping
+        for block in keeping.serve if keeping else ():
+            self._with_recording(block, self._store.serve)
+        if recording := [
+            tracked
+            for tracked in self._requests.tracked.values()
+            if tracked.recordings and not tracked.reported
+        ]:
+            with self._requests.guard(recording, "capture_failed"):
+                self._room.make(recording, self._requests.guard)
+
+    def plan(self, own: Sequence[tuple[Tracked, RequestRows]], view: StepView) -> None:
+        """Plan the captures, and commit them with the edits."""
+        guard = self._requests.guard
+        with guard([tracked for tracked, _ in own if tracked.recordings], "capture_failed"):
+            if "plan" in self._faults:
+                raise RuntimeError("fault injected: plan")
+            self._banks.plan_capture(own)
+        with guard(
+            [tracked for tracked, _ in own if tracked.rows or tracked.recordings], BY_REQUEST
+        ):
+            if "commit" in self._faults:
+                raise HostMemoryError("fault injected: commit")
+            self._banks.commit()
+        if self._banks.busy and self._faults.of_site():
+            self._banks.lose_site()
+
+    def drain(self, step: RanStep) -> None:
+        requests = self._requests
+        with requests.guard(requests.tracked.values(), BY_REQUEST):
+            self._banks.take(requests.step, step.view, step.hidden if self._place.grades else None)
+        if self._banks.busy:
+            step.recorded = []
+            with requests.guard(
+                [tracked for tracked in requests.tracked.values() if tracked.recordings],
+                "capture_failed",
+            ):
+                step.recorded = self._banks.drain()
+
+    def settle(self, step: RanStep) -> None:
+        self._settle()
+        tracked = self._requests.tracked
+        if self._keeping is not None:
+            for block in self._keeping.keep:
+                if block.request_id in tracked and tracked[block.request_id].reported:
+                    self.unkept = self._requests.step
+                self._with_recording(block, self._store.keep)
+            self._store.drop(self._keeping.drop)
+            self._keeping = None
+        self._room.leave(step.view, tracked, self._block_size(), self._requests.guard)
+
+    def cleanse(self, step: int) -> None:
+        """The prefix cache was reset at `step`."""
+        if self.unkept <= step:
+            self.unkept = 0
+
+    def drop_kept(self) -> None:
+        """Keep no rows for other requests."""
+        self._store.clear()
+        self.unkept = 0
+
+    def close(self) -> None:
+        self._room.close()
+
+    def _settle(self, ended: Mapping[str, int] | None = None) -> None:
+        """Fail the requests whose edits left rows that are not finite, or whose sites did not do
+        what was planned.
+
+        Of other rows that are not finite, note that the model made them so. `ended`: waits for the
+        steps of these requests.
+        """
+        with self._requests.guard(self._requests.tracked.values(), BY_REQUEST):
+            if ended is None and "settle" in self._faults:
+                raise RuntimeError("fault injected: settle")
+            for item in self._banks.settle(ended):
+                if isinstance(item, Miscount):
+                    self._miscounted(item)
+                else:
+                    self._not_finite(item)
+
+    def _not_finite(self, item: NonFinite) -> None:
+        tracked = self._requests.tracked.get(item.id)
+        if tracked is None or tracked.reported:
+            return
+        place = (item.site.hook, item.site.layer) if item.site is not None else None
+        if not item.edited and (
+            tracked.unsound or precedes_edits(tracked.spec, item.position, place, after=False)
+        ):
+            tracked.unsound = True
+        else:
+            why = f"{reason(tracked.spec, item)} (rank {self._place.rank})"
+            self._requests.fail(tracked, why, "intervention_failed", since=item.step)
+
+    def _miscounted(self, miscount: Miscount) -> None:
+        """Fail the request; where its rows were not captured as planned, also those that may have
+        been served rows of that step.
+        """
+        requests = self._requests
+        concerned = [
+            tracked for tracked in [requests.tracked.get(miscount.id)] if tracked is not None
+        ]
+        if miscount.kind == "capture_failed":
+            self._store.clear()
+            self.unkept = requests.step
+            concerned += [
+                item
+                for item in requests.tracked.values()
+                if any(recording.reused for recording in item.recordings.values())
+            ]
+        for tracked in concerned:
+            why = f"{miscount} (rank {self._place.rank})"
+            requests.fail(tracked, why, miscount.kind, since=miscount.step)
+
+    def _with_recording(
+        self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]
+    ) -> None:
+        """Let the row store act on the recording that a block's rows belong to, if this rank has
+        one.
+        """
+        tracked = self._requests.tracked.get(block.request_id)
+        if tracked is None or tracked.reported:
+            return
+        if (recording := tracked.recordings.get(block.capture)) is not None:
+            with self._requests.guard([tracked], "capture_failed"):
+                action(block.number, recording, block.first, block.stop)
