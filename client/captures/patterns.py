@@ -122,7 +122,7 @@ class Attention:
         return keys
 
     def figure(self, path: Path | str | None = None, **options: Any) -> Any:
-        """Draw with `client.render.attention_figure.figure`: return matplotlib's figure, saved
+        """Draw with `client.render.figures.attention_figure`: return matplotlib's figure, saved
         to `path` if given.
         """
         return rendered("attention_figure", self, path, options)

@@ -14,7 +14,7 @@ from ..captures.export import export
 from ..captures.reader import CaptureReader
 from ..render import jobs as show
 from . import options
-from .jobs import AsJson, JobId, Url, connect, out, print_list
+from .jobs import AsJson, JobId, Url, connect, delete, out, print_list
 
 Source = Annotated[
     str,
@@ -154,9 +154,7 @@ def capture_delete(
 ) -> None:
     """Delete the captures of jobs. Job records stay; downloads in progress complete."""
     with connect(url) as client:
-        for job_id in jobs:
-            client.delete_capture(job_id)
-            out.print(f"{job_id} deleted", markup=False)
+        delete(jobs, client.delete_capture)
 
 
 def open_capture(

@@ -5,16 +5,16 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import HarvestRequest, HarvestView
-from ..render import harvests as show
+from ..render import jobs as show
 from ..sdk.answers.progress import harvest_bar
+from ..sdk.wire import given
 from . import jobs, options
-from .jobs import AsJson, Url, connect, out, print_list
+from .jobs import AsJson, Url, connect, delete, out, print_json, print_list
 
 Id = Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")]
 SOURCE: dict[str, Any] = {"rich_help_panel": "Source"}
@@ -120,27 +120,31 @@ def harvest_run(
     """Harvest the rows of a corpus. Interrupting it leaves the harvest running."""
     with connect(url) as client:
         fields = {
-            "source": _given(
-                path=source, lines=lines and _lines(lines), format=format_, kind=kind, field=field
+            "source": given(
+                path=source,
+                lines=lines and options.read_lines(lines),
+                format=format_,
+                kind=kind,
+                field=field,
             ),
-            "cut": _given(max_length=max_length, fit=fit),
-            "positions": _given(every=every, sample=sample, skip_first=skip_first, seed=seed),
-            "shards": _given(mib=shard_mib, shuffle=seed),
-            **_given(model=model, dtype=dtype, store=store, max_tokens=max_tokens),
+            "cut": given(max_length=max_length, fit=fit),
+            "positions": given(every=every, sample=sample, skip_first=skip_first, seed=seed),
+            "shards": given(mib=shard_mib, shuffle=seed),
+            **given(model=model, dtype=dtype, store=store, max_tokens=max_tokens),
             **_sites(hooks, layers),
         }
-        given = {name: value for name, value in fields.items() if value}
-        if body is not None and given:
+        chosen = {name: value for name, value in fields.items() if value}
+        if body is not None and chosen:
             raise invalid(
                 "--body", "is the whole request: not valid with other options for source or rows"
             )
         if body is None and not (source or lines):
             raise invalid("--source", "is required unless --lines or --body is given")
         if body is not None:
-            view = client.submit_harvest(_body(body))
+            view = client.submit_harvest(options.read_json(body, HarvestRequest, "--body"))
         else:
             view = client.submit_harvest(
-                **{"model": jobs.only_model(client), **given} if model is None else given
+                **{"model": jobs.only_model(client), **chosen} if model is None else chosen
             )
         if not wait:
             print(to_json(view).decode() if json_ else view.id)
@@ -197,9 +201,7 @@ def harvest_delete(
 ) -> None:
     """Delete harvests that have ended: files and records."""
     with connect(url) as client:
-        for harvest in harvests:
-            client.delete_harvest(harvest)
-            out.print(f"{harvest} deleted", markup=False)
+        delete(harvests, client.delete_harvest)
 
 
 @harvest_app.command("verify")
@@ -219,18 +221,13 @@ def harvest_verify(
     from ..harvest import verify
 
     result = verify(uri)
-    if json_:
-        print(
-            to_json(
-                {
-                    "shards": result.shards,
-                    "rows": result.rows,
-                    "bytes": result.bytes,
-                    "faults": result.faults,
-                }
-            ).decode()
-        )
-    else:
+    facts = {
+        "shards": result.shards,
+        "rows": result.rows,
+        "bytes": result.bytes,
+        "faults": result.faults,
+    }
+    if not print_json(facts, json_):
         size, verdict = f"{result.bytes / 2**20:,.1f} MiB", "ok" if result.ok else "damaged"
         out.print(
             f"{result.shards:,} shards, {result.rows:,} rows, {size}: {verdict}",
@@ -242,9 +239,7 @@ def harvest_verify(
 
 
 def _print(view: HarvestView, json_: bool) -> None:
-    if json_:
-        print(to_json(view).decode())
-    else:
+    if not print_json(view, json_):
         out.print(show.harvest(view), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -253,23 +248,3 @@ def _sites(hooks: str | None, layers: str | None) -> dict[str, Any]:
     if hooks is not None:
         return {"hooks": options.read_hooks(hooks, chosen)}
     return {} if chosen is None else {"layers": chosen}
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line.strip()]
-
-
-def _body(path: Path) -> HarvestRequest:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=HarvestRequest)
-    except msgspec.ValidationError as error:
-        detail, field = misfit(error)
-        raise invalid("--body", f"{path}: {field}: {detail}") from error
-    except msgspec.DecodeError as error:
-        raise MidstreamError(
-            "invalid_request", f"{path} is not JSON: {error}", field="--body"
-        ) from error

@@ -14,9 +14,9 @@ from ...schemas.base.dtypes import RowDType
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
-from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, SamplingRequest, State
+from ...schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, SamplingRequest, State
 from ..images import with_images
-from ..render import jobs, probes, readings, sweeps
+from ..render import jobs, readings, records, sweeps
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
 from . import options
@@ -54,20 +54,44 @@ def connect(given: str | None) -> Client:
     return Client(given, load_settings().api_key)
 
 
+def print_json(record: Any, needed: bool = True) -> bool:
+    """Print a record as JSON if that is needed; return whether it was."""
+    if needed:
+        print(to_json(record).decode(), flush=True)
+    return needed
+
+
+def print_record(record: Any, as_json: bool) -> None:
+    """A record of a type that `render.records` shows, as JSON or for people."""
+    if not print_json(record, as_json):
+        out.print(*records.parts(record), sep="\n")
+
+
 def print_list(
     answer: Any,
     entries: Sequence[T],
-    shown: Callable[[Sequence[T]], Any],
+    shown: type[T] | Callable[[Sequence[T]], Any],
     things: str,
     as_json: bool,
 ) -> None:
-    """`answer`: what has the entries, as JSON. `shown`: for people."""
-    if as_json:
-        print(to_json(answer).decode())
-    elif entries:
-        out.print(shown(entries))
-    else:
+    """`answer`: what has the entries, as JSON. `shown`: the type of the entries, if
+    `render.records` shows it, or what shows them for people.
+    """
+    if print_json(answer, as_json):
+        return
+    if not entries:
         out.print(f"no {things}", style="dim")
+    elif isinstance(shown, type):
+        out.print(records.listed(entries, shown))
+    else:
+        out.print(shown(entries))
+
+
+def delete(names: Sequence[str], call: Callable[[str], Any], done: str = "deleted") -> None:
+    """Call with each name, and say what was done."""
+    for name in names:
+        call(name)
+        out.print(f"{name} {done}", markup=False)
 
 
 @options.with_handling
@@ -246,10 +270,9 @@ def job_show(job_id: JobId, json_: AsJson = False, url: Url = None) -> None:
     """Show a job, with outputs and receipts once it has ended."""
     with connect(url) as client:
         view = client.job(job_id)
-        if json_:
-            print(to_json(view).decode())
+        if print_json(view, json_):
             return
-        out.print(jobs.job(view))
+        out.print(records.one(view))
         if view.state is State.SUCCEEDED:
             print_result(client, client.result(job_id))
 
@@ -284,7 +307,7 @@ def job_wait(
 def job_result(job_id: JobId, url: Url = None) -> None:
     """Print a job's result as JSON."""
     with connect(url) as client:
-        print(to_json(client.result(job_id)).decode())
+        print_json(client.result(job_id))
 
 
 @job_app.command("cancel")
@@ -304,9 +327,7 @@ def job_events(
     """Stream a job's events until it ends."""
     with connect(url) as client:
         for event in client.events(job_id, after):
-            if json_:
-                print(to_json(event).decode(), flush=True)
-            else:
+            if not print_json(event, json_):
                 out.print(jobs.event(event), soft_wrap=True)
 
 
@@ -352,10 +373,8 @@ def report_end(client: Client, view: JobView, as_json: bool) -> None:
             )
         raise MidstreamError("conflict", f"job {view.id} ended in the state {view.state}")
     result = client.result(view.id)
-    if as_json:
-        print(to_json(result).decode())
-    else:
-        out.print(jobs.job(view))
+    if not print_json(result, as_json):
+        out.print(records.one(view))
         print_result(client, result)
 
 
@@ -363,9 +382,9 @@ def print_result(client: Client, result: JobResult) -> None:
     if result.sweep is not None:
         out.print(sweeps.report(result.sweep))
         return
-    out.print(jobs.outputs(result))
+    out.print(records.listed(result.outputs, Output))
     if result.probes:
-        out.print(probes.scores(result))
+        out.print(readings.scores(result))
     captures = result.capture_results
     if named := readings.tokens(result):
         words = dict(zip(named, client.detokenize(result.model, named).token_strs, strict=True))

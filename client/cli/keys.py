@@ -1,17 +1,14 @@
-"""Keys and tenants on the command line: `keys create`, `list`, `revoke`, `generate`; `tenants set`,
-`show`, `list`.
+"""Who may do what, on the command line: `keys`, `tenants`, `curve` (workers and relay) and `acl`
+(users of Redis).
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ...schemas.access.handling import Priority
 from ...schemas.access.keys import (
@@ -24,14 +21,13 @@ from ...schemas.access.keys import (
     TenantView,
 )
 from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.base.records import to_json
 from ...schemas.base.settings import load_settings
 from ...schemas.service.choices import suggestion
 from ..durations import seconds
-from ..render import jobs
+from ..render.jobs import facts, minute, size
 from ..sdk import wire
 from ..sdk.service import key_request
-from .jobs import AsJson, Url, connect, err, out, print_list
+from .jobs import AsJson, Url, connect, delete, err, out, print_json, print_list
 
 RedisUrl = Annotated[
     str | None,
@@ -49,12 +45,25 @@ TenantOption = Annotated[
 
 keys_app = typer.Typer(no_args_is_help=True, help="Manage API keys.")
 tenants_app = typer.Typer(no_args_is_help=True, help="Manage tenants: limits and usage.")
+curve_app = typer.Typer(
+    no_args_is_help=True,
+    help="CURVE keys that authenticate workers and relay to each other across machines.",
+)
+#: Where Redis' own files name these users.
+SERVER_SETTINGS = {
+    "replica": "masteruser replica, masterauth: the content of",
+    "sentinel": "sentinel auth-user NAME sentinel, sentinel auth-pass NAME: the content of",
+}
+#: The most databases that a Redis may be configured to have, less one.
+MAX_DATABASE = (1 << 31) - 2
 
 
 def register(app: typer.Typer) -> None:
-    """Add `keys …` and `tenants …` to `midstream`."""
+    """Add this module's commands to `midstream`."""
     app.add_typer(keys_app, name="keys")
     app.add_typer(tenants_app, name="tenants")
+    app.add_typer(curve_app, name="curve")
+    app.command()(acl)
 
 
 # --- Keys
@@ -93,10 +102,9 @@ def keys_create(
             )
     else:
         made = asyncio.run(_create(redis_url, request))
-    if json_:
-        print(to_json(made).decode())
+    if print_json(made, json_):
         return
-    until = "" if made.expires is None else f"; expires: {_time(made.expires)}"
+    until = "" if made.expires is None else f"; expires: {minute(made.expires)}"
     err.print(
         (
             f"key {made.id} ({made.name}) of tenant {made.tenant}; scopes: "
@@ -148,7 +156,7 @@ def keys_list(json_: AsJson = False, url: Url = None) -> None:
     """List the keys of all tenants."""
     with connect(url) as client:
         api_keys = client.api_keys()
-    print_list(api_keys, api_keys, _keys, "keys", json_)
+    print_list(api_keys, api_keys, KeyView, "keys", json_)
 
 
 @keys_app.command("revoke")
@@ -161,38 +169,7 @@ def keys_revoke(
 ) -> None:
     """Revoke keys: they are rejected everywhere within five seconds."""
     with connect(url) as client:
-        for key_id in ids:
-            client.revoke_key(key_id)
-            out.print(f"{key_id} revoked", markup=False)
-
-
-def _keys(key_views: Sequence[KeyView]) -> Table:
-    """Each key with its tenant below its name."""
-    made = jobs.table("keys", "id", "name, tenant", "scopes", "created", "expires")
-    for key in key_views:
-        expires = (
-            "never"
-            if key.expires is None
-            else _day(key.expires)
-            if key.expires > time.time()
-            else "[red]expired[/]"
-        )
-        made.add_row(
-            key.id,
-            f"{escape(key.name)}\n{key.tenant}",
-            " ".join(key.scopes),
-            _day(key.created),
-            expires,
-        )
-    return made
-
-
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(at))
-
-
-def _time(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+        delete(ids, client.revoke_key, "revoked")
 
 
 # --- Tenants
@@ -266,23 +243,22 @@ def tenants_list(json_: AsJson = False, url: Url = None) -> None:
     """List the tenants that have keys or limits of their own."""
     with connect(url) as client:
         tenants = client.tenants()
-    if json_:
-        print(to_json(tenants).decode())
-    elif tenants:
-        _show(tenants, False)
-    else:
+    if print_json(tenants, json_):
+        return
+    _show(tenants, False)
+    if not tenants:
         out.print("no tenants", style="dim")
 
 
 def _show(tenant_views: Sequence[TenantView], as_json: bool) -> None:
     if as_json:
-        print(to_json(tenant_views[0]).decode())
+        print_json(tenant_views[0])
         return
     for view in tenant_views:
         usage, limits = view.usage, view.limits
         out.print(f"tenant {view.name}: used / limit", style="bold", markup=False)
         out.print(
-            jobs.facts(
+            facts(
                 ("jobs in flight", _of(usage.jobs_in_flight, limits.jobs_in_flight)),
                 (
                     "requests this minute",
@@ -311,8 +287,68 @@ def _show(tenant_views: Sequence[TenantView], as_json: bool) -> None:
 
 
 def _size_of(used: int, allowed_mib: int | None) -> str:
-    return f"{jobs.size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
+    return f"{size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
 
 
 def _of(used: int, allowed: int | None) -> str:
     return f"{used:,} / {allowed:,}" if allowed else f"{used:,} / ∞"
+
+
+# --- Parts of Midstream
+# --------------------------------------------------------------------------------------------------
+
+
+@curve_app.command("new")
+def curve_new(
+    role: Annotated[
+        str, typer.Argument(metavar="relay|worker", help="Owner of the key: relay or worker.")
+    ],
+    name: Annotated[str, typer.Argument(help="For a worker: its worker_id.")],
+    folder: Annotated[Path, typer.Option("--dir", help="Folder for the files.")] = Path("curve"),
+) -> None:
+    """Create a key pair: NAME.key is private and goes to its owner, NAME.pub is public."""
+    from ...broker.receipts.curve import new_keys
+
+    roles: dict[str, Literal["relay", "worker"]] = {"relay": "relay", "worker": "worker"}
+    if role not in roles:
+        raise invalid("role", f"unknown role {role!r}", allowed="relay, worker")
+    private, public = new_keys(roles[role], name, folder)
+    if role == "relay":
+        text = [
+            (
+                "the relay",
+                (
+                    f"MIDSTREAM_CURVE_SECRET_FILE={private} "
+                    f"MIDSTREAM_CURVE_CLIENTS_DIR={folder / 'clients'}"
+                ),
+            ),
+            ("every worker", f"MIDSTREAM_CURVE_SERVER_KEY_FILE={public}"),
+        ]
+    else:
+        text = [
+            (f"worker {name}", f"MIDSTREAM_WORKER_ID={name} MIDSTREAM_CURVE_SECRET_FILE={private}"),
+            ("the relay", f"{public} in its MIDSTREAM_CURVE_CLIENTS_DIR"),
+        ]
+    for whom, what in text:
+        print(f"{whom}: {what}")
+
+
+def acl(
+    folder: Annotated[Path, typer.Option("--dir", help="Folder for the files.")] = Path("acl"),
+    database: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_DATABASE, help="Number of the database that Midstream uses."),
+    ] = 0,
+) -> None:
+    """Write an ACL file for Redis with one least-privilege user per part of Midstream, and their
+    passwords.
+    """
+    from ...broker.ops.acl import ROLES, SERVERS, USERS_FILE, write_users
+
+    write_users(folder, database)
+    print(f"redis: aclfile {(folder / USERS_FILE).resolve()}")
+    for role in ROLES:
+        url, password = f"rediss://{role}@HOST:6379/{database}", folder / f"{role}.password"
+        print(f"{role}: MIDSTREAM_REDIS_URL={url} MIDSTREAM_REDIS_PASSWORD_FILE={password}")
+    for role in SERVERS:
+        print(f"{role}: {SERVER_SETTINGS[role]} {folder / f'{role}.password'}")

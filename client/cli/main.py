@@ -18,22 +18,15 @@ from ...schemas.service.global_capture import from_settings
 from ..extras import MissingExtraError, explained, need
 from ..sdk import discovery
 from . import (
-    acl,
-    attention,
     captures,
-    curve,
-    features,
     harvests,
     jobs,
     keys,
-    lens,
-    loras,
     probes,
-    saes,
+    readings,
+    registered,
     service,
-    source_runs,
     stack,
-    steering,
     sweeps,
     webhooks,
 )
@@ -214,24 +207,20 @@ def version(url: Url = None) -> None:
         print(f"no server at {address}")
 
 
-jobs.register(app)
-captures.register(app)
-attention.register(app)
-steering.register(app)
-loras.register(app)
-probes.register(app)
-saes.register(app)
-lens.register(app)
-features.register(app)
-source_runs.register(app)
-sweeps.register(app)
-harvests.register(app)
-service.register(app)
-stack.register(app)
-webhooks.register(app)
-keys.register(app)
-curve.register(app)
-acl.register(app)
+for _module in (
+    jobs,
+    captures,
+    readings,
+    registered,
+    probes,
+    sweeps,
+    harvests,
+    service,
+    stack,
+    webhooks,
+    keys,
+):
+    _module.register(app)
 
 
 def main(arguments: list[str] | None = None) -> Any:

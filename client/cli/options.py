@@ -8,9 +8,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid, misfit
 from ...schemas.base.settings import SettingsError
 from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_range
@@ -434,7 +435,25 @@ def read_prompts(path: Path) -> list[str]:
         if not all(isinstance(entry, str) for entry in result):
             raise invalid("file", f"{path}: a JSON file of prompts must be a list of texts")
         return list(result)
-    return [line for line in text.splitlines() if line.strip()]
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file that are not blank."""
+    return [line for line in path.read_text().splitlines() if line.strip()]
+
+
+def read_json(path: Path, kind: Any, option: str) -> Any:
+    """A file's JSON as `kind`. Raises MidstreamError naming the option."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.ValidationError as error:
+        detail, field = misfit(error)
+        raise invalid(option, f"{path}: {field}: {detail}") from error
+    except msgspec.DecodeError as error:
+        raise MidstreamError(
+            "invalid_request", f"{path} is not JSON: {error}", field=option
+        ) from error
 
 
 # --- How a job is handled

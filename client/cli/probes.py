@@ -11,30 +11,19 @@ from ...schemas.artifacts.probes import Action, Aggregation, Probe
 from ...schemas.base.errors import invalid
 from ...schemas.prompts.selectors import HookName
 from ..captures.row_matrix import samples
-from ..render import probes as render
+from ..render import readings as render
 from ..sdk.client import Client
-from .jobs import AsJson, Model, Url, connect, only_model, out
-from .registries import Registry
+from .jobs import AsJson, Model, Url, connect, only_model, out, print_record
+from .registered import Registry
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A probe's name.")]
 #: A request alone may ask for `steer`: it names a module.
 _WATCHES = tuple(action for action in get_args(Action) if action != "steer")
 Acts = Annotated[str, typer.Option(help=f"At a threshold: {', '.join(_WATCHES)}.")]
 
-probe_app = typer.Typer(
-    no_args_is_help=True, help="Train and manage linear probes; requests name one with --probe."
-)
-
-registry: Registry[Probe] = Registry(
-    "a probe",
-    "probes",
-    Client.probes,
-    Client.probe,
-    Client.unregister_probe,
-    render.listed,
-    lambda probe: [render.one(probe)],
-)
-registry.add_to(probe_app)
+probe_app = Registry(
+    "a probe", "probes", Probe, Client.probes, Client.probe, Client.unregister_probe
+).commands("Train and manage linear probes; requests name one with --probe.")
 
 #: Tag of the rows that probes are trained on.
 _TAG = "probe-training"
@@ -103,7 +92,7 @@ def probe_train(
             "decay": decay,
             "description": description,
         }
-        registry.print(client.register_probe(name, made, model=served, **fields), False)
+        print_record(client.register_probe(name, made, model=served, **fields), False)
 
 
 @probe_app.command("register")
@@ -159,7 +148,7 @@ def probe_register(
         "model": model,
     }
     with connect(url) as client:
-        registry.print(client.register_probe(name, **fields), json_)
+        print_record(client.register_probe(name, **fields), json_)
 
 
 @probe_app.command("watch")
@@ -177,7 +166,7 @@ def probe_watch(
             "action", f"{action!r} is not valid for all traffic", allowed=", ".join(_WATCHES)
         )
     with connect(url) as client:
-        registry.print(
+        print_record(
             client.unwatch_probe(name, model)
             if off
             else client.watch_probe(name, cast(Action, action), model),

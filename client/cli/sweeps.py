@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from ...schemas.base.errors import MidstreamError, invalid, misfit
+from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.base.records import to_json
-from ...schemas.jobs.sweeps import SweepRequest, SweepResult
+from ...schemas.jobs.sweeps import SweepRequest
 from ..render import sweeps as show_sweeps
-from ..render.heatmap import check, figure
+from ..render.figures import check
+from ..render.figures import heatmap as draw
 from ..sdk import sweeps
 from ..sdk.answers.progress import bar
 from ..study.patch_study import PatchStudy
 from . import jobs, options
-from .jobs import AsJson, Url, connect, out
+from .jobs import AsJson, Url, connect, out, print_json
 
 #: The options that belong together in `--help`.
 PAIR: dict[str, Any] = {"rich_help_panel": "Prompts"}
@@ -196,7 +196,7 @@ def sweep(
     if job is not None and save is not None:
         raise invalid("--save", "also saves the request, so it is not valid with --job")
     if heatmap is not None:
-        check(heatmap)
+        check(heatmap, "heatmap")
     if save is not None and not save.absolute().parent.is_dir():
         raise invalid("--save", f"{save}: no such folder")
     with connect(url) as client:
@@ -238,25 +238,18 @@ def sweep(
             result = client.sweep_result(job, progress, cancel=request is not None)
     if save is not None and request is not None:
         PatchStudy.of(job, request, result).save(save)
-    if json_:
-        print(to_json(result).decode())
-    else:
+    if not print_json(result, json_):
         out.print(show_sweeps.report(result, pair, top))
         out.print(f"job: {job}", style="dim", markup=False, soft_wrap=True)
-    _draw(result, heatmap, pair, json_)
+    if heatmap is not None:
+        draw(result, heatmap, pair)
+        if not json_:
+            out.print(f"drawn: {heatmap}", markup=False, soft_wrap=True)
     if not result.summary.cells:  # nothing was learnt: a script should stop here
         raise MidstreamError(
             "intervention_failed",
             "; ".join(["no cell has a value", *show_sweeps.without_value(result)[:1]]),
         )
-
-
-def _draw(result: SweepResult, path: Path | None, pair: int | None, quiet: bool) -> None:
-    if path is None:
-        return
-    figure(result, path, pair)
-    if not quiet:
-        out.print(f"drawn: {path}", markup=False, soft_wrap=True)
 
 
 def _request(
@@ -275,14 +268,14 @@ def _request(
             raise invalid(
                 "--body", "is the whole request: not valid with other options for prompts or cells"
             )
-        whole: SweepRequest = _read(body, SweepRequest, "--body")
+        whole: SweepRequest = options.read_json(body, SweepRequest, "--body")
         return whole
     if pairs is not None and own:
         raise invalid(f"--{next(iter(own))}", "is not valid with --pairs, whose file contains it")
     if pairs is None and "clean" not in own:
         raise invalid("--clean", "is required unless --pairs, --body or --job is given")
     request: list[dict[str, Any]] = (
-        _read(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
+        options.read_json(pairs, list[dict[str, Any]], "--pairs") if pairs else [own]
     )
     if spans:
         columns = [parse_span(text) for text in spans]
@@ -384,15 +377,3 @@ def parse_span(text: str) -> dict[str, Any]:
 def _place(text: str) -> Any:
     positions = options.parse_positions(text)
     return options.parse_span(text) if isinstance(positions, str) else positions
-
-
-def _read(path: Path, kind: Any, option: str) -> Any:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.ValidationError as error:
-        detail, field = misfit(error)
-        raise invalid(option, f"{path}: {field}: {detail}") from error
-    except msgspec.DecodeError as error:
-        raise MidstreamError(
-            "invalid_request", f"{path} is not JSON: {error}", field=option
-        ) from error

@@ -1,12 +1,10 @@
 """Commands for webhooks: `webhooks list`, `show`, `redeliver`, `secret`, `rotate`, `enable`."""
 
 import time
-from collections.abc import Iterable
 from typing import Annotated, cast
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ...schemas.access.webhooks import (
     Delivery,
@@ -15,10 +13,9 @@ from ...schemas.access.webhooks import (
     DisabledEndpoint,
     SecretList,
 )
-from ...schemas.base.records import to_json
 from ..durations import seconds
-from ..render import jobs
-from .jobs import AsJson, Url, connect, err, out, print_list
+from ..render import jobs, records
+from .jobs import AsJson, Url, connect, delete, err, out, print_json, print_list
 
 Tenant = Annotated[str | None, typer.Option(help="This tenant's; requires scope admin.")]
 
@@ -58,7 +55,7 @@ def webhooks_list(
         page = client.deliveries(
             job=job, state=cast(DeliveryState | None, state), tenant=tenant, limit=limit
         )
-    print_list(page, page.deliveries, deliveries, "webhooks", json_)
+    print_list(page, page.deliveries, Delivery, "webhooks", json_)
 
 
 @webhooks_app.command("show")
@@ -72,15 +69,14 @@ def webhooks_show(
     """Show a webhook and all its attempts."""
     with connect(url) as client:
         delivery = client.delivery(delivery_id)
-    if json_:
-        print(to_json(delivery).decode())
+    if print_json(delivery, json_):
         return
     out.print(
         f"{delivery.id}  {delivery.event}  {jobs.coloured(delivery.state)}\nto "
         f"{escape(delivery.url)}\nof {delivery.job}"
     )
     if delivery.attempts:
-        out.print(attempts(delivery.attempts))
+        out.print(records.listed(delivery.attempts, DeliveryAttempt))
     if delivery.next_attempt is not None:
         out.print(f"again in {max(delivery.next_attempt - time.time(), 0):.0f} s", style="dim")
 
@@ -94,9 +90,7 @@ def webhooks_redeliver(
 ) -> None:
     """Send webhooks again, under the same ids."""
     with connect(url) as client:
-        for delivery_id in ids:
-            client.redeliver(delivery_id)
-            out.print(f"{delivery_id} will be sent again", markup=False)
+        delete(ids, client.redeliver, "will be sent again")
 
 
 @webhooks_app.command("secret")
@@ -134,21 +128,19 @@ def webhooks_rotate(
 
 
 def _print_secrets(known: SecretList, json_: bool) -> None:
-    if json_:
-        print(to_json(known).decode())
+    if print_json(known, json_):
         return
     print(known.secrets[0].secret)
     for former in known.secrets[1:]:
-        until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(former.until))
+        until = records.moment(former.until)
         err.print(f"also valid until {until}: {former.secret}", style="dim")
 
 
 def _print_disabled(endpoints: list[DisabledEndpoint], as_json: bool) -> None:
-    if as_json:
-        print(to_json(endpoints).decode())
+    if print_json(endpoints, as_json):
         return
     for endpoint in endpoints:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(endpoint.since))
+        since = records.moment(endpoint.since)
         out.print(
             f"{endpoint.url}  since {since}  ({endpoint.tenant})", markup=False, soft_wrap=True
         )
@@ -174,32 +166,3 @@ def webhooks_enable(
     with connect(url) as client:
         client.enable_webhooks(receiver, tenant=tenant)
     out.print(f"{receiver} is enabled", markup=False)
-
-
-def deliveries(result: Iterable[Delivery]) -> Table:
-    """Each webhook with its receiver below it: both are long, and a terminal may have 80
-    columns.
-    """
-    shown = jobs.table("Webhooks", "id", "state", "tries", "last")
-    shown.columns[0].no_wrap = True
-    for delivery in result:
-        last = delivery.attempts[-1] if delivery.attempts else None
-        named = f"{delivery.id}\n→ {escape(delivery.url)}"
-        shown.add_row(
-            named, jobs.coloured(delivery.state), str(len(delivery.attempts)), _outcome(last)
-        )
-    return shown
-
-
-def attempts(made: Iterable[DeliveryAttempt]) -> Table:
-    shown = jobs.table("Attempts", "at", "took", "answer")
-    for attempt in made:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.at))
-        shown.add_row(at, f"{attempt.seconds:.3f} s", _outcome(attempt))
-    return shown
-
-
-def _outcome(attempt: DeliveryAttempt | None) -> str:
-    if attempt is None:
-        return ""
-    return " ".join(part for part in (str(attempt.status or ""), escape(attempt.error)) if part)

@@ -1,15 +1,25 @@
-"""Code that all figures share: matplotlib (extra `plots`), style, formats, and display in
-notebooks.
+"""Figures of sweeps, attention patterns and logit lenses (matplotlib, extra `plots`), and what they
+share: style, formats, and display in notebooks.
 """
 
 import io
-from collections.abc import Iterator
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.jobs.sweeps import SweepResult
+from ..captures.patterns import Attention
+from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
+from ..sdk.readings import Lens
+from .attention import Panel, panels_of, written
+from .readings import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +45,30 @@ _FONTS = (
 )
 #: Of a saved figure and of one that a notebook shows.
 DPI, _DPI_SHOWN = 200, 110
+
+
+#: White where nothing changes, red above and blue below: also for people who are blind to some
+#: colours.
+DIVERGING = "RdBu_r"
+#: Inches of a heatmap: of a cell, of what stands around the panels, the least and the most that a
+#: panel may take, and the colour bar's width.
+_COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
+#: This many layers are numbered, about.
+_TICKS = 8
+#: Characters of the title in an inch.
+_PER_INCH = 14
+#: Panels of one picture of attention, at most, and in one row.
+MOST, _PANELS = 64, 4
+#: Inches of such a panel: per token, at least and at most; and of what stands around the panels.
+_TOKEN, _SIDE, _MARGIN = 0.11, (1.5, 4.5), (1.3, 0.9)
+#: Tokens are named at the axes if they are no more than that many.
+_NAMED = 64
+#: Characters of a token's name.
+_NAME = 14
+#: Inches of a lens: of a cell, and around the cells. Of white text on dark, and of dark text on
+#: light cells.
+_LENS_COLUMN, _LENS_ROW, _LENS_AROUND = 0.62, 0.2, 1.4
+_LIGHT = 0.6
 
 
 def matplotlib() -> Any:
@@ -90,3 +124,200 @@ def check(path: Path | str, field: str) -> None:
         )
     if not Path(path).absolute().parent.is_dir():
         raise invalid(field, f"{path}: no such folder")
+
+
+def _saved(path: Path | str | None, field: str, draw: Callable[[], "Figure"]) -> "Figure":
+    """Draw a figure in our style, and save it at `path`, if that is given, by its ending.
+
+    Raises as `check`; OSError.
+    """
+    if path is not None:
+        check(path, field)
+    with styled():
+        drawn = draw()
+        if path is not None:
+            drawn.savefig(path, dpi=DPI)
+    return drawn
+
+
+def _bar(bar: Any, label: str) -> None:
+    """Name a colour bar."""
+    bar.set_label(label, fontsize=7)
+    bar.outline.set_linewidth(0.6)
+
+
+# --- Sweeps
+# --------------------------------------------------------------------------------------------------
+
+
+def heatmap(
+    result: SweepResult, path: Path | str | None = None, pair: int | None = None
+) -> "Figure":
+    """Draw one pair, or the mean over all: tokens by layers, one panel per hook, one colour scale.
+
+    `path`: saved there, in the format that its ending names (`.png`, `.pdf`, `.svg`, …).
+
+    Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+    """
+    return _saved(
+        path, "heatmap", lambda: _draw_grid(grid_of(result, pair), described(result, pair))
+    )
+
+
+def grid_figure(grid: Grid) -> "Figure":
+    """Draw a grid that is known without its sweep.
+
+    Raises MidstreamError when matplotlib is missing.
+    """
+    return _saved(None, "", lambda: _draw_grid(grid, [MEANING[grid.metric]]))
+
+
+def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
+    panels, rows = len(grid.hooks), len(grid.labels)
+    width = float(np.clip(_COLUMN * len(grid.layers), *_WIDTH))
+    height = float(np.clip(_ROW * rows, *_HEIGHT))
+    wide = max(panels * width + _AROUND, 5.0)
+    lines = [line for part in title for line in textwrap.wrap(part, int(wide * _PER_INCH)) or [""]]
+    drawn = figure_class()(figsize=(wide, height + 0.75 + 0.16 * len(lines)), layout="constrained")
+    axes = drawn.subplots(1, panels, sharex=True, sharey=True, squeeze=False)[0]
+    low, high = grid.limits
+    scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
+    for axis, hook in zip(axes, grid.hooks, strict=True):
+        # seen where there is no value
+        axis.patch.set(facecolor="0.93", edgecolor="0.6", hatch="/////", linewidth=0)
+        mesh = axis.pcolormesh(grid.values[hook].T, edgecolors="face", linewidth=0.1, **scale)
+        axis.set_title(titled(hook), fontsize=8)
+        axis.set_xlabel("layer")
+        step = max(1, -(-len(grid.layers) // _TICKS))
+        axis.set_xticks(
+            np.arange(0, len(grid.layers), step) + 0.5,
+            [str(layer) for layer in grid.layers[::step]],
+        )
+        axis.tick_params(length=2, width=0.6)
+    size = float(np.clip(0.75 * 72 * height / max(rows, 1), 3.0, 8.0))
+    axes[0].set_yticks(np.arange(rows) + 0.5, grid.names, fontsize=size)
+    axes[0].invert_yaxis()
+    values = np.concatenate([value.ravel() for value in grid.values.values()])
+    bar = drawn.colorbar(
+        mesh, ax=list(axes), extend=_beyond(values, low, high), aspect=height / _BAR, pad=0.02
+    )
+    middle = "" if math.isnan(grid.base) else f"; white: unpatched ({grid.base:.3g})"
+    _bar(bar, f"{MEANING[grid.metric]}{middle}")
+    if grid.missing:
+        lines[-1] += f" · hatched: no value ({grid.missing} of {values.size} cells)"
+    drawn.suptitle("\n".join(lines), fontsize=8)
+    return drawn  # type: ignore[no-any-return]
+
+
+def _beyond(values: np.ndarray, low: float, high: float) -> str:
+    """Return which ends of the colour bar get an arrow, because there are values beyond."""
+    ends = (bool((values < low).any()), bool((values > high).any()))
+    return {
+        (False, False): "neither",
+        (True, False): "min",
+        (False, True): "max",
+        (True, True): "both",
+    }[ends]
+
+
+# --- Attention patterns
+# --------------------------------------------------------------------------------------------------
+
+
+def attention_figure(
+    attention: Attention, path: Path | str | None = None, panels: Sequence[Panel] | None = None
+) -> "Figure":
+    """Draw the patterns of `panels`, (layer, head) each, tokens by tokens; by default of all heads,
+    or of the strongest if they are many.
+
+    `path`: saved there, in the format that its ending names. Raises MidstreamError for a head that
+    is not there, too many panels, a missing matplotlib, or a format that it cannot write; OSError.
+    """
+    chosen = panels_of(attention) if panels is None else list(panels)
+    return _saved(path, "figure", lambda: _draw_attention(attention, chosen))
+
+
+def _draw_attention(attention: Attention, panels: Sequence[Panel]) -> "Figure":
+    if not 1 <= len(panels) <= MOST:
+        raise invalid(
+            "panels", f"{len(panels)} panels do not make a picture", allowed=f"1 to {MOST}"
+        )
+    names = [written(token)[:_NAME] for token in attention.tokens]
+    side = float(np.clip(_TOKEN * len(names), *_SIDE))
+    columns = min(len(panels), _PANELS)
+    rows = math.ceil(len(panels) / columns)
+    size = (columns * (side + 0.15) + _MARGIN[0], rows * (side + 0.3) + _MARGIN[1])
+    drawn: Figure = figure_class()(figsize=size, layout="constrained")
+    axes = drawn.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    patterns = [attention.of(*panel) for panel in panels]
+    most = max(float(pattern.max(initial=0)) for pattern in patterns) or 1.0
+    unseen = np.triu(np.ones((len(names), len(names)), dtype=bool), 1)
+    for axis, (layer, head), pattern in zip(axes, panels, patterns, strict=False):
+        seen = np.where(unseen, np.nan, pattern)
+        image = axis.imshow(
+            seen, cmap="Blues", vmin=0, vmax=most, interpolation="nearest", aspect="equal"
+        )
+        axis.set_title(f"layer {layer}, head {head}", fontsize=8)
+        axis.tick_params(length=2, width=0.6)
+        if len(names) <= _NAMED:
+            font = float(np.clip(0.7 * 72 * side / len(names), 2.5, 7.0))
+            axis.set_xticks(range(len(names)), names, fontsize=font, rotation=90)
+            axis.set_yticks(range(len(names)), names, fontsize=font)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    bar = drawn.colorbar(image, ax=list(axes), aspect=rows * side / 0.09, pad=0.02)
+    _bar(bar, "share of the query's attention")
+    drawn.supxlabel("key", fontsize=8)
+    drawn.supylabel("query", fontsize=8)
+    return drawn
+
+
+# --- Logit lenses
+# --------------------------------------------------------------------------------------------------
+
+
+def lens_figure(
+    lens: Lens, path: Path | str | None = None, places: Sequence[int] | None = None
+) -> "Figure":
+    """The top token of each layer and position, coloured by its probability.
+
+    `path`: saved there, in the format that its ending names. `places`: of positions; by default
+    all.
+
+    Raises MidstreamError when matplotlib is missing or cannot write that format, OSError.
+    """
+    chosen = range(len(lens.positions)) if places is None else places
+    return _saved(path, "png", lambda: _draw_lens(lens, chosen))
+
+
+def _draw_lens(lens: Lens, places: Sequence[int]) -> "Figure":
+    columns, rows = len(places), len(lens.layers)
+    drawn = figure_class()(
+        figsize=(columns * _LENS_COLUMN + _LENS_AROUND, rows * _LENS_ROW + 1.0),
+        layout="constrained",
+    )
+    axis = drawn.subplots()
+    values = np.exp(lens.logprobs[:, places, 0])
+    mesh = axis.pcolormesh(
+        values, vmin=0, vmax=1, cmap="viridis", edgecolors="white", linewidth=0.3
+    )
+    for row in range(rows):
+        for column, place in enumerate(places):
+            colour = "black" if values[row, column] > _LIGHT else "white"
+            word = shown(lens.word(lens.tokens[row, place, 0]))
+            axis.text(
+                column + 0.5, row + 0.5, word, ha="center", va="center", fontsize=5.5, color=colour
+            )
+    axis.set_xticks(
+        np.arange(columns) + 0.5,
+        [shown(lens.word(lens.token_ids[place])) for place in places],
+        rotation=45,
+        ha="right",
+        fontsize=6,
+    )
+    axis.set_yticks(np.arange(rows) + 0.5, [str(layer) for layer in lens.layers], fontsize=6)
+    axis.set_ylabel("layer")
+    axis.tick_params(length=2, width=0.6)
+    axis.set_title(f"most likely next token, read at {lens.hook}", fontsize=8)
+    _bar(drawn.colorbar(mesh, ax=axis, pad=0.01), "its probability")
+    return drawn  # type: ignore[no-any-return]

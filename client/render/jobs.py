@@ -1,8 +1,8 @@
-"""Terminal output of jobs, receipts and captures."""
+"""Terminal output of jobs, receipts, captures and harvests."""
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.jobs.captures import CapturePage
-from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, JobResult, JobView
-from ...schemas.jobs.models import SHOWN_IDENTITY
+from ...schemas.jobs.harvests import HarvestView
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, JobView
 from ...schemas.prompts.selectors import as_ranges
-from ...schemas.requests.source_runs import RunPrompt, RunView
+from ...schemas.requests.source_runs import RunPrompt
 from ..captures.reader import CaptureReader, Check
 
 _COLOURS = {
@@ -112,38 +112,6 @@ def facts(*facts: tuple[str, str]) -> Table:
     return shown
 
 
-def job(view: JobView) -> Table:
-    """Everything known about one job."""
-    return facts(
-        ("job", view.id),
-        ("state", coloured(view.state)),
-        ("kind", f"{view.kind}, {_extent(view)}, model {escape(view.model)}"),
-        ("identity", view.identity[:SHOWN_IDENTITY]),
-        ("attempt", str(view.attempt)),
-        ("waited", seconds(view.queued or view.created, view.started)),
-        ("generated in", seconds(view.started, view.generated)),
-        ("ended after", seconds(view.created, view.finished)),
-        ("worker", escape(view.worker or "")),
-        (
-            "captures",
-            coloured(view.capture_status)
-            if view.capture_status != "not_requested"
-            else "none requested",
-        ),
-        (
-            "receipts",
-            f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else "",
-        ),
-        ("error", f"[red]{escape(view.error.detail)}[/]" if view.error else ""),
-    )
-
-
-def _extent(view: JobView) -> str:
-    if view.kind == "sweep":
-        return f"{view.cells} of {view.cells_expected} cells"
-    return count(view.prompts, "prompt")
-
-
 def jobs(views: Iterable[JobView]) -> Table:
     """One line per job, its id whole, also on a terminal of 80 columns: the model's name gives way
     first.
@@ -167,35 +135,6 @@ def jobs(views: Iterable[JobView]) -> Table:
     return shown
 
 
-def runs(views: Iterable[RunView]) -> Table:
-    """Each source run with its job below it: both are long, and a terminal may have 80 columns."""
-    shown = table("Source runs", "run", "state", "bytes", "in use", "held by")
-    for view in views:
-        held = escape(", ".join(view.held_by))
-        shown.add_row(
-            f"{escape(view.name)}\n{view.job}",
-            coloured(view.state),
-            size(view.bytes),
-            str(view.in_use),
-            held,
-        )
-    return shown
-
-
-def run(view: RunView) -> Table:
-    """Everything known about one source run; its prompts are `run_prompts`."""
-    return facts(
-        ("run", escape(view.name)),
-        ("state", coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")),
-        ("model", escape(view.model)),
-        ("job", view.job),
-        ("tag", view.tag),
-        ("files", size(view.bytes)),
-        ("in use", f"by {count(view.in_use, 'job')}" if view.in_use else ""),
-        ("in memory", escape(", ".join(view.held_by))),
-    )
-
-
 def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
     """Return which rows a run has of each prompt; of the first that many."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
@@ -209,18 +148,6 @@ def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
             begin, end = ("", ""), ("", "", "")
     if len(prompts) > TABLE_ROWS:
         shown.caption = f"… and {len(prompts) - TABLE_ROWS} more"
-    return shown
-
-
-def outputs(result: JobResult) -> Table:
-    shown = table("Outputs", "request", "text", "tokens", "finish")
-    for output in result.outputs:
-        shown.add_row(
-            str(output.index),
-            escape(repr(output.text)),
-            str(len(output.token_ids)),
-            output.finish_reason,
-        )
     return shown
 
 
@@ -357,3 +284,41 @@ def side_by_side(console: Console, left: tuple[str, str], right: tuple[str, str]
     ]
     grid.add_row(*panels)
     console.print(grid)
+
+
+def harvests(views: Sequence[HarvestView]) -> Table:
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("id", "state", "done", "rows", "size", "created"):
+        justify: Literal["left", "right"] = "right" if name in ("done", "rows", "size") else "left"
+        shown.add_column(name, no_wrap=name != "created", justify=justify)
+    for view in views:
+        shown.add_row(
+            view.id,
+            view.state,
+            f"{view.share:.0%}",
+            f"{view.rows:,}",
+            size(view.bytes),
+            minute(view.created),
+        )
+    return shown
+
+
+def harvest(view: HarvestView) -> str:
+    """A few lines."""
+    lines = [f"{view.id}  {view.state}" + (f": {view.reason}" if view.reason else "")]
+    counts = f"{view.documents:,} documents, {view.tokens:,} tokens, {view.rows:,} rows"
+    lines.append(f"{counts}, {size(view.bytes)} in {view.shards:,} shards")
+    if view.units:
+        remaining = "" if view.left_s is None else f", about {_time(view.left_s)} left"
+        lines.append(
+            f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), "
+            f"{view.tokens_s:,.0f} tokens/s{remaining}"
+        )
+    if view.error is not None:
+        lines.append(f"error: {view.error.detail}")
+    return "\n".join([*lines, view.uri])
+
+
+def _time(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

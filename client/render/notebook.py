@@ -4,7 +4,7 @@ that calls return.
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
 from importlib import import_module
@@ -16,7 +16,7 @@ from ...schemas.artifacts.saes import Sae
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.captures import CapturePage
 from ...schemas.jobs.harvests import HarvestPage, HarvestView
-from ...schemas.jobs.jobs import JobPage, JobResult, JobView
+from ...schemas.jobs.jobs import JobPage, JobResult, JobView, Output
 from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.lens import TunedLens
 from ...schemas.requests.source_runs import RunPage, RunView
@@ -24,6 +24,7 @@ from ...schemas.requests.steering import GlobalView, ModuleView
 from ...schemas.service.status import Status
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import RenderableType
 
     from ..captures.patterns import Attention
@@ -50,15 +51,19 @@ def register(shell: Any) -> None:
 
 def record_html(record: Any) -> str | None:
     """Render a record; None for a type that notebooks show as text."""
+    if type(record) in _RECORDS:
+        from .records import parts
+
+        return html(*parts(record))
     render = _HTML.get(type(record))
     return None if render is None else render(record)
 
 
 def listing_html(listing: "Listing[Any]") -> str | None:
     """Render a list of records of one type as a table; None for an empty one."""
-    if not listing or (shown := _LISTS.get(type(listing[0]))) is None:
+    if not listing or type(listing[0]) not in _LISTED:
         return None
-    return _shown(*shown, list(listing))
+    return _list_html(listing, type(listing[0]))
 
 
 def html(*parts: "RenderableType") -> str:
@@ -87,17 +92,23 @@ def html(*parts: "RenderableType") -> str:
     return _PRE.format(code="".join(pieces))
 
 
-def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
-    """The heatmap; None without matplotlib."""
+def _png(draw: Callable[[], "Figure"]) -> bytes | None:
+    """The figure; None without matplotlib."""
     from .figures import png
-    from .heatmap import figure
 
     try:
-        return png(figure(result, None, pair))
+        return png(draw())
     except MidstreamError as error:
         if error.kind != "unavailable":
             raise
         return None
+
+
+def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
+    """The heatmap; None without matplotlib."""
+    from .figures import heatmap
+
+    return _png(lambda: heatmap(result, None, pair))
 
 
 def sweep_html(result: SweepResult, pair: int | None = None) -> str:
@@ -120,12 +131,12 @@ def _image(name: str, drawn: bytes) -> str:
 
 
 def _job_html(result: JobResult) -> str:
-    from . import jobs
+    from . import jobs, records
 
     if result.sweep is not None:
         return sweep_html(result.sweep)
     captures = result.capture_results
-    parts: list[RenderableType] = [jobs.outputs(result)]
+    parts: list[RenderableType] = [records.listed(result.outputs, Output)]
     if captures.status != "not_requested":
         parts.append(
             f"captures {jobs.coloured(captures.status)}: "
@@ -169,9 +180,10 @@ def reader_html(reader: "CaptureReader") -> str:
 
 
 def attention_figure(attention: "Attention", path: Any, options: dict[str, Any]) -> Any:
-    from .attention_figure import figure
+    """The maps as a picture."""
+    from . import figures
 
-    return figure(attention, path, **options)
+    return figures.attention_figure(attention, path, **options)
 
 
 def attention_html(attention: "Attention") -> str:
@@ -179,30 +191,25 @@ def attention_html(attention: "Attention") -> str:
     the heads attend to.
     """
     from . import attention as maps
-    from .attention_figure import figure
-    from .figures import png
 
-    try:
-        drawn = _image("attention", png(figure(attention)))
-    except MidstreamError as error:
-        if error.kind != "unavailable":
-            raise
+    drawn = _png(lambda: attention_figure(attention, None, {}))
+    if drawn is None:
         return html(maps.report(attention))
-    return drawn + html(maps.strongest(attention))
+    return _image("attention", drawn) + html(maps.strongest(attention))
 
 
 def lens_figure(lens: "Lens", path: Any, places: Any) -> Any:
     """The heat map of a logit lens."""
-    from .lens import figure
+    from . import figures
 
-    return figure(lens, path, places)
+    return figures.lens_figure(lens, path, places)
 
 
 def lens_html(lens: "Lens") -> str:
     """Top tokens by layer and position, and the ranks of those that were named."""
-    from .lens import named_table, table
+    from .readings import lens_table, named_table
 
-    return html(table(lens), *([named_table(lens)] if lens.named else []))
+    return html(lens_table(lens), *([named_table(lens)] if lens.named else []))
 
 
 def _shown(module: str, name: str, value: Any) -> str:
@@ -212,7 +219,7 @@ def _shown(module: str, name: str, value: Any) -> str:
 
 def features_html(features: "Features") -> str:
     """Each token with its most active features."""
-    return _shown(".features", "table", features)
+    return _shown(".readings", "features_table", features)
 
 
 def mapped_html(item: "Mapped") -> str:
@@ -227,16 +234,10 @@ def mapped_html(item: "Mapped") -> str:
 def grid_html(grid: "Grid") -> str:
     """The heatmap where matplotlib is installed, and the strongest cells."""
     from . import sweeps
-    from .figures import png
-    from .heatmap import grid_figure
+    from .figures import grid_figure
 
-    try:
-        image = _image("heatmap", png(grid_figure(grid)))
-    except MidstreamError as error:
-        if error.kind != "unavailable":
-            raise
-        image = ""
-    return image + html(sweeps.strongest_of(grid))
+    drawn = _png(lambda: grid_figure(grid))
+    return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
 
 
 def plotly_figure(value: Any, *arguments: Any) -> Any:
@@ -246,10 +247,11 @@ def plotly_figure(value: Any, *arguments: Any) -> Any:
     return interactive.FIGURES[type(value).__name__](value, *arguments)
 
 
-def _module_html(view: ModuleView) -> str:
-    from . import steering
+def _list_html(records: Sequence[Any], kind: type) -> str:
+    """A line for each record."""
+    from .records import listed
 
-    return html(steering.module(view), steering.entries(view.entries))
+    return html(listed(records, kind))
 
 
 def _global_html(view: GlobalView) -> str:
@@ -267,41 +269,23 @@ def _status_html(now: Status) -> str:
 def _harvest_html(view: HarvestView) -> str:
     from rich.text import Text
 
-    from . import harvests
-
-    return html(Text(harvests.harvest(view)))
-
-
-def _run_html(view: RunView) -> str:
     from . import jobs
 
-    return html(jobs.run(view), *([jobs.run_prompts(view.prompts)] if view.prompts else []))
+    return html(Text(jobs.harvest(view)))
 
 
 #: Type of the schemas → its HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
     SweepResult: sweep_html,
     JobResult: _job_html,
-    JobView: partial(_shown, ".jobs", "job"),
     JobPage: lambda page: _shown(".jobs", "jobs", page.jobs),
     CapturePage: partial(_shown, ".jobs", "captures"),
-    RunView: _run_html,
-    RunPage: lambda page: _shown(".jobs", "runs", page.runs),
-    ModuleView: _module_html,
+    RunPage: lambda page: _list_html(page.runs, RunView),
     GlobalView: _global_html,
     HarvestView: _harvest_html,
-    HarvestPage: lambda page: _shown(".harvests", "harvests", page.harvests),
-    Probe: partial(_shown, ".probes", "one"),
-    Sae: partial(_shown, ".saes", "one"),
-    Lora: partial(_shown, ".loras", "one"),
-    TunedLens: partial(_shown, ".lens", "one"),
+    HarvestPage: lambda page: _shown(".jobs", "harvests", page.harvests),
     Status: _status_html,
 }
-#: Type of the schemas → module and function that show several.
-_LISTS: dict[type, tuple[str, str]] = {
-    ModuleView: (".steering", "modules"),
-    Probe: (".probes", "listed"),
-    Sae: (".saes", "listed"),
-    Lora: (".loras", "listed"),
-    TunedLens: (".lens", "listed"),
-}
+#: Types that `records` shows alone, and those that it shows in a list.
+_LISTED = frozenset({ModuleView, Probe, Sae, Lora, TunedLens})
+_RECORDS = _LISTED | {RunView, JobView}

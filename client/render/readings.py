@@ -1,15 +1,111 @@
-"""Readings of a job on the terminal: the lens and the features of each prompt."""
+"""Readings for people: the logit lens, features of autoencoders and scores of probes, by token."""
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.jobs.jobs import JobResult
-from ..sdk.readings import Features, known_tokens, lens_of
-from . import features, lens
+from ...schemas.prompts.selectors import as_ranges
+from ..probes import Metrics
+from ..sdk.readings import Features, Lens, known_tokens, lens_of
+from .jobs import facts, table
 
 #: Of more prompts, only the first are shown.
 PROMPTS = 4
+#: Runs of steered tokens that a result shows.
+_RUNS = 6
+#: Characters of a token that a cell shows.
+_CELL = 9
+#: Colours of the terminal from improbable to certain: (from this probability on, style).
+_STEPS = (
+    (0.8, "black on #fde725"),
+    (0.5, "black on #5ec962"),
+    (0.2, "white on #21918c"),
+    (0.05, "white on #3b528b"),
+    (0.0, "white on #440154"),
+)
+
+
+def shown(word: str) -> str:
+    """A token in one cell: blanks seen, and cut."""
+    text = word.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
+
+
+def lens_table(lens: Lens, last: int = 12) -> Table:
+    """The top token by layer (the last layer first) and position, the `last` positions of it."""
+    places = range(max(0, len(lens.positions) - last), len(lens.positions))
+    drawn = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=f"top next token at {lens.hook}",
+        title_justify="left",
+    )
+    drawn.add_column("layer", justify="right", style="dim")
+    for place in places:
+        drawn.add_column(Text(shown(lens.word(lens.token_ids[place]))), no_wrap=True)
+    for row in reversed(range(len(lens.layers))):
+        cells = [_cell(lens, row, place) for place in places]
+        drawn.add_row(str(lens.layers[row]), *cells)
+    return drawn
+
+
+def named_table(lens: Lens, place: int = -1) -> Table:
+    """Rank and probability of the named tokens by layer, at the position of this place in
+    `positions`.
+    """
+    drawn = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        title=f"after {lens.word(lens.token_ids[place])!r}",
+        title_justify="left",
+    )
+    drawn.add_column("layer", justify="right", style="dim")
+    for token in lens.named:
+        drawn.add_column(Text(repr(lens.word(token))), justify="right")
+    for row in reversed(range(len(lens.layers))):
+        pairs = zip(lens.ranks[row, place], lens.named_logprobs[row, place], strict=True)
+        drawn.add_row(
+            str(lens.layers[row]),
+            *(f"rank {rank}, {np.exp(logprob):.2%}" for rank, logprob in pairs),
+        )
+    return drawn
+
+
+def _cell(lens: Lens, row: int, place: int) -> Text:
+    probability = float(np.exp(lens.logprobs[row, place, 0]))
+    style = next(style for least, style in _STEPS if probability >= least)
+    return Text(f"{shown(lens.word(lens.tokens[row, place, 0])):<{_CELL}}", style=style)
+
+
+def features_table(features: Features, most: int = 5) -> Table:
+    """One line per token: how many features are active, how far the reconstruction is off, and the
+    `most` most active ones.
+    """
+    reading = features.reading
+    title = f"features of {reading.sae} at {reading.hook} of layer {reading.layer}"
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for name in ("position", "token", "active", "error", "feature: activation"):
+        drawn.add_column(
+            name, justify="left" if name in ("token", "feature: activation") else "right"
+        )
+    for place, position in enumerate(reading.positions):
+        top = "  ".join(
+            f"{feature}: {value:.2f}" for feature, value in list(features.of(place).items())[:most]
+        )
+        word, active, error = (
+            Text(shown(features.word(place))),
+            str(reading.active[place]),
+            f"{reading.errors[place]:.2f}",
+        )
+        drawn.add_row(str(position), word, active, error, Text(top))
+    return drawn
 
 
 def tokens(result: JobResult) -> list[int]:
@@ -22,12 +118,12 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
     """`words`: token id → its text."""
     many = len(result.outputs) > 1
     readings = [
-        (item.request, lens.table(lens_of(item, result.id, words)))
+        (item.request, lens_table(lens_of(item, result.id, words)))
         for item in result.lens or []
         if item.request < PROMPTS
     ]
     readings += [
-        (item.request, features.table(Features(result.id, item, words)))
+        (item.request, features_table(Features(result.id, item, words)))
         for item in result.features or []
         if item.request < PROMPTS
     ]
@@ -39,3 +135,71 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
         yield (
             f"… and {len(result.outputs) - PROMPTS} more prompts: midstream job result {result.id}"
         )
+
+
+def measured(metrics: Metrics) -> Table:
+    """Return what a probe is worth on rows that it was not trained on."""
+    return facts(
+        (
+            "AUROC",
+            (f"{metrics.auroc:.3f} held out; {metrics.baseline_auroc:.3f} with shuffled labels"),
+        ),
+        (
+            "accuracy",
+            (
+                f"{metrics.accuracy:.3f} held out; {metrics.baseline_accuracy:.3f} with "
+                "shuffled labels"
+            ),
+        ),
+        ("majority", f"{metrics.majority:.3f} for always the same answer"),
+        (
+            "trained on",
+            escape(", ".join(f"{name}: {count}" for name, count in metrics.train.items())),
+        ),
+        (
+            "held out",
+            escape(", ".join(f"{name}: {count}" for name, count in metrics.held_out.items())),
+        ),
+    )
+
+
+def scores(result: JobResult) -> Table:
+    """One line per prompt, probe and label."""
+    steered = any(probe.gate is not None for probe in result.probes)
+    shown = table(
+        "Scores",
+        "prompt",
+        "probe",
+        "label",
+        "score",
+        "tokens",
+        "crossed at",
+        *(["steered at"] if steered else []),
+    )
+    for probe in result.probes:
+        where = [_steered_at(probe)] if steered else []
+        for label, score in probe.scores.items():
+            crossed = str(probe.crossed.get(label, "")) + (
+                " (stopped)" if probe.stopped and label in probe.crossed else ""
+            )
+            shown.add_row(
+                *map(
+                    escape,
+                    (
+                        str(probe.request),
+                        probe.probe,
+                        label,
+                        f"{score:.4f}",
+                        str(probe.positions),
+                        crossed,
+                        *where,
+                    ),
+                )
+            )
+    return shown
+
+
+def _steered_at(result: ProbeResult) -> str:
+    return as_ranges(
+        (place for first, last in result.gate or [] for place in range(first, last + 1)), _RUNS
+    )

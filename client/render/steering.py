@@ -6,40 +6,20 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.artifacts.loras import Lora
-from ...schemas.artifacts.saes import Sae
 from ...schemas.base.records import to_json
 from ...schemas.prompts.selectors import as_ranges
-from ...schemas.requests.lens import TunedLens
 from ...schemas.requests.steering import (
     Agreement,
     Dynamic,
     EntryView,
     GlobalView,
-    ModuleView,
     WorkerSteering,
 )
-from .jobs import TABLE_ROWS, count, facts, minute, size, table
+from .jobs import TABLE_ROWS, count, size, table
 
 #: Shown characters of a digest or hash: enough to distinguish them.
 DIGEST = 12
 _STATES = {"serving": "green", "resyncing": "yellow", "quarantined": "red"}
-
-
-def modules(views: Sequence[ModuleView]) -> Table:
-    """One line per name."""
-    shown = table("Modules", "name", "digest", "what", "bytes", "since", "description")
-    for view in views:
-        since = minute(view.created)
-        shown.add_row(
-            escape(view.name),
-            view.digest[:DIGEST],
-            what(view.entries),
-            size(view.bytes),
-            since,
-            escape(view.description),
-        )
-    return shown
 
 
 def what(entries: Sequence[EntryView]) -> str:
@@ -50,28 +30,6 @@ def what(entries: Sequence[EntryView]) -> str:
     return escape(
         "; ".join(f"{op} at {hook} {as_ranges(layers)}" for (op, hook), layers in sites.items())
     )
-
-
-def module(view: ModuleView) -> Table:
-    """All about one name; its entries are `entries`."""
-    return facts(
-        ("module", escape(view.name)),
-        ("model", escape(view.model)),
-        ("digest", digest(view)),
-        (
-            "tensors",
-            (
-                f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
-                f"{size(view.bytes)}"
-            ),
-        ),
-        ("description", escape(view.description)),
-    )
-
-
-def digest(of: ModuleView | Lora | Sae | TunedLens) -> str:
-    """Its digest, and what it replaced."""
-    return of.digest + (f" (before: {of.replaced[:DIGEST]})" if of.replaced else "")
 
 
 def entries(views: Sequence[EntryView]) -> Table:

@@ -34,7 +34,7 @@ from ...schemas.jobs.sweeps import (
 )
 from ...schemas.prompts.selectors import HookName, LayerSelector
 from .. import frames, values
-from ..render import heatmap, notebook
+from ..render import figures, notebook
 from ..sdk import sweeps, wire
 from ..sdk.answers import grid as grids
 from ..sdk.answers.grid import Effect, Grid
@@ -200,7 +200,7 @@ class _Study(Generic[C]):
 
         Raises MidstreamError when matplotlib is missing.
         """
-        return heatmap.figure(self.result, path, pair)
+        return figures.heatmap(self.result, path, pair)
 
     def show(self, pair: int | None = None) -> None:
         """The same on the terminal, with the strongest cells, notes, and what was skipped."""

@@ -15,7 +15,7 @@ from midstream_fake_engine.model import NUM_LAYERS, VOCABULARY
 from up_kit import Up
 
 from midstream.client import AsyncClient, Client
-from midstream.client.render import lens as render
+from midstream.client.render import readings
 from midstream.schemas.base.errors import MidstreamError
 
 LENS = {"layers": [0, 3], "positions": "all_prompt", "top_k": 3, "tokens": ["e", 7]}
@@ -92,7 +92,8 @@ def test_clients_give_arrays_and_tables(up: Up) -> None:
         )
         assert "rank 4" in found._repr_html_()
         assert found.figure().get_axes()
-        assert render.table(found).row_count == render.named_table(found).row_count == NUM_LAYERS
+        assert readings.lens_table(found).row_count == NUM_LAYERS
+        assert readings.named_table(found).row_count == NUM_LAYERS
         with pytest.raises(MidstreamError, match="layer 9"):
             client.lens("hello", layers=9)
 

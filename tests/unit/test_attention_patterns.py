@@ -19,7 +19,7 @@ from midstream.client.captures.patterns import BEHAVIOURS, Attention, attention_
 from midstream.client.cli.main import main
 from midstream.client.notebook import rendered
 from midstream.client.render import attention as show
-from midstream.client.render import attention_figure, figures
+from midstream.client.render import figures
 from midstream.client.sdk.calls import Blocking
 from midstream.client.sdk.captures import (
     CaptureCalls,
@@ -218,11 +218,11 @@ def test_the_picture_has_a_panel_per_head_with_the_values_in_place(tmp_path: Pat
     assert np.isnan(values[~seen]).all()
     assert len({axis.images[0].get_clim() for axis in panels}) == 1, "one scale"
     with pytest.raises(MidstreamError, match="head 9 of layer 0 is not here"):
-        attention_figure.figure(found, panels=[(0, 9)])
+        figures.attention_figure(found, panels=[(0, 9)])
     with pytest.raises(MidstreamError, match="0 panels"):
-        attention_figure.figure(found, panels=[])
+        figures.attention_figure(found, panels=[])
     with pytest.raises(MidstreamError, match="not a figure format"):
-        attention_figure.figure(found, tmp_path / "out.xyz")
+        figures.attention_figure(found, tmp_path / "out.xyz")
 
 
 def test_a_notebook_shows_the_picture_or_the_terminals_maps(

@@ -16,8 +16,8 @@ import typer
 from http_kit import reply, server
 from rich.console import Console
 
-from midstream.client.cli import keys, main, options
-from midstream.client.render import jobs, steering
+from midstream.client.cli import main, options
+from midstream.client.render import jobs, records
 from midstream.client.sdk import wire
 from midstream.client.sdk.service import key_request
 from midstream.schemas.access.keys import SCOPES, KeyView, Limits, TenantView, Usage
@@ -561,10 +561,10 @@ def test_ids_stay_whole_in_every_table_on_80_columns() -> None:
         entries=[entry],
     )
     text = narrow(
-        keys._keys([key]),
-        jobs.runs([run]),
+        records.listed([key], KeyView),
+        records.listed([run], RunView),
         jobs.captures(CapturePage(captures=[captured])),
-        steering.modules([module]),
+        records.listed([module], ModuleView),
     )
     for whole in (key.id, run.name, JOB_ID, "461a7232b345", module.name):
         assert whole in text

@@ -12,7 +12,7 @@ from http_kit import reply, server
 from sweep_kit import VIEW, over, result
 
 from midstream.client import PatchStudy
-from midstream.client.cli import main, sweeps
+from midstream.client.cli import main, options, sweeps
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult
@@ -282,5 +282,5 @@ def test_a_window_is_layers_or_layers_by_positions(text: str, window: dict[str, 
 def test_a_file_that_does_not_fit_is_named_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "body.json").write_text('{"model": "m", "pairs": [{"clean": 1}]}')
     with pytest.raises(MidstreamError, match=r"body.json: pairs\[0\].clean") as caught:
-        sweeps._read(tmp_path / "body.json", SweepRequest, "--body")
+        options.read_json(tmp_path / "body.json", SweepRequest, "--body")
     assert caught.value.field == "--body"

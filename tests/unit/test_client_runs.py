@@ -14,7 +14,7 @@ from rich.console import Console
 
 from midstream.client import AsyncClient, Client
 from midstream.client.cli import main, options
-from midstream.client.render import jobs
+from midstream.client.render import jobs, records
 from midstream.client.sdk import wire
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
@@ -241,7 +241,7 @@ def test_a_capture_is_named_as_a_run() -> None:
 
 def test_runs_are_shown_with_their_rows() -> None:
     console = Console(file=io.StringIO(), width=120)
-    for shown in (jobs.runs([RUN]), jobs.run(RUN), jobs.run_prompts([PROMPT])):
+    for shown in (records.listed([RUN], RunView), records.one(RUN), jobs.run_prompts([PROMPT])):
         console.print(shown)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in (

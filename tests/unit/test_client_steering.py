@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from midstream.client import AsyncClient, Client
 from midstream.client.cli import main, options
+from midstream.client.render import records
 from midstream.client.render import steering as show_steering
 from midstream.client.sdk import registered
 from midstream.schemas.base.errors import MidstreamError
@@ -447,7 +448,7 @@ def test_entries_are_listed_with_their_scalars() -> None:
 
 
 def test_modules_are_listed_one_per_line() -> None:
-    text = shown(show_steering.modules([MODULE]))
+    text = shown(records.listed([MODULE], ModuleView))
     assert [word in text for word in ("joy", "cdcdcdcdcdcd", "add at post_block 3", "16 B")] == [
         True
     ] * 4

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
-from midstream.client.render import heatmap, sweeps
+from midstream.client.render import figures, sweeps
 from midstream.client.sdk.answers.grid import described, grid_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.sweeps import Baseline, Metric, SweepResult
@@ -25,7 +25,7 @@ def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None
 
 
 def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() -> None:
-    axes = heatmap.figure(result()).axes
+    axes = figures.heatmap(result()).axes
     panels = axes[:2]
     assert [panel.get_title() for panel in panels] == ["pre_attn (resid_pre)", "mlp_out"]
     assert [label.get_text() for label in panels[0].get_yticklabels()] == [
@@ -42,7 +42,7 @@ def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() ->
 
 
 def test_a_cell_without_a_value_is_left_to_the_hatched_ground() -> None:
-    figure = heatmap.figure(result())
+    figure = figures.heatmap(result())
     panel = figure.axes[0]
     mask = np.ma.getmaskarray(panel.collections[0].get_array()).reshape(len(CORRUPT), len(LAYERS))
     assert mask[0].all()
@@ -52,7 +52,7 @@ def test_a_cell_without_a_value_is_left_to_the_hatched_ground() -> None:
 
 
 def test_the_title_names_both_prompts_answer_foil_and_noise_floor() -> None:
-    title = heatmap.figure(result()).get_suptitle()
+    title = figures.heatmap(result()).get_suptitle()
     for part in (
         "“The Eiffel Tower is in” patched into “The Colosseum is in”",
         "“Paris”",
@@ -71,7 +71,7 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
 ) -> None:
     peak = 0.95 if metric == "recovered" else 9.0  # 18 nats from the base at −9
     sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
-    axes = heatmap.figure(sweep).axes
+    axes = figures.heatmap(sweep).axes
     meshes = [panel.collections[0] for panel in axes[:2]]
     assert [mesh.get_clim() for mesh in meshes] == [limits, limits]
     assert {mesh.get_cmap().name for mesh in meshes} == {"RdBu_r"}
@@ -81,7 +81,7 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
 def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     values: list[list[float | None]] = [[-0.1, 0.0, 0.1, -0.9, 0.9, -0.01] for _ in LAYERS]
     sweep = result(pair(grids={"pre_attn": values, "mlp_out": values}), skipped=[])
-    mesh = heatmap.figure(sweep).axes[0].collections[0]
+    mesh = figures.heatmap(sweep).axes[0].collections[0]
     low, none, high = (mesh.cmap(mesh.norm(value)) for value in (-0.1, 0.0, 0.1))
     assert low[2] > low[0] + 0.05, "blue"
     assert high[0] > high[2] + 0.05, "red"
@@ -121,13 +121,13 @@ def test_a_noise_floor_of_zero_reports_its_resolution_and_sample_count(
 
 def test_values_beyond_the_scale_are_marked() -> None:
     beyond = pair(grids={"pre_attn": grid(0.95), "mlp_out": grid(-1.2)})
-    bar = heatmap.figure(result(beyond)).axes[-1]
+    bar = figures.heatmap(result(beyond)).axes[-1]
     assert bar._colorbar.extend == "min"
 
 
 def test_heatmap_tokens_are_not_parsed_as_math(tmp_path: Path) -> None:
     tokens = ["$x$", "$\\frac", "a", "b", "c", "d"]
-    heatmap.figure(result(pair(labels=tokens, base_tokens=tokens)), tmp_path / "out.svg")
+    figures.heatmap(result(pair(labels=tokens, base_tokens=tokens)), tmp_path / "out.svg")
     assert "$\\frac 1" in (tmp_path / "out.svg").read_text()
 
 
@@ -136,7 +136,7 @@ def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MidstreamError, match=r"midstream\[plots\]"):
-        heatmap.figure(result())
+        figures.heatmap(result())
 
 
 def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_a_format_that_matplotlib_cannot_write_is_refused_by_name(tmp_path: Path
         (tmp_path / "nowhere" / "out.png", "no such folder"),
     ):
         with pytest.raises(MidstreamError, match=detail) as caught:
-            heatmap.figure(result(), path)
+            figures.heatmap(result(), path)
         assert caught.value.field == "heatmap"
 
 
 def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:
     tokens = ["Once", *[" and\n again"] * 60, " in"]
-    title = heatmap.figure(result(pair(base_tokens=tokens))).get_suptitle().replace("\n", " ")
+    title = figures.heatmap(result(pair(base_tokens=tokens))).get_suptitle().replace("\n", " ")
     assert "“Once and again and" in title
     assert "again in”" in title
     assert len(title) < 400
@@ -225,7 +225,7 @@ def test_a_sweep_without_values_is_still_drawn() -> None:
     nothing = {hook: [[None] * 6 for _ in LAYERS] for hook in ("pre_attn", "mlp_out")}
     for metric in ("recovered", "kl"):
         sweep = result(pair(grids=nothing, base=None, source=None), metric=metric)
-        assert heatmap.figure(sweep).axes
+        assert figures.heatmap(sweep).axes
         assert "Strongest cells" in printed(sweep)
     assert grid_of(result(pair(grids=nothing))).top(3) == []
 

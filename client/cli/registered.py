@@ -1,0 +1,313 @@
+"""What has a name on the server, on the command line: `modules`, `loras`, `sae`, `tuned`, `runs`;
+and `global` and `dynamic`, the steering of every request.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
+
+import typer
+
+from ...schemas.artifacts.loras import Lora
+from ...schemas.artifacts.saes import Sae
+from ...schemas.base.errors import MidstreamError
+from ...schemas.requests.lens import TunedLens
+from ...schemas.requests.source_runs import RunView
+from ...schemas.requests.steering import GlobalView, ModuleView
+from ..render import steering
+from ..sdk.client import Client
+from ..vectors import FORMATS
+from . import options
+from .jobs import AsJson, Model, Url, connect, delete, out, print_json, print_list, print_record
+
+T = TypeVar("T")
+
+ModulesName = Annotated[str, typer.Argument(metavar="NAME", help="A module's name.")]
+LorasName = Annotated[str, typer.Argument(metavar="NAME", help="An adapter's name.")]
+SaeName = Annotated[str, typer.Argument(metavar="NAME", help="An autoencoder's name.")]
+TunedName = Annotated[str, typer.Argument(metavar="NAME", help="A tuned lens's name.")]
+Description = Annotated[str, typer.Option(help="A description.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's name, or the id of a job with capture files.")
+]
+Steer = Annotated[
+    list[str], typer.Option(metavar=options.STEER, help="Steering for every request; repeatable.")
+]
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The commands of one kind of thing that has a name: `list`, `show` and `remove`.
+
+    The calls take the client, and the model or None; all but `every` a name before it.
+    """
+
+    thing: str  # with its article
+    things: str
+    kind: type[T]
+    every: Callable[[Client, str | None], list[T]]
+    one: Callable[[Client, str, str | None], T]
+    remove: Callable[[Client, str, str | None], None]
+
+    def commands(self, help: str) -> typer.Typer:
+        """A group with the commands, for the calls of the registry."""
+        app = typer.Typer(no_args_is_help=True, help=help)
+        name = Annotated[str, typer.Argument(metavar="NAME", help=f"The name of {self.thing}.")]
+
+        def list_(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+            with connect(url) as client:
+                result = self.every(client, model)
+            print_list(result, result, self.kind, self.things, json_)
+
+        def show(name: name, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+            with connect(url) as client:
+                print_record(self.one(client, name, model), json_)
+
+        def remove(name: name, model: Model = None, url: Url = None) -> None:
+            with connect(url) as client:
+                self.remove(client, name, model)
+            out.print(f"{name} removed", markup=False)
+
+        app.command("list", help=f"List the {self.things}.")(list_)
+        app.command("show", help=f"Show {self.thing}.")(show)
+        app.command(
+            "remove", help=f"Remove {self.thing}; files stay. Requests accepted earlier keep it."
+        )(remove)
+        return app
+
+
+modules_app = Registry(
+    "a module", "modules", ModuleView, Client.modules, Client.module, Client.unregister_module
+).commands("Manage named modules: steering that requests refer to by name.")
+loras_app = Registry(
+    "an adapter", "adapters", Lora, Client.loras, Client.lora, Client.unregister_lora
+).commands("Manage LoRA adapters: requests name one with --lora.")
+sae_app = Registry(
+    "a sparse autoencoder",
+    "sparse autoencoders",
+    Sae,
+    Client.saes,
+    Client.sae,
+    Client.unregister_sae,
+).commands("Manage sparse autoencoders, whose features requests read and steer.")
+tuned_app = Registry(
+    "a tuned lens",
+    "tuned lenses",
+    TunedLens,
+    Client.tuned_lenses,
+    Client.tuned_lens,
+    Client.unregister_lens,
+).commands("Manage tuned lenses, whose maps rows go through before the logit lens.")
+runs_app = typer.Typer(
+    no_args_is_help=True, help="List, inspect and delete source runs: rows for patching."
+)
+global_app = typer.Typer(
+    no_args_is_help=True, help="Manage global steering: steering of every request to a model."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to `midstream`."""
+    groups = {
+        "modules": modules_app,
+        "global": global_app,
+        "loras": loras_app,
+        "sae": sae_app,
+        "tuned": tuned_app,
+        "runs": runs_app,
+    }
+    for name, group in groups.items():
+        app.add_typer(group, name=name)
+    app.command("dynamic")(dynamic)
+
+
+@modules_app.command("register")
+def modules_register(
+    name: ModulesName,
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help=f"A file of vectors, or {options.STEER_FILE}."),
+    ],
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a module, or replace it; running requests keep the old content."""
+    entries = options.parse_steering(files, "FILE")
+    with connect(url) as client:
+        print_record(client.register_module(name, entries, model, description), json_)
+
+
+@modules_app.command("export")
+def modules_export(
+    name: ModulesName,
+    file: Annotated[Path, typer.Argument(help="The file to write.")],
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help=f"{', '.join(FORMATS)}; by default that of the suffix."),
+    ] = None,
+    model: Model = None,
+    url: Url = None,
+) -> None:
+    """Write a module to a file that other tools read."""
+    with connect(url) as client:
+        written = client.export_module(name, file, format, model)
+    out.print(f"{name} written to {file} as {written}", markup=False, soft_wrap=True)
+
+
+@loras_app.command("add")
+def loras_add(
+    name: LorasName,
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="PEFT's folder, relative to the server's lora_dir."),
+    ],
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register an adapter, or replace it; running requests keep the previous one."""
+    with connect(url) as client:
+        print_record(client.register_lora(name, path, model, description), json_)
+
+
+@sae_app.command("register")
+def sae_register(
+    name: SaeName,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="SAELens' or Gemma Scope's folder, relative to the server's sae_dir.",
+        ),
+    ],
+    reads: Annotated[
+        str, typer.Option(metavar="HOOK:LAYER", help="What it reads, if its files do not name it.")
+    ] = "",
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a sparse autoencoder, or replace it; running requests keep the previous one."""
+    hook, _, layer = reads.partition(":")
+    if reads and not layer.isdigit():
+        raise typer.BadParameter(
+            f"{reads!r} is not HOOK:LAYER, such as post_block:12", param_hint="--reads"
+        )
+    with connect(url) as client:
+        print_record(
+            client.register_sae(
+                name, path, hook or None, int(layer) if layer else None, model, description
+            ),
+            json_,
+        )
+
+
+@tuned_app.command("register")
+def tuned_register(
+    name: TunedName,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="Folder with lens.safetensors, relative to the server's lens_dir."
+        ),
+    ],
+    reads: Annotated[
+        str, typer.Option(metavar="HOOK", help="Hook point whose rows the maps take.")
+    ] = "post_block",
+    residual: Annotated[
+        bool, typer.Option("--residual", help="The maps give what is added to a row.")
+    ] = False,
+    description: Description = "",
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Register a tuned lens, or replace it; running requests keep the previous one."""
+    with connect(url) as client:
+        print_record(client.register_lens(name, path, reads, residual, model, description), json_)
+
+
+@runs_app.command("list")
+def runs_list(
+    limit: Annotated[int, typer.Option(help="Number of runs.")] = 20,
+    model: Model = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """List the newest named runs."""
+    with connect(url) as client:
+        page = client.source_runs(model, limit=limit)
+    print_list(page, page.runs, RunView, "runs", json_)
+
+
+@runs_app.command("show")
+def runs_show(name: Run, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Show a run: its state, and layers and positions of each prompt."""
+    with connect(url) as client:
+        print_record(client.source_run(name, model), json_)
+
+
+@runs_app.command("delete")
+def runs_delete(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of the runs.")],
+    model: Model = None,
+    url: Url = None,
+) -> None:
+    """Delete runs: their captures and their names."""
+    with connect(url) as client:
+        delete(names, lambda name: client.delete_run(name, model))
+
+
+@global_app.command("show")
+def global_show(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Show global steering, and whether every worker has applied it."""
+    with connect(url) as client:
+        _print_global(client.global_steering(model), json_)
+
+
+@global_app.command("set")
+def global_set(steer: Steer, model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Set global steering for new requests; exits non-zero, with nothing changed, if a rank rejects
+    it.
+    """
+    entries = options.parse_steering(steer)
+    with connect(url) as client:
+        _print_global(client.set_global(entries, model), json_)
+
+
+@global_app.command("clear")
+def global_clear(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Clear global steering for new requests."""
+    with connect(url) as client:
+        _print_global(client.clear_global(model), json_)
+
+
+def dynamic(model: Model = None, json_: AsJson = False, url: Url = None) -> None:
+    """Show each rank's checksums, table, versions and queues now.
+
+    Exits non-zero if they disagree.
+    """
+    with connect(url) as client:
+        result = client.dynamic(model)
+    if not print_json(result, json_):
+        for worker in result.workers:
+            out.print(steering.worker_line(worker), soft_wrap=True)
+            out.print(steering.ranks(worker, result.determinism))
+        out.print(steering.agreement_line(result), soft_wrap=True)
+    if not result.determinism.consistent:
+        raise MidstreamError(
+            "ranks_disagree", result.determinism.detail or "the ranks do not agree"
+        )
+
+
+def _print_global(view: GlobalView, as_json: bool) -> None:
+    if print_json(view, as_json):
+        return
+    out.print(steering.global_line(view), soft_wrap=True)
+    if view.entries:
+        out.print(steering.entries(view.entries))

@@ -1,0 +1,339 @@
+"""Records as terminal tables: the columns and the facts of each type, in one place."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ...schemas.access.keys import KeyView
+from ...schemas.access.webhooks import Delivery, DeliveryAttempt
+from ...schemas.artifacts.loras import Lora
+from ...schemas.artifacts.probes import Probe
+from ...schemas.artifacts.saes import Sae
+from ...schemas.jobs.jobs import JobView, Output
+from ...schemas.jobs.models import SHOWN_IDENTITY
+from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.lens import TunedLens
+from ...schemas.requests.source_runs import RunView
+from ...schemas.requests.steering import ModuleView
+from .jobs import coloured, count, facts, minute, run_prompts, seconds, size, table
+from .steering import DIGEST, entries, what
+
+#: What a cell says of a record, as rich's markup.
+Cell = Callable[[Any], str]
+#: Labels of a probe that a list shows.
+_LABELS = 4
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How records of one type are shown."""
+
+    title: str = ""  # of a list
+    columns: Mapping[str, Cell] = field(default_factory=dict)
+    # of one record; empty ones are left out
+    facts: Mapping[str, Cell] = field(default_factory=dict)
+    details: Callable[[Any], Sequence[Table]] = lambda record: ()  # below the facts
+
+
+def listed(records: Iterable[Any], kind: type) -> Table:
+    """One line per record."""
+    shown = SHOWN[kind]
+    made = table(shown.title, *shown.columns)
+    for record in records:
+        made.add_row(*(cell(record) for cell in shown.columns.values()))
+    return made
+
+
+def one(record: Any) -> Table:
+    """All about one record, but for its details."""
+    return facts(*((name, cell(record)) for name, cell in SHOWN[type(record)].facts.items()))
+
+
+def parts(record: Any) -> list[Table]:
+    """All about one record, and its details."""
+    return [one(record), *SHOWN[type(record)].details(record)]
+
+
+def moment(at: float | None) -> str:
+    """Seconds since the epoch (None: now), as local time to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def outcome(attempt: DeliveryAttempt | None) -> str:
+    """The answer to a delivery, or why there is none."""
+    if attempt is None:
+        return ""
+    return " ".join(part for part in (str(attempt.status or ""), escape(attempt.error)) if part)
+
+
+def _text(name: str) -> Cell:
+    """The text of a field."""
+    return lambda record: escape(getattr(record, name))
+
+
+def _digest(record: Any) -> str:
+    """Its digest, and what it replaced."""
+    before = f" (before: {record.replaced[:DIGEST]})" if record.replaced else ""
+    return f"{record.digest}{before}"
+
+
+def _short_digest(record: Any) -> str:
+    return escape(record.digest[:DIGEST])
+
+
+def _bytes(record: Any) -> str:
+    return size(record.bytes)
+
+
+def _since(record: Any) -> str:
+    return minute(record.created)
+
+
+def _extent(view: JobView) -> str:
+    if view.kind == "sweep":
+        return f"{view.cells} of {view.cells_expected} cells"
+    return count(view.prompts, "prompt")
+
+
+def _sae_kind(sae: Sae) -> str:
+    """Its architecture, with `k`."""
+    return escape(
+        f"topk {sae.form.k}" if sae.form.architecture == "topk" else sae.form.architecture
+    )
+
+
+def _site(probe: Probe) -> str:
+    after = " after" if probe.content.at == "after" else ""
+    return escape(f"{probe.content.hook}.{probe.content.layer}{after}")
+
+
+def _labels(probe: Probe) -> str:
+    more = ", …" if len(probe.content.labels) > _LABELS else ""
+    return escape(", ".join(probe.content.labels[:_LABELS]) + more)
+
+
+def _thresholds(probe: Probe) -> str:
+    pairs = zip(probe.content.labels, probe.content.thresholds, strict=True)
+    return escape(
+        ", ".join(
+            label if threshold is None else f"{label} ≥ {threshold:.4g}"
+            for label, threshold in pairs
+        )
+    )
+
+
+def _expires(key: KeyView) -> str:
+    if key.expires is None:
+        return "never"
+    return _day(key.expires) if key.expires > time.time() else "[red]expired[/]"
+
+
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(at))
+
+
+#: Type of the schemas → how it is shown.
+SHOWN: dict[type, Shown] = {
+    ModuleView: Shown(
+        "Modules",
+        {
+            "name": _text("name"),
+            "digest": _short_digest,
+            "what": lambda view: what(view.entries),
+            "bytes": _bytes,
+            "since": _since,
+            "description": _text("description"),
+        },
+        {
+            "module": _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            "tensors": lambda view: (
+                f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
+                f"{size(view.bytes)}"
+            ),
+            "description": _text("description"),
+        },
+        lambda view: [entries(view.entries)],
+    ),
+    Lora: Shown(
+        "Adapters",
+        {
+            "name": _text("name"),
+            "digest": _short_digest,
+            "rank": lambda lora: str(lora.rank),
+            "bytes": _bytes,
+            "path": _text("path"),
+            "since": _since,
+            "description": _text("description"),
+        },
+        {
+            "adapter": _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            "path": _text("path"),
+            "rank": lambda lora: str(lora.rank),
+            "modules": lambda lora: escape(", ".join(lora.modules)),
+            "weights": _bytes,
+            "description": _text("description"),
+        },
+    ),
+    Sae: Shown(
+        "Sparse autoencoders",
+        {
+            "name": _text("name"),
+            "kind": _sae_kind,
+            "reads": lambda sae: escape(f"{sae.hook} {sae.layer}"),
+            "features": lambda sae: f"{sae.form.d_sae:,}",
+            "bytes": _bytes,
+            "path": _text("path"),
+        },
+        {
+            "autoencoder": _text("name"),
+            "model": _text("model"),
+            "trained on": _text("trained_on"),
+            "digest": _digest,
+            "path": _text("path"),
+            "kind": _sae_kind,
+            "reads": lambda sae: f"{sae.hook} of layer {sae.layer}",
+            "features": lambda sae: f"{sae.form.d_sae:,} of rows of width {sae.form.d_in:,}",
+            "weights": _bytes,
+            "description": _text("description"),
+        },
+    ),
+    TunedLens: Shown(
+        "Tuned lenses",
+        {
+            "name": _text("name"),
+            "reads": _text("hook"),
+            "layers": lambda tuned: as_ranges(tuned.layers),
+            "bytes": _bytes,
+            "path": _text("path"),
+        },
+        {
+            "tuned lens": _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            "path": _text("path"),
+            "reads": lambda tuned: f"{tuned.hook} of layers {as_ranges(tuned.layers)}",
+            "gives": lambda tuned: "h + W h + b" if tuned.residual else "W h + b",
+            "file": _bytes,
+            "description": _text("description"),
+        },
+    ),
+    Probe: Shown(
+        "Probes",
+        {
+            "name": _text("name"),
+            "digest": _short_digest,
+            "site": _site,
+            "labels": _labels,
+            "watches": lambda probe: escape(probe.watch or ""),
+            "description": _text("description"),
+        },
+        {
+            "probe": _text("name"),
+            "model": _text("model"),
+            "digest": lambda probe: (
+                probe.digest[:DIGEST]
+                + (f" (replaced {probe.replaced[:DIGEST]})" if probe.replaced else "")
+            ),
+            "site": _site,
+            "labels": _thresholds,
+            "aggregation": lambda probe: (
+                probe.content.aggregation
+                + (f", decay {probe.content.decay:g}" if probe.content.decay else "")
+            ),
+            "watches": lambda probe: "" if probe.watch is None else f"all traffic, {probe.watch}",
+            "description": _text("description"),
+        },
+    ),
+    # a run with its job below it: both are long, and a terminal may have 80 columns
+    RunView: Shown(
+        "Source runs",
+        {
+            "run": lambda view: f"{escape(view.name)}\n{view.job}",
+            "state": lambda view: coloured(view.state),
+            "bytes": _bytes,
+            "in use": lambda view: str(view.in_use),
+            "held by": lambda view: escape(", ".join(view.held_by)),
+        },
+        {
+            "run": _text("name"),
+            "state": lambda view: (
+                coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")
+            ),
+            "model": _text("model"),
+            "job": lambda view: view.job,
+            "tag": lambda view: view.tag,
+            "files": _bytes,
+            "in use": lambda view: f"by {count(view.in_use, 'job')}" if view.in_use else "",
+            "in memory": lambda view: escape(", ".join(view.held_by)),
+        },
+        lambda view: [run_prompts(view.prompts)] if view.prompts else [],
+    ),
+    JobView: Shown(
+        facts={
+            "job": lambda view: view.id,
+            "state": lambda view: coloured(view.state),
+            "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
+            "identity": lambda view: view.identity[:SHOWN_IDENTITY],
+            "attempt": lambda view: str(view.attempt),
+            "waited": lambda view: seconds(view.queued or view.created, view.started),
+            "generated in": lambda view: seconds(view.started, view.generated),
+            "ended after": lambda view: seconds(view.created, view.finished),
+            "worker": lambda view: escape(view.worker or ""),
+            "captures": lambda view: (
+                coloured(view.capture_status)
+                if view.capture_status != "not_requested"
+                else "none requested"
+            ),
+            "receipts": lambda view: (
+                f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""
+            ),
+            "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
+        }
+    ),
+    Output: Shown(
+        "Outputs",
+        {
+            "request": lambda output: str(output.index),
+            "text": lambda output: escape(repr(output.text)),
+            "tokens": lambda output: str(len(output.token_ids)),
+            "finish": lambda output: output.finish_reason,
+        },
+    ),
+    # a webhook with its receiver below it, likewise
+    Delivery: Shown(
+        "Webhooks",
+        {
+            "id": lambda delivery: f"{delivery.id}\n→ {escape(delivery.url)}",
+            "state": lambda delivery: coloured(delivery.state),
+            "tries": lambda delivery: str(len(delivery.attempts)),
+            "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),
+        },
+    ),
+    DeliveryAttempt: Shown(
+        "Attempts",
+        {
+            "at": lambda attempt: moment(attempt.at),
+            "took": lambda attempt: f"{attempt.seconds:.3f} s",
+            "answer": outcome,
+        },
+    ),
+    # a key with its tenant below its name, likewise
+    KeyView: Shown(
+        "keys",
+        {
+            "id": lambda key: key.id,
+            "name, tenant": lambda key: f"{escape(key.name)}\n{key.tenant}",
+            "scopes": lambda key: " ".join(key.scopes),
+            "created": lambda key: _day(key.created),
+            "expires": _expires,
+        },
+    ),
+}
