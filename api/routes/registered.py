@@ -115,7 +115,10 @@ def folder_route(row: FromFolder) -> Any:
     """Return the route that registers a folder."""
     kind = row.kind
 
-    async def register(data: JSONBody[kind.request], request: JsonRequest) -> Response[kind.record]:  # type: ignore[name-defined]
+    async def register(
+        data: JSONBody[kind.request],  # type: ignore[name-defined]
+        request: JsonRequest,
+    ) -> Response[kind.record]:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(data.model)
         folder = row.folder(context.settings)
@@ -142,12 +145,19 @@ def name_routes(row: Named, names: Callable[[AppContext], Names[Any]], deletion:
     kind, path = row.kind, f"/v1/{row.kind.plural}"
     Name = Annotated[str, name_parameter(row.short)]
 
-    async def every(request: JsonRequest, model: Model = None) -> kind.page:  # type: ignore[name-defined]
+    async def every(
+        request: JsonRequest,
+        model: Model = None,
+    ) -> kind.page:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(model)
         return kind.page(**{kind.plural: await names(context).of_model(info.name)})
 
-    async def one(name: Name, request: JsonRequest, model: Model = None) -> kind.record:  # type: ignore[name-defined]
+    async def one(
+        name: Name,
+        request: JsonRequest,
+        model: Model = None,
+    ) -> kind.record:  # type: ignore[name-defined]
         context = context_of(request)
         info = await context.the_model(model)
         return await names(context).known(info.name, name)

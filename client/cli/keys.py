@@ -1,4 +1,4 @@
-"""Who may do what, on the command line: `keys`, `tenants`, `curve` (workers and relay) and `acl`
+"""Access on the command line: `keys`, `tenants`, `curve` (workers and relay) and `acl`
 (users of Redis).
 """
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -198,7 +198,8 @@ def attention(
     else:
         with open_capture(str(source), url) as reader:
             result = attention_of(reader, chosen, of_heads, request)
-    panels = named(result, show_) if show_ else show.panels_of(result, behaviour=behaviour)  # type: ignore[arg-type]
+    valid = cast(Behaviour | None, behaviour)
+    panels = named(result, show_) if show_ else show.panels_of(result, behaviour=valid)
     if not print_json(_facts(result), json_):
         out.print(show.report(result, panels))
         out.print(f"job: {result.job}", style="dim", markup=False, soft_wrap=True)

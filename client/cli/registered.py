@@ -1,4 +1,4 @@
-"""What has a name on the server, on the command line: `modules`, `loras`, `sae`, `tuned`, `runs`;
+"""Named artifacts on the command line: `modules`, `loras`, `sae`, `tuned`, `runs`;
 and `global` and `dynamic`, the steering of every request.
 """
 

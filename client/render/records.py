@@ -30,7 +30,7 @@ _LABELS = 4
 
 @dataclass(frozen=True)
 class Shown:
-    """How records of one type are shown."""
+    """Columns and facts of one type of record."""
 
     title: str = ""  # of a list
     columns: Mapping[str, Cell] = field(default_factory=dict)
