@@ -79,6 +79,7 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
     distributions = packages_distributions()
     own = {path.stem for path in sources("tests", "benchmarks")} | {
         "midstream",
+        "midstream_fake_engine",
         "tests",
         "benchmarks",
     }

@@ -19,6 +19,7 @@ REASONS = (
     "it ends the stack",
     "the path is a placeholder",
     "the tests start one stack",
+    "the tests have it on the path",
 )
 #: Fences without commands to run.
 OTHERS = {"", OUTPUT, "toml", "yaml", "json"}
