@@ -5,7 +5,7 @@ for GPUs that are not here.
 
 Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
 variant that a model can need, then the estimated cost of a step from `benchmarks/site_costs.py`.
-`tests/unit/test_site_paper.py` keeps the facts as they are.
+`tests/unit/kernels/test_site_paper.py` keeps the facts as they are.
 """
 
 # ruff: noqa: E402 -- the environment and where our modules are are settled first

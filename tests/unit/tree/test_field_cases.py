@@ -10,7 +10,7 @@ import re
 import tokenize
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 #: Case → what must be shown not to happen.
 REQUIRED: dict[int, str] = {

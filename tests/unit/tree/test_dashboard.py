@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD: dict[str, Any] = json.loads(
     (ROOT / "compose/grafana/dashboards/midstream.json").read_text()
 )

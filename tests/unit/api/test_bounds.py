@@ -23,7 +23,7 @@ from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling
 from midstream.schemas.jobs.openai import ONLY
 from midstream.schemas.requests.lens_args import REFUSED
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 #: JSON has no infinity, and their limits depend on the op and the model:
 #: `api/resolve/edits/interventions.py`.

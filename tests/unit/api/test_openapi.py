@@ -15,7 +15,7 @@ from midstream.schemas.base.records import Published
 from midstream.schemas.base.settings import Settings
 from midstream.schemas.model.layer_kinds import LayerKind
 
-KEPT = Path(__file__).resolve().parents[2] / "docs" / "openapi.json"
+KEPT = Path(__file__).resolve().parents[3] / "docs" / "openapi.json"
 
 PATHS = {
     "/healthz": {"get"},

@@ -25,7 +25,7 @@ from midstream.storage.formats import lora_files, module_files, sae_files, tuned
 from midstream.storage.formats.capture_blobs import DamagedBlob, read_header
 from midstream.storage.formats.tensor_files import npy_header, whole_file
 
-SAES = Path(__file__).parents[1] / "data" / "saes"
+SAES = Path(__file__).parents[2] / "data" / "saes"
 MODEL: dict[str, Any] = {"hooks": ["post_block"], "num_layers": 4, "hidden_size": 8}
 
 

@@ -26,7 +26,7 @@ from midstream.client.stack.processes import wait_for
 from midstream.schemas.base.settings import Settings, SettingsError, load_settings
 from midstream.storage.store import open_store
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def variables() -> dict[str, str]:

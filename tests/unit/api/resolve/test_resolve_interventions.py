@@ -30,7 +30,7 @@ from midstream.schemas.requests.interventions import (
 )
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 HIDDEN = 8
 RANDOM = np.random.default_rng(0)
 

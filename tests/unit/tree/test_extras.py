@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from midstream.client import extras
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Has these modules missing, then runs a program.
 WITHOUT = """
 import sys

@@ -20,7 +20,7 @@ from tree import tracked
 
 from midstream.schemas.base.settings import PREFIX, SECRETS, Settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu", "bucket", "keda")
 #: Its schemas check the manifests; the oldest of this list and the newest must both accept them.

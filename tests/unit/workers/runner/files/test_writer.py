@@ -150,7 +150,7 @@ def test_the_logging_consumer_defaults_to_stderr() -> None:
         "import finished; Logging().consume([finished()])"
     )
     paths = os.pathsep.join(
-        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(Path(__file__).parents[4]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
