@@ -87,11 +87,11 @@ format: $(READY) ## format the code with ruff
 
 test-unit: $(READY) ## unit tests: no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) $(SHARED) 2 -m "unit $(NOT_LONG)" tests/unit
+	@$(PYTEST) $(SHARED) 2 -m "unit and not matrix $(NOT_LONG)" tests/unit
 
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) $(SHARED) 4 -m "system $(NOT_LONG)" tests/system
+	@$(PYTEST) $(SHARED) 4 -m "system and not matrix $(NOT_LONG)" tests/system
 
 # The tests of the page drive Debian's browser. As root it is installed; otherwise the tests fail and say how to install it.
 .PHONY: browser
@@ -121,15 +121,15 @@ test-engine: $(READY) model ## engine tests: real vLLM on CPU
 test-long: $(READY) model ## long tests: every block of the docs, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), …
 	@echo "== long tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "long and not ranks and not packages" tests || failed=1; \
-	$(PYTEST) -m "long and ranks" tests/engine || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "long and not ranks and not matrix and not packages" tests || failed=1; \
+	$(PYTEST) -m "long and ranks and not matrix" tests/engine || failed=1; \
 	exit $$failed
 
 # Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
-test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, and the smoke of vLLM versions; an hour
+test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, and the smoke of vLLM versions; over an hour
 	@echo "== matrix tests"
 	@failed=0; \
-	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests/engine || failed=1; \
+	OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(PYTEST) $(SHARED) 2 -m "matrix and not ranks" tests || failed=1; \
 	$(PYTEST) -m "matrix and ranks" tests/engine || failed=1; \
 	exit $$failed
 

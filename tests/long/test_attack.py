@@ -13,11 +13,17 @@ from midstream.workers.demo_model import fetch_demo_model
 #: For each of them, and as long as the first round of every attack takes. `ATTACK_SECONDS=600`
 #: looks longer.
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "45"))
+MATRIX = pytest.mark.matrix
 
 
 @pytest.mark.timeout(SECONDS * 2 + 600)
 @pytest.mark.parametrize(
-    ("model", "dtype"), [*(("llama", dtype) for dtype in LARGE), ("demo", "bfloat16")]
+    ("model", "dtype"),
+    [
+        ("llama", "float32"),
+        *(pytest.param("llama", dtype, marks=MATRIX) for dtype in LARGE if dtype != "float32"),
+        pytest.param("demo", "bfloat16", marks=MATRIX),
+    ],
 )
 def test_attacks_do_not_change_victims(tmp_path: Path, model: str, dtype: str) -> None:
     path = fetch_demo_model() if model == "demo" else checkpoint(model, tmp_path / model)

@@ -21,6 +21,7 @@ WANTED = {
 }
 
 
+@pytest.mark.matrix  # ten minutes of two cores
 @pytest.mark.timeout(900)
 def test_every_stage_runs_on_a_cpu_and_fills_the_page(tmp_path: Path) -> None:
     command = [

@@ -19,7 +19,7 @@ from tree import ROOT
 from midstream.client import Client
 from midstream.workers.demo_model import fetch_demo_model
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 HIDDEN = 576
 
 

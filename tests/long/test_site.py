@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from tree import ROOT
 
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 SITE = ROOT / ".cache" / "site"
 #: What makes a browser load something: element → attributes. A link in the text (`a`) does not.
 LOADS = {

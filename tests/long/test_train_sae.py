@@ -16,6 +16,7 @@ from tree import ROOT
 from midstream.client import Client
 from midstream.workers.demo_model import fetch_demo_model
 
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 LAYER = 15
 
 
@@ -49,7 +50,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.mark.timeout(1500)
 def test_the_example_trains_registers_and_shows_features(python: Path, service: Stack) -> None:
     out = Path(service.settings.sae_dir) / "small"
     sizes = [

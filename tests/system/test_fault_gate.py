@@ -1,6 +1,6 @@
 """The fault gate in short: every kind of process is killed under load.
 
-`make test-faults` runs it whole.
+`make test-faults` runs it whole, and with harvests into a bucket.
 """
 
 import json
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gate
 import pytest
-import s3_kit
 from clients import HARVEST_EVERY
 
 JOBS, TWO_MODELS_JOBS = 500, 200
@@ -30,14 +29,6 @@ KILLS = {
     "machine": 1,
 }
 TWO_MODELS = {"worker": 1, "model": 2}
-ON_BUCKET = {
-    "worker": 3,
-    "redis": 1,
-    "relay": 1,
-    "callbacks": 1,
-    "bucket away": 2,
-    "bucket busy": 2,
-}
 
 
 def check(report: gate.Report, kills: dict[str, int]) -> None:
@@ -72,22 +63,3 @@ def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
     print(report.table(), json.dumps(report.figures()), sep="\n")
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     assert report.verdict.seen["other weights"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_fault_gate_holds_where_harvests_go_into_a_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in s3_kit.ENVIRONMENT.items():  # for whoever reads the harvests afterwards
-        monkeypatch.setenv(name, value)
-    with s3_kit.s3_server() as bucket:
-        report = gate.run(
-            tmp_path,
-            random.SystemRandom().randrange(10**9),
-            JOBS,
-            ON_BUCKET,
-            max_attempts=MAX_ATTEMPTS,
-            bucket=bucket,
-        )
-    check(report, ON_BUCKET)

@@ -39,8 +39,12 @@ POINTS = {
 }
 #: Those of them that are tried every time; the others are long tests.
 FEW = ("harvest.part", "receipt.sent", "relay.committed")
-#: Those where files matter.
-OF_BUCKETS = [name for name in POINTS if name.startswith(("harvest.", "receipt."))]
+#: Those where files matter; a minute each, so that most are rows of the matrix.
+OF_BUCKETS = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.matrix)
+    for name in POINTS
+    if name.startswith(("harvest.", "receipt."))
+]
 
 
 @pytest.fixture(scope="module")
