@@ -9,7 +9,8 @@ from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_ANSWER_TOKENS
 from ....schemas.jobs.models import ModelInfo
 from ..prompts.request_parsing import ParsedPrompt
-from ..prompts.tokenizer import Codec, TextMap, TooLong
+from ..prompts.text_spans import TextMap
+from ..prompts.tokenizer import Codec, TooLong
 from .admission import tokenise
 
 #: Tokens before the first that differs which an error shows.

@@ -10,7 +10,6 @@ import asyncio
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -20,10 +19,10 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from ....broker.artifacts.chat_templates import in_parts, template_environment
-from ....schemas.base.errors import MidstreamError, invalid, shortened
+from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
-from ....schemas.prompts.selectors import SelectorError, Span
+from .text_spans import TextMap
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
@@ -33,8 +32,6 @@ INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
 SHORT_CHARACTERS = 64 * 1024
 #: Used where the model has no limit.
 ANY_LENGTH = 2**31 - 1
-#: This much of a prompt is shown in an error.
-SHOWN_CHARACTERS = 60
 
 
 class TooLong(MidstreamError):
@@ -72,94 +69,6 @@ class LongTexts(Protocol):
     async def encode_chat(
         self, messages: Sequence[PlainMessage], rendering: Rendering, limit: int
     ) -> tuple[np.ndarray, str]: ...
-
-
-@dataclass(frozen=True)
-class TextMap:
-    """Map from the tokens of a prompt to its text.
-
-    `offsets`: int32 `[tokens, 2]`, `[start, end)` in characters; empty for tokens that have no
-    text.
-    """
-
-    text: str
-    offsets: np.ndarray
-    _starts: dict[str, np.ndarray] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # text → where its occurrences begin
-
-    def find(self, span: Span) -> list[int]:
-        """The positions of the tokens that overlap the span, which has a text.
-
-        Occurrences do not overlap, as in `str.count`.
-
-        Each text is searched for once, however many spans name it. Raises SelectorError if the text
-        does not occur, not often enough, or no token covers it.
-        """
-        assert span.text is not None
-        if span.text not in self._starts:
-            self._starts[span.text] = np.array(self._occurrences(span.text))
-        starts = self._starts[span.text]
-        if span.occurrence is not None:
-            if not -len(starts) <= span.occurrence < len(starts):
-                detail = (
-                    f"{shortened(span.text)!r} occurs {_times(len(starts))} "
-                    "in the prompt: there is "
-                    f"no occurrence {span.occurrence}"
-                )
-                raise SelectorError(detail, ".occurrence")
-            starts = starts[[span.occurrence]]
-        positions = self._overlapping(starts, starts + len(span.text))
-        if not positions:
-            raise SelectorError(
-                f"{shortened(span.text)!r} is in the prompt, but no token covers it", ".text"
-            )
-        return positions
-
-    def _overlapping(self, starts: np.ndarray, stops: np.ndarray) -> list[int]:
-        """The positions of the tokens with a character in one of these pieces of the text,
-        ascending.
-        """
-        positions, begins, ends, furthest = self._tokens
-        first = np.searchsorted(
-            furthest, starts, side="right"
-        )  # of each piece, the first token that may reach into it
-        count = np.maximum(np.searchsorted(begins, stops, side="left") - first, 0)
-        piece = np.repeat(np.arange(len(starts)), count)
-        token = np.arange(len(piece)) + (first - (np.cumsum(count) - count))[piece]
-        result: list[int] = np.unique(positions[token[ends[token] > starts[piece]]]).tolist()
-        return result
-
-    @cached_property
-    def _tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tokens with text in order of their beginnings: position, begin, end,
-        furthest end so far.
-        """
-        begins, ends = self.offsets[:, 0], self.offsets[:, 1]
-        positions = np.flatnonzero(ends > begins)
-        positions = positions[np.argsort(begins[positions], kind="stable")]
-        return positions, begins[positions], ends[positions], np.maximum.accumulate(ends[positions])
-
-    def _occurrences(self, part: str) -> list[int]:
-        starts, at = [], self.text.find(part)
-        while at >= 0:
-            starts.append(at)
-            at = self.text.find(part, at + len(part))
-        if not starts:
-            shown = (
-                self.text
-                if len(self.text) <= SHOWN_CHARACTERS
-                else self.text[:SHOWN_CHARACTERS] + "…"
-            )
-            raise SelectorError(
-                f"{part[:SHOWN_CHARACTERS]!r} does not occur in the prompt, which begins {shown!r}",
-                ".text",
-            )
-        return starts
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 class Codec:

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from midstream.api.resolve.admission.admission import facts_of
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.api.resolve.prompts.tokenizer import Codec, TextMap
+from midstream.api.resolve.prompts.text_spans import TextMap
+from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import (
