@@ -25,7 +25,7 @@ CAPTURE = StoredCapture(
 )
 TOKEN_S, VISIBILITY_S = 0.02, 4
 #: A worker may be kept from its work for 3 s. What it has generated is given up only after it has
-#: lost its lease: see `sweep.lua`.
+#: lost its lease: see `reap.lua`.
 SETTINGS = {
     "engine_options": {"token_s": TOKEN_S},
     "visibility_timeout_s": VISIBILITY_S,

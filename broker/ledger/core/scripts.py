@@ -69,7 +69,7 @@ NAMES = (
     "emit",
     "settle",
     "lost",
-    "sweep",
+    "reap",
     "look_again",
     "forget_captures",
     "removed_captures",

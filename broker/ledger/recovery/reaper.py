@@ -120,7 +120,7 @@ class Reaper:
         }
         for raw in due:
             job_id = raw.decode()
-            reply = await self._scripts.sweep(
+            reply = await self._scripts.reap(
                 args=scripts.pack(self._settings, at, id=job_id, **waits)
             )
             result, *record = scripts.text(reply)
