@@ -40,7 +40,7 @@ PYTEST = $(BIN)/pytest -ra --durations=15 $(PYTEST_ARGS)
 SHARED = --dist loadfile --no-loadscope-reorder --numprocesses
 NOT_LONG := $(if $(LONG),,and not long)
 
-.PHONY: help setup model demo up test lint format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
+.PHONY: help setup model demo up test lint files format types test-unit test-system test-smoke test-web screenshots test-engine test-long test-matrix test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ types: $(READY)
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
 	@cd .cache/types && MYPYPATH=".:$(CURDIR)/tests/fake_engine" "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
 	  -m midstream $(PACKAGES:%=-p midstream.%) -p midstream_fake_engine
+
+files: ## one line for each file of the product: what it is
+	@python3 tests/tree.py
 
 format: $(READY) ## format the code with ruff
 	@$(BIN)/ruff check --fix .

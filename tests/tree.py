@@ -71,3 +71,15 @@ def sources(*folders: str) -> list[Path]:
     found = [ROOT / path for path in tracked() if path.suffix == ".py" and path.parts[0] in folders]
     assert found, f"no source in {folders}"
     return found
+
+
+def summary(path: Path) -> str:
+    """The first paragraph of a module's docstring, on one line."""
+    document = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    return " ".join(document.partition("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    for module in sorted(path for path in tracked() if path.parts[0] in PACKAGES):
+        if module.suffix == ".py" and module.name != "__init__.py":
+            print(f"{module}: {summary(module)}")

@@ -17,8 +17,6 @@ from ..ops import redis_open
 
 #: kombu's Redis priorities: one list per step; 0 is served first.
 PRIORITY_STEPS = (0, 3, 6, 9)
-#: Clients of the OpenAI-style endpoints wait for an answer; batch jobs are not urgent.
-PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6, "harvest": 9}
 #: The queue of the `callbacks` worker.
 CALLBACKS_QUEUE = "midstream.callbacks"
 #: Seconds between searches for abandoned messages (kombu's default amounts to about 100 s).

@@ -36,7 +36,7 @@ from ...schemas.jobs.receipts import LostRange, Receipt, receipt_decoder
 from ..ledger.core.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
 from ..ledger.jobs.settlement import mark_key
 from ..ops import metrics, observability, redis_durability, redis_open
-from ..ops.liveness import RELAY_KEY
+from ..ops.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
 from ..ops.replicas import Replicas
 from . import frames
 from .curve import ServerKeys, server_keys
@@ -52,8 +52,6 @@ BATCH = 2048
 GC_OBJECTS = 100_000
 #: Between attempts to reach Redis.
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
-#: The relay's sign of life in Redis (`liveness.RELAY_KEY`), and how long it stays.
-BEAT_S, ALIVE_S = 5.0, 15
 #: After SIGTERM: how long it continues to commit what had arrived.
 DRAIN_S = 3.0
 #: The same complaint about the same peer is logged this often.
@@ -426,7 +424,7 @@ class Relay:
         """Renew the sign of life when it is time; returns milliseconds until the next."""
         now = time.monotonic()
         if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
+            self._next_beat = now + RELAY_BEAT_S
             if self._redis is not None:
                 sign = {
                     "url": self.endpoint,
@@ -438,7 +436,7 @@ class Relay:
                     former = cast("bytes | None", self._redis.get(RELAY_KEY))
                     known = json.loads(former).get("since", 0.0) if former else time.time()
                     sign["since"] = max(known, self._started)
-                    self._redis.set(RELAY_KEY, json.dumps(sign), ex=ALIVE_S)
+                    self._redis.set(RELAY_KEY, json.dumps(sign), ex=RELAY_ALIVE_S)
                 except (redis.RedisError, OSError) as error:
                     self._reopen()
                     self._complain("beat", "cannot write the heartbeat to Redis: %s", error)

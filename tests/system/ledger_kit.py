@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import redis
 from celery import Celery
 
+from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.queue.celery_app import (
-    PRIORITY_OF_KIND,
     PRIORITY_STEPS,
     lists_of,
     queue_of,

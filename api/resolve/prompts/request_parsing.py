@@ -27,7 +27,8 @@ from ....schemas.prompts.chat import (
 from ....schemas.requests.features import FeatureSpec
 from ....schemas.requests.lens import LensSpec
 from ....schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
-from .formats import format_of, rendering_of, structured, tool_use
+from .chat_tools import rendering_of, tool_use
+from .formats import format_of, structured
 from .images import read_image
 from .requested_features import FeatureWish
 

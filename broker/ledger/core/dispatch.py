@@ -8,8 +8,10 @@ tenant that has received the least and puts its message into the queue.
 from ....schemas.access.handling import Priority
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.sweep_units import Units
-from ...queue.celery_app import PRIORITY_OF_KIND, PRIORITY_STEPS
+from ...queue.celery_app import PRIORITY_STEPS
 
+#: Clients of the OpenAI-style endpoints wait for an answer; batch jobs are not urgent.
+PRIORITY_OF_KIND = {"chat": 3, "completion": 3, "generate": 6, "sweep": 6, "harvest": 9}
 #: Lower is earlier.
 URGENCY: dict[Priority, int] = {"high": 0, "normal": 1, "low": 2}
 #: Kind of job → priority → step of the queue. `normal` is the default of the kind.

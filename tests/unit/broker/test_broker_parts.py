@@ -12,11 +12,11 @@ from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 
 from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.core.dispatch import PRIORITY_OF_KIND
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.results import views
 from midstream.broker.ops.redis_availability import is_absence
 from midstream.broker.queue.celery_app import (
-    PRIORITY_OF_KIND,
     PRIORITY_STEPS,
     RESTORE_INTERVAL_S,
     lists_of,
