@@ -110,7 +110,7 @@ def _members(info: Any) -> list[Any]:
 
 
 def _plain(value: Any, kinds: list[Any], field: str, listed: bool = True) -> Any:
-    """`listed`: one item may stand for a list of one."""
+    """Convert one value. `listed`: a single item may stand for a list of one."""
     structs = {kind.cls: kind for kind in kinds if isinstance(kind, inspect.StructType)}
     for cls, convert in _CONVERTERS.items():
         if cls in structs:
@@ -253,7 +253,7 @@ def _capture(value: Any, field: str) -> Any:
 
 def _job(value: Any, field: str) -> Any:
     """Convert a job that uses the short forms: `prompt` for a single prompt, and fields of
-    `sampling` beside the others.
+    `sampling` among the others.
     """
     if not isinstance(value, Mapping):
         return value

@@ -74,7 +74,7 @@ def _replace_masked(
 
 
 def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Overwrites `rows`."""
+    """Return (1 − alpha) · rows + alpha · target. Overwrites `rows`."""
     # 0 · s is NaN where s is infinite, so a full replacement copies the target instead.
     full = alpha == 1
     if bool(full.all()):
@@ -176,7 +176,7 @@ def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, .
 def _installed(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    """One call for all rows of an entry."""
+    """Call the installed op once for all rows of an entry."""
     new = rows.clone()
     for entry in entries.unique().tolist():
         indices = (entries == entry).nonzero().flatten()
@@ -417,7 +417,7 @@ def _shift_alike(
     before = rows.clone()
     rows.add_(pool[entry])
     after = rows if other is None else rows + other
-    # a row that was not finite stays so, whatever is added: `after` shows both
+    # no addition makes a row finite again: `after` shows rows that were not finite before, too
     if not _finite(after):
         _mark(broken, run, steps[SITE], before if other is None else before + other, after)
     return len(rows)

@@ -347,7 +347,7 @@ _per_thread = threading.local()
 
 
 def _direct() -> DirectWriter:
-    """This thread's."""
+    """Return this thread's direct writer."""
     if not hasattr(_per_thread, "direct"):
         _per_thread.direct = DirectWriter(_write_at)
     direct: DirectWriter = _per_thread.direct
@@ -395,8 +395,8 @@ class FileSegment:
 
     @property
     def usable(self) -> bool:
-        """Whether the segment can be appended to; false if another process has removed or replaced
-        its files.
+        """Return whether the segment can be appended to: not if another process has removed or
+        replaced its files.
         """
         if self._doubtful or self._data < 0:
             return False
@@ -487,7 +487,7 @@ def _map(descriptor: int, size: int, path: Path) -> memoryview:
 
 
 def _lock(descriptor: int, shared: bool, wait: bool = True) -> None:
-    """Raises BlockingIOError."""
+    """Lock a file. Raises BlockingIOError if it is locked and `wait` is false."""
     import fcntl  # not on Windows, where captures are read but not served
 
     fcntl.flock(

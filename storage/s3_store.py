@@ -92,7 +92,7 @@ class S3Store:
 
     @property
     def uri(self) -> str:
-        """Without credentials."""
+        """The store's URI, without credentials."""
         options = urlencode(
             [(name, value) for name in _OPTIONS if (value := getattr(self.address, name))]
         )
@@ -289,7 +289,7 @@ class S3Store:
         )
 
     def head(self, key: str) -> tuple[int, str]:
-        """Size and ETag. Raises OSError, ValueError."""
+        """Return size and ETag of an object. Raises OSError, ValueError."""
         try:
             result = self.ask("head", lambda s3, _: obstore.head(s3, check_key(key)), key)
         except OSError:
@@ -386,7 +386,7 @@ class S3Handle:
         return bytes(self._ahead[start - self._start :][:count])
 
     def view(self) -> memoryview:
-        """In memory."""
+        """Return the whole object, in memory."""
         if len(self._ahead) != self.size:
             self._start, self._ahead = 0, self._fetched(0, self.size)
         self._begun = True
@@ -417,7 +417,7 @@ class S3Handle:
 
 
 class _Dropped(Exception):
-    """An upload ends without an object."""
+    """Makes obstore abort an upload, so that no object is created."""
 
 
 class _Upload:
@@ -581,7 +581,7 @@ class S3Segment:
 
 
 class _Troubles:
-    """Outcomes of test writes, by store."""
+    """Recent outcomes of test writes, by store."""
 
     def __init__(self) -> None:
         self._lock, self._known = threading.Lock(), dict[S3Store, tuple[float, str]]()

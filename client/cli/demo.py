@@ -84,15 +84,15 @@ LAYER = 14
 SCALE = 1.0
 #: The direction's name.
 MODULE = "sea"
-#: Leading tokens to leave out: the first token is an attention sink, whose activation is a hundred
+#: Leading tokens to leave out: the first one is an attention sink, whose activation is a hundred
 #: times larger than the rest and does not depend on the text.
 SINK_TOKENS = 1
 #: Two prompts of the same form; activations of the first are patched into the second.
 CLEAN, ANSWER = FACTS[0], " Paris"
 CORRUPT, FOIL = "The Colosseum is located in the city of", " Rome"
 HOOK = "resid_pre"
-#: The smallest share of the answer that must be recovered by patching the input of the last layer
-#: at the last token. It is not 1: the last layer itself also contributes.
+#: The smallest share that patching the last layer's input at the last token must recover. It is not
+#: 1, because the last layer itself also contributes.
 LEAST_AT_THE_END = 0.8
 #: Patching the subject's rows must recover at least the first share in an early layer, and at most
 #: the second in the last one: by then the last token has already read them.
@@ -104,7 +104,7 @@ LEAST_SHIFT = 0.5
 
 @dataclass(frozen=True)
 class Shift:
-    """How far a steering vector was to move the stream along its direction, and how far it did."""
+    """Expected and measured movement of the stream along a steering vector's direction."""
 
     expected: float
     measured: float
@@ -207,8 +207,8 @@ def run_demo_at(url: str, keep: Path | None = None, console: Console | None = No
 
 
 def demonstrate(client: Client, folder: Path, console: Console, verdict: Verdict) -> str:
-    """Capture, steer and patch the demo model on any stack that serves it, and write the figure
-    into `folder`. Returns the id of the first capturing job.
+    """Capture, steer and patch the served demo model, and write the figure into `folder`. Return
+    the id of the first capturing job.
     """
     job = _capture(client, MODEL_NAME, console, verdict)
     _steer(client, MODEL_NAME, console, verdict)
@@ -331,8 +331,8 @@ def _capture(client: Client, model: str, console: Console, verdict: Verdict) -> 
 
 
 def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> None:
-    """Complete the same prompts plain and steered by a named module, and show both side by side;
-    then show the status of the ranks.
+    """Complete prompts plain and steered by a named module, side by side; show the ranks'
+    status.
     """
     console.print()
     console.rule(
@@ -417,8 +417,8 @@ def _steer(client: Client, model: str, console: Console, verdict: Verdict) -> No
 
 
 def _patch(client: Client, model: str, folder: Path, console: Console, verdict: Verdict) -> None:
-    """Locate the fact that the tower is in Paris by causal tracing (Meng et al. 2022,
-    arXiv:2202.05262), and draw the result in the terminal and as a figure.
+    """Trace the fact that the tower is in Paris (Meng et al. 2022, arXiv:2202.05262), and draw the
+    result in the terminal and as a figure.
     """
     console.print()
     console.rule(
@@ -556,9 +556,7 @@ def _farewell(console: Console, settings: Settings, job: str, seconds: float) ->
 
 
 def _kept_in(settings: Settings, job: str) -> tuple[str, str]:
-    """Return the artifact store for display, and the arguments with which `capture show` finds the
-    job's capture.
-    """
+    """Return the artifact store, and the arguments of `capture show` for the job."""
     store = settings.artifacts
     if "://" in store:
         return store, f"{shlex.quote(store)} --job {job}"
@@ -584,9 +582,7 @@ def _short(path: Path) -> str:
 
 
 def _in_use(folder: Path) -> bool:
-    """Return whether processes of a supervisor may still run in the folder. If so, the demo removes
-    nothing, and the supervisor reports the conflict.
-    """
+    """Return whether a supervisor may still use the folder; it then reports the conflict itself."""
     return bool(read_state(folder))
 
 

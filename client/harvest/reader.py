@@ -297,7 +297,7 @@ def open(uri: str) -> Harvest:
 
 
 def read_manifest(store: ArtifactStore) -> HarvestManifest:
-    """Raises `not_found`, `capture_damaged`."""
+    """Read the manifest of a harvest. Raises `not_found`, `capture_damaged`."""
     try:
         with store.open(MANIFEST) as handle:
             data = handle.read(0, handle.size)

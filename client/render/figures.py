@@ -72,7 +72,7 @@ _LIGHT = 0.6
 
 
 def matplotlib() -> Any:
-    """The module. Raises MidstreamError without the extra `plots`."""
+    """Import matplotlib. Raises MidstreamError if the extra `plots` is not installed."""
     try:
         import matplotlib
         import matplotlib.figure

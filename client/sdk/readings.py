@@ -42,7 +42,7 @@ class Lens:
     words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
 
     def word(self, token: int) -> str:
-        """The token's text; its number where that is not known."""
+        """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
 
     def figure(self, path: Any = None, places: Sequence[int] | None = None) -> Any:

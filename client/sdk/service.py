@@ -41,7 +41,7 @@ _DAY_S = 24 * 3600.0
 def key_request(
     name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
 ) -> KeyRequest:
-    """Raises MidstreamError naming what is wrong."""
+    """Build the body of `POST /v1/keys`. Raises MidstreamError that names an invalid field."""
     return wire.checked(
         {"name": name, "tenant": tenant, "scopes": scopes, "expires_in": expires_in}, KeyRequest
     )

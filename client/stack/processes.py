@@ -164,7 +164,7 @@ class Child:
 
     @property
     def due(self) -> bool:
-        """Whether it is dead and its pause is over."""
+        """Return whether the process is dead and its pause is over."""
         return self.process is None and time.monotonic() >= self._not_before
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:

@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 
 
 class Part(NamedTuple):
-    """How to run one child process."""
+    """Parameters of one child process."""
 
     module: str
     stop_s: float  # the longest that stopping may take, in seconds

@@ -352,7 +352,7 @@ def resolve_sites(
 
 
 class SpanFinder(Protocol):
-    """Knows one prompt's text."""
+    """Finds spans in the text of one prompt."""
 
     def __call__(self, span: Span) -> list[int]:
         """Return the positions of the prompt tokens that overlap a text span.

@@ -20,7 +20,7 @@ from ..prompts.selectors import Hook
 #: The consumer that rows of a reading go to. No request can name it.
 READER = "reading"
 
-#: Bytes of a part for each position, besides those for its rows: position and token id in
+#: Bytes of a part for each position, in addition to those for its rows: position and token id in
 #: MessagePack.
 POSITION_BYTES = 10
 
@@ -152,7 +152,7 @@ class Array(Record):
             )
 
     def numpy(self) -> np.ndarray:
-        """The array, read-only."""
+        """Return the array, read-only."""
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype).newbyteorder("<")).reshape(
             self.shape
         )
